@@ -1,0 +1,180 @@
+"""Every error that ragcache raises on purpose.
+
+    RagCacheError
+    ├── ConfigError                     an argument or option is out of range or unknown (also a ValueError)
+    ├── PromptError                     a question or prompt that cannot be run
+    │   └── ContextTooLongError
+    ├── ModelError
+    │   ├── ModelNotFoundError          not a directory or hub id of a model
+    │   └── UnsupportedModelError       a model whose keys cannot be moved exactly
+    ├── EmbedderError                   the embedding model is absent or damaged
+    ├── CancelledError                  the caller gave up
+    ├── StoreError
+    │   ├── StoreNotFoundError
+    │   ├── StoreMismatchError          made by another model, embedder or schema version
+    │   │   ├── ModelMismatchError
+    │   │   ├── EmbedderMismatchError
+    │   │   └── SchemaVersionError
+    │   ├── StoreBusyError              another process is writing
+    │   ├── StoreReadOnlyError
+    │   ├── StoreFullError              no space left on the device
+    │   ├── BlockError
+    │   │   ├── DamagedBlockError       bytes do not match their checksum, or cannot be parsed
+    │   │   ├── StaleBlockError         another fingerprint, recipe or prefix
+    │   │   └── MissingBlockError
+    │   ├── DamagedIndexError
+    │   ├── FilterError                 a metadata filter that cannot be evaluated
+    │   └── NoSuchDocumentError
+    └── IngestError
+        ├── ReaderError                 one file could not be read: path and reason
+        ├── DuplicateDocumentError
+        └── MetadataError               metadata that is not JSON
+
+Messages name the input and the way out. Third-party errors are translated where they enter (`translate_os_errors`
+for files; the SQL engine and the model loader do the same at their own boundary).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class RagCacheError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(RagCacheError, ValueError):
+    """An argument or option is out of range, unknown or contradictory."""
+
+
+class PromptError(RagCacheError):
+    """A question or a prompt cannot be run."""
+
+
+class ContextTooLongError(PromptError):
+    """The prompt has more tokens than the model has positions."""
+
+
+class ModelError(RagCacheError):
+    """A language model cannot be used."""
+
+
+class ModelNotFoundError(ModelError):
+    """The name is neither a directory with a model nor a hub id that can be loaded."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model's keys cannot be moved exactly; the message names the reason."""
+
+
+class EmbedderError(RagCacheError):
+    """The embedding model is absent, damaged or unusable."""
+
+
+class CancelledError(RagCacheError):
+    """The caller cancelled the request."""
+
+
+class StoreError(RagCacheError):
+    """A store cannot be opened, read or written."""
+
+
+class StoreNotFoundError(StoreError):
+    """There is no store at the path."""
+
+
+class StoreMismatchError(StoreError):
+    """The store was made by another model, embedder or version."""
+
+
+class ModelMismatchError(StoreMismatchError):
+    """The store's KV blocks belong to another language model."""
+
+
+class EmbedderMismatchError(StoreMismatchError):
+    """The store's index was made by another embedding model."""
+
+
+class SchemaVersionError(StoreMismatchError):
+    """The store was written by a newer version of ragcache, or by something else."""
+
+
+class StoreBusyError(StoreError):
+    """Another process is writing to the store."""
+
+
+class StoreReadOnlyError(StoreError):
+    """The store's directory or database cannot be written."""
+
+
+class StoreFullError(StoreError):
+    """The device that holds the store has no space left."""
+
+
+class BlockError(StoreError):
+    """A KV block cannot be served."""
+
+
+class DamagedBlockError(BlockError):
+    """A block's bytes do not match their checksum or cannot be parsed."""
+
+
+class StaleBlockError(BlockError):
+    """A block was made under another fingerprint, recipe or prefix."""
+
+
+class MissingBlockError(BlockError):
+    """A handle names a block that no tier holds."""
+
+
+class DamagedIndexError(StoreError):
+    """The vector index on disk cannot be read; it is rebuilt from SQL."""
+
+
+class FilterError(StoreError):
+    """A metadata filter is malformed."""
+
+
+class NoSuchDocumentError(StoreError):
+    """No document has this id."""
+
+
+class IngestError(RagCacheError):
+    """An input cannot be ingested."""
+
+
+class ReaderError(IngestError):
+    """One file could not be read. `path` and `reason` say which and why."""
+
+    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
+        self.path = os.fspath(path)
+        self.reason = reason
+        super().__init__(f"{self.path}: {reason}")
+
+
+class DuplicateDocumentError(IngestError):
+    """Two inputs of one call carry the same document id."""
+
+
+class MetadataError(IngestError):
+    """Document metadata is not a JSON object."""
+
+
+@contextmanager
+def translate_os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the operating system's write errors into store errors that name `path`.
+
+    Raises StoreFullError (ENOSPC, EDQUOT) and StoreReadOnlyError (EROFS, EACCES, EPERM); others pass through.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = os.fspath(path)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFullError(f"{where}: no space left on the device; free some space and run again") from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise StoreReadOnlyError(f"{where}: cannot be written ({error.strerror}); check its permissions") from error
+        raise
