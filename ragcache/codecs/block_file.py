@@ -1,0 +1,70 @@
+"""One KV block in one container: key, codec and versions in the metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ragcache.codecs import CODECS, Codec, get_codec
+from ragcache.codecs.container import read_container, write_container
+from ragcache.errors import DamagedBlockError, SchemaVersionError
+from ragcache.kv.block import KVBlock
+
+FORMAT_VERSION = 1
+
+
+def write_block(path: Path, key: str, block: KVBlock, codec: Codec) -> KVBlock:
+    """Store a block under its key and return it as it will be read back (another one where the codec is lossy).
+
+    Raises StoreFullError, StoreReadOnlyError.
+    """
+    tensors = codec.encode(block)
+    metadata = {
+        "format_version": str(FORMAT_VERSION),
+        "key": key,
+        "codec": codec.name,
+        "codec_version": str(codec.version),
+        "num_tokens": str(block.num_tokens),
+    }
+    write_container(path, tensors, metadata)
+    return codec.decode(tensors)
+
+
+def read_block(path: Path, key: str) -> KVBlock:
+    """The block of `key`, verified; its tensors alias the mapped file where the codec lets them.
+
+    Raises MissingBlockError, DamagedBlockError (another block's file included) and SchemaVersionError (written by a
+    newer version: intact, but not ours to read).
+    """
+    tensors, metadata = read_container(path)
+    codec = _codec_of(path, metadata)
+    if metadata.get("key") != key:
+        raise DamagedBlockError(f"{path}: holds block {metadata.get('key')}, not {key}")
+    block = codec.decode(tensors)
+    if metadata.get("num_tokens") != str(block.num_tokens):
+        raise DamagedBlockError(f"{path}: holds {block.num_tokens} tokens, but says {metadata.get('num_tokens')}")
+    return block
+
+
+def _codec_of(path: Path, metadata: Mapping[str, str]) -> Codec:
+    """The codec that can decode this file. The checksum was right: an unknown version is a newer one, no damage."""
+    name = metadata.get("codec", "")
+    if _number(metadata, "format_version") > FORMAT_VERSION or name not in CODECS:
+        raise SchemaVersionError(
+            f"{path}: block format {metadata.get('format_version')}, codec {name!r}; this version of ragcache reads "
+            f"format {FORMAT_VERSION} with codecs {', '.join(sorted(CODECS))}: use the version that wrote it"
+        )
+    codec = get_codec(name)
+    if _number(metadata, "codec_version") > codec.version:
+        raise SchemaVersionError(
+            f"{path}: version {metadata.get('codec_version')} of codec {name!r}; this version of ragcache reads up to "
+            f"{codec.version}: use the version that wrote it"
+        )
+    return codec
+
+
+def _number(metadata: Mapping[str, str], name: str) -> int:
+    text = metadata.get(name, "")
+    if not text.isdecimal():
+        raise DamagedBlockError(f"not a block file: {name} is {text!r}")
+    return int(text)

@@ -1,0 +1,174 @@
+"""A safetensors file with a checksum over every byte of it, read by memory map.
+
+    bytes 0-7      length of the header, little endian, unsigned
+    header         JSON: {"__metadata__": {"checksum": "<32 hex digits>", ...}, "<tensor>": {dtype, shape,
+                   data_offsets}, ...}, padded with spaces so that the data begins at a multiple of 64
+    data           the tensors, wide dtypes first, so that each is aligned to its element size
+
+Any safetensors reader can open it. The checksum is XXH3-128 over the whole file with the checksum's own digits taken as
+zeros. It is the first entry, so that it stands at the same place in every file, and it is checked before anything
+is parsed. Every later format version keeps that place, so that "newer" and "damaged" can be told apart.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ragcache.codecs.atomic import atomic_write, write_all
+from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError
+
+ALIGNMENT = 64
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PREFIX = b'{"__metadata__":{"checksum":"'
+_CHECKSUM = slice(8 + len(_PREFIX), 8 + len(_PREFIX) + 32)
+_ZEROS = b"0" * 32
+# Linux's MADV_POPULATE_READ (5.14): map all pages at once instead of one fault for every 16. Python has no name for it.
+_MADV_POPULATE_READ = 22
+
+
+class Container(NamedTuple):
+    """tensors: alias the mapped file (copy on write), and keep the map alive. metadata: without the checksum."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def write_container(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors and metadata to `path`, whole or not at all, flushed to the device.
+
+    Raises StoreFullError, StoreReadOnlyError.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    buffers = [_bytes_of(tensor) for _, tensor in ordered]
+    header = bytearray(_header(ordered, metadata))
+    header[_CHECKSUM] = _checksum(header, *buffers).encode()
+    with atomic_write(path) as file:
+        for buffer in (memoryview(header), *buffers):
+            write_all(file, buffer)
+
+
+def read_container(path: Path) -> Container:
+    """Map a file, check its checksum over the mapped bytes and return views of them.
+
+    The map is private: writing to a tensor changes neither the file nor what other readers see.
+    Raises MissingBlockError, DamagedBlockError (whatever byte is wrong, or cut off), StoreError (no permission, no
+    descriptors).
+    """
+    mapped = _map(path)
+    view = memoryview(mapped)
+    if bytes(view[8 : _CHECKSUM.start]) != _PREFIX or _checksum(view) != _ascii(view[_CHECKSUM]):
+        raise DamagedBlockError(f"{path}: the bytes do not match their checksum; the block has to be computed again")
+    return _parse(path, mapped)
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingBlockError(f"{path}: no such block") from error
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be opened ({error.strerror}); check its permissions") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < _CHECKSUM.stop:
+            raise DamagedBlockError(f"{path}: cut off, or no block at all; the block has to be computed again")
+        # Copy on write: torch warns about read-only buffers, and nobody may change a file by way of a tensor.
+        mapped = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be mapped ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
+    _populate(mapped)
+    return mapped
+
+
+def _populate(mapped: mmap.mmap) -> None:
+    if hasattr(mapped, "madvise"):
+        try:
+            mapped.madvise(_MADV_POPULATE_READ)
+        except OSError:  # an older kernel, or another system: pages come one by one
+            mapped.madvise(mmap.MADV_WILLNEED)
+
+
+def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"checksum": _ZEROS.decode(), **metadata}}
+    begin = 0
+    for name, tensor in tensors:
+        end = begin + tensor.nbytes
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _checksum(head: bytearray | memoryview, *rest: memoryview) -> str:
+    """XXH3-128 of everything, the checksum's own digits taken as zeros."""
+    view = memoryview(head)
+    state = xxhash.xxh3_128()
+    state.update(view[: _CHECKSUM.start])
+    state.update(_ZEROS)
+    state.update(view[_CHECKSUM.stop :])
+    for part in rest:
+        state.update(part)
+    return str(state.hexdigest())
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _ascii(view: memoryview) -> str:
+    return bytes(view).decode("ascii", errors="replace")
+
+
+def _parse(path: Path, mapped: mmap.mmap) -> Container:
+    """Read a header whose checksum is right: what is wrong now was written wrong."""
+    try:
+        (length,) = struct.unpack_from("<Q", mapped)
+        header = json.loads(mapped[8 : 8 + length])
+        metadata = header.pop("__metadata__")
+        tensors = {name: _tensor(mapped, 8 + length, entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, RuntimeError, struct.error) as error:
+        raise DamagedBlockError(f"{path}: not a block file ({error}); the block has to be computed again") from error
+    del metadata["checksum"]
+    return Container(tensors, metadata)
+
+
+def _tensor(mapped: mmap.mmap, data_start: int, entry: dict[str, Any]) -> Tensor:
+    dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+    begin, end = entry["data_offsets"]
+    count = math.prod(shape)
+    if (end - begin) != count * dtype.itemsize:
+        raise ValueError("a tensor's shape and bytes disagree")
+    if count == 0:  # frombuffer takes no empty buffer
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=data_start + begin).view(shape)

@@ -1,0 +1,38 @@
+"""The eviction contract: which block a full tier gives up. A policy knows names and sizes, no tensors and no files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+
+class Entry(NamedTuple):
+    """What a policy may weigh: bytes held, and tokens, which a recomputation would cost."""
+
+    key: str
+    num_bytes: int
+    num_tokens: int
+
+
+class EvictionPolicy(ABC):
+    """Orders the entries of one tier. Called under the tier's lock: an implementation needs none of its own."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def insert(self, entry: Entry) -> None:
+        """An entry came in. Its key is not held at this time."""
+
+    @abstractmethod
+    def touch(self, key: str) -> None:
+        """An entry was used. An unknown key is ignored."""
+
+    @abstractmethod
+    def remove(self, key: str) -> None:
+        """An entry left, evicted or deleted. An unknown key is ignored."""
+
+    @abstractmethod
+    def victims(self) -> Iterator[str]:
+        """All keys held, the one least worth keeping first. Changes nothing: the tier takes as many as it needs (and
+        may pass over some), then calls `remove` for each."""

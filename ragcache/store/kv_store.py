@@ -1,0 +1,230 @@
+"""Blocks by key over a stack of tiers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from ragcache.codecs import get_codec
+from ragcache.errors import DamagedBlockError, StoreError, StoreReadOnlyError
+from ragcache.kv.block import KVBlock
+from ragcache.store.eviction import get_policy
+from ragcache.store.key_locks import KeyLocks
+from ragcache.store.tiers import DiskTier, MemoryTier, Tier
+
+DEFAULT_MEMORY_BYTES = 2 * 1024**3
+LEFTOVER_AGE_S = 3600.0
+
+log = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    """A block and the name of the tier that had it."""
+
+    block: KVBlock
+    tier: str
+
+
+@dataclass(frozen=True)
+class KVStats:
+    """blocks:        in the durable tier
+    bytes_by_tier: held now
+    hits_by_tier:  blocks served since the store was opened
+    misses:        keys asked for that no tier had, damaged ones included
+    damaged:       blocks found damaged and dropped
+    evictions:     blocks given up by tiers with a budget
+    """
+
+    blocks: int
+    bytes_by_tier: dict[str, int]
+    hits_by_tier: dict[str, int]
+    misses: int
+    damaged: int
+    evictions: int
+
+
+class KVStore:
+    """Content-addressed KV blocks: host memory over local disk.
+
+    root:         directory of the disk tier, made at the first `put`
+    memory_bytes: budget of the memory tier
+    codec:        how new blocks are written; blocks of every known codec are read
+    eviction:     name of the memory tier's policy
+    read_only:    `put`, `delete` and `sweep` raise StoreReadOnlyError; damaged blocks are not served, but stay on disk
+
+    Safe to call from several threads; several processes may share one root. Every block returned stays valid after it
+    is evicted or deleted. Raises ConfigError for an unknown codec or policy, or a key that is no block key.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        codec: str = "raw",
+        eviction: str = "lru",
+        read_only: bool = False,
+    ) -> None:
+        self.root = Path(root)
+        self.read_only = read_only
+        self._disk = DiskTier(self.root, get_codec(codec))
+        # Fastest first. Everything below is written for any number of tiers of which the last is durable.
+        self._tiers: tuple[Tier, ...] = (MemoryTier(memory_bytes, get_policy(eviction)), self._disk)
+        self._key_locks = KeyLocks()
+        self._readers = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="ragcache-read")
+        self._hits: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
+
+    def put(self, key: str, block: KVBlock) -> None:
+        """Hold a block in every tier, the durable one first: on return it is flushed to the device.
+
+        Faster tiers hold what the durable one will give back, so that a block is the same from every tier (law 6).
+        Raises StoreFullError, StoreReadOnlyError; then no tier holds anything new.
+        """
+        self._refuse_if_read_only()
+        with self._key_locks.hold(key):
+            for tier in reversed(self._tiers):
+                block = tier.put(key, block) or block
+
+    def remember(self, key: str, block: KVBlock) -> None:
+        """Hold a block in this process alone: for a store that cannot be written, or is full."""
+        self._disk.path(key)
+        with self._key_locks.hold(key):
+            self._promote(key, block, len(self._tiers) - 1)
+
+    def get(self, key: str) -> Loaded | None:
+        """The block from the fastest tier that has it, kept in the faster ones from now on; None when no tier has it.
+
+        A damaged block is logged, counted, dropped and not served: None. Raises SchemaVersionError when a newer
+        version wrote the block: it stays.
+        """
+        self._disk.path(key)
+        with self._key_locks.hold(key):
+            loaded = self._load(key)
+        self._count(loaded)
+        return loaded
+
+    def get_many(self, keys: Sequence[str]) -> list[Loaded | None]:
+        """`get` for several keys, in their order; files are read ahead together and verified on several threads."""
+        wanted = [key for key in dict.fromkeys(keys) if key not in self._tiers[0]]
+        self._disk.prefetch(wanted)
+        if len(wanted) <= 1:
+            return [self.get(key) for key in keys]
+        return list(self._readers.map(self.get, keys))
+
+    def locate(self, key: str) -> str | None:
+        """The name of the fastest tier that has the block. Changes nothing and verifies nothing."""
+        return next((tier.name for tier in self._tiers if key in tier), None)
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in tier for tier in self._tiers)
+
+    def delete(self, key: str) -> None:
+        """Remove a block from every tier (law 10); an absent one is fine. Raises StoreReadOnlyError."""
+        self._refuse_if_read_only()
+        with self._key_locks.hold(key):
+            for tier in self._tiers:
+                tier.delete(key)
+
+    def keys(self) -> Iterator[str]:
+        """Keys of the durable tier. What no chunk refers to is an orphan: `doctor` collects it."""
+        return self._disk.keys()
+
+    def verify(self, key: str) -> None:
+        """Read a block from the durable tier and serve it to nobody.
+
+        Raises MissingBlockError, DamagedBlockError, SchemaVersionError.
+        """
+        self._disk.verify(key)
+
+    def refresh(self) -> int:
+        """Let go of blocks that are not in the durable tier (any more); returns how many.
+
+        To be called when the document store's generation has moved on: what another process deleted is in this one's
+        memory still. Blocks that were only remembered go too.
+        """
+        held = [(tier, key) for tier in self._tiers[:-1] for key in list(tier.keys())]
+        gone = [(tier, key) for tier, key in held if key not in self._tiers[-1]]
+        for tier, key in gone:
+            tier.delete(key)
+        return len(gone)
+
+    def sweep(self, older_than_s: float = LEFTOVER_AGE_S) -> int:
+        """Remove temporary files of killed writers; returns how many. Nothing reads them, they only take up space."""
+        self._refuse_if_read_only()
+        return self._disk.sweep(older_than_s)
+
+    def stats(self) -> KVStats:
+        """Walks the durable tier's directories: for people and monitoring, not for every question."""
+        usage = {tier.name: tier.usage() for tier in self._tiers}
+        with self._counting:
+            return KVStats(
+                blocks=usage[self._tiers[-1].name].blocks,
+                bytes_by_tier={name: use.num_bytes for name, use in usage.items()},
+                hits_by_tier={name: self._hits[name] for name in usage},
+                misses=self._counts["misses"],
+                damaged=self._counts["damaged"],
+                evictions=sum(tier.evictions for tier in self._tiers),
+            )
+
+    def close(self) -> None:
+        """Let go of memory and threads. Blocks that were returned stay valid. A second call is fine."""
+        self._readers.shutdown()
+        for tier in self._tiers:
+            tier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _load(self, key: str) -> Loaded | None:
+        for level, tier in enumerate(self._tiers):
+            try:
+                block = tier.get(key)
+            except DamagedBlockError as error:
+                self._drop(key, tier, error)
+                continue
+            if block is not None:
+                return Loaded(self._promote(key, block, level), tier.name)
+        return None
+
+    def _promote(self, key: str, block: KVBlock, level: int) -> KVBlock:
+        """Hold a block in all tiers faster than `level`; returns the copy of the fastest that keeps it."""
+        for tier in reversed(self._tiers[:level]):
+            block = tier.put(key, block) or block
+        return block
+
+    def _drop(self, key: str, tier: Tier, error: DamagedBlockError) -> None:
+        log.warning("%s; dropped from %s", error, tier.name)
+        with self._counting:
+            self._counts["damaged"] += 1
+        if self.read_only:
+            return
+        try:
+            tier.delete(key)
+        except (StoreError, OSError) as problem:  # it is not served, whether or not it can be removed
+            log.warning("%s: the damaged block cannot be removed: %s", key, problem)
+
+    def _count(self, loaded: Loaded | None) -> None:
+        with self._counting:
+            if loaded is None:
+                self._counts["misses"] += 1
+            else:
+                self._hits[loaded.tier] += 1
+
+    def _refuse_if_read_only(self) -> None:
+        if self.read_only:
+            raise StoreReadOnlyError(f"{self.root}: opened read-only; open it for writing to change it")

@@ -1,0 +1,9 @@
+"""Where block bytes live."""
+
+from __future__ import annotations
+
+from ragcache.store.tiers.base import Tier, Usage
+from ragcache.store.tiers.disk import DiskTier
+from ragcache.store.tiers.memory import MemoryTier
+
+__all__ = ["DiskTier", "MemoryTier", "Tier", "Usage"]
