@@ -1,0 +1,53 @@
+"""Fusion methods by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from ragcache.errors import ConfigError
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.concat import Concat
+from ragcache.fusion.full import Full
+from ragcache.fusion.reposition import Reposition
+
+METHODS: dict[str, type[FusionMethod]] = {
+    "full": Full,
+    "reposition": Reposition,
+    "concat": Concat,
+}
+
+
+class MethodInfo(NamedTuple):
+    """One row of the table of methods."""
+
+    name: str
+    summary: str
+    paper: str
+    needs_training: bool
+    recipes: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+def methods() -> list[MethodInfo]:
+    """Every fusion method, with its paper and whether it needs training."""
+    return [
+        MethodInfo(m.name, m.summary, m.paper, m.needs_training, m.recipes, tuple(f.name for f in fields(m)))
+        for m in METHODS.values()
+    ]
+
+
+def get_method(method: str | FusionMethod, **options: Any) -> FusionMethod:
+    """A method by name, with its options. Raises ConfigError naming the known methods, or the method's options."""
+    if isinstance(method, FusionMethod):
+        if options:
+            raise ConfigError(f"options {', '.join(options)} go with a method's name, not with a method object")
+        return method
+    if method not in METHODS:
+        raise ConfigError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
+    known = [f.name for f in fields(METHODS[method])]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        takes = f"takes {', '.join(known)}" if known else "takes no options"
+        raise ConfigError(f"method {method!r} has no option {', '.join(unknown)}; it {takes}")
+    return METHODS[method](**options)

@@ -33,7 +33,9 @@ class Recipe:
         if self.name not in RECIPE_NAMES:
             raise ConfigError(f"recipe {self.name!r} is unknown; choose one of {', '.join(RECIPE_NAMES)}")
         if self.bos and self.name != "isolated":
-            raise ConfigError("recipe bos=True goes with 'isolated': behind a prefix the BOS is the prefix's first token")
+            raise ConfigError(
+                "recipe bos=True goes with 'isolated': behind a prefix the BOS is the prefix's first token"
+            )
 
     @classmethod
     def of(cls, recipe: str | Recipe) -> Recipe:

@@ -1,0 +1,133 @@
+"""The contract of a fusion method: how blocks become one context.
+
+A method places blocks in a FusedCache and runs the tokens it must. What it computes is counted. The engine knows
+nothing of any method beyond what stands here.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ragcache.kv.block import KVBlock
+from ragcache.kv.cache import FusedCache
+from ragcache.kv.identity import Recipe
+from ragcache.models.lm import LanguageModel
+from ragcache.prompt import Prompt
+
+
+@dataclass
+class PhaseTimes:
+    """Seconds by phase.
+
+    encode_s:  running the model over chunks or a prefix that had no block
+    place_s:   waiting for blocks, rotating and copying them; happens layer by layer inside the prefill
+    prefill_s: the forward pass itself, without place_s
+    """
+
+    encode_s: float = 0.0
+    place_s: float = 0.0
+    prefill_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.encode_s + self.place_s + self.prefill_s
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Blocks of one prompt, on the model's device.
+
+    prefix: the isolated block of the prefix ids; None when there are none
+    chunks: one block a chunk, in the prompt's order
+    recipe: how the chunks were encoded
+    """
+
+    prefix: KVBlock | None
+    chunks: Sequence[KVBlock]
+    recipe: Recipe
+
+
+@dataclass(frozen=True, eq=False)
+class Prefilled:
+    """A context that is ready to decode from.
+
+    cache:  every placed and computed token
+    logits: float32 [vocab_size], for the token after the suffix
+    computed_tokens: tokens that ran in each layer
+    """
+
+    cache: FusedCache
+    logits: Tensor
+    computed_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FusionMethod(ABC):
+    """Subclasses are frozen dataclasses: their fields are the method's options, checked in __post_init__.
+
+    name:           what users write
+    paper:          where it comes from
+    needs_training: whether an untrained model is expected to answer worse with it
+    reuses_blocks:  whether it wants KV blocks at all (full prefill does not)
+    recipes:        recipes its blocks may be encoded under, the default first
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    summary: ClassVar[str]
+    needs_training: ClassVar[bool] = False
+    reuses_blocks: ClassVar[bool] = True
+    recipes: ClassVar[tuple[str, ...]] = ("isolated", "prefix")
+
+    @abstractmethod
+    def prefill(
+        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
+    ) -> Prefilled:
+        """Build the context of `prompt` and run what the method runs, the whole suffix included.
+
+        reserve_tokens: room to leave for decoding
+        """
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one block goes.
+
+    rotate_from: position to which the block's first key is rotated; its other keys follow consecutively
+    """
+
+    block: KVBlock
+    rotate_from: int
+
+
+def place(lm: LanguageModel, cache: FusedCache, layer: int, placements: Sequence[Placement]) -> None:
+    """Rotate and copy one layer of each block into the cache, one behind the other."""
+    for block, start in ((p.block, p.rotate_from) for p in placements):
+        positions = torch.arange(start, start + block.num_tokens, device=lm.device)
+        keys, values = cache.reserve(layer, positions)
+        lm.rope.rotate(block.keys[layer].to(lm.device, non_blocking=True)[None], layer, start, out=keys)
+        values.copy_(block.values[layer][None], non_blocking=True)
+
+
+def prefill_over(
+    lm: LanguageModel, prompt: Prompt, placements: Sequence[Placement], times: PhaseTimes, reserve_tokens: int
+) -> Prefilled:
+    """Run the suffix over placed blocks, placing each layer just before it is needed."""
+
+    def fill(layer: int) -> None:
+        started = time.perf_counter()
+        place(lm, cache, layer, placements)
+        times.place_s += time.perf_counter() - started
+
+    cache = lm.new_cache(prompt.num_tokens + reserve_tokens, fill)
+    started, placed = time.perf_counter(), times.place_s
+    logits = lm.run(prompt.suffix_ids, prompt.context_tokens, cache)
+    times.prefill_s += time.perf_counter() - started - (times.place_s - placed)
+    return Prefilled(cache, logits, (len(prompt.suffix_ids),) * lm.shape.num_layers)

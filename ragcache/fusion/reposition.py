@@ -1,0 +1,33 @@
+"""Blocks moved to their global positions; only the suffix runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Placement, Prefilled, prefill_over
+from ragcache.models.lm import LanguageModel
+from ragcache.prompt import Prompt
+
+
+@dataclass(frozen=True)
+class Reposition(FusionMethod):
+    """Each key is rotated to the position that its token has in the joined prompt (KVLink section 2.2).
+
+    Over isolated blocks this is one forward pass under a block-diagonal causal mask with global positions. It is
+    KVLink without link tokens, the inference of Block-Attention and the position update of PIE.
+    """
+
+    name: ClassVar[str] = "reposition"
+    paper: ClassVar[str] = "KVLink 2.2 (arXiv 2502.16002), Block-Attention (2409.15355), PIE (2407.03157)"
+    summary: ClassVar[str] = "moves each block to its global positions"
+
+    def prefill(
+        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
+    ) -> Prefilled:
+        blocks = ([inputs.prefix] if inputs.prefix is not None else []) + list(inputs.chunks)
+        placements, start = [], 0
+        for block in blocks:
+            placements.append(Placement(block, start))
+            start += block.num_tokens
+        return prefill_over(lm, prompt, placements, times, reserve_tokens)

@@ -1,0 +1,182 @@
+"""The transformers Cache that fused prefill and decoding run on.
+
+Room is reserved once; placed blocks and new tokens are written in place and nothing is ever concatenated. Layers may
+hold different tokens: every layer has its own length and its own key positions. `fill(layer)` is called the first
+time a layer is touched, so placing (and waiting for) a layer's blocks happens just before that layer needs them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+_ROUND = 256
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a model needs of a cache: one (heads, key width, value width) for all layers."""
+
+    num_layers: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(eq=False)
+class KVBuffers:
+    """keys: [num_layers, 1, num_kv_heads, capacity, key_dim]; values alike; positions: int64 [num_layers, capacity]."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+
+    @classmethod
+    def allocate(cls, shape: CacheShape, capacity: int) -> KVBuffers:
+        def empty(width: int) -> Tensor:
+            size = (shape.num_layers, 1, shape.num_kv_heads, capacity, width)
+            return torch.empty(size, dtype=shape.dtype, device=shape.device)
+
+        positions = torch.empty(shape.num_layers, capacity, dtype=torch.int64, device=shape.device)
+        return cls(empty(shape.key_dim), empty(shape.value_dim), positions)
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[-2]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes + self.positions.nbytes
+
+
+class BufferPool:
+    """Keeps buffers of finished requests: fresh pages cost more than the copy into them. Thread-safe.
+
+    max_bytes: idle buffers beyond this are freed, the oldest first.
+    """
+
+    def __init__(self, shape: CacheShape, max_bytes: int) -> None:
+        self.shape = shape
+        self.max_bytes = max_bytes
+        self._idle: list[KVBuffers] = []
+        # Re-entrant: the garbage collector may finalise a cache, and so call give(), inside take() or give().
+        self._lock = threading.RLock()
+
+    def take(self, capacity: int) -> KVBuffers:
+        """The smallest idle buffers that hold `capacity` tokens, or new ones."""
+        with self._lock:
+            fitting = [b for b in self._idle if b.capacity >= capacity]
+            if fitting:
+                best = min(fitting, key=lambda b: b.capacity)
+                self._idle = [b for b in self._idle if b is not best]
+                return best
+        return KVBuffers.allocate(self.shape, -(-capacity // _ROUND) * _ROUND)
+
+    def give(self, buffers: KVBuffers) -> None:
+        with self._lock:
+            self._idle.append(buffers)
+            while self._idle and sum(b.num_bytes for b in self._idle) > self.max_bytes:
+                self._idle.pop(0)
+
+
+class FusedCache(Cache):  # type: ignore[misc]
+    """Placed context, then every token that runs.
+
+    capacity: tokens to reserve; grows by half when more arrive
+    fill:     called once a layer, before the layer is first used; places that layer's context
+    """
+
+    def __init__(self, pool: BufferPool, capacity: int, fill: Callable[[int], None] | None = None) -> None:
+        super().__init__(layers=[])
+        self._pool = pool
+        self._buffers = pool.take(max(capacity, 1))
+        self._returns = weakref.finalize(self, pool.give, self._buffers)
+        self.fill = fill
+        self.lengths = [0] * pool.shape.num_layers
+        self._filled = [fill is None] * pool.shape.num_layers
+        self._new_positions: Tensor | None = None
+        self._slots: Tensor | None = None
+
+    def release(self) -> None:
+        """Hand the buffers back now. The cache must not be used afterwards."""
+        self._returns()
+
+    @property
+    def capacity(self) -> int:
+        return self._buffers.capacity
+
+    def reserve(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for tokens at these key positions (int64 [num_tokens]) behind what the layer holds.
+
+        Returns views of keys and values, [1, num_kv_heads, num_tokens, head_dim], to be written by the caller.
+        """
+        start = self.lengths[layer]
+        end = start + positions.shape[0]
+        self._grow(end)
+        self._buffers.positions[layer, start:end] = positions
+        self.lengths[layer] = end
+        return self._buffers.keys[layer][:, :, start:end], self._buffers.values[layer][:, :, start:end]
+
+    def begin(self, positions: Tensor, slots: Tensor | None = None) -> None:
+        """Announce the tokens of the coming pass: their positions, int64 [num_tokens].
+
+        slots: where their keys and values go, int64 [num_tokens], when they replace tokens that are already placed
+        (recompute methods); appended when absent.
+        """
+        self._new_positions = positions
+        self._slots = slots
+
+    def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """keys and values, [1, num_kv_heads, length, head_dim], and key positions, int64 [length], of a layer."""
+        self._ensure(layer)
+        end = self.lengths[layer]
+        buffers = self._buffers
+        return buffers.keys[layer][:, :, :end], buffers.values[layer][:, :, :end], buffers.positions[layer, :end]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Called by the model's attention: write the new tokens' rotated keys and values, return all of the layer's."""
+        self._ensure(layer_idx)
+        if self._slots is None:
+            positions = self._new_positions if self._new_positions is not None else self._next(key_states.shape[2])
+            keys, values = self.reserve(layer_idx, positions)
+            keys.copy_(key_states)
+            values.copy_(value_states)
+        else:
+            self._buffers.keys[layer_idx][:, :, self._slots] = key_states.to(self._buffers.keys.dtype)
+            self._buffers.values[layer_idx][:, :, self._slots] = value_states.to(self._buffers.values.dtype)
+        keys, values, _ = self.layer_state(layer_idx)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.lengths[layer_idx]
+
+    def _next(self, count: int) -> Tensor:
+        start = self.lengths[0]
+        return torch.arange(start, start + count, device=self._pool.shape.device)
+
+    def _ensure(self, layer: int) -> None:
+        if not self._filled[layer] and self.fill is not None:
+            self._filled[layer] = True
+            self.fill(layer)
+
+    def _grow(self, needed: int) -> None:
+        if needed <= self.capacity:
+            return
+        old = self._buffers
+        new = self._pool.take(max(needed, old.capacity + old.capacity // 2))
+        new.keys[:, :, :, : old.capacity] = old.keys
+        new.values[:, :, :, : old.capacity] = old.values
+        new.positions[:, : old.capacity] = old.positions
+        self._returns()
+        self._buffers = new
+        self._returns = weakref.finalize(self, self._pool.give, new)

@@ -1,0 +1,98 @@
+"""Read chunks once and keep their keys (before RoPE) and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from ragcache.kv.block import KVBlock
+from ragcache.kv.cache import CacheShape
+from ragcache.kv.rope import Rope
+from ragcache.models.attention import CURRENT, EncodePass
+
+
+class Batch(NamedTuple):
+    """Ranks of the chunks that run together, all padded to the longest."""
+
+    ranks: tuple[int, ...]
+    longest: int
+
+
+def plan_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[Batch]:
+    """Chunks of like length together, at most `max_tokens` padded tokens a batch (one chunk may exceed it alone)."""
+    order = sorted(range(len(lengths)), key=lambda rank: -lengths[rank])
+    start = 0
+    while start < len(order):
+        longest = lengths[order[start]]
+        count = max(1, max_tokens // max(longest, 1))
+        yield Batch(tuple(order[start : start + count]), longest)
+        start += count
+
+
+class Recorder(Cache):  # type: ignore[misc]
+    """Writes every layer's keys and values straight into the blocks, without the padding."""
+
+    def __init__(self, lengths: Sequence[int], shape: CacheShape, skip: int = 0) -> None:
+        super().__init__(layers=[])
+        self.skip = skip
+        self.blocks = [_empty_block(shape, length - skip) for length in lengths]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        for row, block in enumerate(self.blocks):
+            kept = slice(self.skip, self.skip + block.num_tokens)
+            block.keys[layer_idx].copy_(key_states[row, :, kept])
+            block.values[layer_idx].copy_(value_states[row, :, kept])
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def _empty_block(shape: CacheShape, num_tokens: int) -> KVBlock:
+    def empty(width: int) -> Tensor:
+        size = (shape.num_layers, shape.num_kv_heads, num_tokens, width)
+        return torch.empty(size, dtype=shape.dtype, device=shape.device)
+
+    return KVBlock(empty(shape.key_dim), empty(shape.value_dim))
+
+
+@torch.inference_mode()
+def encode_batch(
+    model: PreTrainedModel,
+    rope: Rope,
+    shape: CacheShape,
+    chunks: Sequence[Sequence[int]],
+    prefix: Sequence[tuple[Tensor, Tensor]] = (),
+    skip: int = 0,
+) -> list[KVBlock]:
+    """One forward pass of the decoder over right-padded chunks.
+
+    Padding stands behind every real token, so causal attention never sees it and needs no mask.
+
+    prefix: rotated keys and values by layer, [1, num_kv_heads, prefix_tokens, head_dim], seen by every chunk; the
+            chunks then stand at positions prefix_tokens, prefix_tokens + 1, ...
+    skip:   first tokens of every chunk whose KV is dropped (a lone BOS)
+    """
+    longest = max(len(chunk) for chunk in chunks)
+    rows = [[*chunk, *([0] * (longest - len(chunk)))] for chunk in chunks]
+    start = prefix[0][0].shape[2] if prefix else 0
+    ids = torch.tensor(rows, device=shape.device)
+    positions = torch.arange(start, start + longest, device=shape.device)[None]
+    recorder = Recorder([len(chunk) for chunk in chunks], shape, skip)
+    run_decoder(model, ids, positions, recorder, EncodePass(rope, list(prefix)))
+    return recorder.blocks
+
+
+def run_decoder(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: Cache, current: EncodePass) -> Any:
+    """The model without its head: encoding needs no logits."""
+    token = CURRENT.set(current)
+    try:
+        return model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    finally:
+        CURRENT.reset(token)

@@ -1,0 +1,176 @@
+"""A causal language model whose chunks can be read once and moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ragcache.errors import ConfigError, ContextTooLongError, PromptError
+from ragcache.kv.block import KVBlock
+from ragcache.kv.cache import BufferPool, CacheShape, FusedCache
+from ragcache.kv.identity import Recipe, block_key
+from ragcache.kv.rope import Rope
+from ragcache.models.attention import CURRENT, FusedPass
+from ragcache.models.encoding import encode_batch, plan_batches
+
+DEFAULT_BATCH_TOKENS = 2048
+DEFAULT_POOL_BYTES = 2 << 30
+
+
+class LanguageModel:
+    """What `rc.load_lm` returns. Thread-safe: passes carry their own state.
+
+    model, tokenizer: transformers' own objects
+    rope:          rotates keys of any layer to any positions
+    shape:         layers, KV heads, head width, dtype and device of the KV
+    fingerprint:   SHA-256 that names the model in block keys
+    max_positions: longest prompt the model takes, in tokens
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        rope: Rope,
+        shape: CacheShape,
+        fingerprint: str,
+        name: str,
+    ) -> None:
+        self.model = model
+        self._tokenizer = tokenizer
+        self.rope = rope
+        self.shape = shape
+        self.fingerprint = fingerprint
+        self.name = name
+        self.max_positions = int(getattr(model.config, "max_position_embeddings", 0)) or 1 << 20
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.pool = BufferPool(shape, DEFAULT_POOL_BYTES)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Raises ConfigError where the model's directory has no tokenizer."""
+        if self._tokenizer is None:
+            raise ConfigError(f"{self.name} has no tokenizer files; only token ids can be used with it")
+        return self._tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        return self.shape.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shape.dtype
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        shape = self.shape
+        return shape.num_layers * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * self.dtype.itemsize
+
+    def check_ids(self, ids: Sequence[int], what: str) -> None:
+        """Raises PromptError for ids outside the vocabulary, ContextTooLongError for too many."""
+        if len(ids) > self.max_positions:
+            raise ContextTooLongError(
+                f"{what} has {len(ids)} tokens and {self.name} takes {self.max_positions}; use fewer or shorter chunks"
+            )
+        bad = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        if bad is not None:
+            raise PromptError(f"{what} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
+
+    def block_key(
+        self, chunk_ids: Sequence[int], recipe: Recipe, prefix_ids: Sequence[int] = (), tenant: str = ""
+    ) -> str:
+        return block_key(self.fingerprint, recipe, prefix_ids, chunk_ids, tenant)
+
+    def encode(
+        self,
+        chunks: Sequence[Sequence[int]],
+        recipe: str | Recipe = "isolated",
+        prefix_ids: Sequence[int] = (),
+        *,
+        prefix_block: KVBlock | None = None,
+        batch_tokens: int = DEFAULT_BATCH_TOKENS,
+    ) -> list[KVBlock]:
+        """Run the model over each chunk alone; one KV block a chunk, in order, on the model's device.
+
+        recipe: "isolated" (positions 0, 1, ...) or "prefix" (behind prefix_ids, which every chunk attends to)
+        prefix_block: the isolated block of prefix_ids, when the caller has it
+        batch_tokens: padded tokens that run together
+
+        Raises PromptError for an empty chunk or an id outside the vocabulary, ContextTooLongError for a chunk that
+        does not fit the model, ConfigError for an unknown recipe.
+        """
+        recipe = Recipe.of(recipe)
+        head, skip = self._read_before(recipe)
+        behind = list(prefix_ids) if recipe.sees_prefix else []
+        for rank, chunk in enumerate(chunks):
+            if not chunk:
+                raise PromptError(f"chunk {rank} has no tokens; leave empty passages out")
+            self.check_ids([*behind, *head, *chunk], f"chunk {rank}")
+        rows = [[*head, *chunk] for chunk in chunks]
+        prefix = self._rotated_prefix(behind, prefix_block)
+        blocks: list[KVBlock | None] = [None] * len(rows)
+        for batch in plan_batches([len(row) for row in rows], batch_tokens):
+            members = [rows[rank] for rank in batch.ranks]
+            done = encode_batch(self.model, self.rope, self.shape, members, prefix, skip)
+            for rank, block in zip(batch.ranks, done, strict=True):
+                blocks[rank] = block
+        return [block for block in blocks if block is not None]
+
+    def _read_before(self, recipe: Recipe) -> tuple[list[int], int]:
+        """Ids read in front of every chunk and how many of their KV entries to drop: a lone BOS, or nothing."""
+        if not recipe.bos:
+            return [], 0
+        bos = self.model.config.bos_token_id
+        if bos is None:
+            raise ConfigError(f"{self.name} has no BOS token; use a recipe without bos")
+        return [int(bos)], 1
+
+    def _rotated_prefix(self, prefix_ids: Sequence[int], block: KVBlock | None) -> list[tuple[Tensor, Tensor]]:
+        if not prefix_ids:
+            return []
+        block = block or self.encode([prefix_ids])[0]
+        return [
+            (self.rope.rotate(block.keys[layer], layer, 0)[None], block.values[layer][None])
+            for layer in range(self.shape.num_layers)
+        ]
+
+    def new_cache(self, capacity: int, fill: Callable[[int], None] | None = None) -> FusedCache:
+        """A cache with room for `capacity` tokens; see FusedCache."""
+        return FusedCache(self.pool, capacity, fill)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        ids: Sequence[int] | Tensor,
+        positions: Tensor | int,
+        cache: FusedCache,
+        *,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        """Run tokens over what the cache holds; their keys and values join it.
+
+        positions: int64 [num_tokens], or the position of the first of consecutive tokens
+        slots:     replace the entries at these places in every layer instead of appending (recompute methods); the
+                   tokens then see every entry at or before their position
+        Returns the last token's logits, float32 [vocab_size].
+        """
+        ids = torch.as_tensor(ids, device=self.device)
+        if isinstance(positions, int):
+            positions = torch.arange(positions, positions + ids.shape[0], device=self.device)
+        cache.begin(positions, slots)
+        token = CURRENT.set(FusedPass(cache, positions, appended=slots is None))
+        try:
+            out = self.model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        finally:
+            CURRENT.reset(token)
+        logits: Tensor = out.logits[0, -1].float()
+        return logits

@@ -1,0 +1,142 @@
+"""Load a causal language model by bundled name, directory or hub id."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from ragcache.kv.identity import digest
+from ragcache.models.attention import NAME, register
+from ragcache.models.lm import LanguageModel
+from ragcache.models.support import describe_config, inspect, refuse_by_config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BUNDLED = {"mini": "mini"}  # name -> directory inside the package
+
+
+def load_lm(
+    name: str | Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
+) -> LanguageModel:
+    """Load a model and learn how its keys move.
+
+    name:  "mini" (bundled), a directory in Hugging Face layout, or a hub id
+    dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in
+
+    Raises ModelNotFoundError when there is no model under that name, UnsupportedModelError naming the reason when its
+    keys cannot be moved exactly, ConfigError for an unknown dtype or device.
+    """
+    register()
+    where = resolve(name)
+    config = _load_config(where, name)
+    refuse_by_config(config, str(name))
+    model = _load_weights(where, config, _dtype(dtype, config), _device(device))
+    found = inspect(model, str(name))
+    tokenizer = _load_tokenizer(where)
+    return LanguageModel(model, tokenizer, found.rope, found.shape, fingerprint(model, tokenizer), str(name))
+
+
+def resolve(name: str | Path) -> str:
+    """A bundled name becomes its directory; anything else stays as it is."""
+    bundled = BUNDLED.get(str(name))
+    if bundled is not None and not Path(name).is_dir():
+        return str(Path(__file__).parent.parent / bundled)
+    return str(name)
+
+
+def _dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype == "auto":
+        return next((known for known in DTYPES.values() if known == getattr(config, "dtype", None)), torch.float32)
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is unknown; choose one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} is unknown; use cpu or cuda") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' was asked for and no CUDA device is available; use device='cpu'")
+    return chosen
+
+
+def _load_config(where: str, name: str | Path) -> PreTrainedConfig:
+    path = Path(where)
+    if path.exists() and not (path / "config.json").is_file():
+        raise ModelNotFoundError(f"{name} is not a model directory: it has no config.json")
+    try:
+        return AutoConfig.from_pretrained(where)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {_first_line(error)}") from error
+
+
+def _load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(where, config=config, dtype=dtype, attn_implementation=NAME)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, KeyError) and NAME in error.args:  # a family with attention classes of its own
+            reason = "it does not use transformers' attention interface"
+            raise UnsupportedModelError(f"{where} ({config.model_type}) is not supported: {reason}") from error
+        raise ModelNotFoundError(f"cannot load a causal language model from {where!r}: {_first_line(error)}") from error
+    model.eval().requires_grad_(False)
+    return model.to(device)
+
+
+def _load_tokenizer(where: str) -> Tokenizer | None:
+    try:
+        return AutoTokenizer.from_pretrained(where)
+    except (OSError, ValueError, KeyError):
+        return None  # a model without tokenizer files still runs on ids
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def fingerprint(model: PreTrainedModel, tokenizer: Tokenizer | None) -> str:
+    """SHA-256 over the weights' bytes, the configuration with its RoPE parameters, the tokenizer and the dtype.
+
+    An adapter that is merged or attached changes the weights' names or bytes, and so the fingerprint.
+    """
+    weights = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        weights.update(name.encode())
+        weights.update(_tensor_digest(tensor))
+    parts: dict[str, Any] = {
+        "weights": weights.hexdigest(),
+        "config": _jsonable(describe_config(model.config)),
+        "tokenizer": None if tokenizer is None else _tokenizer_digest(tokenizer),
+        "dtype": str(model.dtype),
+    }
+    return digest(parts)
+
+
+def _tensor_digest(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    value: bytes = xxhash.xxh3_128_digest(flat.numpy().data)
+    return value
+
+
+def _tokenizer_digest(tokenizer: Tokenizer) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return hashlib.sha256(backend.to_str().encode()).hexdigest()
+    return digest(sorted(tokenizer.get_vocab().items()))
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

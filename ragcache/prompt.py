@@ -1,0 +1,134 @@
+"""A prompt as token ids, and the chat template split around its context.
+
+Ids are concatenated; strings never are. A chunk's ids are the ids of its text tokenised alone, so that they are the
+same at every rank and behind every prefix, and its KV block can be reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ragcache.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONTEXT_MARK = "\ue000ragcache-context\ue000"  # private use: no template or question holds it
+DEFAULT_QUESTION_FORMAT = "\n{question}"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """prefix ids, then each chunk's ids, then suffix ids.
+
+    prefix_ids: BOS, template head, system prompt; may be empty
+    chunk_ids:  one list a chunk; may be empty, no chunk may be
+    suffix_ids: question and template tail; at least one token, since the answer is read off the last one
+
+    Raises PromptError naming the part that has no tokens.
+    """
+
+    prefix_ids: Sequence[int]
+    chunk_ids: Sequence[Sequence[int]]
+    suffix_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix_ids", tuple(int(i) for i in self.prefix_ids))
+        object.__setattr__(self, "chunk_ids", tuple(tuple(int(i) for i in chunk) for chunk in self.chunk_ids))
+        object.__setattr__(self, "suffix_ids", tuple(int(i) for i in self.suffix_ids))
+        if not self.suffix_ids:
+            raise PromptError("the suffix has no tokens; give the question at least one")
+        for rank, chunk in enumerate(self.chunk_ids):
+            if not chunk:
+                raise PromptError(f"chunk {rank} has no tokens; leave empty passages out")
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens before the suffix."""
+        return len(self.prefix_ids) + sum(len(chunk) for chunk in self.chunk_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.context_tokens + len(self.suffix_ids)
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids in order: what full prefill reads."""
+        return [*self.prefix_ids, *(i for chunk in self.chunk_ids for i in chunk), *self.suffix_ids]
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a question becomes prefix and suffix ids around the chunks.
+
+    prefix_ids: ids of everything before the context; the same for all questions
+    tail:       text after the question (the template's end of turn and start of answer)
+    question_format: text put between context and tail, with "{question}" in it
+    """
+
+    prefix_ids: tuple[int, ...]
+    tail: str
+    question_format: str
+
+    def suffix_text(self, question: str) -> str:
+        return self.question_format.replace("{question}", question) + self.tail
+
+    def suffix_ids(self, tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
+        """Raises PromptError when the question is empty or holds nothing but white space."""
+        if not question or not question.strip():
+            raise PromptError("the question is empty; ask something")
+        return encode_text(tokenizer, self.suffix_text(question.strip()))
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of `text` alone, with no BOS or EOS added."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def prompt_format(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    system: str | None = None,
+    question_format: str | None = None,
+    history: Sequence[dict[str, str]] = (),
+) -> PromptFormat:
+    """Split the tokenizer's chat template at the context, which opens the last user message.
+
+    Without a template: BOS (where the tokenizer has one), the system text and a newline before the context; the
+    question and "\\nAnswer:" behind it. `history` holds earlier turns (role, content), which go before the context.
+    A tokenizer may state its own question format as `init_kwargs["ragcache_question_format"]`.
+
+    Raises ConfigError when the question format has no {question}, or the template drops or repeats the user message.
+    """
+    question_format = _question_format(tokenizer, question_format)
+    if tokenizer.chat_template is None:
+        bos = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+        head = "".join(f"{turn['content']}\n" for turn in history)
+        text = (f"{system}\n" if system else "") + head
+        return PromptFormat((*bos, *encode_text(tokenizer, text)), "\nAnswer:", question_format)
+    text = _render(tokenizer, system, history)
+    if text.count(CONTEXT_MARK) != 1:
+        raise ConfigError("the chat template does not render the user message exactly once; pass a tokenizer that does")
+    head, tail = text.split(CONTEXT_MARK)
+    return PromptFormat(tuple(encode_text(tokenizer, head)), tail, question_format)
+
+
+def _question_format(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
+    stated = getattr(tokenizer, "init_kwargs", {}).get("ragcache_question_format")
+    chosen = given if given is not None else stated if isinstance(stated, str) else DEFAULT_QUESTION_FORMAT
+    if "{question}" not in chosen:
+        raise ConfigError(f"question_format {chosen!r} has no {{question}} in it")
+    return chosen
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, system: str | None, history: Sequence[dict[str, str]]) -> str:
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    messages += [*history, {"role": "user", "content": CONTEXT_MARK}]
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise whatever they like (jinja2's TemplateError, mostly)
+        raise ConfigError(f"the model's chat template refuses these messages: {error}") from error
+    return text

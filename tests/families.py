@@ -1,0 +1,148 @@
+"""Tiny random models of every family that law 1 is proved on, and the oracle they are checked against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import ragcache as rc
+
+VOCAB = 199
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **more}
+
+
+YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=128)
+LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-linear": ("llama", {"rope_parameters": _rope("linear", factor=3.0)}),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 11}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "phi3": ("phi3", {"rope_parameters": _rope("default")}),
+    "phi3-partial": ("phi3", {"rope_parameters": _rope("default", partial_rotary_factor=0.5), "head_dim": 16}),
+    "olmo2": ("olmo2", {}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    ),
+    "glm4": ("glm4", {"head_dim": 12, "rope_parameters": _rope("default", partial_rotary_factor=0.5)}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1], "no_rope_layer_interval": 2}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [],
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+    ),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16}),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", {"sliding_window": 9, "head_dim": 12}),
+    "olmo3": ("olmo3", {"sliding_window": 9}),
+    "exaone4": ("exaone4", {"sliding_window": 9}),
+    "gpt_neox": ("gpt_neox", {"num_key_value_heads": None}),
+    "phi": ("phi", {"num_key_value_heads": None}),
+    "stablelm": ("stablelm", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)}),
+    "starcoder2": ("starcoder2", {}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": _rope("default"),
+        },
+    ),
+}
+
+
+def tiny_config(family: str) -> PreTrainedConfig:
+    kind, extra = FAMILIES[family]
+    return CONFIG_MAPPING[kind](**{**SMALL, **extra})
+
+
+def save_tiny(family: str, directory: str) -> str:
+    """Save random weights of `family` as a Hugging Face directory."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    model.save_pretrained(directory)
+    return directory
+
+
+def oracle_model(directory: str) -> PreTrainedModel:
+    """Plain transformers, eager attention: nothing of ragcache in it."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def random_prompt(
+    seed: int = 0, prefix: int = 5, chunks: tuple[int, ...] = (7, 13, 4, 9), suffix: int = 6
+) -> rc.Prompt:
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
+
+    return rc.Prompt(prefix_ids=ids(prefix), chunk_ids=[ids(count) for count in chunks], suffix_ids=ids(suffix))
+
+
+def block_diagonal(prompt: rc.Prompt) -> Tensor:
+    """bool [n, n]: causal; a chunk's tokens see their own chunk only, the suffix sees everything."""
+    parts = [len(prompt.prefix_ids), *(len(c) for c in prompt.chunk_ids), len(prompt.suffix_ids)]
+    owner = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(parts))
+    same = owner[:, None] == owner[None, :]
+    from_suffix = (owner == len(parts) - 1)[:, None]
+    return (same | from_suffix) & torch.ones(len(owner), len(owner), dtype=torch.bool).tril()
+
+
+def oracle_logits(model: PreTrainedModel, prompt: rc.Prompt, allowed: Tensor) -> Tensor:
+    """One plain forward of the same ids under an explicit mask; last token's logits."""
+    index = torch.arange(allowed.shape[0])
+    window = getattr(model.config, "sliding_window", None)
+    near = index[:, None] - index[None, :] < (window or len(index) + 1)
+
+    def additive(mask: Tensor) -> Tensor:
+        return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
+
+    kinds = getattr(model.config, "layer_types", None)
+    mask: Any = additive(allowed & near if window and not kinds else allowed)
+    if kinds and model.config.model_type in TYPED_MASKS:
+        mask = {"full_attention": additive(allowed), "sliding_attention": additive(allowed & near)}
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([prompt.ids]), attention_mask=mask).logits[0, -1]
+
+
+TYPED_MASKS = {"cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen2", "qwen3", "smollm3"}
