@@ -1,0 +1,193 @@
+"""Connections and transactions: SQLite by default, PostgreSQL by URL."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event, make_url, text
+from sqlalchemy.exc import ArgumentError
+
+from ragcache.errors import ConfigError, StoreBusyError, StoreNotFoundError, StoreReadOnlyError
+from ragcache.store import migrations
+from ragcache.store.sql_errors import translate_sql_errors
+
+_dump_json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
+
+
+class Database:
+    """An engine whose transactions say whether they write, and whose errors are ragcache's.
+
+    url:            sqlite:///path, postgresql://user@host/name, or a plain path (SQLite)
+    read_only:      no transaction can write; the database has to exist
+    busy_timeout_s: how long a writer waits for another one before StoreBusyError
+
+    A read sees one state of the database from its first to its last statement. Writers wait for each other, readers
+    for nobody. Raises ConfigError, StoreNotFoundError, SchemaVersionError, StoreReadOnlyError, StoreBusyError.
+    """
+
+    def __init__(self, url: str | Path, *, read_only: bool = False, busy_timeout_s: float = 30.0) -> None:
+        parsed = _parse(url)
+        self.read_only = read_only
+        self._busy_timeout_s = busy_timeout_s
+        self.where = parsed.database or "" if _is_sqlite(parsed) else parsed.render_as_string(hide_password=True)
+        build = self._sqlite_engine if _is_sqlite(parsed) else self._postgres_engine
+        self._engine = build(parsed)
+        try:
+            self._prepare()
+        except BaseException:
+            self._engine.dispose()
+            raise
+
+    @property
+    def dialect(self) -> str:
+        return self._engine.dialect.name
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction that sees one state throughout and cannot write."""
+        with translate_sql_errors(self.where), self._engine.connect() as connection:
+            if self.dialect == "postgresql":
+                connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+            with connection.begin():
+                yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that is committed when the body ends and rolled back when it raises.
+
+        IntegrityError passes through. Raises StoreReadOnlyError, StoreBusyError, StoreFullError.
+        """
+        if self.read_only:
+            raise StoreReadOnlyError(f"{self.where}: opened read-only; open it for writing to change it")
+        with translate_sql_errors(self.where), self._engine.connect() as connection:
+            connection.execution_options(ragcache_writes=True)
+            with connection.begin():
+                if self.dialect == "postgresql":
+                    wait_ms = max(1, int(self._busy_timeout_s * 1000))
+                    connection.execute(text(f"SET LOCAL lock_timeout = {wait_ms}"))
+                yield connection
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _prepare(self) -> None:
+        if self.read_only:
+            with self.read() as connection:
+                migrations.check(connection, self.where)
+            return
+        if self.dialect == "sqlite":
+            self._use_wal()
+        with self.write() as connection:
+            migrations.prepare(connection, self.where)
+
+    def _use_wal(self) -> None:
+        """Write-ahead log: readers see the last commit while a writer works. The mode stays with the file."""
+        uri = _sqlite_uri(Path(self.where), read_only=False)
+        deadline = time.monotonic() + self._busy_timeout_s
+        while True:
+            try:
+                with (
+                    translate_sql_errors(self.where),
+                    closing(self._connect(uri)) as raw,
+                ):
+                    raw.execute("PRAGMA journal_mode = WAL")
+                return
+            except StoreBusyError:  # changing it takes the whole file for a moment, and SQLite does not wait for that
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+            except StoreNotFoundError as error:
+                if not Path(self.where).parent.is_dir():
+                    raise
+                raise StoreReadOnlyError(f"{self.where}: cannot be written; check its permissions") from error
+
+    def _sqlite_engine(self, url: URL) -> Engine:
+        path = Path(url.database or "")
+        if not url.database or url.database == ":memory:":
+            raise ConfigError("a store in memory would vanish with its connection; name a file")
+        if self.read_only and not path.exists():
+            raise StoreNotFoundError(f"{path}: no such database; open the store once for writing to make it")
+        uri = _sqlite_uri(path, self.read_only)
+        engine = create_engine(
+            "sqlite://",
+            creator=lambda: self._connect(uri),
+            poolclass=QueuePool,
+            max_overflow=-1,
+            json_serializer=_dump_json,
+        )
+        event.listen(engine, "begin", _begin)
+        return engine
+
+    def _connect(self, uri: str) -> sqlite3.Connection:
+        # isolation_level None: the driver begins nothing on its own, `_begin` does.
+        connection = sqlite3.connect(
+            uri, uri=True, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
+        )
+        connection.execute("PRAGMA foreign_keys = ON")
+        # A commit that was reported outlives a power cut, too. Against NORMAL that is one flush of the log a document,
+        # beside the flushes of its KV blocks, which are a thousand times larger.
+        connection.execute("PRAGMA synchronous = FULL")
+        return connection
+
+    def _postgres_engine(self, url: URL) -> Engine:
+        try:
+            return create_engine(
+                url.set(drivername="postgresql+psycopg"),
+                max_overflow=-1,
+                pool_pre_ping=True,
+                connect_args={"connect_timeout": 10},
+                json_serializer=_dump_json,
+            )
+        except ModuleNotFoundError as error:
+            raise ConfigError("PostgreSQL needs the driver: pip install 'ragcache[postgres]'") from error
+
+
+def _parse(url: str | Path) -> URL:
+    if isinstance(url, Path) or "://" not in url:
+        return URL.create("sqlite", database=str(url))
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise ConfigError(f"not a database URL ({error}); sqlite:///path or postgresql://user@host/name are") from error
+    if parsed.get_backend_name() not in ("sqlite", "postgresql"):
+        raise ConfigError(f"{parsed.get_backend_name()!r} is no supported database; sqlite and postgresql are")
+    return parsed
+
+
+def _is_sqlite(url: URL) -> bool:
+    return url.get_backend_name() == "sqlite"
+
+
+def _begin(connection: Connection) -> None:
+    """Writers take the write lock at once: a reader that turned writer could find its state outdated, and fail."""
+    writes = connection.get_execution_options().get("ragcache_writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _sqlite_uri(path: Path, read_only: bool) -> str:
+    uri = path.absolute().as_uri()
+    if not read_only:
+        return f"{uri}?mode=rwc"
+    return f"{uri}?immutable=1" if _is_frozen(path, uri) else f"{uri}?mode=ro"
+
+
+def _is_frozen(path: Path, uri: str) -> bool:
+    """Whether a log can neither be found nor made beside the file (a read-only medium), so that SQLite would refuse
+    to open it, and nobody can be writing."""
+    log = path.with_name(path.name + "-wal")
+    if log.exists() and log.stat().st_size:
+        return False
+    try:
+        with closing(sqlite3.connect(f"{uri}?mode=ro", uri=True)) as connection:
+            connection.execute("SELECT 1 FROM sqlite_master")
+    except sqlite3.OperationalError as error:
+        return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+    except sqlite3.DatabaseError:  # no database at all: the error comes up where it is read
+        return False
+    return False

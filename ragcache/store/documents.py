@@ -1,0 +1,302 @@
+"""Documents, chunks, embeddings and handles in one SQL database."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from sqlalchemy import Connection, delete, exists, func, insert, literal, select, update
+from sqlalchemy.exc import IntegrityError
+
+from ragcache.errors import DuplicateDocumentError, NoSuchDocumentError
+from ragcache.store import properties, rows
+from ragcache.store.database import Database
+from ragcache.store.filters import Filter, compile_filter
+from ragcache.store.records import Chunk, Counts, Document, NewChunk, NewDocument, VectorBatch
+from ragcache.store.schema import chunks, counters, documents, garbage
+from ragcache.store.validation import check_document
+
+_IN_LIMIT = 1000  # values in one IN list
+_T = TypeVar("_T")
+
+
+class DocumentStore:
+    """The store's memory of what was ingested, on SQLite or PostgreSQL.
+
+    Every change is one transaction: after a kill at any instant what was returned from is there, and nothing of
+    what was under way. One writer at a time, others wait; readers never wait. Safe to call from several threads and
+    processes; one object is not to be shared across a fork.
+
+    A change that leaves a handle without a chunk puts it into the garbage in the same transaction. Whoever owns the KV
+    store then deletes the blocks of `collectable()` and calls `clear_garbage` with them: a kill in between loses no
+    deletion, it is only done again.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    @classmethod
+    def open(cls, url: str | Path, *, read_only: bool = False, busy_timeout_s: float = 30.0) -> Self:
+        """url: sqlite:///path, postgresql://user@host/name, or the path of a SQLite file; made where absent.
+
+        Raises StoreNotFoundError, SchemaVersionError, StoreReadOnlyError, StoreBusyError, ConfigError.
+        """
+        return cls(Database(url, read_only=read_only, busy_timeout_s=busy_timeout_s))
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What the store was made with
+
+    def properties(self) -> dict[str, object]:
+        """Every bound property, and schema_version."""
+        with self._db.read() as connection:
+            return properties.read_all(connection)
+
+    def bind(self, name: str, value: object) -> None:
+        """Record a property (JSON) at its first use; from then on only the same value passes.
+
+        Raises EmbedderMismatchError, ModelMismatchError or StoreMismatchError, by name. Where the store is opened
+        read-only and nothing is bound yet, nothing is recorded.
+        """
+        bound = self.properties()
+        if name in bound or self._db.read_only:
+            properties.refuse_other(bound.get(name, value), name, value, self._db.where)
+            return
+        with self._db.write() as connection:
+            _advance(connection, "generation", 0)
+            self._bind(connection, name, value)
+
+    # Changes
+
+    def replace_document(self, document: NewDocument, new_chunks: Sequence[NewChunk]) -> list[int]:
+        """Store a document in place of one with the same id; returns its chunks' vector ids, in order.
+
+        Raises IngestError (text), MetadataError, DuplicateDocumentError (a chunk id that is taken), ConfigError or
+        EmbedderMismatchError (embeddings), StoreBusyError, StoreFullError, StoreReadOnlyError; then nothing changed.
+        """
+        check_document(document, new_chunks)
+        try:
+            with self._db.write() as connection:
+                _advance(connection, "generation")
+                return self._replace(connection, document, new_chunks, time.time())
+        except IntegrityError as error:
+            raise DuplicateDocumentError(
+                f"document {document.id!r}: one of its chunk ids belongs to another document ({error.orig})"
+            ) from error
+
+    def delete_documents(self, ids: Iterable[str]) -> list[str]:
+        """Delete documents with their chunks; returns the ids that were there, in the order given."""
+        wanted = list(dict.fromkeys(ids))
+        with self._db.write() as connection:
+            _advance(connection, "generation", 0)
+            found = {id for part in _parts(wanted) for id in connection.scalars(_ids_among(part))}
+            for part in _parts([id for id in wanted if id in found]):
+                _discard_chunks(connection, part)
+                connection.execute(delete(documents).where(documents.c.id.in_(part)))
+            if found:
+                _advance(connection, "generation")
+            _rescue(connection)
+        return [id for id in wanted if id in found]
+
+    def set_handle(self, chunk_id: str, handle: str | None) -> None:
+        """Say that a chunk's KV was computed (kv="lazy"), or is gone. Raises NoSuchDocumentError."""
+        self.set_handles({chunk_id: handle})
+
+    def set_handles(self, handles: Mapping[str, str | None]) -> None:
+        """`set_handle` for several chunks, in one transaction. Raises NoSuchDocumentError; then nothing changed."""
+        with self._db.write() as connection:
+            _advance(connection, "generation", 0)
+            for chunk_id, handle in handles.items():
+                _to_garbage(connection, chunks.c.id == chunk_id)
+                changed = connection.execute(update(chunks).where(chunks.c.id == chunk_id).values(handle=handle))
+                if not changed.rowcount:
+                    raise NoSuchDocumentError(f"{self._db.where}: no chunk {chunk_id!r}; it may have been deleted")
+            _rescue(connection)
+
+    # Documents and chunks
+
+    def document(self, id: str) -> Document | None:
+        with self._db.read() as connection:
+            row = connection.execute(rows.select_documents().where(documents.c.id == id)).mappings().one_or_none()
+        return None if row is None else rows.document(row)
+
+    def documents(self, where: Filter | None = None, *, limit: int | None = None, offset: int = 0) -> list[Document]:
+        """Documents whose metadata pass the filter, by id. Raises FilterError."""
+        query = rows.select_documents().order_by(documents.c.id).limit(limit).offset(offset)
+        if where:
+            query = query.where(compile_filter(where, documents.c.metadata, self._db.dialect))
+        with self._db.read() as connection:
+            return [rows.document(row) for row in connection.execute(query).mappings()]
+
+    def content_hashes(self) -> dict[str, str]:
+        """The content hash of every document by id: what tells unchanged input from changed."""
+        with self._db.read() as connection:
+            found = connection.execute(select(documents.c.id, documents.c.content_hash)).mappings()
+            return {row["id"]: row["content_hash"] for row in found}
+
+    def chunk(self, id: str) -> Chunk | None:
+        with self._db.read() as connection:
+            row = connection.execute(rows.select_chunks().where(chunks.c.id == id)).mappings().one_or_none()
+        return None if row is None else rows.chunk(row)
+
+    def chunks_of(self, document_id: str) -> list[Chunk]:
+        """A document's chunks in order; none for an unknown document."""
+        query = rows.select_chunks().where(chunks.c.document_id == document_id).order_by(chunks.c.ordinal)
+        with self._db.read() as connection:
+            return [rows.chunk(row) for row in connection.execute(query).mappings()]
+
+    def chunks_by_vector_ids(self, ids: Iterable[int]) -> list[Chunk]:
+        """The chunks of these vector ids, in their order. An id that is no longer there is left out."""
+        wanted = [int(id) for id in ids]
+        found: dict[int, Chunk] = {}
+        with self._db.read() as connection:
+            for part in _parts(wanted):
+                query = rows.select_chunks().where(chunks.c.vector_id.in_(part))
+                found.update((row["vector_id"], rows.chunk(row)) for row in connection.execute(query).mappings())
+        return [found[id] for id in wanted if id in found]
+
+    def pending_chunks(self, limit: int | None = None) -> list[Chunk]:
+        """Chunks without a handle, oldest first."""
+        query = rows.select_chunks().where(chunks.c.handle.is_(None)).order_by(chunks.c.vector_id).limit(limit)
+        with self._db.read() as connection:
+            return [rows.chunk(row) for row in connection.execute(query).mappings()]
+
+    # Vectors
+
+    def vector_ids(self, where: Filter | None = None) -> set[int]:
+        """Vector ids of the chunks whose metadata (their document's included) pass the filter. Raises FilterError."""
+        query = select(chunks.c.vector_id)
+        if where:
+            query = query.where(compile_filter(where, chunks.c.metadata, self._db.dialect))
+        with self._db.read() as connection:
+            return set(connection.scalars(query))
+
+    def all_vectors(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[VectorBatch]:
+        """Embeddings of the chunks whose vector id is above `after`, by rising id, all from one state of the database.
+
+        Ids rise from commit to commit: what is new since an index was made has ids above all of its own. An index is
+        to be labelled with a `generation()` read before the vectors: it is then at worst newer than it says.
+        """
+        last, rest = after, True
+        with self._db.read() as connection:
+            while rest:
+                found = connection.execute(_vectors_above(last, batch_size)).mappings().all()
+                rest = len(found) == batch_size
+                if found:
+                    last = found[-1]["vector_id"]
+                    yield rows.vector_batch(found)
+
+    def generation(self) -> int:
+        """Rises with every commit that changed documents; the same number means the same documents."""
+        with self._db.read() as connection:
+            return _counter(connection, "generation")
+
+    # Handles
+
+    def handles(self) -> set[str]:
+        """Every handle that a chunk refers to."""
+        with self._db.read() as connection:
+            return set(connection.scalars(select(chunks.c.handle).where(chunks.c.handle.is_not(None)).distinct()))
+
+    def garbage(self) -> set[str]:
+        """Handles that were dropped and whose KV bytes may still exist."""
+        with self._db.read() as connection:
+            return set(connection.scalars(select(garbage.c.handle)))
+
+    def collectable(self) -> set[str]:
+        """Garbage that no chunk refers to: its KV bytes are to be deleted, with no ingestion beside (writer lock)."""
+        with self._db.read() as connection:
+            return set(connection.scalars(select(garbage.c.handle).where(~_is_referenced())))
+
+    def clear_garbage(self, handles: Iterable[str]) -> None:
+        """Forget handles whose KV bytes are deleted; others are ignored."""
+        with self._db.write() as connection:
+            for part in _parts(list(handles)):
+                connection.execute(delete(garbage).where(garbage.c.handle.in_(part)))
+
+    def counts(self) -> Counts:
+        with self._db.read() as connection:
+            num_documents = connection.scalar(select(func.count()).select_from(documents))
+            query = select(func.count(), func.coalesce(func.sum(chunks.c.num_tokens), 0)).select_from(chunks)
+            num_chunks, num_tokens = connection.execute(query).one()
+        return Counts(int(num_documents or 0), int(num_chunks), int(num_tokens))
+
+    def _bind(self, connection: Connection, name: str, value: object) -> None:
+        bound = properties.read_all(connection)
+        if name in bound:
+            properties.refuse_other(bound[name], name, value, self._db.where)
+        else:
+            properties.record(connection, name, value)
+
+    def _replace(
+        self, connection: Connection, document: NewDocument, new_chunks: Sequence[NewChunk], now: float
+    ) -> list[int]:
+        values = rows.document_values(document, now)
+        _discard_chunks(connection, [document.id])
+        if not connection.execute(update(documents).where(documents.c.id == document.id).values(values)).rowcount:
+            connection.execute(insert(documents), {**values, "created_at": now})
+        if not new_chunks:
+            return []
+        self._bind(connection, "embedding_dim", len(new_chunks[0].embedding))
+        last = _advance(connection, "vector_id", len(new_chunks))
+        ids = list(range(last - len(new_chunks) + 1, last + 1))
+        pairs = enumerate(zip(new_chunks, ids, strict=True))
+        connection.execute(insert(chunks), [rows.chunk_values(document, new, n, id, now) for n, (new, id) in pairs])
+        _rescue(connection)
+        return ids
+
+
+def _advance(connection: Connection, name: str, step: int = 1) -> int:
+    """Raise a counter and return it. The first statement of every write: it makes other writers wait (see schema)."""
+    statement = update(counters).where(counters.c.name == name).values(value=counters.c.value + step)
+    connection.execute(statement)
+    return _counter(connection, name)
+
+
+def _counter(connection: Connection, name: str) -> int:
+    return int(connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one())
+
+
+def _discard_chunks(connection: Connection, document_ids: Sequence[str]) -> None:
+    _to_garbage(connection, chunks.c.document_id.in_(document_ids))
+    connection.execute(delete(chunks).where(chunks.c.document_id.in_(document_ids)))
+
+
+def _to_garbage(connection: Connection, condition: Any) -> None:
+    """Put the handles of these chunks into the garbage; `_rescue` takes back those that are still in use."""
+    known = exists().where(garbage.c.handle == chunks.c.handle)
+    handles = select(chunks.c.handle, literal(time.time())).where(condition, chunks.c.handle.is_not(None), ~known)
+    connection.execute(insert(garbage).from_select(["handle", "created_at"], handles.distinct()))
+
+
+def _rescue(connection: Connection) -> None:
+    connection.execute(delete(garbage).where(_is_referenced()))
+
+
+def _is_referenced() -> Any:
+    return exists().where(chunks.c.handle == garbage.c.handle)
+
+
+def _ids_among(ids: Sequence[str]) -> Any:
+    return select(documents.c.id).where(documents.c.id.in_(ids))
+
+
+def _vectors_above(vector_id: int, limit: int) -> Any:
+    query = select(chunks.c.vector_id, chunks.c.embedding).where(chunks.c.vector_id > vector_id)
+    return query.order_by(chunks.c.vector_id).limit(limit)
+
+
+def _parts(values: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    return (values[start : start + _IN_LIMIT] for start in range(0, len(values), _IN_LIMIT))

@@ -1,0 +1,196 @@
+"""Metadata filters, compiled to SQL.
+
+    {"year": 2024}                                       equality; several fields: all of them
+    {"year": {"$gte": 2020, "$lt": 2024}}                $eq $ne $gt $gte $lt $lte $in $nin $exists
+    {"$and": [...]}, {"$or": [...]}, {"$not": {...}}     of filters
+
+A field is a key of the metadata object, taken as it is written (no paths). Types are kept apart: "1", 1 and true
+differ, 1 and 1.0 do not. An absent field equals nothing, is neither greater nor less than anything, and is in no list.
+None equals null. Strings are ordered by code point. $ne, $nin and $not are the exact opposites of $eq, $in
+and the filter itself: they hold where the field is absent. Both databases give the same answers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Text, and_, cast, exists, false, func, literal, not_, or_, true
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.sql.elements import ColumnElement
+
+from ragcache.errors import FilterError
+from ragcache.store.validation import text_problem
+
+MAX_CONDITIONS = 1000
+MAX_DEPTH = 32
+
+Filter = Mapping[str, Any]
+Condition = ColumnElement[bool]
+Scalar = str | int | float | bool | None
+Compare = Callable[[Any, Any], Any]
+
+_ORDER: dict[str, Compare] = {"$gt": operator.gt, "$gte": operator.ge, "$lt": operator.lt, "$lte": operator.le}
+_OPERATORS = ("$eq", "$ne", *_ORDER, "$in", "$nin", "$exists")
+
+
+class _Terms(ABC):
+    """How one database says a thing about one field of a JSON column. No term is ever NULL."""
+
+    def __init__(self, column: ColumnElement[Any]) -> None:
+        self.column = column
+
+    @abstractmethod
+    def present(self, field: str) -> Condition: ...
+
+    @abstractmethod
+    def among(self, field: str, values: Sequence[Scalar]) -> Condition: ...
+
+    @abstractmethod
+    def ordered(self, field: str, compare: Compare, value: str | float) -> Condition: ...
+
+
+class _SQLiteTerms(_Terms):
+    """By json_each, whose keys need no quoting: a JSON path cannot name a key with a quote in it."""
+
+    def present(self, field: str) -> Condition:
+        return self._entry(field, lambda entry: true())
+
+    def among(self, field: str, values: Sequence[Scalar]) -> Condition:
+        constants = {json.dumps(value) for value in values if value is None or isinstance(value, bool)}
+        numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+        strings = [value for value in values if isinstance(value, str)]
+        return self._entry(
+            field,
+            lambda entry: or_(
+                entry.c.type.in_(sorted(constants)),
+                and_(entry.c.type.in_(("integer", "real")), entry.c.atom.in_(numbers)),
+                and_(entry.c.type == "text", entry.c.atom.in_(strings)),
+            ),
+        )
+
+    def ordered(self, field: str, compare: Compare, value: str | float) -> Condition:
+        types = ("text",) if isinstance(value, str) else ("integer", "real")
+        return self._entry(field, lambda entry: and_(entry.c.type.in_(types), compare(entry.c.atom, value)))
+
+    def _entry(self, field: str, condition: Callable[[Any], Condition]) -> Condition:
+        entry = func.json_each(self.column).table_valued("key", "type", "atom")
+        return exists().select_from(entry).where(entry.c.key == field, condition(entry))
+
+
+class _PostgresTerms(_Terms):
+    """By jsonb, whose equality keeps types apart; its order mixes them, hence the check of the type."""
+
+    def present(self, field: str) -> Condition:
+        return self._value(field).is_not(None)
+
+    def among(self, field: str, values: Sequence[Scalar]) -> Condition:
+        wanted = [cast(literal(json.dumps(value), Text), JSONB) for value in values]
+        return func.coalesce(self._value(field).in_(wanted), false())
+
+    def ordered(self, field: str, compare: Compare, value: str | float) -> Condition:
+        if isinstance(value, str):
+            text = self.column.op("->>", return_type=Text())(literal(field, Text)).collate("C")
+            return func.coalesce(and_(self._type(field) == "string", compare(text, value)), false())
+        number = cast(literal(json.dumps(value), Text), JSONB)
+        return func.coalesce(and_(self._type(field) == "number", compare(self._value(field), number)), false())
+
+    def _value(self, field: str) -> ColumnElement[Any]:
+        return self.column.op("->", return_type=JSONB())(literal(field, Text))
+
+    def _type(self, field: str) -> ColumnElement[Any]:
+        return func.jsonb_typeof(self._value(field))
+
+
+_TERMS: dict[str, type[_Terms]] = {"sqlite": _SQLiteTerms, "postgresql": _PostgresTerms}
+
+
+def compile_filter(where: Filter, column: ColumnElement[Any], dialect: str) -> Condition:
+    """The SQL condition under which the JSON object in `column` passes the filter; never NULL. Raises FilterError."""
+    return _Compiler(_TERMS[dialect](column)).filter(where, 0)
+
+
+class _Compiler:
+    def __init__(self, terms: _Terms) -> None:
+        self._terms = terms
+        self._conditions = 0
+
+    def filter(self, where: object, depth: int) -> Condition:
+        if not isinstance(where, Mapping):
+            raise FilterError(f"filter {where!r}: an object like {{'field': value}} is expected here")
+        if depth > MAX_DEPTH:
+            raise FilterError(f"a filter nested deeper than {MAX_DEPTH}; simplify it")
+        return and_(true(), *(self._entry(name, value, depth) for name, value in where.items()))
+
+    def _entry(self, name: object, value: object, depth: int) -> Condition:
+        if not isinstance(name, str) or text_problem(name):
+            raise FilterError(f"filter field {name!r}: a name is expected")
+        if name in ("$and", "$or"):
+            if not isinstance(value, list | tuple) or not value:
+                raise FilterError(f"{name}: a list of filters is expected, not {value!r}")
+            parts = [self.filter(part, depth + 1) for part in value]
+            return and_(*parts) if name == "$and" else or_(*parts)
+        if name == "$not":
+            return not_(self.filter(value, depth + 1))
+        if name.startswith("$"):
+            raise FilterError(f"{name!r} is unknown; $and, $or and $not join filters, operators follow a field")
+        return self._field(name, value)
+
+    def _field(self, field: str, value: object) -> Condition:
+        if not isinstance(value, Mapping):
+            return self._operator(field, "$eq", value)
+        if not value:
+            raise FilterError(f"{field!r}: no operator given; choose from {', '.join(_OPERATORS)}")
+        return and_(*(self._operator(field, name, operand) for name, operand in value.items()))
+
+    def _operator(self, field: str, name: object, operand: object) -> Condition:
+        self._conditions += 1
+        if self._conditions > MAX_CONDITIONS:
+            raise FilterError(f"a filter of more than {MAX_CONDITIONS} conditions; use $in for lists of values")
+        if name == "$eq":
+            return self._terms.among(field, [_scalar(field, operand)])
+        if name == "$ne":
+            return not_(self._terms.among(field, [_scalar(field, operand)]))
+        if name in ("$in", "$nin"):
+            condition = self._terms.among(field, _scalars(field, name, operand))
+            return condition if name == "$in" else not_(condition)
+        if name == "$exists":
+            return self._exists(field, operand)
+        if isinstance(name, str) and name in _ORDER:
+            return self._terms.ordered(field, _ORDER[name], _orderable(field, name, operand))
+        raise FilterError(f"{field!r}: operator {name!r} is unknown; choose from {', '.join(_OPERATORS)}")
+
+    def _exists(self, field: str, operand: object) -> Condition:
+        if not isinstance(operand, bool):
+            raise FilterError(f"{field!r}: $exists takes true or false, not {operand!r}")
+        present = self._terms.present(field)
+        return present if operand else not_(present)
+
+
+def _scalar(field: str, value: object) -> Scalar:
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, str) and not text_problem(value):
+        return value
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    raise FilterError(f"{field!r}: {value!r} is no string, 64-bit or finite number, true, false or null")
+
+
+def _scalars(field: str, name: object, value: object) -> list[Scalar]:
+    if not isinstance(value, list | tuple | set | frozenset) or len(value) > 10 * MAX_CONDITIONS:
+        raise FilterError(f"{field!r}: {name} takes a list of at most {10 * MAX_CONDITIONS} values, not {value!r:.200}")
+    return [_scalar(field, item) for item in value]
+
+
+def _orderable(field: str, name: str, value: object) -> str | float:
+    scalar = _scalar(field, value)
+    if scalar is None or isinstance(scalar, bool):
+        raise FilterError(f"{field!r}: {name} compares numbers or strings, not {value!r}")
+    return scalar

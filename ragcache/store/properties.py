@@ -1,0 +1,38 @@
+"""What a store was made with: bound at first use, and held to from then on."""
+
+from __future__ import annotations
+
+import json
+
+from sqlalchemy import Connection, insert, select
+
+from ragcache.errors import EmbedderMismatchError, ModelMismatchError, StoreMismatchError
+from ragcache.store.schema import properties
+
+# Which error says that a property does not agree; StoreMismatchError for names that are not here.
+MISMATCHES: dict[str, type[StoreMismatchError]] = {
+    "embedder": EmbedderMismatchError,
+    "embedding_dim": EmbedderMismatchError,
+    "model": ModelMismatchError,
+    "fingerprint": ModelMismatchError,
+    "tokenizer": ModelMismatchError,
+}
+
+
+def read_all(connection: Connection) -> dict[str, object]:
+    """Every property, `schema_version` included."""
+    rows = connection.execute(select(properties.c.name, properties.c.value)).mappings()
+    return {row["name"]: json.loads(row["value"]) for row in rows}
+
+
+def record(connection: Connection, name: str, value: object) -> None:
+    """Bind a property that is not bound yet. `value` is JSON."""
+    connection.execute(insert(properties), {"name": name, "value": json.dumps(value)})
+
+
+def refuse_other(bound: object, name: str, value: object, where: str) -> None:
+    """Raises the mismatch error of `name` when `value` is not what is bound."""
+    if bound != json.loads(json.dumps(value)):
+        raise MISMATCHES.get(name, StoreMismatchError)(
+            f"{where}: made with {name} {bound!r}, not {value!r}; use that one again, or make a new store"
+        )

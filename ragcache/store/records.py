@@ -1,0 +1,103 @@
+"""What goes into a document store, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class NewDocument:
+    """A document to store. metadata: a JSON object."""
+
+    id: str
+    source: str = ""
+    content_hash: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    title: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class NewChunk:
+    """A chunk to store.
+
+    embedding: float32 [embedding_dim]
+    handle:    names the chunk's KV block; None when its KV is not computed yet
+    metadata:  the chunk's own, on top of its document's
+    """
+
+    id: str
+    text: str
+    token_ids: Sequence[int]
+    embedding: NDArray[np.float32]
+    handle: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document as stored. Times are Unix seconds; num_pending counts chunks without a handle."""
+
+    id: str
+    source: str
+    title: str
+    content_hash: str
+    metadata: dict[str, Any]
+    created_at: float
+    updated_at: float
+    num_chunks: int
+    num_tokens: int
+    num_pending: int
+
+    @property
+    def state(self) -> str:
+        """ "ready", or "pending" while the KV of a chunk is to be computed on first use."""
+        return "pending" if self.num_pending else "ready"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk as stored.
+
+    ordinal:   place in its document, from 0
+    metadata:  the document's with the chunk's own on top
+    vector_id: the chunk's name in the vector index; never given to another chunk
+    source, title: the document's
+    """
+
+    id: str
+    document_id: str
+    ordinal: int
+    text: str
+    token_ids: list[int]
+    metadata: dict[str, Any]
+    vector_id: int
+    handle: str | None
+    created_at: float
+    source: str
+    title: str
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def state(self) -> str:
+        return "ready" if self.handle else "pending"
+
+
+class VectorBatch(NamedTuple):
+    """ids: int64 [n], rising. vectors: float32 [n, embedding_dim]."""
+
+    ids: NDArray[np.int64]
+    vectors: NDArray[np.float32]
+
+
+class Counts(NamedTuple):
+    documents: int
+    chunks: int
+    tokens: int

@@ -1,0 +1,81 @@
+"""Between rows and records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import RowMapping, Select, func, select
+
+from ragcache.store.records import Chunk, Document, NewChunk, NewDocument, VectorBatch
+from ragcache.store.schema import chunks, documents
+
+# Little endian, whatever the machine: a database may be copied to another one.
+_TOKEN = np.dtype("<i4")
+_COMPONENT = np.dtype("<f4")
+
+
+def select_documents() -> Select[Any]:
+    """Documents with sums over their chunks."""
+    sums = (
+        select(
+            chunks.c.document_id,
+            func.count().label("num_chunks"),
+            func.sum(chunks.c.num_tokens).label("num_tokens"),
+            (func.count() - func.count(chunks.c.handle)).label("num_pending"),
+        )
+        .group_by(chunks.c.document_id)
+        .subquery()
+    )
+    totals = (func.coalesce(sums.c[name], 0).label(name) for name in ("num_chunks", "num_tokens", "num_pending"))
+    return select(documents, *totals).outerjoin(sums, sums.c.document_id == documents.c.id)
+
+
+def document(row: RowMapping) -> Document:
+    return Document(**{**row, "num_tokens": int(row["num_tokens"])})
+
+
+def select_chunks() -> Select[Any]:
+    """Chunks without their embeddings, with source and title of their documents."""
+    columns = [column for column in chunks.c if column.name not in ("embedding", "num_tokens")]
+    return select(*columns, documents.c.source, documents.c.title).join_from(chunks, documents)
+
+
+def chunk(row: RowMapping) -> Chunk:
+    return Chunk(**{**row, "token_ids": np.frombuffer(row["token_ids"], _TOKEN).tolist()})
+
+
+def document_values(new: NewDocument, now: float) -> dict[str, Any]:
+    return {
+        "id": new.id,
+        "source": new.source,
+        "title": new.title,
+        "content_hash": new.content_hash,
+        "metadata": new.metadata,
+        "updated_at": now,
+    }
+
+
+def chunk_values(document: NewDocument, new: NewChunk, ordinal: int, vector_id: int, now: float) -> dict[str, Any]:
+    return {
+        "id": new.id,
+        "document_id": document.id,
+        "ordinal": ordinal,
+        "text": new.text,
+        "token_ids": np.asarray(new.token_ids, dtype=_TOKEN).tobytes(),
+        "num_tokens": len(new.token_ids),
+        "metadata": {**document.metadata, **new.metadata},
+        "embedding": np.ascontiguousarray(new.embedding, dtype=_COMPONENT).tobytes(),
+        "vector_id": vector_id,
+        "handle": new.handle,
+        "created_at": now,
+    }
+
+
+def vector_batch(rows: Sequence[RowMapping]) -> VectorBatch:
+    """rows: at least one, with vector_id and embedding."""
+    ids: NDArray[np.int64] = np.array([row["vector_id"] for row in rows], dtype=np.int64)
+    joined = np.frombuffer(b"".join(row["embedding"] for row in rows), _COMPONENT)
+    return VectorBatch(ids, joined.reshape(len(rows), -1).astype(np.float32))
