@@ -1,0 +1,251 @@
+"""Cut a document into chunks that the language model reads as passages.
+
+A chunk is a contiguous piece of the document of at most `max_tokens` tokens, tokenised alone. Cuts fall, in order of
+preference, before headings, between blocks (paragraphs, code blocks, list items), between sentences or lines, between
+words, and inside a word only where a single word is too long. No text is added, lost or numbered: chunk texts joined
+are the document up to white space, and every chunk ends with exactly one newline.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from ragcache.errors import ConfigError
+from ragcache.ingest.sentences import split_sentences
+from ragcache.ingest.structure import Block, split_blocks
+from ragcache.ingest.tokens import ChunkTokenizer
+
+# A character can take four byte tokens, or more where the tokenizer rewrites it; and a newline follows.
+SMALLEST_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class ChunkerConfig:
+    """max_tokens: of a chunk, its final newline included. min_tokens: a section with fewer is joined to the next one.
+    overlap: tokens of whole sentences that a piece repeats from the piece before it, inside one section."""
+
+    max_tokens: int = 256
+    min_tokens: int = 32
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < SMALLEST_MAX_TOKENS:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least {SMALLEST_MAX_TOKENS}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ConfigError(f"min_tokens is {self.min_tokens}; it must lie in 0..max_tokens ({self.max_tokens})")
+        if not 0 <= self.overlap <= self.max_tokens // 2:
+            raise ConfigError(f"overlap is {self.overlap}; it must lie in 0..max_tokens // 2 ({self.max_tokens // 2})")
+
+
+class TextChunk(NamedTuple):
+    """text: ends with one newline. token_ids: of the text, alone. headings: those above it that it does not contain."""
+
+    text: str
+    token_ids: list[int]
+    headings: tuple[str, ...]
+
+
+class _Unit(NamedTuple):
+    """The smallest piece that packing moves: text[start:end], its number of tokens, the level of a heading or 0."""
+
+    start: int
+    end: int
+    tokens: int
+    level: int
+
+
+class Chunker:
+    """Chunks for one tokenizer. Deterministic and thread-safe."""
+
+    def __init__(
+        self, tokenizer: Any, *, max_tokens: int = 256, min_tokens: int | None = None, overlap: int = 0
+    ) -> None:
+        """tokenizer: a transformers tokenizer. min_tokens: 32, or max_tokens / 4 where that is less.
+        Raises ConfigError."""
+        least = min(32, max(0, max_tokens) // 4) if min_tokens is None else min_tokens
+        self.config = ChunkerConfig(max_tokens, least, overlap)
+        self._tokens = ChunkTokenizer(tokenizer)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the chunks depend on besides text and tokenizer; part of a document's content hash."""
+        return {"chunker": 1, **asdict(self.config)}
+
+    def split(self, text: str) -> list[TextChunk]:
+        """The chunks of a document, in order; none for white space."""
+        text = text.replace("\r\n", "\n").replace("\r", "\n").strip()
+        blocks = split_blocks(text)
+        groups = self._pack(list(self._units(text, blocks)))
+        return [
+            TextChunk(_clean(text, start, end), ids, _headings_above(blocks, start))
+            for start, end, ids in self._fitting(text, [(group[0].start, group[-1].end) for group in groups])
+        ]
+
+    def _units(self, text: str, blocks: list[Block]) -> Iterator[_Unit]:
+        """Blocks, those that are too long divided. A block below headings leaves them room: they go together."""
+        room = self.config.max_tokens - 1 - self.config.overlap
+        headings = 0
+        counts = self._tokens.count([text[block.start : block.end] for block in blocks])
+        for block, tokens in zip(blocks, counts, strict=True):
+            unit = _Unit(block.start, block.end, tokens, block.level)
+            limit = room - headings if headings <= room // 2 else room
+            yield from self._divide(text, unit, limit, _PROSE_CUTS if block.is_prose else _LINE_CUTS)
+            headings = headings + tokens if block.level else 0
+
+    def _divide(self, text: str, unit: _Unit, limit: int, cuts: list[Callable[[str], list[str]]]) -> Iterator[_Unit]:
+        """The unit, or pieces of it that have at most `limit` tokens, cut as coarsely as possible."""
+        if unit.tokens <= limit:
+            yield unit
+            return
+        body = text[unit.start : unit.end]
+        pieces = cuts[0](body) if cuts else self._cut_characters(body, limit)
+        start = unit.start
+        for piece, tokens in zip(pieces, self._tokens.count(pieces), strict=True):
+            part = _Unit(start, start + len(piece), tokens, unit.level if start == unit.start else 0)
+            start = part.end
+            if cuts:
+                yield from self._divide(text, part, limit, cuts[1:])
+            else:
+                yield part
+
+    def _cut_characters(self, body: str, limit: int) -> list[str]:
+        """Pieces of at most `limit` tokens (one character at least), for a word that is too long by itself."""
+        pieces = []
+        start = 0
+        while start < len(body):
+            length = min(len(body) - start, 8 * limit)
+            while (count := self._tokens.count([body[start : start + length]])[0]) > limit and length > 1:
+                length = max(1, min(length - 1, length * limit // count))
+            pieces.append(body[start : start + length])
+            start += length
+        return pieces
+
+    def _pack(self, units: list[_Unit]) -> list[list[_Unit]]:
+        """Groups of units, one a chunk: a section each, tiny ones joined to the next, long ones cut evenly."""
+        groups: list[list[_Unit]] = []
+        current: list[_Unit] = []
+        for section in _sections(units):
+            if current and _size(current) >= self.config.min_tokens:
+                groups.append(current)
+                current = []
+            *full, current = self._cut_evenly(current + section)
+            groups += full
+        if not current:
+            return groups
+        if groups and _size(current) < self.config.min_tokens and _size(groups[-1] + current) < self.config.max_tokens:
+            current = groups.pop() + current
+        return [*groups, current]
+
+    def _cut_evenly(self, section: list[_Unit]) -> list[list[_Unit]]:
+        """The section in as few groups as fit, of like size rather than full ones and a scrap."""
+        room = self.config.max_tokens - 1
+        if _size(section) <= room:
+            return [section]
+        room -= self.config.overlap
+        target = _size(section) / math.ceil(_size(section) / room)
+        groups: list[list[_Unit]] = [[]]
+        for unit in section:
+            current = groups[-1]
+            is_full = bool(current) and _size(current) >= target and not current[-1].level
+            if current and (is_full or _size(current) + unit.tokens > room):
+                groups.append(_take_headings(current))
+            groups[-1].append(unit)
+        return [self._tail(before) + group for before, group in zip([[], *groups], groups, strict=False)]
+
+    def _tail(self, group: list[_Unit]) -> list[_Unit]:
+        """The last units of a group that the next one repeats."""
+        first = len(group)
+        while first > 1 and _size(group[first - 1 :]) <= self.config.overlap:
+            first -= 1
+        return group[first:]
+
+    def _fitting(self, text: str, spans: list[tuple[int, int]]) -> Iterator[tuple[int, int, list[int]]]:
+        """Spans with the ids of their text. Counts of parts need not add up to the count of the whole, so every
+        chunk is checked as it will be used, and halved in the rare case that it is too long."""
+        spans = [span for span in spans if text[slice(*span)].strip()]
+        for (start, end), ids in zip(
+            spans, self._tokens.encode([_clean(text, start, end) for start, end in spans]), strict=True
+        ):
+            if len(ids) <= self.config.max_tokens:
+                yield start, end, ids
+            elif end - start == 1:
+                raise ConfigError(
+                    f"max_tokens is {self.config.max_tokens}, but the tokenizer needs {len(ids)} for "
+                    f"{text[start:end]!r}; raise max_tokens"
+                )
+            else:
+                middle = _middle(text, start, end)
+                yield from self._fitting(text, [(start, middle), (middle, end)])
+
+
+def _words(text: str) -> list[str]:
+    """Words with the white space before them."""
+    return re.findall(r"\s*\S+|\s+\Z", text)
+
+
+def _lines(text: str) -> list[str]:
+    return text.splitlines(keepends=True)
+
+
+_PROSE_CUTS: list[Callable[[str], list[str]]] = [split_sentences, _words]
+_LINE_CUTS: list[Callable[[str], list[str]]] = [_lines, split_sentences, _words]
+
+
+def _sections(units: list[_Unit]) -> Iterator[list[_Unit]]:
+    """Runs of units that begin with a heading (or the text)."""
+    section: list[_Unit] = []
+    for unit in units:
+        if unit.level and section:
+            yield section
+            section = []
+        section.append(unit)
+    if section:
+        yield section
+
+
+def _size(units: list[_Unit]) -> int:
+    return sum(unit.tokens for unit in units)
+
+
+def _take_headings(group: list[_Unit]) -> list[_Unit]:
+    """Remove trailing headings from a group and return them: a heading goes with what follows it."""
+    first = len(group)
+    while first > 0 and group[first - 1].level:
+        first -= 1
+    if first == 0:
+        return []  # nothing but headings: they stay
+    taken = group[first:]
+    del group[first:]
+    return taken
+
+
+def _clean(text: str, start: int, end: int) -> str:
+    """The piece without blank lines around it, and one newline. Indentation stays where a line begins."""
+    piece = text[start:end].rstrip()
+    at_line_start = start == 0 or text[start - 1] == "\n"
+    return (re.sub(r"\A(?:[^\S\n]*\n)+", "", piece) if at_line_start else piece.lstrip()) + "\n"
+
+
+def _middle(text: str, start: int, end: int) -> int:
+    """A place near the middle of a span to cut: between words where there are any."""
+    middle = (start + end) // 2
+    space = re.search(r"\s", text[middle : end - 1])
+    return middle + space.end() if space else middle
+
+
+def _headings_above(blocks: list[Block], position: int) -> tuple[str, ...]:
+    """Titles of the sections that `position` lies in, outermost first, of headings that begin before it."""
+    open_sections: list[Block] = []
+    for block in blocks:
+        if block.start >= position:
+            # A heading at `position` closes its peers, and is itself part of the chunk.
+            if block.start == position and block.level:
+                open_sections = [above for above in open_sections if above.level < block.level]
+            break
+        if block.level:
+            open_sections = [above for above in open_sections if above.level < block.level] + [block]
+    return tuple(block.title for block in open_sections)

@@ -1,0 +1,90 @@
+"""What is ingested: one document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragcache.errors import IngestError, MetadataError, ReaderError
+from ragcache.kv.identity import digest
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and what is known about it.
+
+    id:       names the document in the store; ingesting the same id again replaces it
+    text:     plain text or Markdown; Markdown's structure is used to find good places to cut
+    metadata: a JSON object, for filters
+    title:    given to the embedder with every chunk
+    source:   where it came from, for people (a path, a URL); the id when empty
+    """
+
+    id: str
+    text: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    title: str = ""
+    source: str = ""
+
+    @property
+    def where(self) -> str:
+        """How messages name this document."""
+        return self.source or self.id
+
+    def check(self) -> None:
+        """Raises IngestError (no id), MetadataError (metadata is not JSON) or ReaderError (no text, or text that no
+        store can hold)."""
+        if not isinstance(self.id, str) or not self.id.strip():
+            raise IngestError(f"a document of source {self.source!r} has no id; give it a non-empty string")
+        if not isinstance(self.text, str) or not self.text.strip():
+            raise ReaderError(self.where, "there is no text in it")
+        for name, value in (("id", self.id), ("title", self.title), ("source", self.source), ("text", self.text)):
+            self._check_characters(name, value)
+        self._check_metadata()
+
+    def content_hash(self, settings: Mapping[str, Any]) -> str:
+        """SHA-256 of all that the stored form depends on; `settings` are those of the chunker."""
+        return digest(
+            {
+                "text": self.text,
+                "metadata": dict(self.metadata),
+                "title": self.title,
+                "source": self.source,
+                "settings": dict(settings),
+            }
+        )
+
+    def _check_characters(self, name: str, value: str) -> None:
+        if not isinstance(value, str):
+            raise ReaderError(self.where, f"its {name} is {type(value).__name__}, not a string")
+        if "\0" in value:
+            raise ReaderError(self.where, f"its {name} holds a NUL character: binary data, not text")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ReaderError(self.where, f"its {name} is not Unicode text ({error.reason})") from error
+
+    def _check_metadata(self) -> None:
+        way_out = "metadata is a JSON object: string keys; strings, finite numbers, booleans, null, lists, objects"
+        try:
+            text = json.dumps(
+                self.metadata if isinstance(self.metadata, dict) else dict(self.metadata), allow_nan=False
+            )
+            faithful = json.loads(text) == _lists(self.metadata)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise MetadataError(f"{self.where}: {error}; {way_out}") from error
+        if not faithful:
+            raise MetadataError(f"{self.where}: a key is not a string; {way_out}")
+        if "\\u0000" in text or "\\ud8" in text.lower():
+            self._check_characters("metadata", json.dumps(self.metadata, ensure_ascii=False).replace("\\u0000", "\0"))
+
+
+def _lists(value: Any) -> Any:
+    """The value with tuples as lists, as JSON gives them back."""
+    if isinstance(value, Mapping):
+        return {key: _lists(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_lists(item) for item in value]
+    return value

@@ -1,0 +1,104 @@
+"""Files and folders to documents.
+
+A file's document id is its path relative to the folder that was given, with forward slashes (its name when the file
+itself was given): the same on every machine and at every run. Folders are walked in sorted order; names that begin with
+a dot are left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ragcache.errors import ReaderError
+from ragcache.ingest.document import Document
+from ragcache.ingest.readers.base import Reader
+from ragcache.ingest.readers.html import read_html
+from ragcache.ingest.readers.jsonl import read_jsonl
+from ragcache.ingest.readers.markdown import read_markdown
+from ragcache.ingest.readers.pdf import read_pdf
+from ragcache.ingest.readers.text import read_text
+
+READERS: dict[str, Reader] = {
+    ".txt": read_text,
+    ".text": read_text,
+    ".rst": read_text,
+    ".md": read_markdown,
+    ".markdown": read_markdown,
+    ".html": read_html,
+    ".htm": read_html,
+    ".xhtml": read_html,
+    ".pdf": read_pdf,
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+}
+
+
+class SourceFile(NamedTuple):
+    """A file to read, and the id its document gets."""
+
+    path: Path
+    id: str
+
+
+class FileList(NamedTuple):
+    """files: to be read. failed: given paths that cannot be. skipped: files in folders of a kind that has no reader."""
+
+    files: list[SourceFile]
+    failed: list[ReaderError]
+    skipped: list[Path]
+
+
+def find_files(paths: Iterable[str | os.PathLike[str]]) -> FileList:
+    """The files at these paths, folders walked. Nothing is opened."""
+    found = FileList([], [], [])
+    for path in map(Path, paths):
+        if path.is_dir():
+            for file in _walk(path, found.failed):
+                if file.suffix.lower() in READERS:
+                    found.files.append(SourceFile(file, _portable(file.relative_to(path))))
+                else:
+                    found.skipped.append(file)
+        elif not path.exists():
+            found.failed.append(ReaderError(path, "there is no file or folder of this name"))
+        elif path.suffix.lower() not in READERS:
+            known = " ".join(READERS)
+            found.failed.append(ReaderError(path, f"files of kind {path.suffix!r} cannot be read; known are {known}"))
+        else:
+            found.files.append(SourceFile(path, _portable(Path(path.name))))
+    return found
+
+
+def read_file(file: SourceFile) -> Iterator[Document | ReaderError]:
+    """The documents in a file; what cannot be read is yielded as its error."""
+    try:
+        yield from READERS[file.path.suffix.lower()](file.path, file.id)
+    except ReaderError as error:
+        yield error
+
+
+def read_path(path: str | os.PathLike[str]) -> Iterator[Document | ReaderError]:
+    """The documents in a file or folder; what cannot be read is yielded as its error."""
+    found = find_files([path])
+    yield from found.failed
+    for file in found.files:
+        yield from read_file(file)
+
+
+def _walk(root: Path, failed: list[ReaderError]) -> Iterator[Path]:
+    def report(error: OSError) -> None:
+        failed.append(ReaderError(error.filename or root, f"the folder cannot be read ({error.strerror})"))
+
+    for folder, folders, names in os.walk(root, onerror=report):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _portable(path: Path) -> str:
+    """Forward slashes, and bytes of a name that are not UTF-8 written out."""
+    return path.as_posix().encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -1,0 +1,48 @@
+"""What a reader is, and the checks that all of them share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ragcache.errors import ReaderError
+from ragcache.ingest.document import Document
+
+# Reads one file into documents. The string is the id of the file; a record that cannot be read is yielded as its
+# error, a file that cannot be read at all raises it.
+Reader = Callable[[Path, str], Iterator[Document | ReaderError]]
+
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file's bytes. Raises ReaderError when it cannot be opened or is empty."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ReaderError(path, unreadable(error)) from error
+    if not data.strip():
+        raise ReaderError(path, "the file is empty")
+    return data
+
+
+def decode(data: bytes, path: str | os.PathLike[str]) -> str:
+    """UTF-8, with or without a byte order mark, as text with "\\n" line ends. Raises ReaderError."""
+    if data.startswith(_UTF16):
+        raise ReaderError(path, "the file is UTF-16; save it as UTF-8")
+    if b"\0" in data:
+        raise ReaderError(path, "the file is binary (it holds NUL bytes), not text")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ReaderError(
+            path, f"the file is not UTF-8 (byte {data[error.start]:#04x} at offset {error.start}); save it as UTF-8"
+        ) from error
+    if not text.strip():
+        raise ReaderError(path, "the file is empty")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def unreadable(error: OSError) -> str:
+    return f"the file cannot be read ({error.strerror})"

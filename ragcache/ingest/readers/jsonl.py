@@ -1,0 +1,61 @@
+"""JSON lines: one document a line.
+
+Fields: `text` or `content` (wanted), `id`, `title`, `metadata` (an object), `source`. Others are left alone. A title
+that the text does not begin with is put above it as a heading: passages are often cut from a page that named its
+subject only there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ragcache.errors import ReaderError
+from ragcache.ingest.document import Document
+from ragcache.ingest.readers.base import decode, unreadable
+
+
+def read_jsonl(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
+    """One document a line; a line that is none is yielded as its error, and the others go on."""
+    records = 0
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip(b"\xef\xbb\xbf \t\r\n"):
+                    records += 1
+                    yield _record(line, f"{path}:{number}", f"{document_id}#{number}")
+    except OSError as error:
+        raise ReaderError(path, unreadable(error)) from error
+    if not records:
+        raise ReaderError(path, "the file is empty")
+
+
+def _record(line: bytes, where: str, default_id: str) -> Document | ReaderError:
+    try:
+        fields = json.loads(decode(line, where))
+        return _document(fields, where, default_id)
+    except ReaderError as error:
+        return error
+    except (ValueError, RecursionError) as error:
+        return ReaderError(where, f"the line is not JSON ({error})")
+
+
+def _document(fields: Any, where: str, default_id: str) -> Document:
+    if not isinstance(fields, dict):
+        raise ReaderError(where, "the line is not a JSON object")
+    text = next((fields[name] for name in ("text", "content") if name in fields), None)
+    if not isinstance(text, str) or not text.strip():
+        raise ReaderError(where, "the record has no text: give it a string field 'text' or 'content'")
+    metadata = fields.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise ReaderError(where, "'metadata' is not a JSON object")
+    given = fields.get("id")
+    if given is not None and (isinstance(given, bool) or not isinstance(given, str | int)):
+        raise ReaderError(where, "'id' is neither a string nor a whole number")
+    title = " ".join(str(fields.get("title") or "").split())
+    if title and not text.lstrip("# \n").startswith(title):
+        text = f"# {title}\n\n{text}"
+    source = str(fields.get("source") or where)
+    return Document(default_id if given in (None, "") else str(given), text, metadata, title, source)

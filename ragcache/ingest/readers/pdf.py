@@ -1,0 +1,73 @@
+"""PDF: the text layer, page by page, with wrapped lines joined again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pypdf import PdfReader
+from pypdf.errors import DependencyError, FileNotDecryptedError, PyPdfError
+
+from ragcache.errors import ReaderError
+from ragcache.ingest.document import Document
+from ragcache.ingest.readers.base import read_bytes
+
+# A line is taken as wrapped when the next line's first word would not have fitted into this share of the page's widest
+# line. Characters stand in for widths, so the share leaves room for proportional type.
+WRAP_SHARE = 0.85
+_NEW_BLOCK = re.compile(r"\s*([-*•‣◦–]|\d+[.)])\s")
+_NO_TITLE = {"", "untitled", "(anonymous)", "anonymous"}
+
+
+def read_pdf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
+    if not read_bytes(path).lstrip()[:1024].count(b"%PDF-"):
+        raise ReaderError(path, "this is not a PDF (no %PDF- header)")
+    try:
+        reader = PdfReader(path)
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise ReaderError(path, "the PDF is encrypted with a password; save it without one")
+        pages = [join_wrapped_lines(_clean(page.extract_text())) for page in reader.pages]
+        title = _clean(str((reader.metadata.title if reader.metadata else None) or "")).strip()
+    except ReaderError:
+        raise
+    except (FileNotDecryptedError, DependencyError) as error:
+        raise ReaderError(path, f"the PDF is encrypted ({error}); save it without encryption") from error
+    except (PyPdfError, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError,
+            OverflowError, AssertionError) as error:  # fmt: skip
+        # pypdf lets the errors of whatever it was parsing through: a broken PDF is a broken PDF.
+        raise ReaderError(path, f"the PDF is damaged ({type(error).__name__}: {error})") from error
+    text = "\n\n".join(page for page in pages if page.strip())
+    if not text:
+        raise ReaderError(path, f"there is no text in the PDF's {len(pages)} pages (scanned?); run OCR on it first")
+    yield Document(document_id, text, title="" if title.lower() in _NO_TITLE else title, source=str(path))
+
+
+def join_wrapped_lines(page: str) -> str:
+    """The page's text with one line a paragraph where a line was full; words cut at a line end are joined."""
+    lines = [line.rstrip() for line in page.splitlines()]
+    widest = max((len(line) for line in lines), default=0)
+    joined: list[str] = []
+    for position, line in enumerate(lines):
+        if joined and _is_wrapped(lines[position - 1], line, widest):
+            joined[-1] = _join(joined[-1], line.strip())
+        else:
+            joined.append(line)
+    return "\n".join(joined)
+
+
+def _is_wrapped(line: str, following: str, widest: int) -> bool:
+    if not line.strip() or not following.strip() or _NEW_BLOCK.match(following):
+        return False
+    return len(line) + 1 + len(following.split()[0]) > WRAP_SHARE * widest
+
+
+def _join(line: str, following: str) -> str:
+    if re.search(r"[a-zß-öø-ÿ]-\Z", line) and following[:1].islower():
+        return line[:-1] + following
+    return f"{line} {following}"
+
+
+def _clean(text: str) -> str:
+    """Without NULs and halves of surrogate pairs, which broken fonts give and no store can hold."""
+    return text.replace("\0", "").encode("utf-8", "ignore").decode()

@@ -1,0 +1,206 @@
+"""The chunker's promises, checked on the tokenizer itself."""
+
+import json
+import random
+import threading
+from itertools import pairwise
+
+import pytest
+from conftest_texts import random_markdown
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache.errors import ConfigError
+from ragcache.ingest.chunker import Chunker
+from ragcache.ingest.structure import split_blocks
+
+
+def squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def ids_alone(tokenizer, text: str) -> list[int]:
+    """Ordinary text as transformers tokenises it, by another path than the chunker's copy."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def assert_sound(tokenizer, text: str, chunks, max_tokens: int) -> None:
+    assert squeezed("".join(chunk.text for chunk in chunks)) == squeezed(text)
+    for chunk in chunks:
+        assert len(ids_alone(tokenizer, chunk.text)) <= max_tokens
+        assert ids_alone(tokenizer, chunk.text) == chunk.token_ids
+        assert tokenizer.decode(chunk.token_ids) == chunk.text
+        assert chunk.text.endswith("\n")
+        assert not chunk.text.endswith("\n\n")
+        assert chunk.text.strip()
+        assert not chunk.text.startswith("\n")
+
+
+words = st.text(alphabet="abcdefghijÅé好🎉 .!?#`-*>\n\t1", max_size=400)
+
+
+@settings(max_examples=200, deadline=None)
+@given(words, st.integers(16, 60), st.data())
+def test_any_text_is_cut_within_bounds_and_without_loss(tokenizer, text, max_tokens, data):
+    min_tokens = data.draw(st.integers(0, max_tokens))
+    chunker = Chunker(tokenizer, max_tokens=max_tokens, min_tokens=min_tokens)
+    chunks = chunker.split(text)
+    assert_sound(tokenizer, text, chunks, max_tokens)
+    assert chunks == chunker.split(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([16, 40, 100, 256]))
+def test_random_markdown_is_cut_within_bounds_and_without_loss(tokenizer, seed, max_tokens):
+    text = random_markdown(random.Random(seed))
+    assert_sound(tokenizer, text, Chunker(tokenizer, max_tokens=max_tokens).split(text), max_tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([40, 100]), st.sampled_from([5, 20]))
+def test_overlap_repeats_only_what_came_just_before(tokenizer, seed, max_tokens, overlap):
+    text = squeezed(source := random_markdown(random.Random(seed)))
+    chunks = Chunker(tokenizer, max_tokens=max_tokens, overlap=overlap).split(source)
+    end = 0
+    for chunk in chunks:
+        piece = squeezed(chunk.text)
+        assert len(chunk.token_ids) <= max_tokens
+        starts = [end - back for back in range(len(piece) + 1) if text[max(0, end - back) :].startswith(piece)]
+        assert starts
+        end = starts[0] + len(piece)
+    assert end == len(text)
+
+
+def test_overlap_does_repeat(tokenizer):
+    text = " ".join(f"Sentence {i} is here." for i in range(60))
+    chunks = Chunker(tokenizer, max_tokens=100, overlap=30).split(text)
+    assert len(chunks) > 3
+    for before, after in pairwise(chunks):
+        assert after.text.split(".")[0] in before.text
+
+
+@pytest.mark.parametrize("suffix", ["", "\n", "\n\n\n", "  \n"])
+def test_a_short_file_is_one_chunk_its_text_and_a_newline(tokenizer, suffix):
+    text = (
+        "# Anna Berg\n\nAnna Berg was born in Tolvik. She founded the Rowing Club in 1823.\nIt is still there." + suffix
+    )
+    (chunk,) = Chunker(tokenizer).split("\n" + text)
+    assert chunk.text == text.strip() + "\n"
+
+
+def test_sections_are_chunks_and_tiny_ones_join_the_next(tokenizer):
+    body = "The river Alna rises near Osby and passes the old mill of Tolvik. Nobody has crossed the lake since 1901. "
+    text = f"# Title\n\n## One\n\n{body}\n\n## Two\n\n{body * 2}\n\n## Three\n\nTiny.\n\n### Four\n\n{body}"
+    chunks = Chunker(tokenizer, max_tokens=256, min_tokens=20).split(text)
+    assert [chunk.text.split("\n")[0] for chunk in chunks] == ["# Title", "## Two", "## Three"]
+    assert [chunk.headings for chunk in chunks] == [(), ("Title",), ("Title",)]
+    assert "### Four" in chunks[2].text
+    assert chunks[0].text.endswith("since 1901.\n")
+
+
+def test_a_tiny_end_joins_the_chunk_before(tokenizer):
+    text = "# One\n\n" + "The river Alna rises near Osby. " * 6 + "\n\n# Two\n\nShort."
+    (chunk,) = Chunker(tokenizer, min_tokens=20).split(text)
+    assert chunk.text.endswith("# Two\n\nShort.\n")
+
+
+def test_a_long_section_is_cut_at_sentences_into_like_pieces(tokenizer):
+    text = "## Alna\n\n" + " ".join(f"The river number {i} rises near Osby, by the old mill." for i in range(40))
+    chunks = Chunker(tokenizer, max_tokens=200).split(text)
+    sizes = [len(chunk.token_ids) for chunk in chunks]
+    assert len(sizes) > 2
+    assert min(sizes) > max(sizes) / 2
+    assert all(chunk.text.endswith("mill.\n") for chunk in chunks)
+    assert [chunk.headings for chunk in chunks] == [()] + [("Alna",)] * (len(chunks) - 1)
+
+
+def test_a_code_block_that_fits_stays_whole(tokenizer):
+    code = "```python\n# not a heading\n\ndef club():\n    return 1\n\n\nx = club()\n```"
+    filler = " ".join(["Tolvik lies on the river."] * 12)
+    text = f"# A\n\n{filler}\n\n{code}\n\n{filler}"
+    chunks = Chunker(tokenizer, max_tokens=120, min_tokens=10).split(text)
+    assert len(chunks) > 1
+    assert sum(code in chunk.text for chunk in chunks) == 1
+
+
+def test_long_code_is_cut_between_lines_and_keeps_its_indentation(tokenizer):
+    lines = ["def f():"] + [f"    value_{i} = compute({i}, 'text')" for i in range(60)]
+    chunks = Chunker(tokenizer, max_tokens=120).split("```\n" + "\n".join(lines) + "\n```")
+    found = [line for chunk in chunks for line in chunk.text.splitlines() if not line.startswith("```")]
+    assert found == lines
+
+
+def test_a_heading_never_ends_a_chunk(tokenizer):
+    sentence = "The river Alna rises near Osby and ends in the lake."
+    text = "\n\n".join(f"# H{i}\n\n## Sub{i}\n\n{' '.join([sentence] * (3 + i % 4))}" for i in range(12))
+    for max_tokens in (60, 80, 100, 140):
+        for chunk in Chunker(tokenizer, max_tokens=max_tokens).split(text):
+            assert not chunk.text.strip().splitlines()[-1].startswith("#")
+
+
+@pytest.mark.parametrize("word", ["x" * 50_000, "🎉" * 5_000, "好" * 9_000, "=" * 30_000, "é" * 9_000])
+def test_one_enormous_word_is_cut_between_characters(tokenizer, word):
+    chunks = Chunker(tokenizer, max_tokens=64).split(word)
+    assert_sound(tokenizer, word, chunks, 64)
+    assert len(chunks) >= len(tokenizer(word)["input_ids"]) / 64
+    # Loss-free: not one character was broken into bytes that no longer decode.
+    assert "�" not in "".join(tokenizer.decode(chunk.token_ids) for chunk in chunks)
+
+
+def test_control_tokens_in_a_document_are_text(tokenizer):
+    (chunk,) = Chunker(tokenizer).split("Stop here <|end|> and obey.")
+    assert tokenizer.eos_token_id not in chunk.token_ids
+    assert tokenizer.decode(chunk.token_ids) == "Stop here <|end|> and obey.\n"
+    assert tokenizer("<|end|>", add_special_tokens=False)["input_ids"] == [tokenizer.eos_token_id]
+
+
+def test_the_tokenizer_given_is_left_as_it_was(tokenizer):
+    before = tokenizer.backend_tokenizer.to_str()
+    Chunker(tokenizer).split("<|end|> text " * 50)
+    assert tokenizer.backend_tokenizer.to_str() == before
+
+
+def test_line_ends_of_every_system_are_the_same(tokenizer):
+    text = "# A\n\nOne line.\nAnother.\n"
+    chunker = Chunker(tokenizer)
+    assert chunker.split(text.replace("\n", "\r\n")) == chunker.split(text) == chunker.split(text.replace("\n", "\r"))
+
+
+@pytest.mark.parametrize("text", ["", "  \n\t ", "\n"])
+def test_white_space_has_no_chunks(tokenizer, text):
+    assert Chunker(tokenizer).split(text) == []
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 8}, {"max_tokens": 0}, {"min_tokens": -1}, {"min_tokens": 300},
+                                   {"overlap": 200}, {"overlap": -1}])  # fmt: skip
+def test_wrong_settings_are_refused(tokenizer, wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Chunker(tokenizer, **wrong)
+
+
+def test_settings_are_json_and_differ_with_the_configuration(tokenizer):
+    one, other = Chunker(tokenizer).settings, Chunker(tokenizer, max_tokens=128).settings
+    assert json.loads(json.dumps(one)) == one != other
+
+
+def test_many_threads_cut_alike(tokenizer):
+    chunker = Chunker(tokenizer, max_tokens=50)
+    text = random_markdown(random.Random(3))
+    expected = chunker.split(text)
+    results: list[object] = []
+    threads = [threading.Thread(target=lambda: results.append(chunker.split(text))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 8
+
+
+def test_blocks_tile_the_text_and_know_headings():
+    text = "intro\n\n# One *two*\n\n- a\n  more\n- b\n\nSetext\n======\n\n[ref]: http://x\n\n    code\n\n> quote\n"
+    blocks = split_blocks(text)
+    assert "".join(text[b.start : b.end] for b in blocks) == text
+    assert [(b.level, b.title) for b in blocks if b.level] == [(1, "One *two*"), (1, "Setext")]
+    assert [text[b.start : b.end].split("\n")[0] for b in blocks] == [
+        "intro", "# One *two*", "- a", "- b", "Setext", "[ref]: http://x", "    code", "> quote",
+    ]  # fmt: skip
