@@ -107,23 +107,54 @@ class Placement:
     rotate_from: int
 
 
-def place(lm: LanguageModel, cache: FusedCache, layer: int, placements: Sequence[Placement]) -> None:
-    """Rotate and copy one layer of each block into the cache, one behind the other."""
-    for block, start in ((p.block, p.rotate_from) for p in placements):
-        positions = torch.arange(start, start + block.num_tokens, device=lm.device)
-        keys, values = cache.reserve(layer, positions)
-        lm.rope.rotate(block.keys[layer].to(lm.device, non_blocking=True)[None], layer, start, out=keys)
-        values.copy_(block.values[layer][None], non_blocking=True)
+class Placer:
+    """Rotates and copies one layer of every block into a cache, all blocks in one go, one behind the other."""
+
+    def __init__(self, lm: LanguageModel, placements: Sequence[Placement]) -> None:
+        self._lm = lm
+        self._blocks = [p.block for p in placements if p.block.num_tokens]
+        starts = [(p.rotate_from, p.block.num_tokens) for p in placements]
+        parts = [torch.arange(start, start + count, device=lm.device) for start, count in starts]
+        self.positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=lm.device)
+        self._angles: dict[str | None, tuple[Tensor, Tensor]] = {}
+        # One layer's keys side by side: it stays in the processor's cache from the copy to the rotation.
+        size = (lm.shape.num_kv_heads, self.positions.shape[0], lm.shape.key_dim)
+        self._scratch = torch.empty(size, dtype=lm.dtype, device=lm.device)
+
+    def place(self, cache: FusedCache, layer: int) -> None:
+        if not self._blocks:
+            return
+        keys, values = cache.reserve(layer, self.positions)
+        self._join([block.keys[layer] for block in self._blocks], self._scratch)
+        self._lm.rope.turn(self._scratch[None], self._angles_of(layer), keys)
+        self._join([block.values[layer] for block in self._blocks], values[0])
+
+    def _join(self, parts: list[Tensor], out: Tensor) -> None:
+        start = 0
+        for part in parts:
+            end = start + part.shape[1]
+            out[:, start:end].copy_(part, non_blocking=True)
+            start = end
+
+    def _angles_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        rope = self._lm.rope
+        if not rope.rotated[layer]:
+            return None
+        kind = rope.layer_type(layer)
+        if kind not in self._angles:
+            self._angles[kind] = rope.angles(layer, self.positions)
+        return self._angles[kind]
 
 
 def prefill_over(
     lm: LanguageModel, prompt: Prompt, placements: Sequence[Placement], times: PhaseTimes, reserve_tokens: int
 ) -> Prefilled:
     """Run the suffix over placed blocks, placing each layer just before it is needed."""
+    placer = Placer(lm, placements)
 
     def fill(layer: int) -> None:
         started = time.perf_counter()
-        place(lm, cache, layer, placements)
+        placer.place(cache, layer)
         times.place_s += time.perf_counter() - started
 
     cache = lm.new_cache(prompt.num_tokens + reserve_tokens, fill)

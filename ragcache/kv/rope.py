@@ -57,34 +57,37 @@ class Rope:
                 self._tables[kind] = table
         return table[0][:end], table[1][:end]
 
-    def rotate(self, keys: Tensor, layer: int, start: int, out: Tensor | None = None) -> Tensor:
-        """Rotate keys of consecutive tokens to positions start, start + 1, ...
+    def angles(self, layer: int, positions: Tensor | int, count: int = 0) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [num_tokens, rotary_dim], at int64 positions or at `count` places from an int on."""
+        if isinstance(positions, int):
+            cos, sin = self.tables(layer, positions + count)
+            return cos[positions:], sin[positions:]
+        cos, sin = self.tables(layer, int(positions.max()) + 1 if positions.numel() else 1)
+        return cos[positions], sin[positions]
+
+    def rotate(self, keys: Tensor, layer: int, positions: Tensor | int, out: Tensor | None = None) -> Tensor:
+        """Rotate keys to positions: any (int64 [num_tokens]), or consecutive ones from an int on.
 
         keys: [..., num_kv_heads, num_tokens, head_dim], before RoPE, any float dtype
         out:  same shape, written in place; a new tensor of the keys' dtype when absent
         """
         out = torch.empty_like(keys) if out is None else out
-        if not self.rotated[layer]:
-            return out.copy_(keys)
-        end = start + keys.shape[-2]
-        cos, sin = self.tables(layer, end)
-        return self._rotate(keys, cos[start:], sin[start:], out)
+        angles = self.angles(layer, positions, keys.shape[-2]) if self.rotated[layer] else None
+        return self.turn(keys, angles, out)
 
-    def rotate_at(self, keys: Tensor, layer: int, positions: Tensor) -> Tensor:
-        """Rotate keys [..., num_tokens, head_dim] to any positions (int64 [num_tokens]); a new tensor."""
-        out = torch.empty_like(keys)
-        if not self.rotated[layer]:
+    def turn(self, keys: Tensor, angles: tuple[Tensor, Tensor] | None, out: Tensor) -> Tensor:
+        """Rotate keys by ready angles (None: a layer that does not rotate) into `out`, in float32."""
+        if angles is None:
             return out.copy_(keys)
-        cos, sin = self.tables(layer, int(positions.max()) + 1)
-        return self._rotate(keys, cos[positions], sin[positions], out)
-
-    def _rotate(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+        cos, sin = angles
         half = self._half_width(keys, cos)
         if half is None:
             return out.copy_(self._apply(keys.float(), cos, sin))
         if keys.dtype == torch.float32 == out.dtype:
             return _rotate_halves(keys, cos[:, :half], sin[:, :half], out)
-        return out.copy_(_rotate_halves(keys.float(), cos[:, :half], sin[:, :half], torch.empty_like(keys.float())))
+        return out.copy_(
+            _rotate_halves(keys.float(), cos[:, :half], sin[:, :half], torch.empty_like(keys, dtype=torch.float32))
+        )
 
     def _apply(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         keys4 = keys.reshape(-1, *keys.shape[-3:])

@@ -52,7 +52,7 @@ class FusedPass:
 
     positions: int64 [num_tokens] of the tokens that run
     appended:  they come after everything in the cache, in order, so that the last columns alone need a mask
-    masks:     boolean masks made so far, by (window, layer length): most layers share one
+    masks:     additive masks made so far, by (window, layer length): most layers share one
     """
 
     cache: FusedCache
@@ -107,7 +107,7 @@ def attention(
     if isinstance(current, EncodePass):
         query, key, value, mask, causal = _encode_inputs(current, layer, query, key, value, sliding_window)
     elif isinstance(current, FusedPass):
-        mask, causal = _fused_mask(current, layer, key.shape[2], sliding_window)
+        mask, causal = _fused_mask(current, layer, key.shape[2], sliding_window, query.dtype)
     else:
         mask, causal = attention_mask, attention_mask is None and query.shape[2] > 1
     out = _attend(query, key, value, mask, causal, scaling, softcap, s_aux)
@@ -131,10 +131,13 @@ def _encode_inputs(
     if length == num_tokens and not windowed:
         return query, key, value, None, True
     positions = torch.arange(length, device=key.device)
-    return query, key, value, visible(positions[-num_tokens:], positions, window if windowed else None), False
+    mask = visible(positions[-num_tokens:], positions, window if windowed else None)
+    return query, key, value, additive(mask, query.dtype), False
 
 
-def _fused_mask(current: FusedPass, layer: int, length: int, window: int | None) -> tuple[Tensor | None, bool]:
+def _fused_mask(
+    current: FusedPass, layer: int, length: int, window: int | None, dtype: torch.dtype
+) -> tuple[Tensor | None, bool]:
     """(mask, is_causal). A mask is built only where the shape of the pass does not already say what is visible."""
     num_tokens = current.positions.shape[0]
     windowed = window is not None and int(current.positions[-1]) >= window
@@ -152,7 +155,7 @@ def _fused_mask(current: FusedPass, layer: int, length: int, window: int | None)
         if current.appended:
             # Placed keys may carry other positions than their slots (raw reuse): all of them are visible.
             mask[:, -num_tokens:].logical_and_(torch.ones_like(mask[:, -num_tokens:]).tril_())
-        current.masks[shared] = mask
+        current.masks[shared] = additive(mask, dtype)
     return current.masks[shared], False
 
 
@@ -161,6 +164,11 @@ def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) 
     distance = query_positions[:, None] - key_positions[None, :]
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, the lowest value elsewhere. Made once a pass: a boolean mask is converted in every layer."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _attend(
@@ -208,9 +216,9 @@ def _attend_explicitly(
         scores = torch.tanh(scores / softcap) * softcap
     if causal:
         positions = torch.arange(num_tokens, device=key.device)
-        mask = visible(positions, positions, None)
+        mask = additive(visible(positions, positions, None), scores.dtype)
     if mask is not None:
-        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        scores += mask
     if sinks is not None:
         column = sinks.float().view(1, num_kv_heads, groups, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]

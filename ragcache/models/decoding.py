@@ -1,0 +1,160 @@
+"""From a filled cache to an answer: greedy and sampled decoding, stop strings, streaming, cancellation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from ragcache.errors import CancelledError, ConfigError
+from ragcache.kv.cache import FusedCache
+from ragcache.models.lm import LanguageModel
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    max_tokens:  longest answer, in tokens
+    temperature: 0 is greedy
+    top_p, top_k: nucleus and top-k cuts; None for none
+    seed:        makes sampling repeatable
+    stop:        strings at which the answer ends; they are not part of it
+
+    Raises ConfigError naming the field that is out of range.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k is {self.top_k}; it must be at least 1")
+        if any(not s for s in self.stop):
+            raise ConfigError("a stop string is empty")
+
+
+class Chooser:
+    """Picks the next token from logits. Sampling follows transformers' own order: temperature, top-k, top-p."""
+
+    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+        self._greedy = sampling.temperature == 0
+        self._warpers = LogitsProcessorList()
+        if self._greedy:
+            return
+        self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k is not None:
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p is not None:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        self._generator = torch.Generator(device)
+        if sampling.seed is not None:
+            self._generator.manual_seed(sampling.seed)
+        else:
+            self._generator.seed()
+
+    def __call__(self, logits: Tensor) -> int:
+        if self._greedy:
+            return int(logits.argmax())
+        scores = self._warpers(torch.empty(1, 0, dtype=torch.long, device=logits.device), logits[None])
+        return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
+
+
+def decode(
+    lm: LanguageModel,
+    cache: FusedCache,
+    logits: Tensor,
+    position: int,
+    sampling: Sampling,
+    *,
+    eos_ids: Sequence[int] = (),
+    cancelled: threading.Event | None = None,
+) -> Iterator[int]:
+    """Yield token ids until an EOS (not yielded), `max_tokens`, or the model's last position.
+
+    logits:   float32 [vocab_size] of the prompt's last token
+    position: of the first answer token
+
+    Raises CancelledError once `cancelled` is set.
+    """
+    choose = Chooser(sampling, logits.device)
+    last = min(position + sampling.max_tokens, lm.max_positions)
+    while position < last:
+        if cancelled is not None and cancelled.is_set():
+            raise CancelledError("the request was cancelled")
+        token = choose(logits)
+        if token in eos_ids:
+            return
+        yield token
+        position += 1
+        if position < last:
+            logits = lm.run([token], position - 1, cache)
+
+
+def eos_token_ids(lm: LanguageModel) -> tuple[int, ...]:
+    """Ids that end an answer: the generation configuration's, the model's and the tokenizer's."""
+    found: set[int] = set()
+    for source in (getattr(lm.model, "generation_config", None), lm.model.config, lm.tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or ())
+    return tuple(sorted(found))
+
+
+class TextStream:
+    """Turns ids into text pieces as they arrive.
+
+    A piece is held back while it may still change (an unfinished UTF-8 sequence) or may be the start of a stop
+    string. Joined, the pieces equal the decoded ids, cut before the first stop string (law 7).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._sent = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; may be empty. Sets `stopped` when a stop string was met."""
+        self._ids.append(token)
+        return self._emit(self._text(), final=False)
+
+    def finish(self) -> str:
+        """What is still held back."""
+        return "" if self.stopped else self._emit(self._text(), final=True)
+
+    def _text(self) -> str:
+        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _emit(self, text: str, *, final: bool) -> str:
+        cut = min((at for s in self._stop if (at := text.find(s)) >= 0), default=-1)
+        if cut >= 0:
+            self.stopped = True
+            text = text[:cut]
+        elif not final:
+            text = text[: len(text) - self._held_back(text)]
+        piece = text[self._sent :]
+        self._sent = max(self._sent, len(text))
+        return piece
+
+    def _held_back(self, text: str) -> int:
+        if text.endswith("\ufffd"):
+            return len(text) - len(text.rstrip("\ufffd"))
+        starts = (n for s in self._stop for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n]))
+        return max(starts, default=0)
