@@ -148,6 +148,12 @@ class VectorIndex:
                 raise ConfigError(f"vector ids are not in the index: {sorted(absent)[:5]}")
             return self._reconstruct(keys)
 
+    def vectors_present(self, ids: Ids) -> tuple[Ids, Vectors]:
+        """Rows of `ids` that are in the index, and their vectors: for ids that may have been removed meanwhile."""
+        with self._lock:
+            rows = np.array([row for row, vector_id in enumerate(ids.tolist()) if vector_id in self._live], np.int64)
+            return rows, self._reconstruct(ids[rows])
+
     def save(self, path: Path) -> None:
         """Write the index to `path`, atomically. Raises StoreFullError, StoreReadOnlyError."""
         with self._lock:

@@ -1,0 +1,202 @@
+"""Question in, chunks out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.errors import ConfigError, DamagedIndexError, PromptError
+from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.index import SearchResult, VectorIndex
+from ragcache.retrieval.mmr import maximal_marginal_relevance
+from ragcache.store.documents import DocumentStore
+from ragcache.store.filters import Filter
+from ragcache.store.records import Chunk
+
+log = logging.getLogger(__name__)
+
+# Of candidates for MMR, per result wanted.
+FETCH_FACTOR = 5
+# A search races with deletions in other processes at most this often before it takes what it has.
+MAX_RETRIES = 5
+
+
+class Hit(NamedTuple):
+    """score: inner product with the question. handle: names the chunk's KV block; None when it is not computed yet."""
+
+    chunk: Chunk
+    score: float
+    handle: str | None
+
+
+class Retriever:
+    """Searches the chunks of a document store. Thread-safe.
+
+    The index is derived from SQL: before every search it takes in what other processes committed since, told by the
+    store's generation. The embedding model's name and dimension are recorded in the store at first use.
+    """
+
+    def __init__(self, documents: DocumentStore, index: VectorIndex, embedder: Embedder) -> None:
+        """Raises EmbedderMismatchError when the store was made with another embedder, ConfigError when the index
+        was."""
+        if (index.embedder, index.dimension) != (embedder.name, embedder.dimension):
+            raise ConfigError(
+                f"the index was made by {index.embedder!r} ({index.dimension} dimensions), not by {embedder.name!r} "
+                f"({embedder.dimension}); open it with Retriever.open, which rebuilds it"
+            )
+        documents.bind("embedder", embedder.name)
+        documents.bind("embedding_dim", embedder.dimension)
+        self.documents = documents
+        self.index = index
+        self.embedder = embedder
+        self._refreshing = threading.Lock()
+
+    @classmethod
+    def open(cls, documents: DocumentStore, path: Path, embedder: Embedder, *, kind: str = "flat") -> Retriever:
+        """A retriever over the index saved at `path`, brought up to date; rebuilt from SQL when the file is absent,
+        damaged, of another kind or embedder. Nothing is written. Raises EmbedderMismatchError, ConfigError (kind)."""
+        index = _saved_index(path, embedder, kind)
+        if index is None:
+            index = VectorIndex(embedder.dimension, kind=kind, embedder=embedder.name)
+        retriever = cls(documents, index, embedder)
+        retriever.refresh()
+        return retriever
+
+    def retrieve(
+        self,
+        query: str,
+        k: int = 5,
+        *,
+        filter: Filter | None = None,
+        score_threshold: float | None = None,
+        mmr_lambda: float | None = None,
+        fetch_k: int | None = None,
+    ) -> list[Hit]:
+        """The k chunks that answer best, best first; all of them when there are fewer.
+
+        filter:          metadata filter; only chunks that pass it count
+        score_threshold: leave out chunks with a lower inner product
+        mmr_lambda:      choose for variety too (maximal marginal relevance): 1 is the plain ranking, 0 variety alone;
+                         hits are then in the order chosen
+        fetch_k:         candidates that MMR chooses from; 5 * k when None
+
+        Raises PromptError (empty question), ConfigError (numbers out of range), FilterError.
+        """
+        if not query.strip():
+            raise PromptError("the question is empty; ask something")
+        _check_options(k, mmr_lambda, fetch_k)
+        return self.retrieve_by_vector(
+            self.embedder.embed_query(query), k, filter=filter, score_threshold=score_threshold,
+            mmr_lambda=mmr_lambda, fetch_k=fetch_k,
+        )  # fmt: skip
+
+    def retrieve_by_vector(
+        self,
+        vector: NDArray[np.float32],
+        k: int = 5,
+        *,
+        filter: Filter | None = None,
+        score_threshold: float | None = None,
+        mmr_lambda: float | None = None,
+        fetch_k: int | None = None,
+    ) -> list[Hit]:
+        """`retrieve` for a question that is embedded already ([dimension])."""
+        _check_options(k, mmr_lambda, fetch_k)
+        wanted = k if mmr_lambda is None else max(k, fetch_k or FETCH_FACTOR * k)
+        found, chunks = self._search(vector, wanted, filter)
+        by_id = {chunk.vector_id: chunk for chunk in chunks}
+        if score_threshold is not None:
+            found = _keep(found, np.flatnonzero(found.scores >= score_threshold))
+        if mmr_lambda is not None:
+            found = self._diversify(found, k, mmr_lambda)
+        pairs = zip(found.ids.tolist(), found.scores.tolist(), strict=True)
+        return [Hit(by_id[id], score, by_id[id].handle) for id, score in pairs if id in by_id]
+
+    def refresh(self) -> bool:
+        """Take in what was committed since the index was last brought up to date; whether there was anything."""
+        if self.documents.generation() == self.index.generation:
+            return False
+        with self._refreshing:
+            # Read before the vectors: the index is then at worst newer than it says, and looks again.
+            generation = self.documents.generation()
+            if generation == self.index.generation:
+                return False
+            self._synchronise()
+            self.index.generation = generation
+        return True
+
+    def apply(self, added: Sequence[int], vectors: NDArray[np.float32], removed: Collection[int]) -> None:
+        """Take in a commit that the caller has just made, while it holds the writer lock; cheaper than `refresh`."""
+        with self._refreshing:
+            self.index.remove(removed)
+            fresh = [row for row, id in enumerate(added) if id not in self.index]
+            self.index.add([added[row] for row in fresh], vectors[fresh])
+            # One commit is one step. After more than one, `refresh` looks at what the others were.
+            generation = self.documents.generation()
+            if generation == self.index.generation + 1:
+                self.index.generation = generation
+
+    def save(self, path: Path) -> None:
+        """Write the index to `path`, atomically. Raises StoreFullError, StoreReadOnlyError."""
+        with self._refreshing:
+            self.index.save(path)
+
+    def _synchronise(self) -> None:
+        """Make the index hold the vector ids of SQL. A vector never changes under its id, so ids tell all."""
+        current = self.documents.vector_ids()
+        known = self.index.ids
+        self.index.remove(known - current)
+        missing = current - known
+        if not missing:
+            return
+        for batch in self.documents.all_vectors(after=min(missing) - 1):
+            rows = [row for row, id in enumerate(batch.ids.tolist()) if id in missing]
+            self.index.add(batch.ids[rows], batch.vectors[rows])
+
+    def _search(self, vector: NDArray[np.float32], k: int, where: Filter | None) -> tuple[SearchResult, list[Chunk]]:
+        """Results and their chunks. A chunk deleted between the search and the look-up is searched for again, so
+        that as many come back as there are."""
+        for _ in range(MAX_RETRIES):
+            self.refresh()
+            allowed = self.documents.vector_ids(where) if where else None
+            found = self.index.search(vector, k, allowed)
+            chunks = self.documents.chunks_by_vector_ids(found.ids.tolist())
+            if len(chunks) == len(found.ids):
+                break
+        return found, chunks
+
+    def _diversify(self, found: SearchResult, k: int, mmr_lambda: float) -> SearchResult:
+        rows, vectors = self.index.vectors_present(found.ids)
+        found = _keep(found, rows)
+        return _keep(found, np.array(maximal_marginal_relevance(found.scores, vectors, k, mmr_lambda), dtype=np.int64))
+
+
+def _saved_index(path: Path, embedder: Embedder, kind: str) -> VectorIndex | None:
+    if not path.exists():
+        return None
+    try:
+        index = VectorIndex.load(path)
+    except DamagedIndexError as error:
+        log.warning("%s", error)
+        return None
+    fits = (index.embedder, index.dimension, index.kind) == (embedder.name, embedder.dimension, kind)
+    return index if fits else None
+
+
+def _keep(found: SearchResult, rows: NDArray[np.int64]) -> SearchResult:
+    return SearchResult(found.ids[rows], found.scores[rows])
+
+
+def _check_options(k: int, mmr_lambda: float | None, fetch_k: int | None) -> None:
+    if k < 1:
+        raise ConfigError(f"k is {k}; it must be at least 1")
+    if mmr_lambda is not None and not 0 <= mmr_lambda <= 1:
+        raise ConfigError(f"mmr_lambda is {mmr_lambda}; it must lie in 0..1")
+    if fetch_k is not None and fetch_k < k:
+        raise ConfigError(f"fetch_k is {fetch_k}; it must be at least k ({k})")

@@ -1,0 +1,33 @@
+"""A test double: an embedder without a model."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class BagOfWords:
+    """Every word is a fixed random direction, a text the normalised sum of its words.
+
+    Exact, fast, the same in every process, and good enough to retrieve by words in common: for tests of chains built
+    on ragcache.
+    """
+
+    def __init__(self, name: str = "bag-of-words", dimension: int = 24) -> None:
+        self.name = name
+        self.dimension = dimension
+
+    def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> NDArray[np.float32]:
+        return np.array([self.embed_query(text) for text in texts], np.float32).reshape(len(texts), self.dimension)
+
+    def embed_query(self, text: str) -> NDArray[np.float32]:
+        words = re.findall(r"\w+", text.lower()) or ["-"]
+        total = np.sum([self._direction(word) for word in words], axis=0)
+        return np.asarray(total / np.linalg.norm(total), dtype=np.float32)
+
+    def _direction(self, word: str) -> NDArray[np.float64]:
+        return np.random.default_rng(zlib.crc32(word.encode())).standard_normal(self.dimension)

@@ -1,0 +1,229 @@
+"""The retriever over a real SQLite store: what it finds, and how it keeps up with other processes."""
+
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+from ragcache.errors import ConfigError, EmbedderMismatchError, FilterError, PromptError
+from ragcache.retrieval.index import VectorIndex
+from ragcache.retrieval.retriever import Retriever
+from ragcache.retrieval.testing import BagOfWords
+from ragcache.store.documents import DocumentStore
+from ragcache.store.records import NewChunk, NewDocument
+
+TOWNS = ["Tolvik", "Osby", "Alna", "Berg", "Holm", "Mora", "Lund", "Vik"]
+TEXTS = [f"{town} has a {thing}." for town in TOWNS for thing in ("river", "mill", "club")]
+EMBEDDER = BagOfWords()
+
+
+def put(documents: DocumentStore, id: str, texts: list[str], **metadata: object) -> list[int]:
+    vectors = EMBEDDER.embed(texts)
+    chunks = [
+        NewChunk(f"{id}#{n}", t, [1], v, handle=f"{n:064x}")
+        for n, (t, v) in enumerate(zip(texts, vectors, strict=True))
+    ]
+    return documents.replace_document(NewDocument(id, metadata=metadata), chunks)
+
+
+@pytest.fixture
+def database(tmp_path):
+    return tmp_path / "store.sqlite3"
+
+
+@pytest.fixture
+def documents(database):
+    with DocumentStore.open(database) as store:
+        for n, text in enumerate(TEXTS):
+            put(store, f"d{n}", [text], town=text.split()[0], number=n)
+        yield store
+
+
+@pytest.fixture(params=["flat", "hnsw"])
+def retriever(request, documents, tmp_path):
+    return Retriever.open(documents, tmp_path / "index.faiss", BagOfWords(), kind=request.param)
+
+
+def brute_force(query: str, texts: list[str] = TEXTS) -> list[str]:
+    return [texts[i] for i in np.argsort(-(EMBEDDER.embed(texts) @ EMBEDDER.embed_query(query)), kind="stable")]
+
+
+def found(retriever: Retriever, query: str, k: int = 5, **options: object) -> list[str]:
+    return [hit.chunk.text for hit in retriever.retrieve(query, k, **options)]
+
+
+def test_hits_are_the_nearest_chunks_with_score_and_handle(retriever):
+    hits = retriever.retrieve("which river is in Osby", 7)
+    assert [hit.chunk.text for hit in hits] == brute_force("which river is in Osby")[:7]
+    assert hits[0].chunk.text == "Osby has a river."
+    for hit in hits:
+        expected = float(EMBEDDER.embed_query(hit.chunk.text) @ EMBEDDER.embed_query("which river is in Osby"))
+        assert hit.score == pytest.approx(expected, abs=1e-6)
+        assert hit.handle == hit.chunk.handle == f"{0:064x}"
+
+
+def test_k_above_the_number_of_chunks_gives_all(retriever):
+    assert sorted(found(retriever, "river", 1000)) == sorted(TEXTS)
+
+
+def test_filters_keep_k_exact(retriever):
+    assert found(retriever, "the Osby club", 3, filter={"town": "Lund"}) == brute_force(
+        "the Osby club", [text for text in TEXTS if text.startswith("Lund")]
+    )
+    assert found(retriever, "club", 99, filter={"number": {"$lt": 4}}) == brute_force("club", TEXTS[:4])
+    assert found(retriever, "club", 3, filter={"town": "Nowhere"}) == []
+    assert len(found(retriever, "club", 9, filter={})) == 9
+    with pytest.raises(FilterError):
+        retriever.retrieve("club", filter={"town": {"$like": "x"}})
+
+
+def test_a_score_threshold_leaves_out_what_is_below(retriever):
+    all_hits = retriever.retrieve("Osby river", 100)
+    threshold = all_hits[4].score
+    assert retriever.retrieve("Osby river", 100, score_threshold=threshold) == all_hits[:5]
+    assert retriever.retrieve("Osby river", 3, score_threshold=threshold) == all_hits[:3]
+    assert retriever.retrieve("Osby river", 3, score_threshold=1.5) == []
+
+
+def test_mmr_of_one_is_the_ranking_and_less_avoids_copies(retriever, documents):
+    assert found(retriever, "Osby river", 6, mmr_lambda=1.0) == found(retriever, "Osby river", 6)
+    for n in range(5):
+        put(documents, f"copy{n}", ["Osby has a river."])
+    assert set(found(retriever, "Osby river", 4)) == {"Osby has a river."}
+    varied = found(retriever, "Osby river", 4, mmr_lambda=0.3, fetch_k=29)
+    assert varied[0] == "Osby has a river."
+    assert len(set(varied)) == 4
+
+
+@pytest.mark.parametrize(
+    ("k", "options", "message"),
+    [
+        (0, {}, "k is 0"),
+        (-3, {}, "k is -3"),
+        (2, {"mmr_lambda": 1.1}, "mmr_lambda"),
+        (2, {"mmr_lambda": 0.5, "fetch_k": 1}, "fetch_k"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(retriever, k, options, message):
+    with pytest.raises(ConfigError, match=message):
+        retriever.retrieve("x", k, **options)
+
+
+@pytest.mark.parametrize("query", ["", "  \n"])
+def test_an_empty_question_is_refused(retriever, query):
+    with pytest.raises(PromptError, match="empty"):
+        retriever.retrieve(query)
+
+
+def test_an_empty_store_has_no_hits(tmp_path):
+    with DocumentStore.open(tmp_path / "s.sqlite3") as empty:
+        assert Retriever.open(empty, tmp_path / "i", BagOfWords()).retrieve("x", 3) == []
+
+
+def test_commits_of_others_are_seen_at_the_next_question(retriever, database):
+    with DocumentStore.open(database) as other:
+        put(other, "new", ["Tolvik has a lighthouse.", "Osby has an airport."])
+        assert found(retriever, "lighthouse", 1) == ["Tolvik has a lighthouse."]
+        put(other, "new", ["Osby has an airport."])
+        assert "Tolvik has a lighthouse." not in found(retriever, "lighthouse", 100)
+        other.delete_documents(["new"])
+    assert sorted(found(retriever, "airport", 100)) == sorted(TEXTS)
+
+
+def test_a_saved_index_is_used_and_a_stale_one_brought_up_to_date(documents, tmp_path, monkeypatch):
+    path = tmp_path / "index.faiss"
+    first = Retriever.open(documents, path, BagOfWords())
+    assert not path.exists()
+    first.save(path)
+    read = []
+    original = documents.all_vectors
+    monkeypatch.setattr(documents, "all_vectors", lambda **options: read.append(options) or original(**options))
+    again = Retriever.open(documents, path, BagOfWords())
+    assert read == []
+    assert found(again, "Osby river", 24) == found(first, "Osby river", 24)
+    ids = put(documents, "new", ["Tolvik has a lighthouse."])
+    documents.delete_documents(["d0"])
+    late = Retriever.open(documents, path, BagOfWords())
+    assert read == [{"after": ids[0] - 1}]
+    assert found(late, "lighthouse", 1) == ["Tolvik has a lighthouse."]
+    assert late.index.ids == documents.vector_ids()
+
+
+def test_a_damaged_index_is_reported_and_rebuilt(documents, tmp_path, caplog):
+    path = tmp_path / "index.faiss"
+    Retriever.open(documents, path, BagOfWords()).save(path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        retriever = Retriever.open(documents, path, BagOfWords())
+    assert "checksum" in caplog.text
+    assert found(retriever, "Osby river", 5) == brute_force("Osby river")[:5]
+
+
+@pytest.mark.parametrize("other", [BagOfWords("another"), BagOfWords(dimension=12)])
+def test_another_embedder_is_refused(documents, tmp_path, other):
+    Retriever.open(documents, tmp_path / "i", BagOfWords())
+    with pytest.raises(EmbedderMismatchError, match="made with"):
+        Retriever.open(documents, tmp_path / "i", other)
+
+
+def test_an_index_of_another_kind_or_embedder_is_not_used(documents, tmp_path):
+    path = tmp_path / "index.faiss"
+    Retriever.open(documents, path, BagOfWords()).save(path)
+    assert Retriever.open(documents, path, BagOfWords(), kind="hnsw").index.kind == "hnsw"
+    with pytest.raises(ConfigError, match="another"):
+        Retriever(documents, VectorIndex(24, embedder="another"), BagOfWords())
+
+
+def test_apply_takes_in_a_commit_without_reading_vectors(documents, tmp_path, monkeypatch):
+    retriever = Retriever.open(documents, tmp_path / "i", BagOfWords())
+    monkeypatch.setattr(documents, "all_vectors", None)
+    ids = put(documents, "new", ["Tolvik has a lighthouse."])
+    retriever.apply(ids, EMBEDDER.embed(["Tolvik has a lighthouse."]), [])
+    assert found(retriever, "lighthouse", 1) == ["Tolvik has a lighthouse."]
+    assert retriever.index.generation == documents.generation()
+    documents.delete_documents(["new"])
+    retriever.apply([], np.empty((0, 24), np.float32), ids)
+    assert retriever.index.ids == documents.vector_ids()
+
+
+def test_apply_does_not_hide_a_commit_of_someone_else(documents, database, tmp_path):
+    retriever = Retriever.open(documents, tmp_path / "i", BagOfWords())
+    with DocumentStore.open(database) as other:
+        put(other, "theirs", ["Osby has an airport."])
+    ids = put(documents, "ours", ["Tolvik has a lighthouse."])
+    retriever.apply(ids, EMBEDDER.embed(["Tolvik has a lighthouse."]), [])
+    assert found(retriever, "airport", 1) == ["Osby has an airport."]
+
+
+def test_readers_beside_a_writer_always_get_k_living_chunks(retriever, database):
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def read(query: str, options: dict[str, object]) -> None:
+        try:
+            while not done.is_set():
+                hits = retriever.retrieve(query, 10, **options)
+                assert len(hits) == 10
+                assert len({hit.chunk.vector_id for hit in hits}) == 10
+                assert {"Osby has a river.", "Osby has a mill."} & {hit.chunk.text for hit in hits}
+        except BaseException as error:
+            errors.append(error)
+
+    work = [("Osby river", {}), ("Osby mill", {"mmr_lambda": 0.7}), ("Osby mill", {"filter": {"number": {"$lt": 20}}})]
+    readers = [threading.Thread(target=read, args=job) for job in work]
+    for reader in readers:
+        reader.start()
+    with DocumentStore.open(database) as writer:
+        for n in range(30):
+            put(writer, f"new{n % 3}", [f"Osby has a river {n}."] * (n % 4))
+            if n % 5 == 4:
+                writer.delete_documents(["new0", "new1"])
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not errors, errors
+    assert retriever.refresh() in (True, False)
+    assert retriever.index.ids == retriever.documents.vector_ids()
