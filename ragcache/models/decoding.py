@@ -154,7 +154,7 @@ class TextStream:
         return piece
 
     def _held_back(self, text: str) -> int:
-        if text.endswith("\ufffd"):
-            return len(text) - len(text.rstrip("\ufffd"))
-        starts = (n for s in self._stop for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n]))
-        return max(starts, default=0)
+        """Characters at the end that may still change, and before them those that may begin a stop string."""
+        sure = text.rstrip("\ufffd")
+        begun = (n for s in self._stop for n in range(min(len(s) - 1, len(sure)), 0, -1) if sure.endswith(s[:n]))
+        return len(text) - len(sure) + max(begun, default=0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -82,12 +83,17 @@ def _load_config(where: str, name: str | Path) -> PreTrainedConfig:
 
 def _load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
-        model = AutoModelForCausalLM.from_pretrained(where, config=config, dtype=dtype, attn_implementation=NAME)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if isinstance(error, KeyError) and NAME in error.args:  # a family with attention classes of its own
             reason = "it does not use transformers' attention interface"
             raise UnsupportedModelError(f"{where} ({config.model_type}) is not supported: {reason}") from error
         raise ModelNotFoundError(f"cannot load a causal language model from {where!r}: {_first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would go on with random numbers in their place
+        raise ModelNotFoundError(f"{where} lacks {len(missing)} of its weights, such as {missing[0]}; get it again")
     model.eval().requires_grad_(False)
     return model.to(device)
 
