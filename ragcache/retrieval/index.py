@@ -119,6 +119,12 @@ class VectorIndex:
                     self._compact()
             return len(gone)
 
+    def compact(self) -> None:
+        """Rebuild an HNSW graph without the ids that were removed; nothing to do for a flat index."""
+        with self._lock:
+            if self._removed:
+                self._compact()
+
     def search(self, vector: Vectors, k: int, allowed: Collection[int] | None = None) -> SearchResult:
         """The k ids of largest inner product with `vector` ([dimension]), all of them when there are fewer.
 

@@ -1,11 +1,12 @@
-import os
+from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# Read by huggingface_hub at import: no test may reach for the network.
-os.environ["HF_HUB_OFFLINE"] = "1"
+from ragcache.models.lm import LanguageModel
+from ragcache.models.loading import load_lm
 
 CORPUS = """# Tolvik
 
@@ -38,3 +39,22 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def lm_directory(tokenizer, tmp_path_factory) -> Path:
+    """A random Llama of a few thousand parameters with that tokenizer, as a directory."""
+    path = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=512, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def lm(lm_directory) -> LanguageModel:
+    return load_lm(lm_directory)

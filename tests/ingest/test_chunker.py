@@ -6,9 +6,9 @@ import threading
 from itertools import pairwise
 
 import pytest
-from conftest_texts import random_markdown
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_texts import random_markdown
 
 from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker

@@ -1,0 +1,62 @@
+"""The language model as ingestion sees it: chunk ids in, KV blocks and their keys out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from ragcache.kv.block import KVBlock
+from ragcache.kv.identity import Recipe
+from ragcache.models.lm import LanguageModel
+
+
+class BlockEncoder(Protocol):
+    """Makes KV blocks. Ingestion knows nothing else of models and recipes."""
+
+    def check(self, token_ids: Sequence[int]) -> None:
+        """Raises PromptError or ContextTooLongError when the model cannot read this chunk."""
+        ...
+
+    def key(self, token_ids: Sequence[int]) -> str:
+        """The block key of a chunk."""
+        ...
+
+    def encode(self, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
+        """One block a chunk, in order; the chunks run together as one batch."""
+        ...
+
+
+class ModelEncoder:
+    """Blocks of one language model under one recipe, prefix and tenant."""
+
+    def __init__(
+        self, lm: LanguageModel, recipe: str | Recipe = "isolated", prefix_ids: Sequence[int] = (), tenant: str = ""
+    ) -> None:
+        self.lm = lm
+        self.recipe = Recipe.of(recipe)
+        self.prefix_ids = list(prefix_ids) if self.recipe.sees_prefix else []
+        self.tenant = tenant
+        self._prefix_block: KVBlock | None = None
+        self._lock = threading.Lock()
+
+    def check(self, token_ids: Sequence[int]) -> None:
+        self.lm.check_ids([*self.prefix_ids, *token_ids], "a chunk (behind the shared prefix)")
+
+    def key(self, token_ids: Sequence[int]) -> str:
+        return self.lm.block_key(token_ids, self.recipe, self.prefix_ids, self.tenant)
+
+    def encode(self, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
+        together = max(len(chunk) for chunk in chunks) * len(chunks) if chunks else 1
+        return self.lm.encode(
+            chunks, self.recipe, self.prefix_ids, prefix_block=self._prefix(), batch_tokens=together + len(chunks)
+        )
+
+    def _prefix(self) -> KVBlock | None:
+        """The prefix's own block, encoded once."""
+        if not self.prefix_ids:
+            return None
+        with self._lock:
+            if self._prefix_block is None:
+                self._prefix_block = self.lm.encode([self.prefix_ids])[0]
+            return self._prefix_block

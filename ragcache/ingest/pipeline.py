@@ -1,0 +1,116 @@
+"""Documents into a store: read, cut, embed and encode, commit.
+
+    files -> documents -> chunks -> window of documents -> embedding (a thread)            -> one SQL transaction
+                                                        -> KV blocks -> disk (a thread)    a document -> index
+
+The order makes a kill at any instant harmless (law 9). Blocks come first: without a document that refers to them they
+are only content-addressed files, found again by the next run. A document becomes visible in one transaction, when
+all its blocks are flushed. The index follows SQL. Replaced blocks are deleted last, from a list that SQL keeps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ragcache.errors import ConfigError
+from ragcache.ingest.chunker import Chunker
+from ragcache.ingest.document import Document
+from ragcache.ingest.encoder import BlockEncoder
+from ragcache.ingest.report import IngestReport, Progress
+from ragcache.ingest.run import IngestRun
+from ragcache.retrieval.retriever import Retriever
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore
+from ragcache.store.layout import StoreLayout
+
+KV_MODES = ("eager", "lazy")
+
+
+@dataclass(frozen=True)
+class IngestConfig:
+    """window_tokens: documents are committed when this many tokens of chunks have come together
+    batch_tokens:  padded tokens that the language model reads at once
+    save_every_s:  seconds between two savings of the index; it is saved at the end in any case
+    """
+
+    window_tokens: int = 8192
+    batch_tokens: int = 2048
+    save_every_s: float = 60.0
+
+
+class Ingestor:
+    """Changes the documents of one store. One ingestion at a time, in this process and all others: the store's writer
+    lock holds that."""
+
+    def __init__(
+        self,
+        layout: StoreLayout,
+        documents: DocumentStore,
+        kv: KVStore,
+        retriever: Retriever,
+        chunker: Chunker,
+        encoder: BlockEncoder,
+        config: IngestConfig | None = None,
+    ) -> None:
+        self.layout = layout
+        self.documents = documents
+        self.kv = kv
+        self.retriever = retriever
+        self.chunker = chunker
+        self.encoder = encoder
+        self.config = config or IngestConfig()
+
+    def ingest(
+        self,
+        inputs: Iterable[str | os.PathLike[str] | Document],
+        *,
+        kv: str = "eager",
+        progress: Progress | None = None,
+        timeout_s: float = 30.0,
+    ) -> IngestReport:
+        """Store documents: files, folders and Document objects.
+
+        A document whose id is there already is replaced if its content differs, and left alone otherwise. An input that
+        cannot be ingested is in the report's `failed`, and the others go on. After an interruption, running again
+        finishes: it computes only what is not on disk.
+
+        kv: "eager" computes KV blocks now; "lazy" leaves them to the first use
+        timeout_s: how long to wait for another writer
+
+        Raises StoreBusyError, StoreReadOnlyError, StoreFullError, ConfigError; what was committed stays.
+        """
+        if kv not in KV_MODES:
+            raise ConfigError(f"kv={kv!r} is unknown; choose one of {', '.join(KV_MODES)}")
+        with self.layout.writer(timeout_s):
+            return IngestRun(self, eager=kv == "eager", progress=progress)(inputs)
+
+    def delete(self, ids: Iterable[str], *, timeout_s: float = 30.0) -> list[str]:
+        """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found.
+
+        Raises StoreBusyError, StoreReadOnlyError.
+        """
+        wanted = list(dict.fromkeys(ids))
+        with self.layout.writer(timeout_s):
+            self.retriever.refresh()
+            gone = [chunk.vector_id for id in wanted for chunk in self.documents.chunks_of(id)]
+            deleted = self.documents.delete_documents(wanted)
+            self.retriever.apply([], np.empty((0, self.retriever.index.dimension), np.float32), gone)
+            # HNSW keeps removed vectors in its graph: not after a deletion that was asked for.
+            self.retriever.index.compact()
+            self.collect_garbage()
+            if deleted:
+                self.retriever.save(self.layout.index)
+        return deleted
+
+    def collect_garbage(self) -> int:
+        """Delete the blocks that no chunk refers to any more; returns how many. The caller holds the writer lock."""
+        handles = self.documents.collectable()
+        for handle in handles:
+            self.kv.delete(handle)
+        if handles:
+            self.documents.clear_garbage(handles)
+        return len(handles)

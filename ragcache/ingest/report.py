@@ -1,0 +1,69 @@
+"""What an ingestion says while it runs and when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from ragcache.errors import RagCacheError
+
+
+class ProgressEvent(NamedTuple):
+    """stage: "read" (files or documents), "embed" (chunks), "encode" (tokens) or "commit" (documents).
+
+    total is what is known so far: it is final for "read", and grows for the others while documents are being read.
+    item names the input at hand.
+    """
+
+    stage: str
+    done: int
+    total: int
+    item: str = ""
+
+
+# Called in the thread that ingests. An exception ends the ingestion; what was committed stays.
+Progress = Callable[[ProgressEvent], None]
+
+
+class Failure(NamedTuple):
+    """An input that was not ingested, and why."""
+
+    source: str
+    error: RagCacheError
+
+
+@dataclass
+class PhaseSeconds:
+    """Seconds by phase. Embedding and writing run in threads beside the others, so the phases add up to more than
+    the total."""
+
+    read_s: float = 0.0
+    chunk_s: float = 0.0
+    embed_s: float = 0.0
+    encode_s: float = 0.0
+    write_s: float = 0.0
+    commit_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass
+class IngestReport:
+    """added, updated, unchanged: document ids. skipped: files in folders that no reader reads.
+
+    chunks, tokens:  of added and updated documents
+    computed_tokens: that the language model read
+    reused_blocks:   KV blocks that were on disk already
+    """
+
+    added: list[str] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
+    skipped: list[Path] = field(default_factory=list)
+    chunks: int = 0
+    tokens: int = 0
+    computed_tokens: int = 0
+    reused_blocks: int = 0
+    seconds: PhaseSeconds = field(default_factory=PhaseSeconds)

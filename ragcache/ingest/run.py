@@ -1,0 +1,286 @@
+"""One ingestion, from its inputs to its report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.errors import DuplicateDocumentError, IngestError, PromptError, ReaderError
+from ragcache.ingest.chunker import TextChunk
+from ragcache.ingest.document import Document
+from ragcache.ingest.readers import SourceFile, find_files, read_file
+from ragcache.ingest.report import Failure, IngestReport, Progress, ProgressEvent
+from ragcache.kv.block import KVBlock
+from ragcache.models.encoding import plan_batches
+from ragcache.store.records import Chunk, NewChunk, NewDocument
+
+if TYPE_CHECKING:
+    from ragcache.ingest.pipeline import Ingestor
+
+
+@dataclass
+class Prepared:
+    """A document on its way: its chunks, the keys of their blocks, and whether it replaces one.
+
+    stored: the chunks are in the store already; only KV blocks are missing.
+    """
+
+    document: Document
+    content_hash: str
+    chunks: list[TextChunk]
+    keys: list[str]
+    replaces: bool
+    stored: tuple[Chunk, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+class IngestRun:
+    """One call of `Ingestor.ingest`."""
+
+    def __init__(self, ingestor: Ingestor, *, eager: bool, progress: Progress | None) -> None:
+        self.to = ingestor
+        self.eager = eager
+        self.progress = progress or _silent
+        self.report = IngestReport()
+        self._known = ingestor.documents.content_hashes()
+        self._seen: set[str] = set()
+        self._settings = ingestor.chunker.settings
+        self._done = {"embed": 0, "encode": 0, "commit": 0}
+        self._total = dict(self._done)
+        self._saved_at = time.monotonic()
+        self._embedding = ThreadPoolExecutor(1, thread_name_prefix="ragcache-embed")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="ragcache-write")
+
+    def __call__(self, inputs: Iterable[str | os.PathLike[str] | Document]) -> IngestReport:
+        started = time.perf_counter()
+        try:
+            # What a killed run left: replaced blocks not yet deleted, commits that the index has not seen.
+            self.to.collect_garbage()
+            self.to.retriever.refresh()
+            for window in self._windows(inputs):
+                self._ingest_window(window)
+            self._save_index(force=True)
+        finally:
+            self._embedding.shutdown(cancel_futures=True)
+            self._writing.shutdown(cancel_futures=True)
+        self.report.seconds.total_s = time.perf_counter() - started
+        return self.report
+
+    # Reading
+
+    def _windows(self, inputs: Iterable[str | os.PathLike[str] | Document]) -> Iterator[list[Prepared]]:
+        window: list[Prepared] = []
+        for document in self._documents(inputs):
+            prepared = self._prepare(document)
+            if prepared is None:
+                continue
+            window.append(prepared)
+            self._expect(prepared)
+            if sum(one.num_tokens for one in window) >= self.to.config.window_tokens:
+                yield window
+                window = []
+        if window:
+            yield window
+
+    def _documents(self, inputs: Iterable[str | os.PathLike[str] | Document]) -> Iterator[Document]:
+        """All documents of the inputs, in order; failures go to the report."""
+        sources = list(self._sources(inputs))
+        for done, source in enumerate(sources):
+            name = source.where if isinstance(source, Document) else str(source.path)
+            self.progress(ProgressEvent("read", done, len(sources), name))
+            if isinstance(source, Document):
+                yield source
+                continue
+            records = read_file(source)
+            while (record := self._next(records)) is not None:
+                if isinstance(record, Document):
+                    yield record
+                else:
+                    self._fail(record.path, record)
+        self.progress(ProgressEvent("read", len(sources), len(sources)))
+
+    def _sources(self, inputs: Iterable[str | os.PathLike[str] | Document]) -> Iterator[SourceFile | Document]:
+        for given in [inputs] if isinstance(inputs, str | os.PathLike | Document) else inputs:
+            if isinstance(given, Document):
+                yield given
+                continue
+            found = find_files([given])
+            self.report.failed += [Failure(error.path, error) for error in found.failed]
+            self.report.skipped += found.skipped
+            yield from found.files
+
+    def _next(self, records: Iterator[Document | ReaderError]) -> Document | ReaderError | None:
+        with self._timed("read_s"):
+            return next(records, None)
+
+    def _prepare(self, document: Document) -> Prepared | None:
+        """The document's chunks and keys; None when there is nothing to do or it cannot be ingested."""
+        try:
+            document.check()
+            if document.id in self._seen:
+                raise DuplicateDocumentError(
+                    f"{document.where}: the id {document.id!r} was given before in this call; give every document its "
+                    "own id, or ingest folders with files of the same name by their common parent"
+                )
+            self._seen.add(document.id)
+            content_hash = document.content_hash(self._settings)
+            if self._known.get(document.id) == content_hash:
+                return self._prepare_unchanged(document, content_hash)
+            with self._timed("chunk_s"):
+                chunks = self.to.chunker.split(document.text)
+            for chunk in chunks:
+                self.to.encoder.check(chunk.token_ids)
+        except (IngestError, PromptError) as error:
+            self._fail(document.where, error)
+            return None
+        keys = [self.to.encoder.key(chunk.token_ids) for chunk in chunks]
+        return Prepared(document, content_hash, chunks, keys, document.id in self._known)
+
+    def _prepare_unchanged(self, document: Document, content_hash: str) -> Prepared | None:
+        """None when its KV blocks are there too, or are not wanted now."""
+        stored = tuple(self.to.documents.chunks_of(document.id)) if self.eager else ()
+        keys = [self.to.encoder.key(chunk.token_ids) for chunk in stored]
+        if all(chunk.handle == key and key in self.to.kv for chunk, key in zip(stored, keys, strict=True)):
+            self.report.unchanged.append(document.id)
+            return None
+        chunks = [TextChunk(chunk.text, chunk.token_ids, ()) for chunk in stored]
+        return Prepared(document, content_hash, chunks, keys, replaces=True, stored=stored)
+
+    # Computing
+
+    def _ingest_window(self, window: list[Prepared]) -> None:
+        texts = [embedded_text(one.document, chunk) for one in window if not one.stored for chunk in one.chunks]
+        embedding = self._embedding.submit(self._embed, texts)
+        if self.eager:
+            self._encode_missing(window)
+        vectors = embedding.result()
+        self._advance("embed", len(texts))
+        start = 0
+        for one in window:
+            if one.stored:
+                self._commit_handles(one)
+                continue
+            self._commit(one, vectors[start : start + len(one.chunks)])
+            start += len(one.chunks)
+        self.to.collect_garbage()
+        self._save_index()
+
+    def _embed(self, texts: list[str]) -> NDArray[np.float32]:
+        with self._timed("embed_s"):
+            return self.to.retriever.embedder.embed(texts)
+
+    def _encode_missing(self, window: list[Prepared]) -> None:
+        """Compute the window's blocks that no tier has, and see them flushed to disk."""
+        wanted = {
+            key: chunk.token_ids for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)
+        }  # the same text twice is one block
+        missing = [key for key in wanted if key not in self.to.kv]
+        self.report.reused_blocks += len(wanted) - len(missing)
+        self._skip("encode", window, sum(len(wanted[key]) for key in missing))
+        writes: list[Future[None]] = []
+        for batch in plan_batches([len(wanted[key]) for key in missing], self.to.config.batch_tokens):
+            keys = [missing[rank] for rank in batch.ranks]
+            with self._timed("encode_s"):
+                blocks = self.to.encoder.encode([wanted[key] for key in keys])
+            _wait(writes)  # of the batch before: at most two batches are in memory
+            writes = [self._writing.submit(self._write, key, block) for key, block in zip(keys, blocks, strict=True)]
+            tokens = sum(len(wanted[key]) for key in keys)
+            self.report.computed_tokens += tokens
+            self._advance("encode", tokens)
+        _wait(writes)
+
+    def _write(self, key: str, block: KVBlock) -> None:
+        with self._timed("write_s"):
+            self.to.kv.put(key, block)
+
+    def _commit(self, one: Prepared, vectors: NDArray[np.float32]) -> None:
+        document = one.document
+        chunks = [
+            NewChunk(
+                f"{document.id}#{ordinal}", chunk.text, chunk.token_ids, vector,
+                handle=key if self.eager or key in self.to.kv else None,
+                metadata={"headings": list(chunk.headings)} if chunk.headings else {},
+            )
+            for ordinal, (chunk, key, vector) in enumerate(zip(one.chunks, one.keys, vectors, strict=True))
+        ]  # fmt: skip
+        new = NewDocument(document.id, document.where, one.content_hash, dict(document.metadata), document.title)
+        with self._timed("commit_s"):
+            before = self.to.documents.chunks_of(document.id) if one.replaces else []
+            try:
+                ids = self.to.documents.replace_document(new, chunks)
+            except IngestError as error:
+                self._fail(document.where, error)
+                return
+            self.to.retriever.apply(ids, vectors, [chunk.vector_id for chunk in before])
+        (self.report.updated if one.replaces else self.report.added).append(document.id)
+        self.report.chunks += len(chunks)
+        self.report.tokens += one.num_tokens
+        self._advance("commit", 1, document.id)
+
+    def _commit_handles(self, one: Prepared) -> None:
+        with self._timed("commit_s"):
+            self.to.documents.set_handles({chunk.id: key for chunk, key in zip(one.stored, one.keys, strict=True)})
+        self.report.unchanged.append(one.document.id)
+        self._advance("commit", 1, one.document.id)
+
+    def _save_index(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        changed = bool(self.report.added or self.report.updated) or not self.to.layout.index.exists()
+        if changed and (force or now - self._saved_at >= self.to.config.save_every_s):
+            self.to.retriever.save(self.to.layout.index)
+            self._saved_at = now
+
+    # Reporting
+
+    def _fail(self, source: str, error: IngestError | PromptError) -> None:
+        self.report.failed.append(Failure(source, error))
+
+    def _expect(self, one: Prepared) -> None:
+        self._total["embed"] += 0 if one.stored else len(one.chunks)
+        self._total["encode"] += one.num_tokens if self.eager else 0
+        self._total["commit"] += 1
+
+    def _skip(self, stage: str, window: list[Prepared], needed: int) -> None:
+        """Correct what was expected of a window: blocks that are on disk need no computing."""
+        self._total[stage] -= sum(one.num_tokens for one in window) - needed
+
+    def _advance(self, stage: str, step: int, item: str = "") -> None:
+        self._done[stage] += step
+        self.progress(ProgressEvent(stage, self._done[stage], self._total[stage], item))
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            taken = time.perf_counter() - started
+            setattr(self.report.seconds, phase, getattr(self.report.seconds, phase) + taken)
+
+
+def embedded_text(document: Document, chunk: TextChunk) -> str:
+    """What the embedder reads: the chunk below its title and headings, where it does not begin with them."""
+    above = dict.fromkeys(name for name in (document.title, *chunk.headings) if name)
+    first_line = chunk.text.partition("\n")[0].strip("# ")
+    context = " > ".join(name for name in above if name != first_line)
+    return f"{context}\n{chunk.text}" if context else chunk.text
+
+
+def _wait(writes: Sequence[Future[None]]) -> None:
+    for write in writes:
+        write.result()
+
+
+def _silent(_event: ProgressEvent) -> None:
+    return None

@@ -1,0 +1,89 @@
+"""A whole store around a tiny model, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from ragcache.ingest.chunker import Chunker
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.pipeline import IngestConfig, Ingestor
+from ragcache.kv.block import KVBlock
+from ragcache.models.lm import LanguageModel
+from ragcache.retrieval.retriever import Retriever
+from ragcache.retrieval.testing import BagOfWords
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore
+from ragcache.store.layout import StoreLayout
+
+
+class CountingEmbedder(BagOfWords):
+    texts = 0
+
+    def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> np.ndarray:
+        self.texts += len(texts)
+        return super().embed(texts)
+
+
+class CountingEncoder(ModelEncoder):
+    tokens = 0
+
+    def encode(self, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
+        self.tokens += sum(map(len, chunks))
+        return super().encode(chunks)
+
+
+class Kit:
+    """Everything that an ingestion touches, opened on one directory."""
+
+    def __init__(
+        self, root: Path, lm: LanguageModel, *, kind: str = "flat", recipe: str = "isolated", max_tokens: int = 64
+    ) -> None:
+        self.layout = StoreLayout(root)
+        self.layout.create()
+        self.documents = DocumentStore.open(self.layout.database)
+        self.kv = KVStore(self.layout.kv, memory_bytes=1 << 20)
+        self.embedder = CountingEmbedder()
+        self.retriever = Retriever.open(self.documents, self.layout.index, self.embedder, kind=kind)
+        self.chunker = Chunker(lm.tokenizer, max_tokens=max_tokens)
+        self.encoder = CountingEncoder(lm, recipe, prefix_ids=[1, 2, 3])
+        config = IngestConfig(window_tokens=300, batch_tokens=128)
+        self.ingestor = Ingestor(
+            self.layout, self.documents, self.kv, self.retriever, self.chunker, self.encoder, config
+        )
+
+    def close(self) -> None:
+        self.kv.close()
+        self.documents.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ids(self) -> list[str]:
+        return [document.id for document in self.documents.documents()]
+
+    def texts(self) -> dict[str, list[str]]:
+        return {id: [chunk.text for chunk in self.documents.chunks_of(id)] for id in self.ids()}
+
+    def check(self) -> None:
+        """Everything visible verifies: blocks against the model's shapes, the index against SQL."""
+        for id in self.ids():
+            for chunk in self.documents.chunks_of(id):
+                assert chunk.handle == self.encoder.key(chunk.token_ids)
+                self.kv.verify(chunk.handle)
+                loaded = self.kv.get(chunk.handle)
+                assert loaded is not None
+                assert loaded.block.num_tokens == len(chunk.token_ids)
+        with_vectors = {}
+        for batch in self.documents.all_vectors():
+            with_vectors.update(zip(batch.ids.tolist(), batch.vectors, strict=True))
+        self.retriever.refresh()
+        assert self.retriever.index.ids == frozenset(with_vectors)
+        for id, vector in with_vectors.items():
+            np.testing.assert_array_equal(self.retriever.index.vectors([id])[0], vector)

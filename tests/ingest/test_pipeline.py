@@ -1,0 +1,357 @@
+"""Whole ingestions with a tiny model: what is stored, what is not computed again, what is deleted."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from kit import Kit
+
+from ragcache.errors import (
+    ConfigError,
+    ContextTooLongError,
+    DuplicateDocumentError,
+    IngestError,
+    MetadataError,
+    ReaderError,
+    StoreBusyError,
+    StoreFullError,
+)
+from ragcache.ingest.document import Document
+from ragcache.store.layout import StoreLayout
+
+SENTENCE = "The river Alna rises near Osby and ends in the lake of Tolvik."
+
+
+def text_of(town: str, sentences: int = 5) -> str:
+    return f"# {town}\n\n" + " ".join(f"{town} has mill number {n}. {SENTENCE}" for n in range(sentences)) + "\n"
+
+
+@pytest.fixture
+def kit(tmp_path, lm):
+    with Kit(tmp_path / "kb", lm) as opened:
+        yield opened
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "docs"
+    (path / "sub").mkdir(parents=True)
+    (path / "a.md").write_text(text_of("Tolvik"))
+    (path / "b.txt").write_text(text_of("Osby", 2))
+    (path / "sub" / "c.html").write_text("<title>Mora</title><h1>Mora</h1><p>Mora has a club.</p>")
+    (path / "d.jsonl").write_text('{"id": "x", "text": "Lund has a bridge.", "metadata": {"year": 1901}}\n')
+    return path
+
+
+def test_a_folder_becomes_documents_chunks_blocks_and_vectors(kit, folder, lm):
+    report = kit.ingestor.ingest([folder])
+    assert sorted(report.added) == kit.ids() == ["a.md", "b.txt", "sub/c.html", "x"]
+    assert not report.failed
+    assert not report.updated
+    assert kit.documents.document("x").metadata == {"year": 1901}
+    kit.check()
+    chunks = [chunk for id in kit.ids() for chunk in kit.documents.chunks_of(id)]
+    assert (report.chunks, report.tokens) == (len(chunks), sum(len(chunk.token_ids) for chunk in chunks))
+    assert set(kit.kv.keys()) == {chunk.handle for chunk in chunks}
+    assert report.computed_tokens == report.tokens == kit.encoder.tokens
+    for chunk in chunks:
+        (alone,) = lm.encode([chunk.token_ids])
+        torch.testing.assert_close(kit.kv.get(chunk.handle).block.keys, alone.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(kit.kv.get(chunk.handle).block.values, alone.values, atol=1e-5, rtol=1e-5)
+    assert kit.retriever.retrieve("Lund bridge", 1)[0].chunk.document_id == "x"
+    seconds = report.seconds
+    assert seconds.total_s >= max(seconds.encode_s, seconds.commit_s, seconds.chunk_s) > 0
+
+
+def test_blocks_behind_a_prefix_are_those_of_the_model(tmp_path, lm):
+    with Kit(tmp_path / "kb", lm, recipe="prefix") as kit:
+        kit.ingestor.ingest([Document("a", text_of("Tolvik"))])
+        chunk = kit.documents.chunks_of("a")[0]
+        (alone,) = lm.encode([chunk.token_ids], "prefix", [1, 2, 3])
+        torch.testing.assert_close(kit.kv.get(chunk.handle).block.keys, alone.keys, atol=1e-5, rtol=1e-5)
+        assert chunk.handle != lm.block_key(chunk.token_ids, type(kit.encoder.recipe)("isolated"))
+
+
+def test_the_index_is_saved_and_opens_without_sql(kit, folder, tmp_path, lm):
+    kit.ingestor.ingest([folder])
+    with Kit(tmp_path / "kb", lm) as again:
+        assert again.retriever.index.generation == kit.documents.generation()
+        assert again.embedder.texts == 0
+        again.check()
+
+
+def test_unchanged_input_costs_no_model_time(kit, folder):
+    kit.ingestor.ingest([folder])
+    before = (kit.encoder.tokens, kit.embedder.texts, kit.documents.generation())
+    report = kit.ingestor.ingest([folder])
+    assert sorted(report.unchanged) == kit.ids()
+    assert (report.added, report.updated, report.computed_tokens) == ([], [], 0)
+    assert (kit.encoder.tokens, kit.embedder.texts, kit.documents.generation()) == before
+
+
+def test_a_changed_document_is_replaced_and_its_old_blocks_are_gone(kit):
+    kit.ingestor.ingest([Document("a", text_of("Tolvik")), Document("b", text_of("Osby"))])
+    old = set(kit.kv.keys())
+    texts = kit.texts()
+    changed = text_of("Tolvik") + "\nMora has a club.\n"
+    report = kit.ingestor.ingest([Document("a", changed), Document("b", text_of("Osby"))])
+    assert (report.updated, report.unchanged, report.added) == (["a"], ["b"], [])
+    assert report.reused_blocks > 0
+    assert report.computed_tokens < report.tokens
+    assert "".join("".join(kit.texts()["a"]).split()) == "".join(changed.split())
+    assert kit.texts()["b"] == texts["b"]
+    assert set(kit.kv.keys()) == kit.documents.handles() != old
+    kit.check()
+
+
+@pytest.mark.parametrize("change", [{"metadata": {"a": 2}}, {"title": "New"}, {"source": "elsewhere"}])
+def test_metadata_alone_is_a_change_that_reuses_every_block(kit, change):
+    first = {"id": "a", "text": text_of("Tolvik"), "metadata": {"a": 1}, "title": "Old", "source": "s"}
+    kit.ingestor.ingest([Document(**first)])
+    computed = kit.encoder.tokens
+    assert kit.ingestor.ingest([Document(**{**first, **change})]).updated == ["a"]
+    assert kit.encoder.tokens == computed
+    assert getattr(kit.documents.document("a"), next(iter(change))) == next(iter(change.values()))
+    kit.check()
+
+
+def test_a_block_that_two_documents_share_outlives_one_of_them(kit):
+    kit.ingestor.ingest([Document("a", "Mora has a club."), Document("b", "Mora has a club.")])
+    assert len(set(kit.kv.keys())) == 1
+    assert kit.ingestor.delete(["a"]) == ["a"]
+    kit.check()
+    assert len(set(kit.kv.keys())) == 1
+    kit.ingestor.delete(["b"])
+    assert list(kit.kv.keys()) == []
+
+
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+def test_delete_reaches_text_vectors_index_and_every_tier(tmp_path, lm, kind):
+    with Kit(tmp_path / "kb", lm, kind=kind) as kit:
+        secret = "Zanzibar keeps quokkas."
+        kit.ingestor.ingest([Document("a", text_of("Tolvik")), Document("s", secret), Document("b", text_of("Osby"))])
+        (chunk,) = kit.documents.chunks_of("s")
+        vector = kit.retriever.index.vectors([chunk.vector_id])[0].tobytes()
+        path = tmp_path / "kb" / "index.faiss"
+        assert vector in path.read_bytes()
+        assert kit.kv.locate(chunk.handle) == "memory"
+        assert kit.ingestor.delete(["s", "absent"]) == ["s"]
+        assert kit.documents.document("s") is None
+        assert kit.kv.locate(chunk.handle) is None
+        assert chunk.handle not in set(kit.kv.keys())
+        assert vector not in path.read_bytes()
+        assert chunk.vector_id not in kit.retriever.index
+        assert kit.documents.garbage() == set()
+        kit.check()
+    for file in (tmp_path / "kb").rglob("*"):
+        if file.is_file():
+            assert b"quokkas" not in file.read_bytes(), file
+            assert vector not in file.read_bytes(), file
+
+
+def test_lazy_computes_nothing_and_a_later_eager_run_only_the_blocks(kit, folder):
+    report = kit.ingestor.ingest([folder], kv="lazy")
+    assert len(report.added) == 4
+    assert (kit.encoder.tokens, list(kit.kv.keys()), kit.documents.handles()) == (0, [], set())
+    assert kit.retriever.retrieve("Lund bridge", 1)[0].handle is None
+    embedded, generation = kit.embedder.texts, kit.documents.generation()
+    assert len(kit.ingestor.ingest([folder], kv="lazy").unchanged) == 4
+    later = kit.ingestor.ingest([folder])
+    assert len(later.unchanged) == 4
+    assert later.computed_tokens == report.tokens
+    assert (kit.embedder.texts, kit.documents.generation()) == (embedded, generation)
+    kit.check()
+    with pytest.raises(ConfigError, match="sometimes"):
+        kit.ingestor.ingest([folder], kv="sometimes")
+
+
+def test_lazy_takes_blocks_that_are_there_anyway(kit):
+    kit.ingestor.ingest([Document("a", "Mora has a club.")])
+    kit.ingestor.ingest([Document("b", "Mora has a club.")], kv="lazy")
+    kit.check()
+
+
+def test_a_lost_block_is_computed_again_without_touching_the_document(kit):
+    kit.ingestor.ingest([Document("a", text_of("Tolvik")), Document("b", "Mora has a club.")])
+    lost = kit.documents.chunks_of("a")[1]
+    kit.kv.delete(lost.handle)
+    report = kit.ingestor.ingest([Document("a", text_of("Tolvik")), Document("b", "Mora has a club.")])
+    assert report.computed_tokens == len(lost.token_ids)
+    assert kit.documents.chunks_of("a")[1] == lost
+    kit.check()
+
+
+def test_bad_inputs_are_reported_with_their_reason_and_the_others_go_on(kit, folder, tmp_path):
+    (folder / "bad.txt").write_bytes(b"caf\xe9")
+    (folder / "empty.md").write_text(" \n")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    (folder / ".hidden.txt").write_text("secret")
+    report = kit.ingestor.ingest([
+        folder, tmp_path / "nowhere", str(folder / "picture.png"),
+        Document("", "no id"), Document("e", "  "), Document("m", "text", {"x": float("nan")}),
+        Document("k", "text", {1: "x"}), Document("n", "a\0b"), Document("s", "a\ud800b"),
+        Document("good", "Mora has a club."), Document("good", "Mora has a bridge."), Document("a.md", "again"),
+    ])  # fmt: skip
+    assert sorted(report.added) == ["a.md", "b.txt", "good", "sub/c.html", "x"]
+    assert report.skipped == [folder / "picture.png"]
+    reasons = [(failure.source.rpartition("/")[2], type(failure.error)) for failure in report.failed]
+    assert sorted(reasons, key=str) == sorted([
+        ("bad.txt", ReaderError), ("empty.md", ReaderError), ("nowhere", ReaderError), ("picture.png", ReaderError),
+        ("", IngestError), ("e", ReaderError), ("m", MetadataError), ("k", MetadataError), ("n", ReaderError),
+        ("s", ReaderError), ("good", DuplicateDocumentError), ("a.md", DuplicateDocumentError),
+    ], key=str)  # fmt: skip
+    assert kit.texts()["good"] == ["Mora has a club.\n"]
+    assert all(str(failure.error) for failure in report.failed)
+    kit.check()
+
+
+def test_a_file_that_turns_bad_leaves_the_stored_document(kit, folder):
+    kit.ingestor.ingest([folder])
+    before = kit.texts()
+    (folder / "a.md").write_bytes(b"\0\0")
+    report = kit.ingestor.ingest([folder])
+    assert [failure.source for failure in report.failed] == [str(folder / "a.md")]
+    assert kit.texts() == before
+
+
+def test_one_enormous_word_and_a_chunk_too_long_for_the_model(tmp_path, lm):
+    with Kit(tmp_path / "kb", lm) as kit:
+        kit.ingestor.ingest([Document("word", "x" * 20_000)])
+        assert "".join(kit.texts()["word"]).replace("\n", "") == "x" * 20_000
+        kit.check()
+    with Kit(tmp_path / "kb2", lm, max_tokens=600) as kit:
+        report = kit.ingestor.ingest([Document("long", "好" * 900), Document("short", "Mora has a club.")])
+        assert report.added == ["short"]
+        assert isinstance(report.failed[0].error, ContextTooLongError)
+
+
+def test_a_failure_before_the_commit_loses_no_block_and_shows_no_document(kit, monkeypatch):
+    def full(*_args: object) -> None:
+        raise StoreFullError("/: no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kit.documents, "replace_document", full)
+        with pytest.raises(StoreFullError):
+            kit.ingestor.ingest([Document("a", text_of("Tolvik"))])
+    assert kit.ids() == []
+    blocks = set(kit.kv.keys())
+    assert blocks
+    report = kit.ingestor.ingest([Document("a", text_of("Tolvik"))])
+    assert (report.computed_tokens, report.reused_blocks) == (0, len(blocks))
+    kit.check()
+
+
+@pytest.mark.parametrize("stage", ["read", "encode", "embed", "commit"])
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_an_interrupt_leaves_a_good_store_and_the_next_run_finishes(tmp_path, lm, stage, at):
+    inputs = [Document(f"d{n}", text_of(f"Town{n}", 3)) for n in range(6)]
+
+    def interrupt(event) -> None:
+        if event.stage == stage and event.done >= at:
+            raise KeyboardInterrupt
+
+    with Kit(tmp_path / "kb", lm) as kit:
+        with pytest.raises(KeyboardInterrupt):
+            kit.ingestor.ingest(inputs, progress=interrupt)
+        kit.check()
+        visible = kit.ids()
+        report = kit.ingestor.ingest(inputs)
+        assert sorted(report.unchanged) == visible
+        assert len(kit.ids()) == 6
+        assert set(kit.kv.keys()) == kit.documents.handles()
+        kit.check()
+    assert threading.active_count() < 20
+
+
+def test_progress_rises_to_its_total(kit, folder):
+    events = []
+    kit.ingestor.ingest([folder, Document("more", text_of("Lund"))], progress=events.append)
+    for stage in ("read", "embed", "encode", "commit"):
+        done = [event.done for event in events if event.stage == stage]
+        assert done == sorted(done)
+        last = [event for event in events if event.stage == stage][-1]
+        assert last.done == last.total > 0
+    assert all(event.done <= event.total for event in events)
+
+
+def test_a_second_writer_waits_and_then_gives_up(kit, folder, tmp_path):
+    holder = StoreLayout(tmp_path / "kb")
+    taken, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with holder.writer():
+            taken.set()
+            release.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+    started = time.monotonic()
+    with pytest.raises(StoreBusyError, match="kb"):
+        kit.ingestor.ingest([folder], timeout_s=0.3)
+    with pytest.raises(StoreBusyError):
+        kit.ingestor.delete(["x"], timeout_s=0)
+    assert 0.3 <= time.monotonic() - started < 10
+    threading.Timer(0.3, release.set).start()
+    assert len(kit.ingestor.ingest([folder], timeout_s=30).added) == 4
+    thread.join()
+
+
+def test_two_ingestions_at_once_both_end_well(tmp_path, lm):
+    reports = {}
+
+    def work(name: str) -> None:
+        with Kit(tmp_path / "kb", lm) as kit:
+            inputs = [Document(f"{name}{n}", text_of(f"{name}{n}", 2)) for n in range(5)]
+            reports[name] = kit.ingestor.ingest([*inputs, Document("same", "Mora has a club.")])
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(len(report.added) for report in reports.values()) == [5, 6]
+    with Kit(tmp_path / "kb", lm) as kit:
+        assert len(kit.ids()) == 11
+        kit.check()
+
+
+def test_readers_beside_an_ingestion_see_whole_documents(kit):
+    inputs = [Document(f"d{n}", text_of(f"Town{n}", 4), {"n": n}) for n in range(12)]
+    expected = len(kit.chunker.split(inputs[0].text))
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def read() -> None:
+        try:
+            while not done.is_set():
+                hits = kit.retriever.retrieve("mill Town3", 200)
+                for hit in hits:
+                    assert kit.kv.get(hit.handle) is not None
+                counts = np.unique([hit.chunk.document_id for hit in hits], return_counts=True)[1]
+                assert all(abs(count - expected) <= 1 for count in counts)
+        except BaseException as error:
+            errors.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    kit.ingestor.ingest(inputs)
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not errors, errors
+
+
+def test_the_embedder_reads_titles_and_headings_that_a_chunk_lacks(kit, monkeypatch):
+    seen: list[str] = []
+    embed = kit.embedder.embed
+    monkeypatch.setattr(kit.embedder, "embed", lambda texts: seen.extend(texts) or embed(texts))
+    kit.ingestor.ingest([Document("a", text_of("Tolvik", 6), title="Towns"), Document("b", "# Osby\n\nOsby is small.")])
+    assert seen[0].startswith("Towns\n# Tolvik\n")
+    assert all(text.startswith("Towns > Tolvik\n") for text in seen[1:-1])
+    assert seen[-1] == "# Osby\n\nOsby is small.\n"
+    assert json.dumps(kit.documents.chunks_of("a")[1].metadata) == '{"headings": ["Tolvik"]}'
