@@ -167,7 +167,7 @@ def _tensor(mapped: mmap.mmap, data_start: int, entry: dict[str, Any]) -> Tensor
     dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
     begin, end = entry["data_offsets"]
     count = math.prod(shape)
-    if (end - begin) != count * dtype.itemsize:
+    if begin < 0 or end - begin != count * dtype.itemsize:
         raise ValueError("a tensor's shape and bytes disagree")
     if count == 0:  # frombuffer takes no empty buffer
         return torch.empty(shape, dtype=dtype)

@@ -1,0 +1,205 @@
+"""The file format: other readers open it, and no damage gets through."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from blocks import DTYPES, make_block, make_key
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ragcache.codecs import RawCodec
+from ragcache.codecs.block_file import read_block, write_block
+from ragcache.codecs.container import DTYPES as CONTAINER_DTYPES
+from ragcache.codecs.container import read_container, write_container
+from ragcache.errors import DamagedBlockError, MissingBlockError, SchemaVersionError, StoreError
+
+KEY = make_key(0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write_block(tmp_path / "block.safetensors", KEY, make_block(0), RawCodec())
+    return tmp_path / "block.safetensors"
+
+
+def rewrite(path: Path, **metadata: str) -> None:
+    """Change the metadata of a block file and give it the right checksum, as another version would have."""
+    tensors, old = read_container(path)
+    write_container(path, {name: tensor.clone() for name, tensor in tensors.items()}, {**old, **metadata})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_safetensors_own_reader_sees_the_same_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    block = make_block(3, dtype=dtype)
+    write_block(tmp_path / "b.safetensors", KEY, block, RawCodec())
+    loaded = load_file(tmp_path / "b.safetensors")
+    assert torch.equal(loaded["keys"], block.keys)
+    assert torch.equal(loaded["values"], block.values)
+    with safe_open(tmp_path / "b.safetensors", "pt") as file:
+        metadata = file.metadata()
+    del metadata["checksum"]
+    assert metadata == {"key": KEY, "codec": "raw", "codec_version": "1", "format_version": "1", "num_tokens": "5"}
+
+
+def test_every_dtype_and_shape_comes_back_aligned(tmp_path: Path) -> None:
+    tensors = {name: torch.arange(3).to(dtype) for name, dtype in CONTAINER_DTYPES.items()}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "matrix": torch.eye(3)[:, :2]}
+    write_container(tmp_path / "c", tensors, {"quote": '"checksum":"'})
+    read, metadata = read_container(tmp_path / "c")
+    assert metadata == {"quote": '"checksum":"'}
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(read[name].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+        assert read[name].data_ptr() % tensor.element_size() == 0
+
+
+def test_data_begins_at_a_multiple_of_64(path: Path) -> None:
+    (length,) = struct.unpack("<Q", path.read_bytes()[:8])
+    assert (8 + length) % 64 == 0
+
+
+def test_checksum_is_xxh3_over_the_file_with_its_digits_as_zeros(path: Path) -> None:
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    checksum = json.loads(data[8 : 8 + length])["__metadata__"]["checksum"]
+    assert data.count(checksum.encode()) == 1
+    assert xxhash.xxh3_128_hexdigest(data.replace(checksum.encode(), b"0" * 32)) == checksum
+
+
+def test_tensors_alias_a_private_map(path: Path) -> None:
+    before = path.read_bytes()
+    resident = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    block = read_block(path, KEY)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    assert len(mapped) == len(resident) + 1
+    start, end = (int(number, 16) for number in mapped[-1].split()[0].split("-"))
+    assert all(start <= tensor.data_ptr() < end for tensor in (block.keys, block.values))
+    block.keys.zero_()
+    assert path.read_bytes() == before
+    assert read_block(path, KEY).equal(make_block(0))
+
+
+def test_a_mapped_block_outlives_its_file(path: Path) -> None:
+    block = read_block(path, KEY)
+    path.unlink()
+    assert block.equal(make_block(0))
+
+
+def test_every_flipped_byte_is_found(path: Path) -> None:
+    """Each byte of the file in turn, header, checksum and padding included."""
+    data = path.read_bytes()
+    rng = random.Random(0)
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(DamagedBlockError, match="block"):
+            read_block(path, KEY)
+    path.write_bytes(data)
+    assert read_block(path, KEY).equal(make_block(0))
+
+
+def test_every_truncation_is_found_and_every_addition(path: Path) -> None:
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        with pytest.raises(DamagedBlockError, match="block"):
+            read_block(path, KEY)
+    path.write_bytes(data + b"\0")
+    with pytest.raises(DamagedBlockError):
+        read_block(path, KEY)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\xff" * 4096, bytes(4096), b'{"__metadata__":{"checksum":"' * 9])
+def test_other_files_are_damage(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(DamagedBlockError):
+        read_block(path, KEY)
+
+
+def test_another_safetensors_file_is_damage(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    block = make_block(0)
+    save_file({"keys": block.keys, "values": block.values}, tmp_path / "b", {"key": KEY, "codec": "raw"})
+    with pytest.raises(DamagedBlockError):
+        read_block(tmp_path / "b", KEY)
+
+
+def test_another_blocks_file_is_damage(path: Path) -> None:
+    with pytest.raises(DamagedBlockError, match=f"holds block {KEY}, not {make_key(1)}"):
+        read_block(path, make_key(1))
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"format_version": "2"}, {"codec_version": "2"}, {"codec": "int3"}, {"format_version": "99"}]
+)
+def test_newer_versions_are_refused_and_no_damage(path: Path, metadata: dict[str, str]) -> None:
+    rewrite(path, **metadata)
+    with pytest.raises(SchemaVersionError, match="use the version that wrote it"):
+        read_block(path, KEY)
+
+
+@pytest.mark.parametrize("metadata", [{"num_tokens": "6"}, {"format_version": "one"}, {"codec_version": ""}])
+def test_metadata_that_contradict_the_tensors_are_damage(path: Path, metadata: dict[str, str]) -> None:
+    rewrite(path, **metadata)
+    with pytest.raises(DamagedBlockError):
+        read_block(path, KEY)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header.pop("keys"),
+        lambda header: header["keys"].update(dtype="F99"),
+        lambda header: header["keys"].update(shape=[2, 2, 5, 5]),
+        lambda header: header["keys"].update(shape="none"),
+        lambda header: header["keys"].update(data_offsets=[10**9, 10**9 + 320]),
+        lambda header: header["keys"].update(data_offsets=[-320, 0]),
+        lambda header: header.update(keys=None),
+    ],
+)
+def test_headers_that_were_written_wrong_are_damage(path: Path, change: Any) -> None:
+    """Their checksum is right: they stand for a writer with a bug."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    header["__metadata__"]["checksum"] = "0" * 32
+    text = json.dumps(header, separators=(",", ":")).encode()
+    rest = struct.pack("<Q", len(text)) + text + data[8 + length :]
+    path.write_bytes(rest.replace(b"0" * 32, xxhash.xxh3_128_hexdigest(rest).encode(), 1))
+    with pytest.raises(DamagedBlockError):
+        read_block(path, KEY)
+
+
+def test_no_file_is_a_missing_block(tmp_path: Path) -> None:
+    with pytest.raises(MissingBlockError):
+        read_block(tmp_path / "none", KEY)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(MissingBlockError):
+        read_block(tmp_path / "file" / "below", KEY)
+
+
+def test_a_directory_or_a_pipe_in_its_place_is_damage(tmp_path: Path) -> None:
+    with pytest.raises(DamagedBlockError):
+        read_block(tmp_path, KEY)
+
+
+def test_a_file_nobody_may_open_is_a_store_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StoreError, match="Permission denied"):
+        read_block(path, KEY)

@@ -1,0 +1,159 @@
+"""Law 9: a kill -9 at any instant leaves a store that opens and has everything that was committed.
+
+A child says on its standard output what it has committed. It is killed after a random time, and the parent looks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blocks import make_block, make_key
+from children import NUM_DOCUMENTS, NUM_KEYS, version_of
+
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore
+
+TESTS = Path(__file__).parent.parent
+KILLS = [pytest.param(25, id="25"), pytest.param(200, id="200", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+
+
+class Children:
+    """Starts children of `children.py` and kills them."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(TESTS), str(TESTS / "store"), str(TESTS.parent)])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-W", "error", "-m", "children"]
+        self.parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._buffer = b""
+
+    def run_and_kill(self, *command: str, after_s: float) -> list[str]:
+        """Start a child, kill -9 it `after_s` after it said "ready"; returns the lines it said from then on."""
+        assert self.parent.stdin is not None
+        self.parent.stdin.write(" ".join(command).encode() + b"\n")
+        self.parent.stdin.flush()
+        lines = self._lines_until(2)
+        pid = next(int(line.split()[1]) for line in lines if line.startswith("pid "))
+        assert "ready" in lines, lines
+        said = [line for line in lines if line != "ready" and not line.startswith("pid ")]
+        said += self._lines_for(after_s)
+        os.kill(pid, signal.SIGKILL)
+        while not said or not said[-1].startswith("exit "):
+            said += self._lines_until(1)
+        assert said[-1] == "exit -9", "it was to work until it was killed"
+        return said[:-1]
+
+    def close(self) -> None:
+        self.parent.communicate()
+        assert self.parent.returncode == 0
+
+    def _lines_until(self, count: int) -> list[str]:
+        """At least `count` lines."""
+        while self._buffer.count(b"\n") < count:
+            self._read()
+        return self._take_lines()
+
+    def _lines_for(self, seconds: float) -> list[str]:
+        """The lines of so many seconds. The pipe is emptied all the while, so that the child never waits for us."""
+        assert self.parent.stdout is not None
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([self.parent.stdout], [], [], left)[0]:
+                self._read()
+        return self._take_lines()
+
+    def _read(self) -> None:
+        assert self.parent.stdout is not None
+        data = os.read(self.parent.stdout.fileno(), 65536)
+        assert data, "the children's parent has ended"
+        self._buffer += data
+
+    def _take_lines(self) -> list[str]:
+        whole, _, self._buffer = self._buffer.rpartition(b"\n")
+        return whole.decode().splitlines()
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    children = Children()
+    yield children
+    children.close()
+
+
+@pytest.mark.parametrize("kills", KILLS)
+def test_killed_while_putting_blocks(tmp_path: Path, children: Children, kills: int) -> None:
+    rng = random.Random(kills)
+    present: dict[int, bool] = {}
+    step = leftovers = 0
+    for _ in range(kills):
+        said = children.run_and_kill("put_blocks", str(tmp_path), str(step), after_s=rng.uniform(0, 0.1))
+        for number in map(int, said):
+            present[number if number >= 0 else -number - 1] = number >= 0
+        step += len(said)
+        under_way = step % NUM_KEYS
+        leftovers += len(list(tmp_path.rglob("*.tmp")))
+        with KVStore(tmp_path, memory_bytes=0) as store:
+            for number in range(NUM_KEYS):
+                loaded = store.get(make_key(number))
+                assert loaded is None or loaded.block.equal(make_block(number, num_tokens=64))
+                if number != under_way:
+                    assert (loaded is not None) == present.get(number, False)
+            assert store.stats().damaged == 0, "nothing half visible"
+            store.sweep(older_than_s=0)
+            assert not list(tmp_path.rglob("*.tmp"))
+    assert step > kills, "the children did work"
+    assert leftovers, "some kills hit a write"
+
+
+@pytest.mark.parametrize("kills", KILLS)
+def test_killed_while_replacing_documents(url: str, children: Children, kills: int) -> None:
+    rng = random.Random(kills)
+    committed: dict[int, int] = {}
+    version = highest_id = 0
+    for _ in range(kills):
+        for line in children.run_and_kill("replace_documents", url, str(version), after_s=rng.uniform(0, 0.15)):
+            number, done, ids = line.split(" ")
+            committed[int(number)] = int(done)
+            version = max(version, int(done) + 1)
+            for vector_id in map(int, ids.split(",") if ids else []):
+                assert vector_id > highest_id, "a vector id came twice, or went back"
+                highest_id = vector_id
+        with DocumentStore.open(url) as store:
+            highest_id = max([highest_id, *store.vector_ids()])
+            check_everything(store, committed)
+    assert version > kills, "the children did work"
+
+
+def check_everything(store: DocumentStore, committed: dict[int, int]) -> None:
+    """Each document is whole, in the version that was committed last or in the one that was under way."""
+    handles, unsure = set(), 0
+    for number in range(NUM_DOCUMENTS):
+        document = store.document(f"d{number}")
+        version = -1 if document is None else int(document.content_hash)
+        unsure += version != committed.get(number, -1)
+        committed[number] = version
+        chunks = store.chunks_of(f"d{number}")
+        if document is None:
+            assert chunks == []
+            continue
+        _, expected = version_of(number, version)
+        assert document.metadata == {"version": version}
+        assert [(chunk.id, chunk.text, chunk.token_ids, chunk.handle) for chunk in chunks] == [
+            (new.id, new.text, new.token_ids, new.handle) for new in expected
+        ]
+        handles |= {chunk.handle for chunk in chunks}
+    assert unsure <= 1, "only the transaction under way may be unreported"
+    assert store.handles() == handles
+    garbage = store.garbage()
+    assert garbage == store.collectable()
+    assert not garbage & handles, "garbage is what no chunk refers to"
+    store.clear_garbage(garbage)

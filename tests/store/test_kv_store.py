@@ -1,0 +1,374 @@
+"""The tiers together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from blocks import DTYPES, make_block, make_key
+from tiny_disk import run_on_tiny_disk
+
+from ragcache.codecs.container import read_container, write_container
+from ragcache.errors import (
+    ConfigError,
+    DamagedBlockError,
+    MissingBlockError,
+    SchemaVersionError,
+    StoreReadOnlyError,
+)
+from ragcache.store.kv_store import KVStats, KVStore
+
+KEY = make_key(1)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[KVStore]:
+    with KVStore(root) as store:
+        yield store
+
+
+def path_of(root: Path, key: str) -> Path:
+    return root / key[:2] / key[2:4] / f"{key}.safetensors"
+
+
+def damage(root: Path, key: str) -> None:
+    data = bytearray(path_of(root, key).read_bytes())
+    data[-1] ^= 1
+    path_of(root, key).write_bytes(data)
+
+
+def tier_and_number(store: KVStore, key: str, number: int) -> str:
+    """The tier that serves a key, after a look at the bits."""
+    loaded = store.get(key)
+    assert loaded is not None
+    assert loaded.block.equal(make_block(number))
+    return loaded.tier
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_block_is_bit_identical_from_every_tier(root: Path, dtype: "object") -> None:
+    block = make_block(1, dtype=dtype)  # type: ignore[arg-type]
+    with KVStore(root) as store:
+        store.put(KEY, block)
+        first = store.get(KEY)
+    with KVStore(root, memory_bytes=0) as mapped, KVStore(root) as promoting:
+        loads = [first, mapped.get(KEY), mapped.get(KEY), promoting.get(KEY), promoting.get(KEY)]
+    assert [load.tier for load in loads if load] == ["memory", "disk", "disk", "disk", "memory"]
+    assert all(load.block.equal(block) for load in loads if load)
+
+
+def test_an_unknown_key_is_nowhere(store: KVStore) -> None:
+    assert store.get(KEY) is None
+    assert store.get_many([KEY, make_key(2)]) == [None, None]
+    assert store.get_many([]) == []
+    assert store.locate(KEY) is None
+    assert KEY not in store
+    store.delete(KEY)
+    with pytest.raises(MissingBlockError):
+        store.verify(KEY)
+
+
+def test_locating_changes_nothing(root: Path, store: KVStore) -> None:
+    store.put(KEY, make_block(1))
+    with KVStore(root) as other:
+        assert [other.locate(KEY), other.locate(KEY), KEY in other] == ["disk", "disk", True]
+        assert other.stats().hits_by_tier == {"memory": 0, "disk": 0}
+    assert store.locate(KEY) == "memory"
+
+
+def test_get_many_keeps_the_order_and_takes_repeats(root: Path, store: KVStore) -> None:
+    for number in range(12):
+        store.put(make_key(number), make_block(number))
+    wanted = [3, 99, 0, 3, 11, 98, 0, 7]
+    with KVStore(root) as other:
+        other.get(make_key(7))
+        loads = other.get_many([make_key(number) for number in wanted])
+        hits = other.stats().hits_by_tier
+    for number, load in zip(wanted, loads, strict=True):
+        assert (load is None) == (number > 90)
+        assert load is None or load.block.equal(make_block(number))
+    assert sum(hits.values()) == 1 + 6
+    assert hits["disk"] == 1 + 3, "each file is read once"
+
+
+def test_deletion_reaches_every_tier(root: Path, store: KVStore) -> None:
+    store.put(KEY, make_block(1))
+    store.put(make_key(2), make_block(2))
+    assert path_of(root, KEY).exists()
+    store.delete(KEY)
+    assert store.locate(KEY) is None
+    assert store.get(KEY) is None
+    assert not path_of(root, KEY).exists()
+    assert store.stats().bytes_by_tier["memory"] == make_block(2).num_bytes
+    assert tier_and_number(store, make_key(2), 2) == "memory"
+
+
+def test_a_block_deleted_while_it_is_loaded_does_not_stay_in_memory(
+    root: Path, store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has read the file and not yet kept it in memory when the deletion comes."""
+    store.put(KEY, make_block(1))
+    with KVStore(root) as other:
+        read, go = threading.Event(), threading.Event()
+        promote = other._promote
+
+        def slow_promote(*arguments: object) -> object:
+            read.set()
+            go.wait(10)
+            return promote(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(other, "_promote", slow_promote)
+        with ThreadPoolExecutor(2) as threads:
+            loading = threads.submit(other.get, KEY)
+            assert read.wait(10)
+            deleting = threads.submit(other.delete, KEY)
+            time.sleep(0.05)
+            go.set()
+            deleting.result(10)
+            loaded = loading.result(10)
+        assert loaded is not None
+        assert loaded.block.equal(make_block(1))
+        assert other.locate(KEY) is None
+
+
+def test_refresh_forgets_what_another_process_deleted(root: Path, store: KVStore) -> None:
+    for number in (1, 2):
+        store.put(make_key(number), make_block(number))
+    with KVStore(root) as other:
+        other.delete(KEY)
+    assert store.refresh() == 1
+    assert store.locate(KEY) is None
+    assert store.locate(make_key(2)) == "memory"
+
+
+def test_a_damaged_block_is_reported_dropped_and_not_served(
+    root: Path, store: KVStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put(KEY, make_block(1))
+    damage(root, KEY)
+    with KVStore(root) as other, caplog.at_level(logging.WARNING):
+        with pytest.raises(DamagedBlockError, match=KEY):
+            other.verify(KEY)
+        assert other.locate(KEY) == "disk", "verify drops nothing"
+        assert other.get(KEY) is None
+        assert KEY in caplog.text
+        assert other.locate(KEY) is None
+        assert not path_of(root, KEY).exists()
+        assert (other.stats().damaged, other.stats().misses) == (1, 1)
+        other.put(KEY, make_block(1))
+        other.verify(KEY)
+
+
+def test_a_copy_in_memory_is_served_though_the_file_is_damaged(root: Path, store: KVStore) -> None:
+    store.put(KEY, make_block(1))
+    damage(root, KEY)
+    assert tier_and_number(store, KEY, 1) == "memory"
+
+
+def test_a_read_only_store_serves_and_changes_nothing(root: Path, store: KVStore) -> None:
+    for number in (1, 2):
+        store.put(make_key(number), make_block(number))
+    damage(root, make_key(2))
+    before = sorted(root.rglob("*"))
+    with KVStore(root, read_only=True) as reader:
+        assert tier_and_number(reader, KEY, 1) == "disk"
+        assert reader.get(make_key(2)) is None
+        for action in (lambda: reader.put(KEY, make_block(1)), lambda: reader.delete(KEY), reader.sweep):
+            with pytest.raises(StoreReadOnlyError, match="read-only"):
+                action()
+        reader.remember(make_key(3), make_block(3))
+        assert tier_and_number(reader, make_key(3), 3) == "memory"
+        assert reader.stats().damaged == 1
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_damaged_block_that_cannot_be_removed_is_still_not_served(
+    root: Path, store: KVStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put(KEY, make_block(1))
+    damage(root, KEY)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with KVStore(root) as other:
+        assert other.get(KEY) is None
+        assert other.get(KEY) is None
+    assert "cannot be removed" in caplog.text
+
+
+def test_a_newer_versions_block_is_refused_and_stays(root: Path, store: KVStore) -> None:
+    store.put(KEY, make_block(1))
+    tensors, metadata = read_container(path_of(root, KEY))
+    write_container(path_of(root, KEY), tensors, {**metadata, "codec_version": "7"})
+    with KVStore(root) as other:
+        for action in (lambda: other.get(KEY), lambda: other.get_many([KEY, make_key(2)]), lambda: other.verify(KEY)):
+            with pytest.raises(SchemaVersionError, match="version 7 of codec 'raw'"):
+                action()
+        assert other.locate(KEY) == "disk"
+
+
+def test_statistics_are_those_of_what_happened(root: Path) -> None:
+    one = make_block(1).num_bytes
+    with KVStore(root, memory_bytes=2 * one) as store:
+        for number in range(3):
+            store.put(make_key(number), make_block(number))
+        assert tier_and_number(store, make_key(2), 2) == "memory"
+        assert tier_and_number(store, make_key(0), 0) == "disk"
+        assert store.get(make_key(9)) is None
+        on_disk = sum(path_of(root, make_key(number)).stat().st_size for number in range(3))
+        assert store.stats() == KVStats(
+            blocks=3,
+            bytes_by_tier={"memory": 2 * one, "disk": on_disk},
+            hits_by_tier={"memory": 1, "disk": 1},
+            misses=1,
+            damaged=0,
+            evictions=2,
+        )
+        assert sorted(store.keys()) == sorted(make_key(number) for number in range(3))
+
+
+def test_a_budget_below_one_block_serves_from_disk(root: Path) -> None:
+    with KVStore(root, memory_bytes=make_block(1).num_bytes - 1) as store:
+        store.put(KEY, make_block(1))
+        assert [tier_and_number(store, KEY, 1) for _ in range(2)] == ["disk", "disk"]
+        assert store.stats().bytes_by_tier["memory"] == 0
+
+
+def test_sweep_removes_leftovers_of_dead_writers(root: Path, store: KVStore) -> None:
+    store.put(KEY, make_block(1))
+    directory = path_of(root, KEY).parent
+    old, ours = (directory / f".x.safetensors.{pid}-0123abcd.tmp" for pid in (2**22 + 1, os.getpid()))
+    for path in (old, ours):
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - 7200, time.time() - 7200))
+    assert list(store.keys()) == [KEY]
+    assert store.sweep() == 1
+    assert (old.exists(), ours.exists()) == (False, True)
+    store.verify(KEY)
+
+
+def test_threads_share_one_store(root: Path) -> None:
+    """Readers, writers and deleters on a store whose memory holds three blocks of ten."""
+    numbers = range(10)
+    with KVStore(root, memory_bytes=3 * make_block(0).num_bytes) as store:
+
+        def work(seed: int) -> int:
+            wrong = 0
+            for step in range(40):
+                number = (seed * 3 + step) % 10
+                if step % 4 == 0:
+                    store.put(make_key(number), make_block(number))
+                if step % 9 == 0:
+                    store.delete(make_key(number))
+                loads = store.get_many([make_key(n) for n in numbers])
+                wrong += sum(
+                    not load.block.equal(make_block(n)) for n, load in zip(numbers, loads, strict=True) if load
+                )
+            return wrong
+
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(work, range(4))) == [0] * 4
+        assert store.stats().damaged == 0
+        assert len(store._key_locks) == 0
+        for key in store.keys():  # noqa: SIM118
+            store.verify(key)
+
+
+def test_blocks_outlive_the_store(root: Path) -> None:
+    with KVStore(root) as store:
+        store.put(KEY, make_block(1))
+        in_memory = store.get(KEY)
+    with KVStore(root, memory_bytes=0) as store:
+        mapped = store.get(KEY)
+    store.close()
+    assert in_memory is not None
+    assert mapped is not None
+    assert in_memory.block.equal(mapped.block)
+
+
+@pytest.mark.parametrize("options", [{"codec": "zip"}, {"eviction": "random"}, {"memory_bytes": -1}])
+def test_bad_options_are_refused(root: Path, options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        KVStore(root, **options)  # type: ignore[arg-type]
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("key", ["", "handle", "../" * 21 + "x"])
+def test_bad_keys_are_refused(store: KVStore, key: str) -> None:
+    for action in (store.get, store.delete, store.verify, lambda key: store.get_many([key, key + "a"])):
+        with pytest.raises(ConfigError, match="no block key"):
+            action(key)
+    for put in (store.put, store.remember):
+        with pytest.raises(ConfigError, match="no block key"):
+            put(key, make_block(1))
+
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+from blocks import make_block, make_key
+from ragcache.errors import StoreFullError
+from ragcache.store.kv_store import KVStore
+root = Path(sys.argv[1]) / "kv"
+with KVStore(root) as store:
+    written = 0
+    try:
+        while written < 1000:
+            store.put(make_key(written), make_block(written, num_tokens=200))
+            written += 1
+    except StoreFullError as error:
+        assert make_key(written) in str(error), error
+    else:
+        raise SystemExit("the disk never filled up")
+    assert written > 3
+    assert not list(root.rglob("*.tmp"))
+    assert store.get(make_key(written)) is None
+    store.delete(make_key(0))
+    store.put(make_key(1001), make_block(1001))
+with KVStore(root) as store:
+    assert sorted(store.keys()) == sorted(make_key(n) for n in [*range(1, written), 1001])
+    for key in store.keys():
+        store.verify(key)
+print("done")
+"""
+
+READ_ONLY_DISK = """
+import subprocess, sys
+from pathlib import Path
+from blocks import make_block, make_key
+from ragcache.errors import StoreReadOnlyError
+from ragcache.store.kv_store import KVStore
+root = Path(sys.argv[1]) / "kv"
+with KVStore(root, memory_bytes=0) as store:
+    store.put(make_key(1), make_block(1))
+    subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+    for action in (lambda: store.put(make_key(2), make_block(2)), lambda: store.put(make_key(1), make_block(1)),
+                   lambda: store.delete(make_key(1))):
+        try:
+            action()
+        except StoreReadOnlyError as error:
+            assert str(root) in str(error)
+        else:
+            raise SystemExit("written to a read-only disk")
+    assert store.get(make_key(1)).block.equal(make_block(1))
+    assert store.get(make_key(2)) is None
+print("done")
+"""
+
+
+@pytest.mark.parametrize("script", [FULL_DISK, READ_ONLY_DISK], ids=["full", "read-only"])
+def test_a_disk_that_takes_nothing_more(tmp_path: Path, script: str) -> None:
+    run_on_tiny_disk(tmp_path, script)
