@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONTEXT_MARK = "\ue000ragcache-context\ue000"  # private use: no template or question holds it
-DEFAULT_QUESTION_FORMAT = "\n{question}"
+DEFAULT_QUESTION_FORMAT = "Question: {question}"  # chunks end with a newline of their own
 
 
 @dataclass(frozen=True)

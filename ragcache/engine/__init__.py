@@ -1,0 +1,1 @@
+"""Retrieve, load or compute, fuse, generate."""

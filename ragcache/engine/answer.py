@@ -1,0 +1,128 @@
+"""What the engine gives back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ragcache.store.records import Chunk
+
+
+@dataclass(frozen=True)
+class Source:
+    """A passage that an answer was read from.
+
+    score:  inner product with the question
+    handle: names the chunk's KV block
+    kv:     where its KV came from: "memory", "disk", "computed" now, or "unused" (full prefill reads the text)
+    """
+
+    chunk: Chunk
+    score: float
+    handle: str | None
+    kv: str
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds by phase.
+
+    retrieve_s: embedding the question and searching
+    load_s:     reading blocks from the KV store
+    encode_s:   computing blocks that were in no tier
+    place_s:    rotating and copying blocks into place
+    prefill_s:  the forward pass of the suffix (or of everything, under `full`)
+    ttft_s:     from the question to the first token of the answer
+    total_s:    to the last one
+    """
+
+    retrieve_s: float
+    load_s: float
+    encode_s: float
+    place_s: float
+    prefill_s: float
+    ttft_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens, as OpenAI counts them.
+
+    prompt_tokens:     all of the prompt
+    cached_tokens:     of these, tokens whose KV was reused
+    completion_tokens: of the answer
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """text: the answer. hits: the passages it was read from, best first. method: the fusion method.
+
+    dropped: retrieved passages that did not fit the model's context and were left out (on_overflow="trim")
+    finish_reason: "stop" (end of text or stop string) or "length"
+    """
+
+    text: str
+    hits: list[Source]
+    timings: Timings
+    usage: Usage
+    method: str
+    dropped: int = 0
+    finish_reason: str = "stop"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values: text, hits, timings, usage, method, dropped, finish_reason."""
+        return {
+            "text": self.text,
+            "hits": [source_to_json(hit) for hit in self.hits],
+            "timings": asdict(self.timings),
+            "usage": asdict(self.usage),
+            "method": self.method,
+            "dropped": self.dropped,
+            "finish_reason": self.finish_reason,
+        }
+
+
+def source_to_json(source: Source) -> dict[str, Any]:
+    chunk = source.chunk
+    return {
+        "chunk_id": chunk.id,
+        "document_id": chunk.document_id,
+        "title": chunk.title,
+        "source": chunk.source,
+        "text": chunk.text,
+        "metadata": chunk.metadata,
+        "tokens": len(chunk.token_ids),
+        "score": source.score,
+        "handle": source.handle,
+        "kv": source.kv,
+    }
+
+
+@dataclass(frozen=True)
+class Sources:
+    """First event of a stream: the passages, before anything is read."""
+
+    hits: list[Source]
+
+
+@dataclass(frozen=True)
+class Token:
+    """A piece of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """Last event of a stream: the whole answer."""
+
+    answer: Answer
+
+
+Event = Sources | Token | Done

@@ -1,0 +1,177 @@
+"""Look after a store without its models: figures, and the check that repairs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ragcache.engine.opening import Store
+from ragcache.engine.usage import UsageLog
+from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
+from ragcache.retrieval.index import VectorIndex
+from ragcache.store.documents import DocumentStore
+
+
+@dataclass(frozen=True)
+class Info:
+    """Counts, bytes by tier, and hits over the life of the store."""
+
+    documents: int
+    chunks: int
+    tokens: int
+    blocks: int
+    pending: int
+    bytes_by_tier: dict[str, int]
+    hits_by_tier: dict[str, int]
+    misses: int
+    hit_rate: float | None
+    model: str | None
+    embedder: str | None
+    schema_version: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def info(store: Store, usage: UsageLog) -> Info:
+    usage.record(store.kv.stats())
+    stats, counts, bound = store.kv.stats(), store.documents.counts(), store.documents.properties()
+    seen = usage.read()
+    return Info(
+        documents=counts.documents,
+        chunks=counts.chunks,
+        tokens=counts.tokens,
+        blocks=stats.blocks,
+        pending=sum(document.num_pending for document in store.documents.documents()),
+        bytes_by_tier=stats.bytes_by_tier,
+        hits_by_tier={name: seen.hits.get(name, 0) for name in stats.bytes_by_tier},
+        misses=seen.misses,
+        hit_rate=seen.hit_rate,
+        model=None if "model_name" not in bound else str(bound["model_name"]),
+        embedder=None if "embedder" not in bound else str(bound["embedder"]),
+        schema_version=int(str(bound["schema_version"])),
+    )
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What was looked at and what was done about it.
+
+    blocks:   verified byte by byte
+    damaged:  keys of blocks that were dropped; they are computed again on first use
+    missing:  chunks whose block no tier had; likewise
+    orphans:  keys of blocks that no chunk refers to; deleted
+    newer:    keys of blocks that a newer version wrote; left alone
+    leftovers: temporary files of killed writers; removed
+    index:    "sound", "absent" (nothing to search), or why it was rebuilt
+    """
+
+    blocks: int
+    damaged: list[str]
+    missing: list[str]
+    orphans: list[str]
+    newer: list[str]
+    leftovers: int
+    index: str
+
+    @property
+    def sound(self) -> bool:
+        """Whether there was nothing to repair."""
+        repaired = self.damaged or self.missing or self.orphans or self.leftovers
+        return not repaired and self.index in ("sound", "absent")
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "sound": self.sound}
+
+
+def doctor(store: Store, *, index_kind: str = "flat", timeout_s: float = 30.0) -> DoctorReport:
+    """Verify every block and the index; drop what is damaged, collect what nobody refers to, rebuild the index.
+
+    Nothing that can be computed again is lost: chunks keep their text, and a dropped block is made on first use.
+    Raises StoreBusyError, StoreReadOnlyError, StoreFullError.
+    """
+    with store.layout.writer(timeout_s):
+        garbage = store.documents.collectable()
+        for handle in garbage:
+            store.kv.delete(handle)
+        store.documents.clear_garbage(garbage)
+        referenced = store.documents.handles()
+        damaged, newer, checked = _verify_blocks(store)
+        orphans = [key for key in list(store.kv.keys()) if key not in referenced and key not in newer]
+        for key in orphans:
+            store.kv.delete(key)
+        missing = _forget_missing(store)
+        leftovers = store.kv.sweep(0.0)
+        index = _check_index(store, index_kind)
+    return DoctorReport(checked, damaged, missing, orphans, newer, leftovers, index)
+
+
+def _verify_blocks(store: Store) -> tuple[list[str], list[str], int]:
+    damaged, newer, checked = [], [], 0
+    for key in list(store.kv.keys()):
+        checked += 1
+        try:
+            store.kv.verify(key)
+        except DamagedBlockError:
+            store.kv.delete(key)
+            damaged.append(key)
+        except SchemaVersionError:
+            newer.append(key)
+        except MissingBlockError:  # deleted by a reader that found it damaged a moment ago
+            continue
+    return damaged, newer, checked
+
+
+def _forget_missing(store: Store) -> list[str]:
+    """Chunks whose handle names no block become pending; returns their ids."""
+    missing = [
+        chunk.id
+        for document in store.documents.documents()
+        for chunk in store.documents.chunks_of(document.id)
+        if chunk.handle is not None and chunk.handle not in store.kv
+    ]
+    if missing:
+        store.documents.set_handles(dict.fromkeys(missing))
+        store.documents.clear_garbage(store.documents.collectable())
+    return missing
+
+
+def _check_index(store: Store, kind: str) -> str:
+    bound = store.documents.properties()
+    if "embedder" not in bound or not store.documents.counts().chunks:
+        return "absent"
+    reason = _index_fault(store)
+    if reason is None:
+        return "sound"
+    dimension = int(str(bound["embedding_dim"]))
+    generation = store.documents.generation()
+    index = VectorIndex(dimension, kind=kind, embedder=str(bound["embedder"]))
+    for batch in store.documents.all_vectors():
+        index.add(batch.ids, batch.vectors)
+    index.generation = generation
+    index.save(store.layout.index)
+    return reason
+
+
+def _index_fault(store: Store) -> str | None:
+    """Why the saved index has to be rebuilt; None when it says what SQL says."""
+    path = store.layout.index
+    if not path.exists():
+        return "rebuilt: it was absent"
+    try:
+        index = VectorIndex.load(path)
+    except DamagedIndexError as error:
+        return f"rebuilt: {error}"
+    if index.ids != store.documents.vector_ids():
+        return "rebuilt: it held other chunks than the documents"
+    return None if _same_vectors(index, store.documents) else "rebuilt: it held other vectors than the documents"
+
+
+def _same_vectors(index: VectorIndex, documents: DocumentStore) -> bool:
+    for batch in documents.all_vectors():
+        rows, vectors = index.vectors_present(batch.ids)
+        if not np.array_equal(vectors, batch.vectors[rows]):
+            return False
+    return True

@@ -1,0 +1,127 @@
+"""Put a store, a model and an embedder together, and refuse those that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ragcache.errors import ConfigError, StoreNotFoundError
+from ragcache.models.lm import LanguageModel
+from ragcache.models.loading import load_lm
+from ragcache.retrieval.embedder import Embedder, Vectors, load_embedder
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
+from ragcache.store.layout import StoreLayout
+
+DEFAULT_MODEL = "mini"
+DEFAULT_EMBEDDER = "minilm"
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """How a store is opened.
+
+    database:     SQLAlchemy URL; SQLite inside the store's directory when None
+    memory_bytes: budget of the host-memory tier
+    codec, eviction: see KVStore
+    index:        "flat" (exact) or "hnsw"
+    read_only:    nothing is written, not even computed blocks
+    """
+
+    database: str | None = None
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    codec: str = "raw"
+    eviction: str = "lru"
+    index: str = "flat"
+    read_only: bool = False
+
+
+class Store(NamedTuple):
+    """What one directory holds, opened."""
+
+    layout: StoreLayout
+    documents: DocumentStore
+    kv: KVStore
+
+    def close(self) -> None:
+        self.kv.close()
+        self.documents.close()
+
+
+def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
+    """Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, ConfigError."""
+    layout = StoreLayout(path)
+    if create and not config.read_only:
+        layout.create()
+    elif not layout.exists():
+        raise StoreNotFoundError(f"{path}: no store here; ingest something to make one")
+    layout.check()
+    with ExitStack() as undo:
+        documents = DocumentStore.open(config.database or layout.database, read_only=config.read_only)
+        undo.callback(documents.close)
+        kv = KVStore(
+            layout.kv,
+            memory_bytes=config.memory_bytes,
+            codec=config.codec,
+            eviction=config.eviction,
+            read_only=config.read_only,
+        )
+        undo.pop_all()
+    return Store(layout, documents, kv)
+
+
+def open_model(
+    documents: DocumentStore, model: str | Path | LanguageModel | None, dtype: str | None, device: str
+) -> LanguageModel:
+    """The model asked for, or the one that the store was made with, or the default one for a new store.
+
+    Raises ModelMismatchError when the store's blocks belong to another model, and what `load_lm` raises.
+    """
+    bound = documents.properties()
+    if isinstance(model, LanguageModel):
+        lm = model
+    else:
+        name = model if model is not None else str(bound.get("model_name", DEFAULT_MODEL))
+        lm = load_lm(name, dtype=dtype or str(bound.get("model_dtype", "float32")), device=device)
+    documents.bind("fingerprint", lm.fingerprint)
+    _note(documents, bound, "model_name", lm.name)
+    _note(documents, bound, "model_dtype", str(lm.dtype).removeprefix("torch."))
+    return lm
+
+
+def _note(documents: DocumentStore, bound: dict[str, Any], name: str, value: str) -> None:
+    """Record how the model was asked for. The fingerprint alone decides whether another one fits: it may have moved."""
+    if name not in bound:
+        documents.bind(name, value)
+
+
+def open_embedder(documents: DocumentStore, embedder: str | Path | Embedder | None, device: str) -> Embedder:
+    """The embedder asked for, or the store's own, or the default one. Raises EmbedderError."""
+    if embedder is None:
+        embedder = str(documents.properties().get("embedder", DEFAULT_EMBEDDER))
+    return load_embedder(embedder, device) if isinstance(embedder, str | Path) else embedder
+
+
+class AbsentEmbedder:
+    """Stands in where a store is opened for maintenance: the index can be changed and saved, nothing is embedded."""
+
+    def __init__(self, name: str, dimension: int) -> None:
+        self.name = name
+        self.dimension = dimension
+
+    def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
+        raise ConfigError("the store was opened without its embedder (models=False); open it with one")
+
+    def embed_query(self, text: str) -> Vectors:
+        raise ConfigError("the store was opened without its embedder (models=False); open it with one")
+
+
+def absent_embedder(documents: DocumentStore) -> AbsentEmbedder | None:
+    """None for a store that nothing was embedded into yet."""
+    bound = documents.properties()
+    if "embedder" not in bound or "embedding_dim" not in bound:
+        return None
+    return AbsentEmbedder(str(bound["embedder"]), int(str(bound["embedding_dim"])))
