@@ -1,0 +1,197 @@
+"""Answers of the engine against plain transformers, its own stream, and itself under many threads."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from families import block_diagonal
+from tiny_model import save_tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ragcache as rc
+from ragcache.errors import CancelledError, ConfigError, ContextTooLongError, PromptError
+
+QUESTIONS = [
+    "Where do dogs bark?",
+    "Where does the river rise?",
+    "When does the rowing club meet?",
+    "Is the cat happy?",
+]
+SHORT = rc.Sampling(max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def oracle(model_directory):
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="eager")
+    return model.eval(), AutoTokenizer.from_pretrained(model_directory)
+
+
+def oracle_prompt(tokenizer, question, hits):
+    """BOS, passages, question: put together by hand."""
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    chunks = [ids(hit.chunk.text) for hit in hits]
+    return rc.Prompt([tokenizer.bos_token_id], chunks, ids(f"Question: {question}\nAnswer:"))
+
+
+def greedy(model, tokenizer, prompt, allowed, count):
+    """Token by token, each a plain forward of everything under an explicit mask."""
+    ids, made = list(prompt.ids), []
+    while len(made) < count:
+        n = len(ids)
+        mask = torch.ones(n, n, dtype=torch.bool).tril()
+        mask[: allowed.shape[0], : allowed.shape[0]] = allowed
+        bias = torch.zeros(n, n).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
+        with torch.no_grad():
+            token = int(model(input_ids=torch.tensor([ids]), attention_mask=bias).logits[0, -1].argmax())
+        if token == tokenizer.eos_token_id:
+            break
+        ids.append(token)
+        made.append(token)
+    return tokenizer.decode(made)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("method", ["full", "reposition"])
+def test_an_answer_is_what_plain_transformers_says(kb, oracle, question, method):
+    model, tokenizer = oracle
+    answer = kb.ask(question, k=3, method=method, sampling=SHORT)
+    prompt = oracle_prompt(tokenizer, question, answer.hits)
+    n = prompt.num_tokens
+    allowed = torch.ones(n, n, dtype=torch.bool).tril() if method == "full" else block_diagonal(prompt)
+    assert answer.text == greedy(model, tokenizer, prompt, allowed, SHORT.max_tokens)
+    assert answer.usage.prompt_tokens == n
+    assert answer.usage.cached_tokens == (0 if method == "full" else prompt.context_tokens)
+
+
+@pytest.mark.parametrize("sampling", [SHORT, rc.Sampling(max_tokens=12, temperature=1.0, seed=4)])
+def test_streaming_is_non_streaming(kb, sampling):
+    events = list(kb.stream(QUESTIONS[0], k=2, sampling=sampling))
+    answer = kb.ask(QUESTIONS[0], k=2, sampling=sampling)
+    assert isinstance(events[0], rc.Sources)
+    assert [hit.chunk.id for hit in events[0].hits] == [hit.chunk.id for hit in answer.hits]
+    assert "".join(e.text for e in events if isinstance(e, rc.Token)) == answer.text
+    assert isinstance(events[-1], rc.Done)
+    assert events[-1].answer.text == answer.text
+
+
+def test_many_askers_get_what_one_gets(kb):
+    alone = {q: kb.ask(q, k=3, sampling=SHORT) for q in QUESTIONS}
+    with ThreadPoolExecutor(6) as pool:
+        jobs = [(q, pool.submit(kb.ask, q, 3, sampling=SHORT)) for q in QUESTIONS * 6]
+    for question, job in jobs:
+        assert job.result().text == alone[question].text
+        assert [h.handle for h in job.result().hits] == [h.handle for h in alone[question].hits]
+
+
+def test_asking_beside_an_ingestion(kb):
+    expected = kb.ask(QUESTIONS[0], k=1, sampling=SHORT).text
+    more = [rc.Document(f"filler {n}", f"Number {n} is nothing special, and so is {n + 1}.\n") for n in range(40)]
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(kb.ingest, more)
+        while not job.done():
+            assert kb.ask(QUESTIONS[0], k=1, sampling=SHORT).text == expected
+    assert len(job.result().added) == 40
+
+
+def test_a_stop_string_and_a_length_end_the_answer(kb):
+    free = kb.ask(QUESTIONS[1], k=2, sampling=SHORT)
+    assert (free.finish_reason, free.usage.completion_tokens) == ("length", SHORT.max_tokens)
+    stop = free.text[3:5]
+    stopped = kb.ask(QUESTIONS[1], k=2, sampling=rc.Sampling(max_tokens=12, stop=(stop,)))
+    assert stopped.text == free.text[: free.text.index(stop)]
+    assert stopped.finish_reason == "stop"
+
+
+def test_cancelling_ends_a_stream_and_the_store_lives_on(kb):
+    cancelled = threading.Event()
+    events = kb.stream(QUESTIONS[0], k=2, sampling=SHORT, cancelled=cancelled)
+    next(events)
+    cancelled.set()
+    with pytest.raises(CancelledError):
+        list(events)
+    assert kb.ask(QUESTIONS[0], k=2, sampling=SHORT).text
+
+
+def test_every_phase_is_timed(kb):
+    timings = kb.ask(QUESTIONS[0], k=3, sampling=SHORT).timings
+    parts = [timings.retrieve_s, timings.load_s, timings.encode_s, timings.place_s, timings.prefill_s]
+    assert all(part >= 0 for part in parts)
+    assert sum(parts) <= timings.ttft_s < timings.total_s
+
+
+def test_hits_may_be_given(kb):
+    hits = kb.retrieve(QUESTIONS[0], k=3)
+    answer = kb.ask(QUESTIONS[0], hits=hits[::-1], sampling=SHORT)
+    assert [hit.chunk.id for hit in answer.hits] == [hit.chunk.id for hit in hits[::-1]]
+
+
+def test_no_passages_still_answer(open_kb):
+    answer = open_kb().ask(QUESTIONS[0], sampling=SHORT)
+    assert answer.hits == []
+    assert answer.usage.completion_tokens > 0
+
+
+@pytest.mark.parametrize("question", ["", "  \n"])
+def test_an_empty_question_is_refused(kb, question):
+    with pytest.raises(PromptError, match="empty"):
+        kb.ask(question)
+
+
+def test_k_of_zero_is_refused_and_a_large_k_means_all(kb):
+    with pytest.raises(ConfigError, match="k is 0"):
+        kb.ask(QUESTIONS[0], k=0)
+    assert len(kb.ask(QUESTIONS[0], k=99, sampling=SHORT).hits) == 4
+
+
+def test_a_question_longer_than_the_context_is_refused(kb):
+    with pytest.raises(ContextTooLongError, match="512"):
+        kb.ask("why " * 200)
+
+
+def test_passages_that_do_not_fit_are_refused_or_trimmed_as_asked(kb):
+    question = "why " * 85  # leaves room for three of the four passages
+    with pytest.raises(ContextTooLongError, match="k=3"):
+        kb.ask(question, k=4)
+    answer = kb.ask(question, k=4, on_overflow="trim", sampling=SHORT)
+    assert (len(answer.hits), answer.dropped) == (3, 1)
+    whole = kb.retrieve(question, k=3)
+    assert [hit.chunk.id for hit in answer.hits] == [hit.chunk.id for hit in whole]
+    with pytest.raises(ConfigError, match="shrink"):
+        kb.ask(question, on_overflow="shrink")
+
+
+def test_an_unknown_method_is_named(kb, open_kb, tmp_path):
+    with pytest.raises(ConfigError, match="telepathy"):
+        kb.ask(QUESTIONS[0], method="telepathy")
+    with pytest.raises(ConfigError, match="telepathy"):
+        open_kb(tmp_path / "other", method="telepathy")
+    assert not (tmp_path / "other").exists(), "a refused call leaves nothing behind"
+
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_a_chat_template_is_split_around_the_context(open_kb, tmp_path):
+    directory = save_tiny_llama(tmp_path / "chat", chat_template=CHAT)
+    kb = open_kb(tmp_path / "chatty", model=rc.load_lm(directory), system="Be brief.", question_format="Q: {question}")
+    kb.ingest(rc.Document("cats", "The cat sat.\n"))
+    answer = kb.ask("Where?", k=1, sampling=rc.Sampling(max_tokens=3))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    text = "[system]Be brief.[end][user]The cat sat.\nQ: Where?[end][assistant]"
+    assert answer.usage.prompt_tokens == 1 + len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert tokenizer.apply_chat_template(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The cat sat.\nQ: Where?"}],
+        tokenize=False,
+        add_generation_prompt=True,
+    ).endswith(text)
+    with pytest.raises(ConfigError, match="question"):
+        open_kb(tmp_path / "other", model=rc.load_lm(directory), question_format="no place")

@@ -1,0 +1,225 @@
+"""Laws 8 and 10 and the care of a store, through the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tiny_model import save_tiny_llama
+
+import ragcache as rc
+from ragcache.errors import (
+    ConfigError,
+    EmbedderMismatchError,
+    ModelMismatchError,
+    SchemaVersionError,
+    StoreNotFoundError,
+    StoreReadOnlyError,
+)
+from ragcache.retrieval.testing import BagOfWords
+
+QUESTION = "Where do dogs bark at night?"
+SHORT = rc.Sampling(max_tokens=8)
+
+
+def ask(kb, **options):
+    return kb.ask(QUESTION, k=4, sampling=SHORT, **options)
+
+
+def block_file(kb, handle) -> Path:
+    (found,) = kb.store.layout.kv.rglob(f"{handle}*")
+    return found
+
+
+def corrupt(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+# Law 8
+
+
+def test_another_model_is_refused(kb, open_kb, tmp_path):
+    other = save_tiny_llama(tmp_path / "other-model", seed=1)
+    with pytest.raises(ModelMismatchError, match="fingerprint"):
+        open_kb(model=rc.load_lm(other))
+    with pytest.raises(ModelMismatchError):
+        open_kb(model=rc.load_lm(kb.lm.name, dtype="bfloat16"))
+    assert ask(open_kb()).text == ask(kb).text
+
+
+def test_another_embedder_is_refused(kb, open_kb):
+    with pytest.raises(EmbedderMismatchError, match="other"):
+        open_kb(embedder=BagOfWords(name="other"))
+
+
+def test_the_store_knows_its_model(kb, open_kb, model_directory):
+    again = open_kb(model=None)
+    assert again.lm.fingerprint == kb.lm.fingerprint
+    assert again.lm.name == str(model_directory)
+
+
+@pytest.mark.parametrize("change", [{"recipe": "prefix"}, {"tenant": "acme"}])
+def test_blocks_of_another_recipe_or_tenant_are_never_served(kb, open_kb, change):
+    before = {hit.handle for hit in ask(kb).hits}
+    first = ask(open_kb(**change))
+    assert {hit.kv for hit in first.hits} == {"computed"}
+    assert not before & {hit.handle for hit in first.hits}
+
+
+def test_a_changed_prefix_changes_prefix_blocks_and_leaves_isolated_ones(kb, open_kb, tmp_path):
+    assert {hit.kv for hit in ask(open_kb(system="Be brief.")).hits} == {"disk"}
+    one = open_kb(tmp_path / "p", recipe="prefix")
+    one.ingest(rc.Document("cats", "The cat sat on the mat.\n"))
+    assert {hit.kv for hit in ask(open_kb(tmp_path / "p", recipe="prefix")).hits} == {"disk"}
+    assert {hit.kv for hit in ask(open_kb(tmp_path / "p", recipe="prefix", system="Be brief.")).hits} == {"computed"}
+
+
+def test_a_damaged_block_is_dropped_and_computed_again(kb, open_kb, caplog):
+    expected = ask(kb)
+    handle = expected.hits[0].handle
+    corrupt(block_file(kb, handle))
+    again = open_kb()
+    answer = ask(again)
+    assert answer.text == expected.text
+    assert [hit.kv for hit in answer.hits] == ["computed", "disk", "disk", "disk"]
+    assert handle in caplog.text
+    assert ask(again).hits[0].kv == "memory"
+    assert again.doctor().sound
+
+
+# Law 10
+
+
+def test_deleting_a_document_deletes_every_trace(kb, open_kb):
+    other = open_kb()
+    gone = next(hit for hit in ask(other).hits if hit.chunk.document_id == "dogs")
+    path = block_file(kb, gone.handle)
+    assert kb.delete(["dogs", "never there"]) == ["dogs"]
+    assert not path.exists()
+    assert kb.store.kv.locate(gone.handle) is None
+    assert [d.id for d in kb.documents()] == ["cats", "clubs", "rivers"]
+    for reader in (kb, other, open_kb()):
+        assert gone.chunk.id not in [hit.chunk.id for hit in ask(reader).hits]
+        assert reader.store.kv.locate(gone.handle) is None, "another process's memory let go of it too"
+    assert kb.doctor().sound
+
+
+def test_deleting_without_models_is_the_same(kb, open_kb):
+    plain = open_kb(models=False)
+    handle = next(hit.handle for hit in ask(kb).hits if hit.chunk.document_id == "dogs")
+    assert plain.delete("dogs") == ["dogs"]
+    assert plain.store.kv.locate(handle) is None
+    assert "dogs" not in [hit.chunk.document_id for hit in ask(kb).hits]
+    assert plain.doctor().sound
+    with pytest.raises(ConfigError, match="models=False"):
+        plain.ask(QUESTION)
+
+
+def test_a_text_that_two_documents_share_stays_while_one_has_it(kb):
+    text = "Dogs bark at night in the town of Kelbrook.\n"
+    kb.ingest(rc.Document("dogs again", text))
+    handle = next(hit.handle for hit in ask(kb).hits if hit.chunk.document_id == "dogs")
+    kb.delete("dogs")
+    assert next(hit.kv for hit in ask(kb).hits if hit.chunk.document_id == "dogs again") == "memory"
+    kb.delete("dogs again")
+    assert kb.store.kv.locate(handle) is None
+
+
+# Lazy, read-only, care
+
+
+def test_lazy_blocks_are_computed_at_first_use(open_kb):
+    kb = open_kb()
+    report = kb.ingest(rc.Document("cats", "The cat sat on the mat.\n"), kv="lazy")
+    assert report.computed_tokens == 0
+    assert [d.state for d in kb.documents()] == ["pending"]
+    first, second = ask(kb), ask(kb)
+    assert [hit.kv for hit in first.hits] == ["computed"]
+    assert [hit.kv for hit in second.hits] == ["memory"]
+    assert first.text == second.text
+    assert [d.state for d in kb.documents()] == ["ready"]
+    assert (first.usage.cached_tokens, second.usage.cached_tokens) == (1, 1 + len(second.hits[0].chunk.token_ids))
+
+
+def test_a_read_only_store_answers_and_writes_nothing(kb, open_kb):
+    expected = ask(kb).text
+    corrupt(block_file(kb, ask(kb).hits[0].handle))
+    kb.close()
+    before = {path: path.stat().st_mtime_ns for path in kb.store.layout.kv.rglob("*")}
+    reader = open_kb(store=rc.StoreConfig(read_only=True))
+    assert ask(reader).text == expected
+    assert ask(reader).hits[0].kv == "memory"
+    with pytest.raises(StoreReadOnlyError):
+        reader.ingest(rc.Document("x", "y"))
+    with pytest.raises(StoreReadOnlyError):
+        reader.delete("cats")
+    assert {path: path.stat().st_mtime_ns for path in kb.store.layout.kv.rglob("*")} == before
+
+
+def test_a_store_that_is_not_there_is_named(open_kb, tmp_path):
+    with pytest.raises(StoreNotFoundError, match="nowhere"):
+        open_kb(tmp_path / "nowhere", create=False)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    with pytest.raises(StoreNotFoundError, match="full"):
+        open_kb(tmp_path / "full")
+    assert os.listdir(tmp_path / "full") == ["thesis.txt"]
+
+
+def test_a_newer_store_is_refused(kb, open_kb):
+    kb.close()
+    kb.store.layout.marker.write_text(json.dumps({"format": 99}))
+    with pytest.raises(SchemaVersionError, match="99"):
+        open_kb()
+
+
+def test_the_doctor_repairs_what_can_be_repaired(kb, open_kb):
+    expected = ask(kb).text
+    handles = [hit.handle for hit in ask(kb).hits]
+    corrupt(block_file(kb, handles[0]))
+    block_file(kb, handles[1]).unlink()
+    kb.store.kv.put("ab" * 32, kb.lm.encode([[1, 2, 3]])[0])
+    index = kb.store.layout.index
+    index.write_bytes(index.read_bytes()[:100])
+    kb.close()
+    patient = open_kb(models=False)
+    report = patient.doctor()
+    assert not report.sound
+    assert report.damaged == [handles[0]]
+    assert report.orphans == ["ab" * 32]
+    assert len(report.missing) == 2
+    assert report.index.startswith("rebuilt")
+    assert patient.doctor().sound
+    healed = open_kb()
+    answer = ask(healed)
+    assert answer.text == expected
+    assert sorted(hit.kv for hit in answer.hits) == ["computed", "computed", "disk", "disk"]
+
+
+def test_an_index_that_lies_is_rebuilt(kb, open_kb):
+    expected = [hit.chunk.id for hit in ask(kb).hits]
+    stolen = kb.store.layout.index.read_bytes()
+    kb.ingest(rc.Document("later", "Dogs bark at night in the morning too.\n"))
+    kb.close()
+    kb.store.layout.index.write_bytes(stolen)
+    assert open_kb(models=False).doctor().index.startswith("rebuilt")
+    assert [hit.chunk.id for hit in open_kb().ask(QUESTION, k=5, sampling=SHORT).hits if hit.chunk.id in expected]
+
+
+def test_info_counts_over_the_life_of_the_store(kb, open_kb):
+    ask(kb)
+    kb.close()
+    again = open_kb()
+    ask(again)
+    info = again.info()
+    assert (info.documents, info.chunks, info.blocks, info.pending) == (4, 4, 4, 0)
+    assert info.hits_by_tier == {"memory": 4, "disk": 4}
+    assert (info.misses, info.hit_rate) == (0, 1.0)
+    tokens = sum(len(hit.chunk.token_ids) for hit in ask(again).hits)
+    assert info.tokens == tokens
+    assert info.bytes_by_tier["memory"] == tokens * again.lm.kv_bytes_per_token
+    assert info.bytes_by_tier["disk"] > info.bytes_by_tier["memory"]

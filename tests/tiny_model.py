@@ -1,0 +1,44 @@
+"""A random Llama with a byte-level tokenizer, saved as a Hugging Face directory: loads like any other model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+BOS, EOS = "<|bos|>", "<|eos|>"
+
+
+def byte_tokenizer(**more: Any) -> PreTrainedTokenizerFast:
+    """Every byte is a token; 258 ids with BOS and EOS."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False, **more
+    )
+
+
+def save_tiny_llama(directory: Path, *, seed: int = 0, positions: int = 512, **tokenizer_options: Any) -> Path:
+    torch.manual_seed(seed)
+    tokenizer = byte_tokenizer(**tokenizer_options)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=positions,
+        initializer_range=0.3,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
