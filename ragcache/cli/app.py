@@ -1,0 +1,60 @@
+"""The commands, under their names."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ragcache.cli.asking import ask, chat
+from ragcache.cli.care import doctor, info, methods
+from ragcache.cli.demo import demo
+from ragcache.cli.documents import delete, ingest, list_documents
+
+COMMANDS = {
+    "ingest": ingest,
+    "ask": ask,
+    "chat": chat,
+    "list": list_documents,
+    "delete": delete,
+    "info": info,
+    "doctor": doctor,
+    "methods": methods,
+    "demo": demo,
+}
+
+
+def build_app() -> typer.Typer:
+    """The command line as a typer application."""
+    app = typer.Typer(
+        help="Retrieval-augmented generation that never reads the same passage twice.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_top)
+    for name, function in COMMANDS.items():
+        app.command(name)(function)
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from ragcache import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Takes the options that stand before the command."""
+
+
+def main() -> None:
+    """Entry point of `ragcache`."""
+    build_app()()

@@ -1,0 +1,85 @@
+"""info, doctor, methods."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ragcache.cli.command import command
+from ragcache.cli.opening import open_for_care
+from ragcache.cli.options import WAIT_S, Json, StoreOptions, Wait
+from ragcache.cli.output import bytes_text, print_json, print_table, say
+
+if TYPE_CHECKING:
+    from ragcache.engine.maintenance import DoctorReport, Info
+
+
+@command
+def info(store: StoreOptions, as_json: Json = False) -> None:
+    """Show what the store holds: counts, bytes by tier, hit rates."""
+    with open_for_care(store, read_only=True) as kb:
+        found = kb.info()
+    if as_json:
+        print_json({"store": str(store.store), **found.to_json()})
+    else:
+        _print_info(store, found)
+
+
+def _print_info(store: StoreOptions, found: Info) -> None:
+    asked = sum(found.hits_by_tier.values()) + found.misses
+    rate = "nothing asked yet" if found.hit_rate is None else f"{found.hit_rate:.1%} of {asked} blocks"
+    rows = [
+        ("store", store.store),
+        ("model", found.model),
+        ("embedder", found.embedder),
+        ("documents", found.documents),
+        ("passages", f"{found.chunks} of {found.tokens:,} tokens, {found.pending} without KV yet"),
+        ("blocks", found.blocks),
+        *((f"bytes in {tier}", bytes_text(count)) for tier, count in found.bytes_by_tier.items()),
+        *((f"hits in {tier}", count) for tier, count in found.hits_by_tier.items()),
+        ("misses", found.misses),
+        ("hit rate", rate),
+        ("schema version", found.schema_version),
+    ]
+    for name, value in rows:
+        say(f"{name:<16}{'-' if value is None else value}")
+
+
+@command
+def doctor(store: StoreOptions, wait: Wait = WAIT_S, as_json: Json = False) -> None:
+    """Verify every block and the index, and repair: drop what is damaged, collect what nothing refers to.
+
+    The exit status is 0 when the store is sound or was repaired. What is dropped is computed again on first use.
+    """
+    with open_for_care(store) as kb:
+        report = kb.doctor(timeout_s=wait)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print_diagnosis(report)
+
+
+def _print_diagnosis(report: DoctorReport) -> None:
+    rows = [
+        ("blocks verified", report.blocks),
+        ("damaged, dropped", len(report.damaged)),
+        ("missing, will be computed", len(report.missing)),
+        ("orphans, deleted", len(report.orphans)),
+        ("of a newer version, left", len(report.newer)),
+        ("leftover files, removed", report.leftovers),
+        ("index", report.index),
+    ]
+    for name, value in rows:
+        say(f"{name:<27}{value}")
+    say("The store is sound." if report.sound else "The store was repaired.")
+
+
+@command
+def methods(as_json: Json = False) -> None:
+    """List the fusion methods."""
+    from ragcache import methods as known
+
+    if as_json:
+        print_json({"methods": [method._asdict() for method in known()]})
+        return
+    rows = [(m.name, m.summary, m.paper, "yes" if m.needs_training else "no", ", ".join(m.recipes)) for m in known()]
+    print_table(["method", "what it does", "from", "training", "recipes"], rows)

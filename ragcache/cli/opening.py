@@ -1,0 +1,52 @@
+"""Open the knowledge base that the options name. The engine is imported here, not when the command line is built."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ragcache.cli.options import ChunkOptions, ModelOptions, StoreOptions
+from ragcache.cli.output import on_terminal
+
+if TYPE_CHECKING:
+    from ragcache import RagCache
+
+
+def open_for_care(store: StoreOptions, *, read_only: bool = False) -> RagCache:
+    """Without models: for listing, deleting and checking. Raises StoreNotFoundError."""
+    from ragcache import RagCache
+
+    _report_warnings()
+    return RagCache.open(store.store, store=store.config(read_only=read_only), create=False, models=False)
+
+
+def open_with_models(
+    store: StoreOptions, models: ModelOptions, chunks: ChunkOptions | None = None, *, create: bool = False
+) -> RagCache:
+    """With models: for asking and ingesting."""
+    from ragcache import RagCache
+
+    _report_warnings()
+    if not on_terminal():
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+    return RagCache.open(
+        store.store,
+        model=models.model,
+        method=models.method,
+        embedder=models.embedder,
+        recipe=models.recipe,
+        dtype=models.dtype,
+        device=models.device,
+        system=models.system,
+        chunker=chunks.config() if chunks else None,
+        store=store.config(),
+        tenant=models.tenant,
+        create=create,
+    )
+
+
+def _report_warnings() -> None:
+    """What the library logs (a damaged block that was dropped, say) goes to standard error as one line each."""
+    logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")

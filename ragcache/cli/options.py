@@ -1,0 +1,148 @@
+"""The options, in groups that commands share. Every option is an environment variable RAGCACHE_* too."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ragcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ragcache import ChunkerConfig, Sampling, StoreConfig
+
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def option(flag: str, help: str, **more: Any) -> Any:
+    """An option `--some-name` with the environment variable RAGCACHE_SOME_NAME."""
+    variable = "RAGCACHE_" + flag.removeprefix("--").replace("-", "_").upper()
+    return typer.Option(flag, envvar=variable, help=help, **more)
+
+
+def size(text: str | int) -> int:
+    """Bytes from "512MiB", "2GB" or a plain number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
+    unit = UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write 512MiB, 2GiB or a number of bytes")
+    return int(float(found[1]) * unit)
+
+
+def json_object(text: str | None) -> dict[str, Any] | None:
+    """Raises ConfigError when the text is not a JSON object."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f'--filter {text!r} is not JSON ({error}); write it like {{"year": 2024}}') from error
+    if not isinstance(value, dict):
+        raise ConfigError(f'--filter {text!r} is not a JSON object; write it like {{"year": 2024}}')
+    return value
+
+
+Json = Annotated[bool, option("--json", "Print JSON and nothing else on standard output.")]
+FilterText = Annotated[
+    str | None, option("--filter", 'Only documents whose metadata pass, as JSON: {"year": {"$gte": 2020}}.')
+]
+Wait = Annotated[float, option("--wait", "Seconds to wait for another process that is writing.", min=0)]
+WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Where the knowledge base is."""
+
+    store: Annotated[Path, option("--store", "Directory of the store.")] = Path("kb")
+    database: Annotated[
+        str | None, option("--database", "SQLAlchemy URL of the document store; SQLite in the store if not given.")
+    ] = None
+    memory: Annotated[
+        int, option("--memory", "Budget of the host-memory tier.", parser=size, metavar="SIZE", show_default="2GiB")
+    ] = 2 * 2**30
+    index: Annotated[Literal["flat", "hnsw"], option("--index", "Kind of vector index; flat is exact.")] = "flat"
+
+    def config(self, *, read_only: bool = False) -> StoreConfig:
+        from ragcache import StoreConfig
+
+        return StoreConfig(self.database, self.memory, index=self.index, read_only=read_only)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What reads and embeds."""
+
+    model: Annotated[
+        str | None,
+        option("--model", "Bundled name, directory or hub id; the store's own if not given, mini if it is new."),
+    ] = None
+    method: Annotated[str, option("--method", "Fusion method; see `ragcache methods`.")] = "reposition"
+    recipe: Annotated[
+        str | None, option("--recipe", "How passages are encoded: isolated or prefix; the method's own if not given.")
+    ] = None
+    embedder: Annotated[
+        str | None, option("--embedder", "minilm, contriever, directory or hub id; the store's own if not given.")
+    ] = None
+    dtype: Annotated[str | None, option("--dtype", "float32, bfloat16, float16 or auto; the store's own.")] = None
+    device: Annotated[str, option("--device", "Where the models run: cpu or cuda.")] = "cpu"
+    system: Annotated[str | None, option("--system", "System prompt, before all passages.")] = None
+    tenant: Annotated[str, option("--tenant", "Blocks of one tenant are never hits for another.")] = ""
+
+
+@dataclass(frozen=True)
+class ChunkOptions:
+    """How documents are cut."""
+
+    chunk_max_tokens: Annotated[int, option("--chunk-max-tokens", "Longest passage, in the model's tokens.")] = 256
+    chunk_overlap: Annotated[int, option("--chunk-overlap", "Tokens that neighbouring passages share at most.")] = 0
+
+    def config(self) -> ChunkerConfig:
+        from ragcache import ChunkerConfig
+
+        # Short passages need a smaller least size than the default one.
+        least = min(32, max(0, self.chunk_max_tokens) // 4)
+        return ChunkerConfig(self.chunk_max_tokens, least, self.chunk_overlap)
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How a question is answered."""
+
+    k: Annotated[int, option("--k", "Passages to read.")] = 5
+    max_tokens: Annotated[int, option("--max-tokens", "Longest answer, in tokens.")] = 128
+    temperature: Annotated[float, option("--temperature", "0 is greedy.")] = 0.0
+    top_p: Annotated[float | None, option("--top-p", "Nucleus sampling.")] = None
+    top_k: Annotated[int | None, option("--top-k", "Sample among this many tokens.")] = None
+    seed: Annotated[int | None, option("--seed", "Makes sampling repeatable.")] = None
+    stop: Annotated[list[str] | None, option("--stop", "End the answer at this string; may be repeated.")] = None
+    filter: FilterText = None
+    score_threshold: Annotated[float | None, option("--score-threshold", "Leave out passages with a lower score.")] = (
+        None
+    )
+    mmr_lambda: Annotated[
+        float | None, option("--mmr-lambda", "Choose passages for variety too: 1 is the plain ranking.")
+    ] = None
+    on_overflow: Annotated[
+        Literal["error", "trim"], option("--on-overflow", "Passages that do not fit: refuse, or leave whole ones out.")
+    ] = "error"
+
+    def sampling(self) -> Sampling:
+        from ragcache import Sampling
+
+        return Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.seed, tuple(self.stop or ()))
+
+    def stream_options(self) -> dict[str, Any]:
+        """Arguments of `RagCache.stream` and `RagCache.ask`."""
+        return {
+            "k": self.k,
+            "sampling": self.sampling(),
+            "filter": json_object(self.filter),
+            "score_threshold": self.score_threshold,
+            "mmr_lambda": self.mmr_lambda,
+            "on_overflow": self.on_overflow,
+        }
