@@ -1,0 +1,79 @@
+"""Every path of the attention function against softmax written out in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.bias import causal_lower_right
+
+from ragcache.models.attention import _attend, _attend_explicitly, additive, visible
+
+
+def by_hand(query, key, value, allowed, scaling, softcap=None, sinks=None):
+    """Head by head, row by row, in float64."""
+    query, key, value = (t.double().numpy() for t in (query, key, value))
+    batch, heads, rows, _ = query.shape
+    out = np.zeros((batch, heads, rows, value.shape[-1]))
+    for b in range(batch):
+        for h in range(heads):
+            kv = h // (heads // key.shape[1])
+            for r in range(rows):
+                scores = key[b, kv] @ query[b, h, r] * scaling
+                if softcap:
+                    scores = softcap * np.tanh(scores / softcap)
+                scores = np.where(allowed[r], scores, -np.inf)
+                top = scores.max()
+                weights = np.exp(scores - top)
+                extra = np.exp(sinks[h] - top) if sinks is not None else 0.0
+                out[b, h, r] = weights @ value[b, kv] / (weights.sum() + extra)
+    return out
+
+
+def inputs(rows, length, heads=6, kv_heads=2, width=8, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rows * 100 + length)
+    shapes = ((2, heads, rows, width), (2, kv_heads, length, width), (2, kv_heads, length, width))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "length", "window"), [(5, 5, None), (3, 30, None), (3, 30, 7), (1, 30, None), (4, 9, 3)]
+)
+def test_masked_grouped_attention(rows, length, window, dtype):
+    query, key, value = inputs(rows, length, dtype=dtype)
+    allowed = visible(torch.arange(length - rows, length), torch.arange(length), window)
+    expected = by_hand(query, key, value, allowed.numpy(), 0.3)
+    got = _attend(query, key, value, additive(allowed, dtype), False, 0.3, None, None)
+    np.testing.assert_allclose(got.float().numpy(), expected, atol=1e-5 if dtype == torch.float32 else 0.03)
+
+
+def test_softcap_and_sinks():
+    query, key, value = inputs(4, 12)
+    allowed = visible(torch.arange(8, 12), torch.arange(12), None)
+    sinks = torch.linspace(-1, 1, 6)
+    expected = by_hand(query, key, value, allowed.numpy(), 0.5, softcap=2.0, sinks=sinks.numpy())
+    got = _attend(query, key, value, additive(allowed, torch.float32), False, 0.5, 2.0, sinks)
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-5)
+
+
+def test_causal_paths_agree():
+    """The bottom-right bias that CUDA takes, is_causal, and the explicit path."""
+    query, key, value = inputs(6, 6)
+    allowed = visible(torch.arange(6), torch.arange(6), None)
+    expected = by_hand(query, key, value, allowed.numpy(), 0.4)
+    for got in (
+        _attend(query, key, value, None, True, 0.4, None, None),
+        _attend(query, key, value, causal_lower_right(6, 6), False, 0.4, None, None),
+        _attend_explicitly(query, key, value, None, True, 0.4, None, None),
+    ):
+        np.testing.assert_allclose(got.numpy(), expected, atol=1e-5)
+    shorter = _attend(query[:, :, 4:], key, value, causal_lower_right(2, 6), False, 0.4, None, None)
+    np.testing.assert_allclose(shorter.numpy(), expected[:, :, 4:], atol=1e-5)
+
+
+def test_no_row_is_ever_empty():
+    """A query that sees nothing would be NaN; masks are finite, so it is an average instead."""
+    query, key, value = inputs(1, 4)
+    nothing = additive(torch.zeros(1, 4, dtype=torch.bool), torch.float32)
+    assert torch.isfinite(_attend(query, key, value, nothing, False, 0.3, None, None)).all()

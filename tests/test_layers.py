@@ -1,0 +1,68 @@
+"""Imports point downwards only, and the engine names no concrete method, codec or tier."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import ragcache
+from ragcache.codecs import CODECS
+from ragcache.fusion import METHODS
+
+PACKAGE = Path(ragcache.__file__).parent
+LAYERS = [
+    {"errors"},
+    {"prompt", "kv"},
+    {"models", "codecs"},
+    {"fusion", "store"},
+    {"retrieval"},
+    {"ingest"},
+    {"engine"},
+    {""},  # the package's front: `from ragcache import RagCache`
+    {"training", "evaluation"},
+    {"server", "cli"},
+    {"__main__"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def part(path: Path) -> str:
+    """The part of the package that a file belongs to; "" for the package's own front."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def imports(path: Path) -> set[str]:
+    """Parts that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+            if node.module == "ragcache":
+                names = [f"ragcache.{alias.name}" for alias in node.names]
+        parts = [name.split(".")[1] for name in names if name.startswith("ragcache.")]
+        found |= {name if name in RANK else "" for name in parts}
+    return found
+
+
+def test_every_part_has_a_layer():
+    assert {part(path) for path in PACKAGE.rglob("*.py")} <= set(RANK)
+
+
+def test_imports_point_downwards():
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        own = part(path)
+        for other in imports(path) - {own}:
+            if RANK[other] >= RANK[own]:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {other}")
+    assert not wrong
+
+
+def test_the_engine_names_no_implementation():
+    for path in (PACKAGE / "engine").glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        classes = {cls.__name__ for cls in (*METHODS.values(), *CODECS.values())} | {"MemoryTier", "DiskTier"}
+        assert not imported & classes, path
