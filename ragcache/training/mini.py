@@ -1,0 +1,286 @@
+"""Train the bundled mini model: `python -m ragcache.training.mini --out DIR`.
+
+One process a CPU core (each with one thread, gradients averaged), or one process on a GPU. Weights and optimizer are
+float32, the passes run in bfloat16. Every batch depends on the seed, the step and the process alone, so a run that is
+stopped goes on from its last checkpoint as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import random
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ragcache.training.batches import BatchMaker
+from ragcache.training.curriculum import STAGES, draw_stage
+from ragcache.training.initial import start_with_induction
+from ragcache.training.optim import AdamW, Muon
+from ragcache.training.packed import packed_scores
+from ragcache.training.tokenizer import BOS, EOS, MAX_LENGTH, PAD, build_tokenizer, save_tokenizer
+
+
+@dataclass(frozen=True)
+class Options:
+    """final_tokens: tokens of the last stage, over which the learning rate falls to zero;
+    accuracy_decay: of the running accuracy of a stage, a batch."""
+
+    out: str
+    seed: int = 1
+    workers: int = 2
+    device: str = "cpu"
+    hidden_size: int = 256
+    intermediate_size: int = 384
+    num_layers: int = 4
+    num_heads: int = 4
+    muon_lr: float = 0.01
+    adam_lr: float = 1e-3
+    warmup_steps: int = 50
+    min_stage_steps: int = 40
+    final_tokens: int = 40_000_000
+    accuracy_decay: float = 0.95
+    log_every: int = 20
+    save_every_s: float = 180.0
+    max_tokens: int = 400_000_000
+    start_stage: int = 0
+
+
+@dataclass
+class Progress:
+    """Where a run stands; written beside each checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    stage: int = 0
+    stage_step: int = 0
+    stage_tokens: int = 0
+    seconds: float = 0.0
+    accuracy: list[float] = field(default_factory=lambda: [0.0] * len(STAGES))
+
+
+def build_model(options: Options, vocab_size: int) -> Any:
+    """A fresh LlamaForCausalLM that copies by match."""
+    config = LlamaConfig(
+        vocab_size=-(-vocab_size // 64) * 64,
+        hidden_size=options.hidden_size,
+        intermediate_size=options.intermediate_size,
+        num_hidden_layers=options.num_layers,
+        num_attention_heads=options.num_heads,
+        num_key_value_heads=options.num_heads,
+        head_dim=options.hidden_size // options.num_heads,
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(options.seed)
+    model = LlamaForCausalLM(config)
+    start_with_induction(model)
+    return model
+
+
+class Trainer:
+    """One process of the run. `master` holds the float32 weights, `model` their bfloat16 copy that is run."""
+
+    def __init__(self, options: Options, rank: int, world_size: int) -> None:
+        self.options, self.rank, self.world_size = options, rank, world_size
+        self.device = torch.device(options.device)
+        self.out = Path(options.out)
+        self.tokenizer = build_tokenizer()
+        self.master = build_model(options, self.tokenizer.get_vocab_size()).to(self.device)
+        self.model = build_model(options, self.tokenizer.get_vocab_size()).to(self.device, torch.bfloat16)
+        self.model.model.rotary_emb.inv_freq = self.master.model.rotary_emb.inv_freq  # angles need float32
+        named = dict(self.master.named_parameters())
+        self.parameters = list(named.values())
+        inner = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name]
+        self.muon = Muon(inner)
+        self.adam = AdamW([p for p in self.parameters if all(p is not other for other in inner)])
+        self.progress = Progress(stage=options.start_stage)
+        self._started = time.monotonic()
+        self._losses: list[float] = []
+        self._resume()
+
+    def run(self) -> None:
+        saved = time.monotonic()
+        while not self._finished():
+            self._step()
+            now = time.monotonic()
+            if self.rank == 0 and self.progress.step % self.options.log_every == 0:
+                self._log(now)
+            if self.rank == 0 and now - saved > self.options.save_every_s:
+                self._save_checkpoint(now)
+                saved = now
+        if self.rank == 0:
+            self._save_checkpoint(time.monotonic())
+            save_model(self.master, self.tokenizer, self.out)
+
+    def _finished(self) -> bool:
+        last = self.progress.stage == len(STAGES) - 1
+        done = last and self.progress.stage_tokens >= self.options.final_tokens
+        return done or self.progress.tokens >= self.options.max_tokens
+
+    def _step(self) -> None:
+        progress = self.progress
+        rng = random.Random(f"{self.options.seed}/{self.rank}/{progress.step}")
+        stage = draw_stage(rng, progress.stage)
+        batch = BatchMaker(self.tokenizer, rng).draw(STAGES[stage]).to(self.device)
+        self._copy_weights()
+        scores = packed_scores(self.model, batch)
+        scores.loss.backward()  # type: ignore[no-untyped-call]
+        counts = torch.zeros(len(STAGES), 2)
+        counts[stage] = torch.tensor([scores.right.sum().item(), scores.right.numel()])
+        totals = torch.cat([counts.flatten(), torch.tensor([float(batch.num_tokens), scores.loss.item()])])
+        self._reduce(totals)
+        self._update()
+        self._record(totals)
+
+    def _copy_weights(self) -> None:
+        with torch.no_grad():
+            for copy, parameter in zip(self.model.parameters(), self.parameters, strict=True):
+                copy.copy_(parameter)
+                copy.grad = None
+
+    def _reduce(self, totals: Tensor) -> None:
+        """Average the gradients over processes into the master weights; sum `totals`."""
+        gradients = [p.grad.float() for p in self.model.parameters()]
+        if self.world_size > 1:
+            flat = torch.cat([gradient.flatten() for gradient in gradients] + [totals])
+            dist.all_reduce(flat)
+            totals.copy_(flat[-totals.numel() :])
+            pieces = torch.split(flat[: -totals.numel()] / self.world_size, [p.numel() for p in self.parameters])
+            gradients = [piece.view_as(p) for piece, p in zip(pieces, self.parameters, strict=True)]
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        factor = self._schedule()
+        self.muon.step(self.options.muon_lr * factor)
+        self.adam.step(self.options.adam_lr * factor)
+
+    def _schedule(self) -> float:
+        """Warm-up, constant, then linear to zero over the last stage."""
+        factor = min(1.0, (self.progress.step + 1) / self.options.warmup_steps)
+        if self.progress.stage == len(STAGES) - 1:
+            factor *= max(0.0, 1.0 - self.progress.stage_tokens / self.options.final_tokens)
+        return factor
+
+    def _record(self, totals: Tensor) -> None:
+        progress = self.progress
+        *_, tokens, loss = totals.tolist()
+        progress.step += 1
+        progress.stage_step += 1
+        progress.tokens += int(tokens)
+        progress.stage_tokens += int(tokens)
+        self._losses.append(loss / self.world_size)
+        decay = self.options.accuracy_decay
+        for stage, (right, asked) in enumerate(totals[:-2].view(-1, 2).tolist()):
+            if asked:
+                progress.accuracy[stage] = decay * progress.accuracy[stage] + (1 - decay) * right / asked
+        passed = progress.accuracy[progress.stage] >= STAGES[progress.stage].threshold
+        if passed and progress.stage_step >= self.options.min_stage_steps:
+            progress.stage, progress.stage_step, progress.stage_tokens = progress.stage + 1, 0, 0
+
+    def _log(self, now: float) -> None:
+        progress = self.progress
+        line = {
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "seconds": round(progress.seconds + now - self._started, 1),
+            "stage": STAGES[progress.stage].name,
+            "loss": round(sum(self._losses) / len(self._losses), 4),
+            "accuracy": [round(value, 3) for value in progress.accuracy[: progress.stage + 1]],
+        }
+        self._losses.clear()
+        print(json.dumps(line), flush=True)
+
+    def _save_checkpoint(self, now: float) -> None:
+        """Write weights and optimizer beside the old checkpoint, then rename."""
+        self.progress.seconds += now - self._started
+        self._started = now
+        self.out.mkdir(parents=True, exist_ok=True)
+        state = {f"model/{name}": p.detach() for name, p in self.master.named_parameters()}
+        state |= {f"muon/{name}": tensor for name, tensor in self.muon.state_dict().items()}
+        state |= {f"adam/{name}": tensor for name, tensor in self.adam.state_dict().items()}
+        metadata = {"progress": json.dumps(asdict(self.progress)), "options": json.dumps(asdict(self.options))}
+        target = self.out / "checkpoint.safetensors"
+        save_file(state, target.with_suffix(".new"), metadata)
+        os.replace(target.with_suffix(".new"), target)
+
+    def _resume(self) -> None:
+        path = self.out / "checkpoint.safetensors"
+        if not path.exists():
+            return
+        state = load_file(path)
+        self.progress = Progress(**json.loads(read_metadata(path)["progress"]))
+        with torch.no_grad():
+            for name, parameter in self.master.named_parameters():
+                parameter.copy_(state[f"model/{name}"])
+        self.muon.load_state_dict(_below(state, "muon/"))
+        self.adam.load_state_dict(_below(state, "adam/"))
+
+
+def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write a Hugging Face model directory, weights in bfloat16."""
+    directory.mkdir(parents=True, exist_ok=True)
+    halved = copy.deepcopy(model).to(torch.bfloat16)
+    halved.config.bos_token_id = halved.generation_config.bos_token_id = tokenizer.token_to_id(BOS)
+    halved.config.eos_token_id = halved.generation_config.eos_token_id = tokenizer.token_to_id(EOS)
+    halved.config.pad_token_id = halved.generation_config.pad_token_id = tokenizer.token_to_id(PAD)
+    halved.save_pretrained(directory)
+    save_tokenizer(tokenizer, directory)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()  # type: ignore[no-any-return]
+
+
+def _below(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+def _work(rank: int, options: Options, world_size: int, rendezvous: str) -> None:
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    Trainer(options, rank, world_size).run()
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+def train(options: Options) -> None:
+    """Run to the end, or on from the last checkpoint in `options.out`."""
+    world_size = options.workers if options.device == "cpu" else 1
+    if world_size == 1:
+        return _work(0, options, 1, "")
+    rendezvous = Path(options.out).resolve() / "rendezvous"
+    rendezvous.parent.mkdir(parents=True, exist_ok=True)
+    rendezvous.unlink(missing_ok=True)
+    spawn(_work, (options, world_size, str(rendezvous)), nprocs=world_size)  # type: ignore[no-untyped-call]
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = Options(out="")
+    for name, value in asdict(defaults).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, required=name == "out")
+    train(Options(**vars(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""A fictional registry of people, towns, rivers and clubs: the text that the bundled mini model is trained on.
+
+`names` composes names, `wording` holds the sentences and questions, `world` draws entities that refer to one
+another, `documents` writes an entity down, `questions` asks about it. All draws come from a `random.Random` that the
+caller seeds, so the same seed gives the same text in every process.
+"""
+
+from ragcache.training.registry.documents import Document, write_document
+from ragcache.training.registry.names import Split, is_held_out
+from ragcache.training.registry.questions import Question, answerable_questions
+from ragcache.training.registry.world import Entity, World, draw_world
+
+__all__ = [
+    "Document",
+    "Entity",
+    "Question",
+    "Split",
+    "World",
+    "answerable_questions",
+    "draw_world",
+    "is_held_out",
+    "write_document",
+]

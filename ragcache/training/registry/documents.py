@@ -1,0 +1,97 @@
+"""An entity written down as a passage of two to five sentences."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from ragcache.training.registry import wording
+from ragcache.training.registry.world import RELATIONS, Entity
+
+MAX_MENTIONS = 4
+
+
+class Document(NamedTuple):
+    """A passage about one entity. `relations` are the facts that the text states."""
+
+    id: str
+    title: str
+    text: str
+    relations: tuple[str, ...]
+    mentions: tuple[str, ...]
+
+
+def write_document(rng: random.Random, entity: Entity, *, complete: bool = False) -> Document:
+    """Write `entity` down in words that `rng` chooses; `complete` states every fact and mention."""
+    relations = list(RELATIONS[entity.kind])
+    rng.shuffle(relations)
+    if not complete and len(relations) > 1 and rng.random() < 0.2:
+        relations.pop()
+    mentions = list(entity.mentions[:MAX_MENTIONS])
+    if not complete and rng.random() < 0.3:
+        mentions = mentions[: rng.randint(0, len(mentions))]
+    sentences = _fact_sentences(rng, entity, relations)
+    if mentions:
+        sentences.insert(rng.randint(1, len(sentences)), _mention_sentence(rng, entity.kind, mentions))
+    if rng.random() < 0.15:
+        sentences.insert(rng.randint(1, len(sentences)), rng.choice(wording.FILLERS))
+    return Document(
+        entity.name, capitalised(_bare(entity.name)), " ".join(sentences), tuple(relations), tuple(mentions)
+    )
+
+
+def capitalised(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("the ")
+
+
+def _fact_sentences(rng: random.Random, entity: Entity, relations: list[str]) -> list[str]:
+    """State the facts one or two a sentence; the first sentence carries the full name."""
+    sentences: list[str] = []
+    todo = list(relations)
+    while todo:
+        subject = entity.name if not sentences or rng.random() < 0.15 else entity.pronoun
+        relation = todo.pop()
+        if rng.random() < 0.2:
+            sentences.append(_standalone(rng, entity, relation, named=subject == entity.name))
+            continue
+        predicate = _predicate(rng, entity, relation)
+        if todo and rng.random() < 0.6:
+            predicate += " and " + _predicate(rng, entity, todo.pop())
+        sentences.append(capitalised(f"{subject} {predicate}."))
+    return sentences
+
+
+def _predicate(rng: random.Random, entity: Entity, relation: str) -> str:
+    return _article(rng.choice(wording.PREDICATES[relation]).format(v=entity.facts[relation]))
+
+
+def _standalone(rng: random.Random, entity: Entity, relation: str, named: bool) -> str:
+    template = rng.choice(wording.SENTENCES[relation])
+    if "{s}" in template:
+        named = True
+    possessive = f"{entity.name}'s" if named else entity.possessive
+    return capitalised(_article(template.format(poss=possessive, s=entity.name, v=entity.facts[relation])))
+
+
+def _mention_sentence(rng: random.Random, kind: str, mentions: list[str]) -> str:
+    template = rng.choice(wording.MENTIONS[kind])
+    if len(mentions) == 1:
+        template = template.replace("residents are", "resident is").replace("are {v}", "is {v}")
+        template = template.replace("{v} live ", "{v} lives ")
+    return template.format(v=_joined(mentions))
+
+
+def _joined(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def _article(text: str) -> str:
+    """Turn "a architect" into "an architect"."""
+    head, separator, tail = text.partition(" a ")
+    if separator and tail[0] in "aeio":
+        return f"{head} an {tail}"
+    return text

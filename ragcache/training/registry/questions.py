@@ -1,0 +1,63 @@
+"""Questions over one document or two, with the answer that counts as right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ragcache.training.registry import wording
+from ragcache.training.registry.documents import Document
+from ragcache.training.registry.names import Split
+from ragcache.training.registry.world import World
+
+
+class Question(NamedTuple):
+    """`gold` are the ids of the documents that the answer needs, in the order of the hops."""
+
+    text: str
+    answer: str
+    hops: int
+    gold: tuple[str, ...]
+    path: str
+
+
+def answerable_questions(
+    rng: random.Random, world: World, documents: Iterable[Document], wordings: Split = Split.TRAIN
+) -> list[Question]:
+    """Ask each thing that the given documents of `world` answer once, in wordings of one split."""
+    by_id = {document.id: document for document in documents}
+    questions = []
+    for document in by_id.values():
+        facts = world.entities[document.id].facts
+        for relation in document.relations:
+            questions.append(_single_hop(rng, document.id, relation, facts[relation], wordings))
+            bridge = by_id.get(facts[relation])
+            if bridge is not None:
+                bridge_facts = {name: world.entities[bridge.id].facts[name] for name in bridge.relations}
+                questions += _two_hops(rng, document.id, relation, bridge.id, bridge_facts, wordings)
+    return questions
+
+
+def _single_hop(rng: random.Random, name: str, relation: str, value: str, wordings: Split) -> Question:
+    templates = wording.QUESTIONS if wordings is Split.TRAIN else wording.HELD_OUT_QUESTIONS
+    return Question(rng.choice(templates[relation]).format(n=name), value, 1, (name,), relation)
+
+
+def _two_hops(
+    rng: random.Random, name: str, first: str, bridge: str, facts: dict[str, str], wordings: Split
+) -> list[Question]:
+    """Follow every path `first` -> relation of the bridge. Held-out: the phrase, the question around it, or both."""
+    questions = []
+    for hop in wording.TWO_HOPS:
+        if hop.bridge != first or hop.relation not in facts:
+            continue
+        new_phrase = wordings is Split.HELD_OUT and rng.random() < 0.67
+        new_question = wordings is Split.HELD_OUT and (not new_phrase or rng.random() < 0.5)
+        phrases = wording.HELD_OUT_BRIDGES if new_phrase else wording.BRIDGES
+        templates = wording.HELD_OUT_QUESTIONS if new_question else wording.QUESTIONS
+        phrase = rng.choice(phrases[first]).format(n=name)
+        text = rng.choice(templates[hop.relation]).format(n=phrase)
+        answer = hop.frame.format(b=bridge, v=facts[hop.relation])
+        questions.append(Question(text, answer, 2, (name, bridge), f"{first}-{hop.relation}"))
+    return questions

@@ -1,0 +1,201 @@
+"""Every sentence and question of the registry.
+
+In sentences `{v}` is the value. In questions `{n}` is the name or, in two-hop questions, a phrase for the bridge.
+Wordings under `HELD_OUT_*` are paraphrases in words that the training wordings also use; only evaluation asks them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PREDICATES: dict[str, tuple[str, ...]] = {
+    "town": ("lives in {v}", "has a house in {v}", "makes a home in {v}", "is at home in {v}", "has settled in {v}"),
+    "profession": (
+        "works as a {v}",
+        "is a {v}",
+        "is a {v} by trade",
+        "earns a living as a {v}",
+        "is employed as a {v}",
+    ),
+    "born": ("was born in {v}", "came into the world in {v}", "dates from {v}", "has {v} as the year of birth"),
+    "club": (
+        "belongs to {v}",
+        "is a member of {v}",
+        "has joined {v}",
+        "spends free evenings with {v}",
+        "is active in {v}",
+    ),
+    "river": ("lies on {v}", "stands on the banks of {v}", "is built beside {v}", "sits where {v} runs past"),
+    "founded": ("was founded in {v}", "dates back to {v}", "has existed since {v}", "was set up in {v}"),
+    "product": ("is known for its {v}", "makes fine {v}", "is famous for {v}", "sells its {v} far and wide"),
+    "weekday": ("meets on {v}", "gathers on {v}", "comes together on {v}", "holds its meetings on {v}"),
+    "mouth": ("flows into {v}", "empties into {v}", "ends in {v}", "reaches {v} at last"),
+    "source": ("rises in {v}", "springs from {v}", "begins in {v}", "comes down from {v}"),
+}
+
+SENTENCES: dict[str, tuple[str, ...]] = {
+    "town": ("{poss} home is in {v}.", "{poss} address is in {v}.", "The home of {s} is {v}."),
+    "profession": ("{poss} profession is {v}.", "{poss} trade is that of a {v}."),
+    "born": ("{poss} year of birth is {v}.", "The birth of {s} fell in {v}."),
+    "club": ("{poss} club is {v}.", "{poss} name is on the list of {v}."),
+    "river": ("{poss} river is {v}.", "The river that flows past {s} is {v}."),
+    "founded": ("{poss} founding year is {v}.", "The founding of {s} took place in {v}."),
+    "product": ("{poss} best product is {v}.", "The workshops of {s} turn out {v}."),
+    "weekday": ("{poss} meetings are on {v}.", "Members of {s} meet on {v}."),
+    "mouth": ("{poss} mouth is at {v}.", "The water of {s} ends up in {v}."),
+    "source": ("{poss} source is in {v}.", "The springs of {s} are in {v}."),
+}
+
+MENTIONS: dict[str, tuple[str, ...]] = {
+    "town": (
+        "Its best-known residents are {v}.",
+        "Among the people who live there are {v}.",
+        "Residents include {v}.",
+        "{v} live there.",
+    ),
+    "club": ("Its members include {v}.", "Among its members are {v}.", "The list of members names {v}."),
+    "river": ("On its way it passes {v}.", "Towns on its banks include {v}.", "It runs past {v}."),
+}
+
+FILLERS: tuple[str, ...] = (
+    "This entry was checked last year.",
+    "The registry keeps a copy of the papers.",
+    "Nothing else is on file.",
+    "The entry has been complete for years.",
+)
+
+QUESTIONS: dict[str, tuple[str, ...]] = {
+    "town": (
+        "Where does {n} live?",
+        "In which town does {n} live?",
+        "Which town is the home of {n}?",
+        "What is the home town of {n}?",
+        "In what town is {n}'s house?",
+        "Where is {n} at home?",
+    ),
+    "profession": (
+        "What is {n}'s profession?",
+        "What does {n} do for a living?",
+        "What is the profession of {n}?",
+        "What does {n} work as?",
+        "What trade does {n} follow?",
+        "As what is {n} employed?",
+    ),
+    "born": (
+        "When was {n} born?",
+        "In which year was {n} born?",
+        "What is {n}'s year of birth?",
+        "What year was {n} born in?",
+        "What is the birth year of {n}?",
+    ),
+    "club": (
+        "Which club does {n} belong to?",
+        "What club is {n} a member of?",
+        "Of which club is {n} a member?",
+        "What is the club of {n}?",
+        "Which club has {n} joined?",
+    ),
+    "river": (
+        "Which river flows past {n}?",
+        "On which river does {n} lie?",
+        "What river is {n} on?",
+        "Which river does {n} stand on?",
+        "What is the name of the river at {n}?",
+    ),
+    "founded": (
+        "When was {n} founded?",
+        "In which year was {n} founded?",
+        "What is the founding year of {n}?",
+        "What year was {n} set up in?",
+        "Since when has {n} existed?",
+    ),
+    "product": (
+        "What is {n} known for?",
+        "What is {n} famous for?",
+        "What does {n} make?",
+        "Which product is {n} known for?",
+        "What is the best product of {n}?",
+    ),
+    "weekday": (
+        "On which day does {n} meet?",
+        "When does {n} meet?",
+        "What day does {n} meet on?",
+        "On what day of the week does {n} gather?",
+        "When are the meetings of {n}?",
+    ),
+    "mouth": (
+        "Where does {n} flow to?",
+        "What does {n} flow into?",
+        "Into what does {n} flow?",
+        "Where does {n} end?",
+        "Where is the mouth of {n}?",
+    ),
+    "source": (
+        "Where does {n} rise?",
+        "Where does {n} begin?",
+        "Where is the source of {n}?",
+        "In which hills does {n} rise?",
+        "What hills does {n} come from?",
+    ),
+}
+
+HELD_OUT_QUESTIONS: dict[str, tuple[str, ...]] = {
+    "town": ("What town does {n} live in?", "In which town is {n} at home?"),
+    "profession": ("Which profession does {n} follow?", "What does {n} do as a profession?"),
+    "born": ("What year is the birth year of {n}?", "In what year was {n} born?"),
+    "club": ("What club does {n} belong to?", "Which club is {n} a member of?"),
+    "river": ("What river flows past {n}?", "Which river is {n} on?"),
+    "founded": ("In what year was {n} founded?", "What year was {n} founded in?"),
+    "product": ("Which product is {n} famous for?", "For what is {n} known?"),
+    "weekday": ("What day of the week does {n} meet on?", "On which day are the meetings of {n}?"),
+    "mouth": ("What does {n} end in?", "What is the mouth of {n}?"),
+    "source": ("In what hills is the source of {n}?", "In which hills does {n} begin?"),
+}
+
+BRIDGES: dict[str, tuple[str, ...]] = {
+    "town": (
+        "the town where {n} lives",
+        "the home town of {n}",
+        "the town that is home to {n}",
+        "{n}'s home town",
+        "the town in which {n} lives",
+    ),
+    "club": (
+        "the club that {n} belongs to",
+        "{n}'s club",
+        "the club of {n}",
+        "the club that {n} has joined",
+        "the club of which {n} is a member",
+    ),
+    "river": (
+        "the river that flows past {n}",
+        "the river at {n}",
+        "the river on which {n} lies",
+        "the river of {n}",
+    ),
+}
+
+HELD_OUT_BRIDGES: dict[str, tuple[str, ...]] = {
+    "town": ("the town that {n} lives in", "the town where {n} is at home"),
+    "club": ("the club to which {n} belongs", "the club that {n} is a member of"),
+    "river": ("the river that {n} lies on", "the river on which {n} stands"),
+}
+
+
+class TwoHop(NamedTuple):
+    """A path over two documents; the answer names the bridge first, then the value in its frame."""
+
+    bridge: str
+    relation: str
+    frame: str
+
+
+TWO_HOPS: tuple[TwoHop, ...] = (
+    TwoHop("town", "river", "{b}, on {v}"),
+    TwoHop("town", "founded", "{b}, founded in {v}"),
+    TwoHop("town", "product", "{b}, known for {v}"),
+    TwoHop("club", "weekday", "{b}, on {v}"),
+    TwoHop("club", "founded", "{b}, founded in {v}"),
+    TwoHop("river", "mouth", "{b}, into {v}"),
+    TwoHop("river", "source", "{b}, from {v}"),
+)

@@ -1,0 +1,131 @@
+"""Entities of the registry that refer to one another."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ragcache.training.registry import names
+from ragcache.training.registry.names import Split, is_held_out
+
+RELATIONS: dict[str, tuple[str, ...]] = {
+    "person": ("town", "profession", "born", "club"),
+    "town": ("river", "founded", "product"),
+    "club": ("weekday", "founded"),
+    "river": ("mouth", "source"),
+}
+SHARED_PART_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Entity:
+    """One entry: `facts` maps a relation to its value, `mentions` are entities that its document names in passing."""
+
+    kind: str
+    name: str
+    facts: dict[str, str]
+    pronoun: str = "It"
+    mentions: list[str] = field(default_factory=list)
+
+    @property
+    def possessive(self) -> str:
+        return {"She": "Her", "He": "His", "It": "Its"}[self.pronoun]
+
+
+class World:
+    """Entities of one split; no two share a name.
+
+    split: every name in the world, named in passing or with a document of its own, belongs to it.
+    """
+
+    def __init__(self, rng: random.Random, split: Split) -> None:
+        self.rng = rng
+        self.split = split
+        self.entities: dict[str, Entity] = {}
+        self._taken: set[str] = set()
+
+    def add_river(self) -> Entity:
+        name = self._fresh(names.draw_river_name)
+        facts = {
+            "mouth": "Lake " + self.rng.choice(names.LAKES),
+            "source": f"the {self.rng.choice(names.HILLS)} Hills",
+        }
+        return self._add(Entity("river", name, facts))
+
+    def add_town(self, river: Entity) -> Entity:
+        name = self._fresh(names.draw_town_name)
+        facts = {
+            "river": river.name,
+            "founded": str(self.rng.randint(1100, 1699)),
+            "product": self.rng.choice(names.PRODUCTS),
+        }
+        river.mentions.append(name)
+        return self._add(Entity("town", name, facts))
+
+    def add_club(self) -> Entity:
+        name = self._fresh(names.draw_club_name)
+        facts = {"weekday": self.rng.choice(names.WEEKDAYS), "founded": str(self.rng.randint(1850, 1999))}
+        return self._add(Entity("club", name, facts))
+
+    def add_person(self, town: Entity, club: Entity) -> Entity:
+        female = self.rng.random() < 0.5
+        name = self._fresh(lambda rng: names.draw_person_name(rng, female))
+        facts = {
+            "town": town.name,
+            "profession": self.rng.choice(names.PROFESSIONS),
+            "born": str(self.rng.randint(1900, 1999)),
+            "club": club.name,
+        }
+        town.mentions.append(name)
+        club.mentions.append(name)
+        return self._add(Entity("person", name, facts, "She" if female else "He"))
+
+    def add_stranger(self, entity: Entity) -> None:
+        """Let `entity` mention a name that has no document."""
+        if entity.kind == "river":
+            entity.mentions.append(self._fresh(names.draw_town_name))
+        else:
+            female = self.rng.random() < 0.5
+            entity.mentions.append(self._fresh(lambda rng: names.draw_person_name(rng, female)))
+
+    def _add(self, entity: Entity) -> Entity:
+        self.entities[entity.name] = entity
+        return entity
+
+    def _fresh(self, draw: Callable[[random.Random], str]) -> str:
+        while True:
+            name = draw(self.rng)
+            if self.rng.random() < SHARED_PART_SHARE:
+                name = self._echo(name)
+            if name not in self._taken and is_held_out(name) == (self.split is Split.HELD_OUT):
+                self._taken.add(name)
+                return name
+
+    def _echo(self, name: str) -> str:
+        """Give a person the surname or first name of another: names that differ in one part are hard to tell apart."""
+        people = [other for other in self.entities.values() if other.kind == "person"]
+        if not people or " " not in name or name.startswith("the "):
+            return name
+        first, surname = self.rng.choice(people).name.split(" ")
+        return f"{first} {name.split(' ')[1]}" if self.rng.random() < 0.5 else f"{name.split(' ')[0]} {surname}"
+
+
+def draw_world(rng: random.Random, split: Split, num_entities: int) -> World:
+    """Draw about `num_entities` entities in neighbourhoods: a river, one or two towns, their people and clubs."""
+    world = World(rng, split)
+    while len(world.entities) < num_entities:
+        river = world.add_river()
+        clubs = [world.add_club()]
+        for _ in range(rng.randint(1, 2)):
+            town = world.add_town(river)
+            for _ in range(rng.randint(1, 3)):
+                if rng.random() < 0.4:
+                    clubs.append(world.add_club())
+                world.add_person(town, rng.choice(clubs))
+    for entity in world.entities.values():
+        if entity.kind != "person":
+            while rng.random() < 0.35 and len(entity.mentions) < 4:
+                world.add_stranger(entity)
+            rng.shuffle(entity.mentions)
+    return world
