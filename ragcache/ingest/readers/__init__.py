@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import Reader
+from ragcache.ingest.readers.base import Reader, printable
 from ragcache.ingest.readers.html import read_html
 from ragcache.ingest.readers.jsonl import read_jsonl
 from ragcache.ingest.readers.markdown import read_markdown
@@ -58,7 +58,7 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> FileList:
         if path.is_dir():
             for file in _walk(path, found.failed):
                 if file.suffix.lower() in READERS:
-                    found.files.append(SourceFile(file, _portable(file.relative_to(path))))
+                    found.files.append(SourceFile(file, printable(file.relative_to(path))))
                 else:
                     found.skipped.append(file)
         elif not path.exists():
@@ -67,7 +67,7 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> FileList:
             known = " ".join(READERS)
             found.failed.append(ReaderError(path, f"files of kind {path.suffix!r} cannot be read; known are {known}"))
         else:
-            found.files.append(SourceFile(path, _portable(Path(path.name))))
+            found.files.append(SourceFile(path, printable(Path(path.name))))
     return found
 
 
@@ -97,8 +97,3 @@ def _walk(root: Path, failed: list[ReaderError]) -> Iterator[Path]:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
                 yield path
-
-
-def _portable(path: Path) -> str:
-    """Forward slashes, and bytes of a name that are not UTF-8 written out."""
-    return path.as_posix().encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -46,3 +46,8 @@ def decode(data: bytes, path: str | os.PathLike[str]) -> str:
 
 def unreadable(error: OSError) -> str:
     return f"the file cannot be read ({error.strerror})"
+
+
+def printable(path: Path) -> str:
+    """The path with forward slashes, and bytes of a name that are not UTF-8 written out: no store holds them."""
+    return path.as_posix().encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

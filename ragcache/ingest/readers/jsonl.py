@@ -14,7 +14,7 @@ from typing import Any
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import decode, unreadable
+from ragcache.ingest.readers.base import decode, printable, unreadable
 
 
 def read_jsonl(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
@@ -25,7 +25,7 @@ def read_jsonl(path: Path, document_id: str) -> Iterator[Document | ReaderError]
             for number, line in enumerate(file, start=1):
                 if line.strip(b"\xef\xbb\xbf \t\r\n"):
                     records += 1
-                    yield _record(line, f"{path}:{number}", f"{document_id}#{number}")
+                    yield _record(line, f"{printable(path)}:{number}", f"{document_id}#{number}")
     except OSError as error:
         raise ReaderError(path, unreadable(error)) from error
     if not records:

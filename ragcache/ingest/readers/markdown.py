@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import decode, read_bytes
+from ragcache.ingest.readers.base import decode, printable, read_bytes
 from ragcache.ingest.structure import split_blocks
 
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?P<lines>(?:.*\n)*?)(?:---|\.\.\.)[ \t]*(?:\n|\Z)")
@@ -20,7 +20,7 @@ def read_markdown(path: Path, document_id: str) -> Iterator[Document | ReaderErr
     if not text.strip():
         raise ReaderError(path, "there is no text below its front matter")
     first = next((block.title for block in split_blocks(text) if block.level), "")
-    yield Document(document_id, text, metadata, title=metadata.get("title", first), source=str(path))
+    yield Document(document_id, text, metadata, title=metadata.get("title", first), source=printable(path))
 
 
 def split_front_matter(text: str) -> tuple[dict[str, str], str]:

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pypdf import PdfReader
-from pypdf.errors import DependencyError, FileNotDecryptedError, PyPdfError
+from pypdf.errors import DependencyError, FileNotDecryptedError
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import read_bytes
+from ragcache.ingest.readers.base import printable, read_bytes
 
 # A line is taken as wrapped when the next line's first word would not have fitted into this share of the page's widest
-# line. Characters stand in for widths, so the share leaves room for proportional type.
+# line. Characters stand in for widths, so the share leaves room for proportional type. Behind the end of a sentence it
+# leaves none: a line end too many does no harm there, two paragraphs in one would.
 WRAP_SHARE = 0.85
+WRAP_SHARE_AFTER_SENTENCE = 1.0
 _NEW_BLOCK = re.compile(r"\s*([-*•‣◦–]|\d+[.)])\s")
 _NO_TITLE = {"", "untitled", "(anonymous)", "anonymous"}
 
@@ -33,14 +35,13 @@ def read_pdf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
         raise
     except (FileNotDecryptedError, DependencyError) as error:
         raise ReaderError(path, f"the PDF is encrypted ({error}); save it without encryption") from error
-    except (PyPdfError, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError,
-            OverflowError, AssertionError) as error:  # fmt: skip
-        # pypdf lets the errors of whatever it was parsing through: a broken PDF is a broken PDF.
+    except Exception as error:
+        # pypdf lets the errors of whatever it was parsing through, of any kind: a broken PDF is a broken PDF.
         raise ReaderError(path, f"the PDF is damaged ({type(error).__name__}: {error})") from error
     text = "\n\n".join(page for page in pages if page.strip())
     if not text:
         raise ReaderError(path, f"there is no text in the PDF's {len(pages)} pages (scanned?); run OCR on it first")
-    yield Document(document_id, text, title="" if title.lower() in _NO_TITLE else title, source=str(path))
+    yield Document(document_id, text, title="" if title.lower() in _NO_TITLE else title, source=printable(path))
 
 
 def join_wrapped_lines(page: str) -> str:
@@ -59,7 +60,8 @@ def join_wrapped_lines(page: str) -> str:
 def _is_wrapped(line: str, following: str, widest: int) -> bool:
     if not line.strip() or not following.strip() or _NEW_BLOCK.match(following):
         return False
-    return len(line) + 1 + len(following.split()[0]) > WRAP_SHARE * widest
+    share = WRAP_SHARE_AFTER_SENTENCE if line.endswith((".", "!", "?", ":")) else WRAP_SHARE
+    return len(line) + 1 + len(following.split()[0]) > share * widest
 
 
 def _join(line: str, following: str) -> str:

@@ -1,0 +1,276 @@
+"""What each reader makes of good and bad files."""
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from pypdf import PdfReader, PdfWriter
+from reportlab.lib.pagesizes import A4
+from reportlab.lib.styles import getSampleStyleSheet
+from reportlab.pdfgen import canvas
+from reportlab.platypus import Paragraph, SimpleDocTemplate
+
+from ragcache.errors import ReaderError
+from ragcache.ingest.document import Document
+from ragcache.ingest.readers import READERS, find_files, read_path
+from ragcache.ingest.readers.pdf import join_wrapped_lines
+
+
+def read_one(path: Path) -> Document:
+    (document,) = read_path(path)
+    assert isinstance(document, Document), document
+    return document
+
+
+def error_of(path: Path) -> str:
+    (error,) = read_path(path)
+    assert isinstance(error, ReaderError)
+    assert error.path == str(path)
+    return error.reason
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name: str, data: str | bytes) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data.encode() if isinstance(data, str) else data)
+        return path
+
+    return write
+
+
+# Text and Markdown
+
+
+def test_text_is_kept_as_it_stands(write):
+    document = read_one(write("a.txt", "Størrelse: 好 🎉\n\n  indented\n"))
+    assert (document.id, document.text) == ("a.txt", "Størrelse: 好 🎉\n\n  indented\n")
+    assert document.source.endswith("a.txt")
+
+
+def test_byte_order_mark_and_line_ends_are_taken_off(write):
+    assert read_one(write("a.txt", b"\xef\xbb\xbfone\r\ntwo\rthree")).text == "one\ntwo\nthree"
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".rst"])
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b" \n\t\n", "empty"),
+        (b"\xef\xbb\xbf", "empty"),
+        (b"caf\xe9 and more", "not UTF-8 (byte 0xe9 at offset 3)"),
+        (b"MZ\x00\x01\x02", "binary"),
+        ("text".encode("utf-16"), "UTF-16"),
+        (b"ends in the middle \xe5\xa5", "not UTF-8"),
+    ],
+)
+def test_files_that_are_no_text_say_why(write, suffix, data, reason):
+    assert reason in error_of(write("bad" + suffix, data))
+
+
+def test_markdown_has_its_first_heading_as_title(write):
+    assert read_one(write("a.md", "intro\n\n## Anna *Berg*\n\n# Other\n")).title == "Anna *Berg*"
+    assert read_one(write("b.md", "no heading, # not this\n\n```\n# nor this\n```\n")).title == ""
+
+
+def test_front_matter_becomes_metadata(write):
+    document = read_one(write("a.md", '---\ntitle: "The Alna"\nyear: 1901\ntags:\n  - x\n---\n# Heading\n\nText.\n'))
+    assert document.metadata == {"title": "The Alna", "year": "1901"}
+    assert document.title == "The Alna"
+    assert document.text == "# Heading\n\nText.\n"
+    assert "front matter" in error_of(write("b.md", "---\ntitle: x\n---\n\n"))
+    ruled = "---\n\nText between rules.\n\n---\n\nMore.\n"
+    assert read_one(write("c.md", ruled)).text == ruled
+
+
+# HTML
+
+PAGE = """<!doctype html><html><head><title> The  Alna </title><style>p {color: red}</style></head><body>
+<nav><a href="/">Home</a></nav><h1>The <em>Alna</em></h1><p>The river
+   rises <b>near</b>&nbsp;Osby.<br>It ends in a lake.</p><!-- hidden --><script>alert("x")</script>
+<ul><li>First</li><li>Second <p>inner</p></li></ul>
+<pre><code>def f():
+    return `1`
+
+</code></pre><table><tr><th>Town</th><th>Year</th></tr><tr><td>Osby</td><td>1901</td></tr></table>
+<div>Loose <span>words</span></div></body></html>"""
+
+
+def test_html_becomes_its_visible_text_in_blocks(write):
+    document = read_one(write("a.html", PAGE))
+    assert document.title == "The Alna"
+    assert document.text == (
+        "# The Alna\n\nThe river rises near Osby.\nIt ends in a lake.\n\n- First\n- Second\n\ninner\n\n"
+        "```\ndef f():\n    return `1`\n```\n\nTown | Year\nOsby | 1901\n\nLoose words"
+    )
+
+
+def test_html_in_the_encoding_that_it_declares(write):
+    page = '<html><head><meta charset="iso-8859-1"></head><body><p>Størrelse</p></body></html>'
+    assert read_one(write("a.html", page.encode("latin-1"))).text == "Størrelse"
+    assert "declares" in error_of(write("b.html", page.replace("iso-8859-1", "nonsense").encode("latin-1")))
+    assert "no text" in error_of(write("c.html", "<html><body><script>1</script></body></html>"))
+
+
+def test_html_nested_without_end_is_read_or_refused(write):
+    (result,) = read_path(write("deep.html", "<div>" * 20_000 + "deep"))
+    assert isinstance(result, ReaderError) or result.text == "deep"
+    (result,) = read_path(write("fences.html", "<pre>" + "`" * 5 + "\ncode</pre>"))
+    assert result.text == "``````\n`````\ncode\n``````"
+
+
+# PDF
+
+
+def pdf_of(pages: list[str], title: str | None = None) -> bytes:
+    stream = io.BytesIO()
+    page = canvas.Canvas(stream, pagesize=A4)
+    if title:
+        page.setTitle(title)
+    for text in pages:
+        for row, line in enumerate(text.splitlines()):
+            page.drawString(72, 760 - 16 * row, line)
+        page.showPage()
+    page.save()
+    return stream.getvalue()
+
+
+def test_pdf_pages_and_title(write):
+    document = read_one(write("a.pdf", pdf_of(["Page one.", "Page two."], "The Alna")))
+    assert (document.id, document.title, document.text) == ("a.pdf", "The Alna", "Page one.\n\nPage two.")
+    assert read_one(write("b.pdf", pdf_of(["Text."]))).title == ""
+
+
+def test_pdf_paragraphs_wrapped_by_a_typesetter_are_unwrapped_and_kept_apart(tmp_path):
+    style = getSampleStyleSheet()["Normal"]
+    paragraphs = [
+        " ".join(f"Town{n} has mill number {i}, by the river Alna." for i in range(n)) for n in (7, 10, 11, 12)
+    ]
+    path = tmp_path / "a.pdf"
+    SimpleDocTemplate(str(path), pagesize=A4).build([Paragraph(text, style) for text in paragraphs])
+    wrapped = PdfReader(path).pages[0].extract_text().splitlines()
+    lines = read_one(path).text.splitlines()
+    assert " ".join(lines) == " ".join(paragraphs)
+    assert len(wrapped) > 12
+    # Every paragraph begins a line, and a line ends only where a sentence does.
+    assert all(any(line.startswith(text[:40]) for line in lines) for text in paragraphs)
+    assert all(line.endswith("Alna.") for line in lines)
+
+
+def test_wrapped_lines_join_and_lists_and_short_lines_stay():
+    wrapped = "This is a line that was wrapped at the mar-\ngin and goes on to here, where it\nends at last."
+    rest = "- an item\n- another\nShort."
+    joined = "This is a line that was wrapped at the margin and goes on to here, where it ends at last."
+    assert join_wrapped_lines(f"Title\n\n{wrapped}\n{rest}\n") == f"Title\n\n{joined}\n{rest}"
+    assert join_wrapped_lines("") == ""
+
+
+def test_pdfs_that_cannot_be_read_say_why(write, tmp_path):
+    assert "OCR" in error_of(write("scan.pdf", pdf_of(["", ""])))
+    assert "not a PDF" in error_of(write("fake.pdf", "hello"))
+    assert "empty" in error_of(write("empty.pdf", b""))
+    good = pdf_of(["Some text."])
+    assert "damaged" in error_of(write("cut.pdf", good[: len(good) // 3]))
+    writer = PdfWriter(clone_from=io.BytesIO(good))
+    writer.encrypt("secret", algorithm="RC4-128")
+    writer.write(tmp_path / "locked.pdf")
+    assert "password" in error_of(tmp_path / "locked.pdf")
+
+
+def test_a_pdf_flipped_anywhere_is_read_or_refused_but_never_fatal(write):
+    import random
+
+    good, rng = pdf_of(["Some text about the Alna.", "More."]), random.Random(4)
+    for _ in range(60):
+        bad = bytearray(good)
+        for _ in range(8):
+            bad[rng.randrange(len(bad))] = rng.randrange(256)
+        (result,) = read_path(write("bad.pdf", bytes(bad)))
+        assert isinstance(result, Document | ReaderError)
+
+
+# JSON lines
+
+
+def test_json_lines_with_all_fields_and_with_the_least(write):
+    lines = [
+        {"id": "x/1", "title": "Alna", "text": "A river.", "metadata": {"year": 1901}, "source": "atlas", "other": 1},
+        {"content": "Alone."},
+        {"id": 7, "text": "Alna is a river.", "title": "Alna"},
+    ]
+    one, two, three = read_path(path := write("a.jsonl", "\n".join(map(json.dumps, lines)) + "\n\n"))
+    assert one == Document("x/1", "# Alna\n\nA river.", {"year": 1901}, "Alna", "atlas")
+    assert two == Document("a.jsonl#2", "Alone.", {}, "", f"{path}:2")
+    assert (three.id, three.text) == ("7", "Alna is a river.")
+
+
+def test_bad_json_lines_are_reported_and_the_others_go_on(write):
+    lines = [
+        b'\xef\xbb\xbf{"text": "good"}', b"{", b"[1]", b'{"text": 5}', b'{"text": " "}', b'{"id": {}, "text": "x"}',
+        b'{"text": "x", "metadata": [1]}', b'{"text": "caf\xe9"}', b"[" * 100_000, b'{"text": "good too"}',
+    ]  # fmt: skip
+    path = write("a.jsonl", b"\n".join(lines))
+    results = list(read_path(path))
+    assert [result.text for result in results if isinstance(result, Document)] == ["good", "good too"]
+    errors = [result for result in results if isinstance(result, ReaderError)]
+    assert [error.path for error in errors] == [f"{path}:{n}" for n in range(2, 10)]
+    for error, reason in zip(
+        errors, ["JSON", "object", "text", "text", "id", "metadata", "UTF-8", "JSON"], strict=True
+    ):
+        assert reason in error.reason
+    assert error_of(write("empty.jsonl", b"\n\n")) == "the file is empty"
+
+
+# Paths
+
+
+def test_a_folder_is_walked_in_order_without_hidden_and_unknown_files(write, tmp_path):
+    for name in ["b.md", "a/z.txt", "a/b/c.TXT", ".git/x.txt", "a/.hidden.md", "picture.png", "Makefile"]:
+        write(f"root/{name}", "text")
+    found = find_files([tmp_path / "root"])
+    assert [file.id for file in found.files] == ["b.md", "a/z.txt", "a/b/c.TXT"]
+    assert [path.name for path in found.skipped] == ["Makefile", "picture.png"]
+    assert [document.id for document in read_path(tmp_path / "root")] == ["b.md", "a/z.txt", "a/b/c.TXT"]
+
+
+def test_ids_do_not_depend_on_where_the_folder_is(write, tmp_path, monkeypatch):
+    write("one/sub/a.md", "text")
+    write("two/sub/a.md", "text")
+    monkeypatch.chdir(tmp_path)
+    ids = [
+        [file.id for file in find_files([path]).files] for path in ("one", "./two", tmp_path / "two", "one/sub/a.md")
+    ]
+    assert ids == [["sub/a.md"], ["sub/a.md"], ["sub/a.md"], ["a.md"]]
+
+
+def test_paths_that_cannot_be_read_say_why(write, tmp_path):
+    assert "no file" in error_of(tmp_path / "nowhere.md")
+    assert "'.png'" in error_of(write("a.png", b"x"))
+    (tmp_path / "loop.md").symlink_to(tmp_path / "loop.md")
+    assert "no file" in error_of(tmp_path / "loop.md")
+
+
+@pytest.mark.parametrize("suffix", sorted(READERS))
+def test_a_file_that_the_system_refuses_is_reported(write, suffix, monkeypatch):
+    path = write("a" + suffix, "text")
+
+    def refuse(*_args: object, **_options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert "Permission denied" in error_of(path)
+
+
+def test_a_name_that_is_not_utf8_gets_a_printable_id(tmp_path):
+    try:
+        Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9.txt")).write_text("text")
+    except OSError:
+        pytest.skip("the file system takes only UTF-8 names")
+    (document,) = read_path(tmp_path)
+    document.check()
+    assert document.id == "caf\\xe9.txt"
