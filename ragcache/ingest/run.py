@@ -236,9 +236,10 @@ class IngestRun:
 
     def _save_index(self, *, force: bool = False) -> None:
         now = time.monotonic()
-        changed = bool(self.report.added or self.report.updated) or not self.to.layout.index.exists()
+        index, path = self.to.retriever.index, self.to.layout.index
+        changed = index.saved_generation != index.generation or not path.exists()
         if changed and (force or now - self._saved_at >= self.to.config.save_every_s):
-            self.to.retriever.save(self.to.layout.index)
+            self.to.retriever.save(path)
             self._saved_at = now
 
     # Reporting

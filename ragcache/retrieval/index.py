@@ -55,7 +55,7 @@ class VectorIndex:
 
     kind "flat" is exact. kind "hnsw" is approximate; it still returns as many results as there are to return.
     embedder and generation travel with the file: they say which model made the vectors and which commit of the SQL
-    store the index reflects (-1: none).
+    store the index reflects (-1: none). saved_generation: of the file last written or read, None without one.
     """
 
     def __init__(self, dimension: int, *, kind: str = "flat", embedder: str = "") -> None:
@@ -67,6 +67,7 @@ class VectorIndex:
         self.dimension = dimension
         self.embedder = embedder
         self.generation = -1
+        self.saved_generation: int | None = None
         self._lock = threading.RLock()
         self._index = faiss.IndexIDMap2(KINDS[kind](dimension))
         self._live: set[int] = set()
@@ -168,6 +169,7 @@ class VectorIndex:
             )
             payload: bytes = faiss.serialize_index(self._index).tobytes()
         write_index(path, header, payload)
+        self.saved_generation = header.generation
 
     @classmethod
     def load(cls, path: Path) -> VectorIndex:
@@ -178,7 +180,7 @@ class VectorIndex:
             index._index = faiss.deserialize_index(np.frombuffer(payload, dtype=np.uint8))
         except (ConfigError, RuntimeError) as error:
             raise DamagedIndexError(f"{path}: {error}; it is rebuilt from the store") from error
-        index.generation = header.generation
+        index.generation = index.saved_generation = header.generation
         index._removed = set(header.removed)
         index._live = set(faiss.vector_to_array(index._index.id_map).tolist()) - index._removed
         return index

@@ -154,6 +154,16 @@ def test_control_tokens_in_a_document_are_text(tokenizer):
     assert tokenizer("<|end|>", add_special_tokens=False)["input_ids"] == [tokenizer.eos_token_id]
 
 
+def test_a_tokenizer_without_a_fast_backend_cuts_alike(tokenizer):
+    class Slow:
+        def __call__(self, texts, *, add_special_tokens, split_special_tokens):
+            assert (add_special_tokens, split_special_tokens) == (False, True)
+            return tokenizer(texts, add_special_tokens=False)
+
+    text = random_markdown(random.Random(5))
+    assert Chunker(Slow(), max_tokens=50).split(text) == Chunker(tokenizer, max_tokens=50).split(text)
+
+
 def test_the_tokenizer_given_is_left_as_it_was(tokenizer):
     before = tokenizer.backend_tokenizer.to_str()
     Chunker(tokenizer).split("<|end|> text " * 50)

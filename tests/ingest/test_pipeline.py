@@ -244,6 +244,46 @@ def test_a_failure_before_the_commit_loses_no_block_and_shows_no_document(kit, m
     kit.check()
 
 
+def test_a_full_disk_in_the_middle_loses_nothing(kit, monkeypatch):
+    inputs = [Document(f"d{n}", text_of(f"Town{n}", 3)) for n in range(8)]
+    put, left = kit.kv.put, [12]
+
+    def put_until_full(key, block) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StoreFullError("/: no space left")
+        put(key, block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kit.kv, "put", put_until_full)
+        with pytest.raises(StoreFullError):
+            kit.ingestor.ingest(inputs)
+    visible = kit.ids()
+    assert 0 < len(visible) < 8
+    kit.check()
+    assert sorted(kit.ingestor.ingest(inputs).unchanged) == visible
+    kit.check()
+
+
+def test_a_delete_cut_short_is_finished_by_the_next_run(kit, tmp_path, monkeypatch):
+    kit.ingestor.ingest([Document("a", text_of("Tolvik")), Document("b", text_of("Osby"))])
+    (vector,) = kit.retriever.index.vectors([kit.documents.chunks_of("a")[0].vector_id])
+
+    def interrupt(_key: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kit.kv, "delete", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            kit.ingestor.delete(["a"])
+    kit.check()
+    assert kit.ids() == ["b"]
+    assert set(kit.kv.keys()) > kit.documents.handles()
+    kit.ingestor.ingest([])
+    assert set(kit.kv.keys()) == kit.documents.handles()
+    assert vector.tobytes() not in (tmp_path / "kb" / "index.faiss").read_bytes()
+
+
 @pytest.mark.parametrize("stage", ["read", "encode", "embed", "commit"])
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_an_interrupt_leaves_a_good_store_and_the_next_run_finishes(tmp_path, lm, stage, at):
