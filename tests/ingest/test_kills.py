@@ -114,6 +114,7 @@ def kill_and_finish(runner: Runner, finished: tuple[Path, float], lm, seed: int,
     return visible
 
 
+@pytest.mark.timeout(900)
 def test_25_kills_at_random_moments(runner, finished, lm):
     visible = kill_and_finish(runner, finished, lm, seed=1, times=25)
     # The moments were spread over the ingestion: some kills found nothing of it committed, some a part, all differ.
@@ -121,7 +122,7 @@ def test_25_kills_at_random_moments(runner, finished, lm):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_200_kills_at_random_moments(runner, finished, lm):
     visible = kill_and_finish(runner, finished, lm, seed=2, times=200)
     assert len(set(visible)) >= 5, visible

@@ -334,7 +334,7 @@ def test_a_second_writer_waits_and_then_gives_up(kit, folder, tmp_path):
         kit.ingestor.ingest([folder], timeout_s=0.3)
     with pytest.raises(StoreBusyError):
         kit.ingestor.delete(["x"], timeout_s=0)
-    assert 0.3 <= time.monotonic() - started < 10
+    assert time.monotonic() - started >= 0.3
     threading.Timer(0.3, release.set).start()
     assert len(kit.ingestor.ingest([folder], timeout_s=30).added) == 4
     thread.join()

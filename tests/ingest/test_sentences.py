@@ -43,6 +43,6 @@ def test_sentences_joined_are_the_text(text):
     "text", ["." * 300_000, "a" * 300_000, ". " * 100_000, '."' * 100_000, "。" * 100_000, " " * 300_000]
 )
 def test_hostile_texts_take_linear_time(text):
-    started = time.perf_counter()
+    started = time.process_time()
     assert "".join(split_sentences(text)) == text
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
