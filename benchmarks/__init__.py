@@ -1,0 +1,1 @@
+"""What ragcache costs, against plain transformers. See README.md here."""

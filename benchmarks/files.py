@@ -1,0 +1,46 @@
+"""Page cache and file systems: what "from disk" means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ragcache.store.kv_store import KVStore
+from ragcache.store.layout import StoreLayout
+
+
+def drop_page_cache(directory: Path) -> None:
+    """Have the kernel forget the contents of all files below. They must be flushed, and mapped by nobody."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+def device_read_bytes() -> int | None:
+    """Bytes that this process has had fetched from storage so far; None where the kernel does not count them."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), None)
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds `path`, such as ext4. On tmpfs there is no disk to measure."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return "unknown"
+    resolved = path.resolve()
+    holding = [(point, kind) for point, kind in mounts if resolved.is_relative_to(point)]
+    return max(holding, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]
+
+
+def fresh_kv_store(root: Path, memory_bytes: int) -> KVStore:
+    """The blocks below a store's root, with nothing in memory yet."""
+    return KVStore(StoreLayout(root).kv, memory_bytes=memory_bytes)

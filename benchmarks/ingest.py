@@ -1,0 +1,175 @@
+"""Ingestion against a plain batched forward pass of the same chunks.
+
+    python -m benchmarks.ingest --shape SmolLM2-135M --dtype float32 --device cpu --tokens 10000
+
+Ingestion is all of it: chunking, embedding, KV precompute, blocks flushed to disk, SQL, index. The baselines only run
+the model: right-padded batches of as many chunks of like length, keys and values thrown away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks import plain
+from benchmarks.environment import environment
+from benchmarks.files import file_system
+from benchmarks.prose import documents, train_tokenizer
+from benchmarks.report import RESULTS, Goal, Result, show, write
+from benchmarks.shapes import SHAPES, Built, build
+from benchmarks.timing import Variant, alternate, ratio, summarise
+from ragcache.engine.kb import RagCache
+from ragcache.errors import IngestError
+from ragcache.ingest.chunker import ChunkerConfig
+from ragcache.ingest.document import Document
+from ragcache.ingest.pipeline import IngestConfig
+from ragcache.ingest.report import IngestReport
+from ragcache.models.loading import DTYPES
+from ragcache.retrieval.embedder import Embedder, load_embedder
+
+WHOLE = "ingestion"
+# The strict one: no head, no padding mask, no cache.
+DECODER = "transformers: decoder alone"
+CALL = "transformers: model call with head and padding mask"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """tokens: of all documents. chunk_tokens: most in a chunk. batch_tokens: that run together, padding included."""
+
+    shape: str = "SmolLM2-135M"
+    dtype: str = "float32"
+    device: str = "cpu"
+    tokens: int = 10000
+    chunk_tokens: int = 512
+    batch_tokens: int = 2048
+    rounds: int = 3
+    threads: int = 0
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"ingest-{self.shape}-{self.dtype}-{self.device.partition(':')[0]}"
+
+
+class Ingestion:
+    """The same documents into an empty store, again and again."""
+
+    def __init__(self, built: Built, embedder: Embedder, settings: Settings, root: Path) -> None:
+        self._lm, self._plain = built
+        self._embedder = embedder
+        self._root = root
+        self._chunker = ChunkerConfig(max_tokens=settings.chunk_tokens)
+        self._config = IngestConfig(batch_tokens=settings.batch_tokens)
+        self._batch_tokens = settings.batch_tokens
+        self._documents: list[Document] = documents(self._lm.tokenizer, settings.tokens)
+        self.report = IngestReport()
+        self.clear()
+        self.ingest()
+        self.chunks, self.bytes = self._stored()
+
+    def clear(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def ingest(self) -> None:
+        with self._open() as kb:
+            self.report = kb.ingest(self._documents)
+        if self.report.failed:
+            raise IngestError(f"{self.report.failed[0].source}: {self.report.failed[0].error}")
+
+    def decoder_alone(self) -> None:
+        plain.read_chunks(self._plain, self.chunks, self._batch_chunks, head=False, mask=False)
+        self._wait()
+
+    def model_call(self) -> None:
+        plain.read_chunks(self._plain, self.chunks, self._batch_chunks, head=True, mask=True)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._lm.device.type == "cuda":
+            torch.cuda.synchronize(self._lm.device)
+
+    @property
+    def _batch_chunks(self) -> int:
+        return max(1, self._batch_tokens // max(map(len, self.chunks)))
+
+    def _open(self) -> RagCache:
+        # The store is opened inside the clock: it takes milliseconds, since the models are loaded already.
+        return RagCache.open(
+            self._root, model=self._lm, embedder=self._embedder, chunker=self._chunker, ingest=self._config
+        )
+
+    def _stored(self) -> tuple[list[list[int]], int]:
+        """Token ids of all chunks as ingestion cut them, and bytes of their blocks on disk."""
+        with self._open() as kb:
+            store = kb.store.documents
+            ids = [list(chunk.token_ids) for document in store.documents() for chunk in store.chunks_of(document.id)]
+            return ids, kb.store.kv.stats().bytes_by_tier["disk"]
+
+
+def measure(settings: Settings, embedder: Embedder, workdir: Path, arguments: Sequence[str]) -> Result:
+    device = torch.device(settings.device)
+    hardware = environment("benchmarks.ingest", arguments, device)
+    tokenizer = train_tokenizer(vocab_size=min(16384, SHAPES[settings.shape]["vocab_size"]))
+    built = build(settings.shape, settings.dtype, device, tokenizer, settings.seed)
+    work = Ingestion(built, embedder, settings, workdir / "store")
+    variants = [
+        Variant(WHOLE, work.ingest, work.clear),
+        Variant(DECODER, work.decoder_alone),
+        Variant(CALL, work.model_call),
+    ]
+    samples = alternate(variants, settings.rounds, settings.rounds, device, label="ingest")
+    tokens = sum(map(len, work.chunks))
+    timings = summarise(samples)
+    strict, call = ratio(samples, DECODER, WHOLE), ratio(samples, CALL, WHOLE)
+    figures = {
+        "tokens": tokens,
+        "chunks": len(work.chunks),
+        "bytes_per_token": work.bytes / tokens,
+        "file_system": file_system(workdir),
+        **{f"{name}, tokens/s": tokens / timing.median_s for name, timing in timings.items()},
+        **{f"last ingestion, {name}": seconds for name, seconds in asdict(work.report.seconds).items()},
+    }
+    ratios = {f"{WHOLE} / {DECODER}, tokens/s": strict, f"{WHOLE} / {CALL}, tokens/s": call}
+    applies = (settings.shape, settings.dtype, device.type) == ("SmolLM2-135M", "float32", "cpu")
+    goal = Goal(f"{WHOLE} / {DECODER}, tokens/s", "at least", 0.90, strict.median, applies and tokens >= 5000)
+    return Result(settings.name, settings, hardware, timings, ratios, figures, [goal])
+
+
+def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
+    parser = argparse.ArgumentParser("benchmarks.ingest", description=__doc__)
+    default = Settings()
+    parser.add_argument("--shape", choices=SHAPES, default=default.shape)
+    parser.add_argument("--dtype", choices=DTYPES, default=default.dtype)
+    parser.add_argument("--device", default=default.device)
+    for name in ("tokens", "chunk_tokens", "batch_tokens", "rounds", "threads", "seed"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
+    parser.add_argument("--workdir", type=Path, help="where the store is written; a disk, not tmpfs")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    return Settings(**{name: getattr(given, name) for name in Settings.__dataclass_fields__}), given
+
+
+def main(arguments: Sequence[str] | None = None, embedder: Callable[[], Embedder] | None = None) -> Result:
+    """embedder: makes the embedding model; the default one when None."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    settings, given = parse(arguments)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    with tempfile.TemporaryDirectory(dir=given.workdir) as workdir:
+        made = embedder() if embedder else load_embedder("minilm", settings.device)
+        result = measure(settings, made, Path(workdir), arguments)
+    write(result, given.out)
+    show(result)
+    return result
+
+
+if __name__ == "__main__":
+    main()

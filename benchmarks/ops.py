@@ -1,0 +1,117 @@
+"""Operations that a pass calls, counted: unlike time, a count does not depend on what else the machine does.
+
+    python -m benchmarks.ops --shape SmolLM2-135M --passages 10 --tokens 50
+
+Needless copies, masks and conversions show here first. Counts are of calls into ATen from Python (not of what those
+call in turn), on random blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.reading import Bench, truncate
+from benchmarks.shapes import SHAPES, build
+from ragcache.fusion.fuse import fuse
+
+# They make views or ask for shapes: no bytes move.
+FREE = frozenset(
+    "_unsafe_view alias as_strided detach expand lift_fresh permute select slice split squeeze t transpose "
+    "unsqueeze view".split()  # noqa: SIM905
+)
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count(run: Callable[[], Any]) -> Counter[str]:
+    """Calls by operation, once everything is warm."""
+    run()
+    with _Counting() as counting:
+        run()
+    calls: Counter[str] = counting.calls
+    return calls
+
+
+def working(calls: Counter[str]) -> int:
+    """Calls that compute or move bytes."""
+    return sum(number for name, number in calls.items() if name not in FREE)
+
+
+def profile(bench: Bench) -> dict[str, Counter[str]]:
+    """Counts of the floor, of placing, of fused prefill, of one step of decoding, and of transformers' reuse."""
+    blocks = bench.load_memory()
+    decoded = fuse(bench.lm, bench.prompt, "reposition", blocks, reserve_tokens=8)
+    end = bench.prompt.num_tokens
+
+    def step() -> None:
+        truncate(decoded.cache, end)
+        bench.lm.run([1], end, decoded.cache)
+
+    def reuse() -> None:
+        bench.fill_plain_cache()
+        bench.plain_reuse()
+
+    return {
+        "floor": count(bench.floor),
+        "rotate and place": count(bench.place),
+        "reposition": count(bench.reposition_in_hand),
+        "decode a token": count(step),
+        "transformers: full caches": count(reuse) - count(bench.fill_plain_cache),
+    }
+
+
+def table(counts: dict[str, Counter[str]], num_layers: int) -> Table:
+    made = Table(title=f"calls a layer ({num_layers} layers)")
+    made.add_column("operation")
+    for name in counts:
+        made.add_column(name, justify="right")
+    totals = {name: working(calls) for name, calls in counts.items()}
+    made.add_row("all that compute or copy", *(f"{total / num_layers:.1f}" for total in totals.values()))
+    every: Counter[str] = sum(counts.values(), Counter())
+    for name, number in every.most_common():
+        if number < num_layers / 10:
+            continue
+        label = f"{name} (view)" if name in FREE else name
+        made.add_row(label, *(f"{calls[name] / num_layers:.1f}" for calls in counts.values()))
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Counter[str]]:
+    parser = argparse.ArgumentParser("benchmarks.ops", description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="SmolLM2-135M")
+    parser.add_argument("--dtype", default="float32")
+    for name, default in (("passages", 10), ("tokens", 50), ("suffix", 10)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    built = build(given.shape, given.dtype)
+    with (
+        tempfile.TemporaryDirectory() as workdir,
+        Bench(built, given.passages, given.tokens, given.suffix, Path(workdir), seed=0) as bench,
+    ):
+        counts = profile(bench)
+    Console(width=140).print(table(counts, built.lm.shape.num_layers))
+    return counts
+
+
+if __name__ == "__main__":
+    main()

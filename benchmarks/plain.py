@@ -1,0 +1,103 @@
+"""What a user of transformers alone would run: the baselines. Nothing of ragcache runs here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+KV = list[tuple[Tensor, Tensor]]
+
+
+@torch.inference_mode()
+def full_prefill(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
+    """The whole prompt in one pass, with the cache that decoding needs. Last logits, float32 [vocab_size]."""
+    batch = torch.tensor([list(ids)], device=model.device)
+    out = model(input_ids=batch, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+    return _last(out.logits)
+
+
+@torch.inference_mode()
+def suffix_over(model: PreTrainedModel, ids: Sequence[int], cache: DynamicCache) -> Tensor:
+    """The suffix over a cache that is already full: transformers' own reuse. Last logits, float32 [vocab_size]."""
+    batch = torch.tensor([list(ids)], device=model.device)
+    return _last(model(input_ids=batch, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
+
+
+@torch.inference_mode()
+def filled_cache(layers: KV) -> DynamicCache:
+    """A DynamicCache that holds copies of rotated keys and values, [1, num_kv_heads, num_tokens, head_dim] a layer."""
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(layers):
+        cache.update(keys.clone(), values.clone(), layer)
+    return cache
+
+
+def generate(
+    model: PreTrainedModel, ids: Sequence[int], cache: DynamicCache, count: int
+) -> tuple[list[int], list[float]]:
+    """`count` greedy tokens behind ids, of which the cache holds all but the last; and when each one came.
+
+    Returns token ids and, for each, seconds since the call (time.perf_counter).
+    """
+    batch = torch.tensor([list(ids)], device=model.device)
+    clock = _Clock()
+    out = model.generate(
+        batch,
+        attention_mask=torch.ones_like(batch),
+        past_key_values=cache,
+        max_new_tokens=count,
+        do_sample=False,
+        streamer=clock,
+    )
+    return out[0, batch.shape[1] :].tolist(), clock.seconds
+
+
+@torch.inference_mode()
+def read_chunks(
+    model: PreTrainedModel, chunks: Sequence[Sequence[int]], batch_chunks: int, *, head: bool, mask: bool
+) -> None:
+    """Forward passes over right-padded batches, long chunks together, keys and values thrown away.
+
+    head: run the language-model head too, on every token, as a plain call of the model does
+    mask: pass the padding mask, as a tokenizer's output does; causal attention does not need it on the right
+    """
+    reader = model if head else model.base_model
+    ordered = sorted(chunks, key=len, reverse=True)
+    for start in range(0, len(ordered), batch_chunks):
+        rows = ordered[start : start + batch_chunks]
+        ids, present = _padded(rows, model.device)
+        reader(input_ids=ids, attention_mask=present if mask else None, use_cache=False)
+
+
+class _Clock(BaseStreamer):  # type: ignore[misc]
+    """Notes when tokens arrive. The first call of `put` is the prompt's own."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self._stamps: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self._stamps.append(time.perf_counter() - self.started)
+
+    def end(self) -> None:
+        return
+
+    @property
+    def seconds(self) -> list[float]:
+        return self._stamps[1:]
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    return ids, (torch.arange(longest, device=device)[None] < lengths[:, None]).long()
+
+
+def _last(logits: Tensor) -> Tensor:
+    return logits[0, -1].float()

@@ -1,0 +1,41 @@
+"""Real English and a tokenizer for it, without a network: Python's own help topics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pydoc_data.topics import topics
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from ragcache.ingest.document import Document
+
+
+def documents(tokenizer: PreTrainedTokenizerFast, num_tokens: int) -> list[Document]:
+    """Help topics, longest first, until they have `num_tokens` tokens; the last one is cut."""
+    taken: list[Document] = []
+    left = num_tokens
+    for name, text in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0])):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) > left:
+            text = str(tokenizer.decode(ids[:left]))
+        taken.append(Document(id=name, text=text, title=name))
+        left -= len(ids)
+        if left <= 0:
+            break
+    return taken
+
+
+def train_tokenizer(texts: Iterable[str] | None = None, vocab_size: int = 16384) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of the given texts (the help topics when None): tokens per word as a real model has them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(topics.values() if texts is None else texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", clean_up_tokenization_spaces=False)

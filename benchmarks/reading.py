@@ -1,0 +1,206 @@
+"""One prompt and all the ways to read it that are timed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from benchmarks import plain
+from benchmarks.files import device_read_bytes, drop_page_cache, fresh_kv_store
+from benchmarks.shapes import Built
+from ragcache.errors import MissingBlockError, RagCacheError
+from ragcache.fusion.base import Placement, Placer
+from ragcache.fusion.fuse import fuse
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.kv.block import KVBlock
+from ragcache.kv.cache import FusedCache
+from ragcache.prompt import Prompt
+from ragcache.store.kv_store import Loaded
+
+
+def random_prompt(vocab_size: int, passages: int, tokens: int, suffix: int, seed: int) -> Prompt:
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> list[int]:
+        drawn: list[int] = torch.randint(vocab_size, (count,), generator=generator).tolist()
+        return drawn
+
+    return Prompt(prefix_ids=[], chunk_ids=[ids(tokens) for _ in range(passages)], suffix_ids=ids(suffix))
+
+
+def truncate(cache: FusedCache, num_tokens: int) -> None:
+    """Forget what was appended behind the first `num_tokens` of every layer; they stay where they are."""
+    cache.lengths = [min(length, num_tokens) for length in cache.lengths]
+
+
+class Bench:
+    """Blocks of one prompt, in every place that they are read from.
+
+    Every way to read returns the first token, so that the clock stops when it is known on the host.
+    """
+
+    def __init__(self, built: Built, passages: int, tokens: int, suffix: int, root: Path, seed: int) -> None:
+        self.lm, self.plain = built
+        self.prompt = random_prompt(self.lm.vocab_size, passages, tokens, suffix, seed)
+        self._encoder = ModelEncoder(self.lm)
+        self._root = root
+        blocks = self._encoder.encode(self.prompt.chunk_ids)
+        self.num_bytes = sum(block.num_bytes for block in blocks)
+        self._budget = 2 * self.num_bytes
+        self._store = fresh_kv_store(root, self._budget)
+        for ids, block in zip(self.prompt.chunk_ids, blocks, strict=True):
+            self._store.put(self._encoder.key(ids), block)
+        self._on_device = blocks
+        # What a question finds in hand: pinned where it has to cross to a GPU.
+        self._in_hand = [_pinned(block) for block in blocks] if self.lm.device.type == "cuda" else blocks
+        self._disk = fresh_kv_store(root, self._budget)
+        self.cold_read_bytes: int | None = None
+        # The cache of the floor, made by the method that is measured against it.
+        self._context = fuse(self.lm, self.prompt, "reposition", self._in_hand, reserve_tokens=0).cache
+        self._plain_cache = DynamicCache()
+        self._logits = self.floor_logits()
+
+    # Blocks
+
+    def load_memory(self) -> list[KVBlock]:
+        return _blocks(self._store.get_many(self._keys()))
+
+    def load_disk(self) -> list[KVBlock]:
+        """Through a store whose memory tier is empty, as at the first use after a start; it fills that tier too."""
+        before = device_read_bytes()
+        blocks = _blocks(self._disk.get_many(self._keys()))
+        if before is not None:
+            self.cold_read_bytes = max(self.cold_read_bytes or 0, (device_read_bytes() or 0) - before)
+        return blocks
+
+    def forget_memory(self) -> None:
+        self._disk.close()
+        self._disk = fresh_kv_store(self._root, self._budget)
+
+    def forget_all(self) -> None:
+        self.forget_memory()
+        gc.collect()  # a mapped page stays in the page cache
+        drop_page_cache(self._root)
+
+    def _keys(self) -> list[str]:
+        return [self._encoder.key(ids) for ids in self.prompt.chunk_ids]
+
+    # Phases
+
+    def place(self) -> FusedCache:
+        """Every layer's blocks rotated and copied into a cache, with no model running."""
+        ends = list(accumulate(block.num_tokens for block in self._in_hand))
+        pairs = zip(self._in_hand, [0, *ends], strict=False)
+        placer = Placer(self.lm, [Placement(block, start) for block, start in pairs])
+        cache = self.lm.new_cache(self.prompt.num_tokens)
+        with torch.inference_mode():
+            for layer in range(self.lm.shape.num_layers):
+                placer.place(cache, layer)
+        return cache
+
+    def first_token(self) -> int:
+        return int(self._logits.argmax())
+
+    def floor_logits(self) -> Tensor:
+        """The suffix over KV that is in place already: no method can be faster."""
+        truncate(self._context, self.prompt.context_tokens)
+        return self.lm.run(self.prompt.suffix_ids, self.prompt.context_tokens, self._context)
+
+    def floor(self) -> int:
+        return int(self.floor_logits().argmax())
+
+    # Whole prefills
+
+    def reposition_in_hand(self) -> int:
+        return self._reposition(self._in_hand)
+
+    def reposition_memory(self) -> int:
+        return self._reposition(self.load_memory())
+
+    def reposition_disk(self) -> int:
+        return self._reposition(self.load_disk())
+
+    def reposition_on_device(self) -> int:
+        return self._reposition(self._on_device)
+
+    def full(self) -> int:
+        fused = fuse(self.lm, self.prompt, "full", reserve_tokens=0)
+        token = int(fused.next_logits.argmax())
+        fused.cache.release()
+        return token
+
+    def _reposition(self, blocks: list[KVBlock]) -> int:
+        fused = fuse(self.lm, self.prompt, "reposition", blocks, reserve_tokens=0)
+        token = int(fused.next_logits.argmax())
+        fused.cache.release()
+        return token
+
+    # Plain transformers
+
+    def fill_plain_cache(self) -> None:
+        truncate(self._context, self.prompt.context_tokens)
+        layers = [self._context.layer_state(layer)[:2] for layer in range(self.lm.shape.num_layers)]
+        self._plain_cache = plain.filled_cache(layers)
+
+    def plain_reuse_logits(self) -> Tensor:
+        """Once for every call of fill_plain_cache."""
+        return plain.suffix_over(self.plain, self.prompt.suffix_ids, self._plain_cache)
+
+    def plain_reuse(self) -> int:
+        return int(self.plain_reuse_logits().argmax())
+
+    def plain_full(self) -> int:
+        return int(plain.full_prefill(self.plain, self.prompt.ids).argmax())
+
+    def close(self) -> None:
+        self._store.close()
+        self._disk.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def agreement(bench: Bench) -> dict[str, float]:
+    """Largest differences between logits of what is timed and of plain transformers, in standard deviations of the
+    latter. A fast wrong answer is no result: RagCacheError above 0.001 in float32 (0.2 in half precision)."""
+    bench.fill_plain_cache()
+    reused = bench.plain_reuse_logits()
+    read = plain.full_prefill(bench.plain, bench.prompt.ids)
+    found = {
+        "reposition_error": _difference(fuse(bench.lm, bench.prompt, blocks=bench.load_disk()).next_logits, reused),
+        "floor_error": _difference(bench.floor_logits(), reused),
+        "full_error": _difference(fuse(bench.lm, bench.prompt, "full").next_logits, read),
+    }
+    allowed = 1e-3 if bench.lm.dtype == torch.float32 else 0.2
+    for what, error in found.items():
+        if not error <= allowed:
+            raise RagCacheError(f"{what} is {error:.3g}: what would be timed does not compute what transformers does")
+    return found
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.std())
+
+
+def _blocks(loaded: Sequence[Loaded | None]) -> list[KVBlock]:
+    found = [one.block for one in loaded if one is not None]
+    if len(found) < len(loaded):
+        raise MissingBlockError("a block that the benchmark wrote is not in its store")
+    return found
+
+
+def _pinned(block: KVBlock) -> KVBlock:
+    return KVBlock(block.keys.cpu().pin_memory(), block.values.cpu().pin_memory())

@@ -1,0 +1,121 @@
+"""Models of known shapes with random weights: speed depends on the shape, not on what was learnt."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ragcache.kv.identity import digest
+from ragcache.models.attention import NAME, register
+from ragcache.models.lm import LanguageModel
+from ragcache.models.loading import DTYPES
+from ragcache.models.support import inspect
+
+
+def _llama3_rope(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+# From the config.json of each model's published directory. "toy" is for tests of the benchmarks themselves.
+SHAPES: dict[str, dict[str, Any]] = {
+    "toy": {
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "SmolLM2-135M": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
+    "Llama-3.2-1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "rope_parameters": _llama3_rope(32.0),
+    },
+    "Llama-3.1-8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "rope_parameters": _llama3_rope(8.0),
+    },
+}
+
+
+class Built(NamedTuple):
+    """One set of weights behind two faces.
+
+    lm:    as ragcache runs it
+    plain: as transformers runs it, with scaled_dot_product_attention; nothing of ragcache in it
+    """
+
+    lm: LanguageModel
+    plain: PreTrainedModel
+
+
+def build(
+    shape: str,
+    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seed: int = 0,
+) -> Built:
+    """A model of `shape` with random weights, made on the device in its dtype: no second copy exists at any time."""
+    # No EOS: random weights would say it at some point, and decoding is timed over a given number of tokens.
+    config = LlamaConfig(rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None, **SHAPES[shape])
+    torch.manual_seed(seed)
+    with torch.device(device):
+        plain = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
+    plain.eval().requires_grad_(False)
+    fingerprint = digest({"shape": shape, "seed": seed, "dtype": dtype, "device": str(device)})
+    return Built(_wrap(_sharing_weights(plain), tokenizer, fingerprint, shape), plain)
+
+
+def _sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The same parameters in other modules, so that switching the attention of one leaves the other as it is."""
+    shared = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    register()
+    shared.set_attn_implementation(NAME)
+    return shared
+
+
+def _wrap(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, fingerprint: str, name: str
+) -> LanguageModel:
+    found = inspect(model, name)
+    return LanguageModel(model, tokenizer, found.rope, found.shape, fingerprint, name)

@@ -1,0 +1,124 @@
+"""Paired timing: all variants alternate in one run, so that whatever else the machine does hits all of them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Samples = dict[str, dict[int, float]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One thing to time.
+
+    run:     what is timed; its result is kept alive until the clock has stopped
+    prepare: called before, outside the clock
+    long:    takes seconds: run in a few of the rounds only
+    """
+
+    name: str
+    run: Callable[[], Any]
+    prepare: Callable[[], None] | None = None
+    long: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds over the runs of one variant."""
+
+    median_s: float
+    min_s: float
+    max_s: float
+    runs: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One variant's time over another's, taken within each round that ran both."""
+
+    median: float
+    min: float
+    max: float
+    pairs: int
+
+
+def alternate(
+    variants: Sequence[Variant], rounds: int, long_rounds: int, device: torch.device, *, label: str = ""
+) -> Samples:
+    """Seconds by variant and round. One untimed round warms everything up.
+
+    Every round begins with another variant, so that none always runs behind the same one.
+    """
+    with _quiet_collector():
+        _round(variants, device)
+        samples: Samples = {variant.name: {} for variant in variants}
+        for number in range(rounds):
+            due = [v for v in variants if not v.long or _is_long(number, rounds, long_rounds)]
+            first = number % len(due)
+            for name, seconds in _round([*due[first:], *due[:first]], device).items():
+                samples[name][number] = seconds
+            print(f"{label} round {number + 1}/{rounds}", file=sys.stderr, flush=True)
+    return samples
+
+
+def summarise(samples: Samples) -> dict[str, Timing]:
+    return {name: Timing.of(list(by_round.values())) for name, by_round in samples.items() if by_round}
+
+
+def ratio(samples: Samples, above: str, below: str) -> Ratio:
+    common = samples[above].keys() & samples[below].keys()
+    ratios = [samples[above][number] / samples[below][number] for number in common]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _is_long(number: int, rounds: int, long_rounds: int) -> bool:
+    """Long rounds stand evenly among all rounds."""
+    return (number * long_rounds) % rounds < long_rounds
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Garbage is collected between rounds only, and what was there before is not looked at again."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _round(variants: Sequence[Variant], device: torch.device) -> dict[str, float]:
+    gc.collect()
+    return {variant.name: _time(variant, device) for variant in variants}
+
+
+def _time(variant: Variant, device: torch.device) -> float:
+    if variant.prepare is not None:
+        variant.prepare()
+    synchronise(device)
+    started = time.perf_counter()
+    result = variant.run()
+    synchronise(device)
+    seconds = time.perf_counter() - started
+    del result
+    return seconds

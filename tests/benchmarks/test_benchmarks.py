@@ -1,0 +1,211 @@
+"""Every benchmark at toy size: it runs, checks its own answers and writes what it should. Nothing here is timed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import corpus_report, decode, ingest, ops, plain, run, ttft
+from benchmarks.corpus_report import Question, recall
+from benchmarks.prose import documents, train_tokenizer
+from benchmarks.reading import Bench, random_prompt
+from benchmarks.report import Goal
+from benchmarks.shapes import SHAPES, build
+from benchmarks.timing import Ratio, Timing, Variant, alternate, ratio
+from ragcache.errors import ConfigError, RagCacheError
+from ragcache.fusion.fuse import fuse
+from ragcache.retrieval.testing import BagOfWords
+
+FIELDS = {"name", "settings", "hardware", "timings", "ratios", "figures", "goals"}
+HARDWARE = {"cpu", "cores", "threads", "torch", "command", "date", "load_1min"}
+TINY_TTFT = [
+    "--shape=toy",
+    "--passages=3",
+    "--tokens=20",
+    "--suffix=5",
+    "--rounds=2",
+    "--long-rounds=1",
+    "--vectors=120",
+]
+
+
+def written(directory: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / f"{name}.json").read_text())
+    assert set(found) == FIELDS
+    assert set(found["hardware"]) >= HARDWARE
+    assert all(timing["min_s"] <= timing["median_s"] <= timing["max_s"] for timing in found["timings"].values())
+    assert all(set(goal) == {"what", "kind", "limit", "measured", "applies", "met"} for goal in found["goals"])
+    return found
+
+
+def test_ttft(tmp_path: Path) -> None:
+    arguments = [*TINY_TTFT, "--workdir", str(tmp_path), "--out", str(tmp_path / "out")]
+    result = ttft.main(arguments, BagOfWords)
+    found = written(tmp_path / "out", result.name)
+    phases = ("retrieve", "load", "rotate and place", "floor", "first token", "reposition", "transformers")
+    assert all(any(name.startswith(phase) for name in found["timings"]) for phase in phases)
+    assert [goal["limit"] for goal in found["goals"]] == [1.10, 0.020, 0.08]
+    assert not any(goal["applies"] for goal in found["goals"])
+    assert str(tmp_path) not in found["hardware"]["command"]
+    assert "--passages=3" in found["hardware"]["command"]
+
+
+def test_ttft_refuses_to_time_wrong_answers(tmp_path: Path) -> None:
+    with Bench(build("toy"), 3, 20, 5, tmp_path, seed=0) as bench:
+        assert max(ttft.agreement(bench).values()) < 1e-3
+        bench._context._buffers.keys[0] += 10.0
+        with pytest.raises(RagCacheError, match="what would be timed"):
+            ttft.agreement(bench)
+
+
+def test_floor_and_reposition_leave_the_context_as_it_was(tmp_path: Path) -> None:
+    with Bench(build("toy"), 3, 20, 5, tmp_path, seed=1) as bench:
+        before = bench.floor_logits()
+        tokens = {bench.floor(), bench.reposition_memory(), bench.reposition_in_hand(), bench.reposition_on_device()}
+        bench.forget_all()
+        tokens.add(bench.reposition_disk())
+        assert torch.equal(bench.floor_logits(), before)
+        assert tokens == {int(before.argmax())}
+        assert bench.cold_read_bytes is None or bench.cold_read_bytes >= 0
+
+
+def test_ingest(tmp_path: Path) -> None:
+    arguments = ["--shape", "toy", "--tokens", "600", "--chunk-tokens", "100", "--rounds", "1", "--workdir"]
+    result = ingest.main([*arguments, str(tmp_path), "--out", str(tmp_path / "out")], BagOfWords)
+    found = written(tmp_path / "out", result.name)
+    # 2 layers x 2 KV heads x 12 wide x keys and values x 4 bytes, and a header a block
+    assert 384 < found["figures"]["bytes_per_token"] < 500
+    assert 540 <= found["figures"]["tokens"] <= 700
+    assert list(found["timings"]) == [ingest.WHOLE, ingest.DECODER, ingest.CALL]
+
+
+def test_decode(tmp_path: Path) -> None:
+    result = decode.main(["--shape=toy", "--context=40", "--tokens=6", "--rounds=2", "--out", str(tmp_path)])
+    found = written(tmp_path, result.name)
+    assert found["figures"]["same_tokens"]
+    assert found["timings"]["ragcache, a token"]["runs"] == 2
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[str]:
+    rows = [
+        {"id": "moon", "title": "Moon", "text": "The moon circles the earth once a month.", "source": "a"},
+        {"id": "sea", "title": "Sea", "text": "Salt water covers most of the planet.", "source": "b"},
+    ]
+    questions = [{"question": "what circles the earth", "meta": {"gold_ids": ["moon"]}}]
+    for name, lines in (("corpus", rows), ("questions", questions)):
+        with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    return [str(tmp_path / "corpus.jsonl.gz"), str(tmp_path / "questions.jsonl.gz")]
+
+
+def test_corpus_report(tmp_path: Path, corpus: list[str]) -> None:
+    options = ["--shape", "toy", "--workdir", str(tmp_path), "--out", str(tmp_path / "out")]
+    result = corpus_report.main([*corpus, *options], BagOfWords)
+    figures = written(tmp_path / "out", result.name)["figures"]
+    assert (figures["documents"], figures["failed"], figures["questions"]) == (2, 0, 1)
+    assert figures["recall@5"] == figures["recall@10"] == 1.0
+    assert figures["kv_bytes_per_token"] > 384
+
+
+def test_corpus_report_names_a_pair_that_does_not_fit(tmp_path: Path, corpus: list[str]) -> None:
+    options = ["--shape", "toy", "--out", str(tmp_path)]
+    with pytest.raises(ConfigError, match=r"corpus\.jsonl\.gz, line 1: it has no meta, question"):
+        corpus_report.main([corpus[0], corpus[0], *options], BagOfWords)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "q", "meta": {"gold_ids": ["sun"]}}\n{"question"\n')
+    with pytest.raises(ConfigError, match=r"other\.jsonl, line 2: not JSON"):
+        corpus_report.main([corpus[0], str(other), *options], BagOfWords)
+    other.write_text('{"question": "q", "meta": {"gold_ids": ["sun"]}}\n')
+    with pytest.raises(ConfigError, match=r"other\.jsonl: no question's gold_ids are ids of corpus\.jsonl\.gz"):
+        corpus_report.main([corpus[0], str(other), *options], BagOfWords)
+
+
+def test_run_draws_and_lists_goals(tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--quick", "--shape", "toy", "--workdir"]
+    results = run.main([*options, str(tmp_path), "--out", str(tmp_path / "out")], BagOfWords)
+    assert [goal.limit for result in results for goal in result.goals] == [1.10, 0.020, 0.08, 0.90, 1.0]
+    assert (tmp_path / "out" / "benchmarks-cpu.png").read_bytes().startswith(b"\x89PNG")
+    assert "other sizes than the goal's" in capsys.readouterr().out
+
+
+def test_goals_are_met_on_the_right_side() -> None:
+    assert Goal("time", "at most", 1.1, 1.05, True).met
+    assert not Goal("time", "at most", 1.1, 1.2, True).met
+    assert Goal("speed", "at least", 0.9, 0.95, True).met
+    assert not Goal("speed", "at least", 0.9, 0.85, True).met
+
+
+def test_recall_counts_questions_with_a_gold_row_among_the_first() -> None:
+    questions = [Question("", frozenset({"a", "b"})), Question("", frozenset({"c"}))]
+    ranked = [["x", "b", "a"], ["x", "y", "z", "c"]]
+    assert [recall(ranked, questions, depth) for depth in (1, 2, 4)] == [0.0, 0.5, 1.0]
+
+
+def test_alternate_runs_long_variants_in_some_rounds_and_pairs_by_round() -> None:
+    order: list[str] = []
+    variants = [
+        Variant("short", lambda: order.append("short")),
+        Variant("long", lambda: order.append("long"), prepare=lambda: order.append("prepare"), long=True),
+    ]
+    samples = alternate(variants, 6, 2, torch.device("cpu"))
+    assert order[:3] == ["short", "prepare", "long"]  # the warm-up
+    assert (len(samples["short"]), sorted(samples["long"])) == (6, [0, 3])
+    assert order.count("prepare") == order.count("long") == 3
+    given = {"a": {0: 2.0, 1: 9.0, 2: 6.0}, "b": {0: 1.0, 2: 2.0}}
+    assert ratio(given, "a", "b") == Ratio(2.5, 2.0, 3.0, 2)
+    assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 1.0, 3.0, 3)
+
+
+def test_two_faces_share_weights_and_nothing_else() -> None:
+    built = build("toy", seed=3)
+    ours = dict(built.lm.model.named_parameters())
+    assert all(ours[name].data_ptr() == value.data_ptr() for name, value in built.plain.named_parameters())
+    assert built.plain.config._attn_implementation == "sdpa"
+    assert built.lm.model.config._attn_implementation == "ragcache"
+    prompt = random_prompt(512, 2, 15, 4, seed=0)
+    expected = plain.full_prefill(built.plain, prompt.ids)
+    assert torch.allclose(fuse(built.lm, prompt, "full").next_logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters", "kv_values_per_token"),
+    [
+        ("SmolLM2-135M", 134_515_008, 11_520),
+        ("Llama-3.2-1B", 1_235_814_400, 16_384),
+        ("Llama-3.1-8B", 8_030_261_248, 65_536),
+    ],
+)
+def test_shapes_have_the_published_sizes(shape: str, parameters: int, kv_values_per_token: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**SHAPES[shape])
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim == kv_values_per_token
+
+
+def test_documents_have_the_tokens_asked_for() -> None:
+    tokenizer = train_tokenizer(vocab_size=512)
+    texts = documents(tokenizer, 5000)
+    counts = [len(tokenizer(one.text, add_special_tokens=False)["input_ids"]) for one in texts]
+    assert 4900 <= sum(counts) <= 5100
+
+
+def test_placing_costs_two_copies_a_block_and_a_rotation(tmp_path: Path) -> None:
+    """Counts do not depend on the machine's load: needless work on the hot path fails here first."""
+    with Bench(build("toy"), 5, 20, 6, tmp_path, seed=0) as bench:
+        counts = ops.profile(bench)
+    layers, blocks = 2, 5
+    # keys and values of each block, the positions; then two multiplications and two fused multiply-adds
+    assert counts["rotate and place"]["copy_"] <= layers * (2 * blocks + 1)
+    extra = ops.working(counts["reposition"]) - ops.working(counts["floor"])
+    assert extra <= layers * (2 * blocks + 5) + 30
+    assert ops.working(counts["decode a token"]) <= ops.working(counts["transformers: full caches"]) + 10
+    assert not any(counts[name]["cat"] > 2 * layers + 4 for name in ("floor", "decode a token"))  # rotate_half only
