@@ -26,8 +26,8 @@ from ragcache.fusion.fuse import fuse
 
 # They make views or ask for shapes: no bytes move.
 FREE = frozenset(
-    "_unsafe_view alias as_strided detach expand lift_fresh permute select slice split squeeze t transpose "
-    "unsqueeze view".split()  # noqa: SIM905
+    {"_unsafe_view", "alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select", "slice", "split"}
+    | {"squeeze", "t", "transpose", "unsqueeze", "view"}
 )
 
 
