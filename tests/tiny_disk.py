@@ -1,4 +1,4 @@
-"""A file system of a few hundred kilobytes, to fill up or to turn read-only, in a mount namespace of a child process."""
+"""A file system of a few hundred kilobytes, to fill up or to turn read-only, in a child's mount namespace."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Database:
         """
         if self.read_only:
             raise StoreReadOnlyError(f"{self.where}: opened read-only; open it for writing to change it")
-        with translate_sql_errors(self.where), self._engine.connect() as connection:
+        with self._translated_write_errors(), self._engine.connect() as connection:
             connection.execution_options(ragcache_writes=True)
             with connection.begin():
                 if self.dialect == "postgresql":
@@ -86,26 +86,30 @@ class Database:
         with self.write() as connection:
             migrations.prepare(connection, self.where)
 
+    @contextmanager
+    def _translated_write_errors(self) -> Iterator[None]:
+        """SQLite says "unable to open" also where it may not make a file: a read-only disk, or no permission."""
+        try:
+            with translate_sql_errors(self.where):
+                yield
+        except StoreNotFoundError as error:
+            if self.dialect != "sqlite" or not Path(self.where).absolute().parent.is_dir():
+                raise
+            raise StoreReadOnlyError(f"{self.where}: cannot be written; check its permissions") from error
+
     def _use_wal(self) -> None:
         """Write-ahead log: readers see the last commit while a writer works. The mode stays with the file."""
         uri = _sqlite_uri(Path(self.where), read_only=False)
         deadline = time.monotonic() + self._busy_timeout_s
         while True:
             try:
-                with (
-                    translate_sql_errors(self.where),
-                    closing(self._connect(uri)) as raw,
-                ):
+                with self._translated_write_errors(), closing(self._connect(uri)) as raw:
                     raw.execute("PRAGMA journal_mode = WAL")
                 return
             except StoreBusyError:  # changing it takes the whole file for a moment, and SQLite does not wait for that
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)
-            except StoreNotFoundError as error:
-                if not Path(self.where).parent.is_dir():
-                    raise
-                raise StoreReadOnlyError(f"{self.where}: cannot be written; check its permissions") from error
 
     def _sqlite_engine(self, url: URL) -> Engine:
         path = Path(url.database or "")

@@ -247,13 +247,12 @@ class DocumentStore:
         _discard_chunks(connection, [document.id])
         if not connection.execute(update(documents).where(documents.c.id == document.id).values(values)).rowcount:
             connection.execute(insert(documents), {**values, "created_at": now})
-        if not new_chunks:
-            return []
-        self._bind(connection, "embedding_dim", len(new_chunks[0].embedding))
         last = _advance(connection, "vector_id", len(new_chunks))
         ids = list(range(last - len(new_chunks) + 1, last + 1))
-        pairs = enumerate(zip(new_chunks, ids, strict=True))
-        connection.execute(insert(chunks), [rows.chunk_values(document, new, n, id, now) for n, (new, id) in pairs])
+        if new_chunks:
+            self._bind(connection, "embedding_dim", len(new_chunks[0].embedding))
+            pairs = enumerate(zip(new_chunks, ids, strict=True))
+            connection.execute(insert(chunks), [rows.chunk_values(document, new, n, id, now) for n, (new, id) in pairs])
         _rescue(connection)
         return ids
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from blocks import DTYPES, make_block, make_key
 from tiny_disk import run_on_tiny_disk
 
@@ -57,8 +58,8 @@ def tier_and_number(store: KVStore, key: str, number: int) -> str:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_block_is_bit_identical_from_every_tier(root: Path, dtype: "object") -> None:
-    block = make_block(1, dtype=dtype)  # type: ignore[arg-type]
+def test_a_block_is_bit_identical_from_every_tier(root: Path, dtype: torch.dtype) -> None:
+    block = make_block(1, dtype=dtype)
     with KVStore(root) as store:
         store.put(KEY, block)
         first = store.get(KEY)

@@ -1,0 +1,312 @@
+"""Opening databases, good and bad, and several users of one."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sqlalchemy import make_url
+from tiny_disk import run_on_tiny_disk
+
+from ragcache.errors import (
+    ConfigError,
+    SchemaVersionError,
+    StoreBusyError,
+    StoreError,
+    StoreNotFoundError,
+    StoreReadOnlyError,
+)
+from ragcache.store.database import Database
+from ragcache.store.documents import DocumentStore
+from ragcache.store.records import Counts, NewChunk, NewDocument
+
+TESTS = Path(__file__).parent.parent
+
+
+def put(store: DocumentStore, id: str, num_chunks: int = 1) -> list[int]:
+    chunks = [NewChunk(f"{id}.{n}", "t", [1], np.zeros(2, np.float32), f"{id}{n}") for n in range(num_chunks)]
+    return store.replace_document(NewDocument(id), chunks)
+
+
+# Opening
+
+
+def test_a_path_is_a_sqlite_file(tmp_path: Path) -> None:
+    for name in ("plain", "with space %20 ? # é.db"):
+        for given in (tmp_path / name, str(tmp_path / name), f"sqlite:///{tmp_path / name}"):
+            if "://" in str(given) and "?" in name:
+                continue
+            with DocumentStore.open(given) as store:
+                put(store, "a")
+        assert (tmp_path / name).is_file()
+    assert len(list(tmp_path.glob("*"))) == 2, "no log is left after the last one closed"
+
+
+def test_sqlite_is_set_up_to_be_durable_and_read_beside_a_writer(tmp_path: Path) -> None:
+    database = Database(tmp_path / "s.db")
+    with database.read() as connection:
+        pragmas = {
+            name: connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()
+            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        }
+    database.close()
+    assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 30000}
+
+
+@pytest.mark.parametrize(
+    "content", [b"no database, but some text " * 100, b"\0" * 5000, b"SQLite format 3\0" + b"x" * 999]
+)
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_file_that_is_no_database_is_refused_and_untouched(tmp_path: Path, content: bytes, read_only: bool) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(SchemaVersionError, match=str(path)):
+        DocumentStore.open(path, read_only=read_only)
+    assert path.read_bytes() == content
+
+
+def test_another_programs_database_is_refused_and_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "other.db"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE bookmarks (id)")
+    connection.close()
+    for read_only in (False, True):
+        with pytest.raises(SchemaVersionError, match="other"):
+            DocumentStore.open(path, read_only=read_only)
+    connection = sqlite3.connect(path)
+    assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
+    connection.close()
+
+
+def test_a_reader_makes_nothing(url: str, tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFoundError if "sqlite" in url else SchemaVersionError):
+        DocumentStore.open(url, read_only=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_below_nothing_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFoundError, match="none"):
+        DocumentStore.open(tmp_path / "none" / "s.db")
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(StoreError, match="directory"):
+        DocumentStore.open(tmp_path / "directory")
+
+
+@pytest.mark.parametrize("url", ["mysql://host/db", "://", "sqlite://", "sqlite:///:memory:", "nonsense://x"])
+def test_urls_that_name_no_database_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        DocumentStore.open(url)
+
+
+def test_a_server_that_is_not_there_is_not_found() -> None:
+    pytest.importorskip("psycopg")
+    with pytest.raises(StoreNotFoundError, match="cannot be opened") as caught:
+        DocumentStore.open("postgresql://user:secret@127.0.0.1:9/db")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_server_that_refuses(url: str) -> None:
+    if "postgresql" not in url:
+        pytest.skip("about a server")
+    with pytest.raises(StoreError, match="password authentication failed") as caught:
+        DocumentStore.open(make_url(url).set(password="wrong-password").render_as_string(hide_password=False))
+    assert "wrong-password" not in str(caught.value)
+    with pytest.raises(StoreNotFoundError, match="absent_db"):
+        DocumentStore.open(make_url(url).set(database="absent_db").render_as_string(hide_password=False))
+
+
+def test_a_damaged_database_is_a_store_error(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    with DocumentStore.open(path) as store:
+        for number in range(50):
+            put(store, f"d{number}", 5)
+    data = bytearray(path.read_bytes())
+    data[4096:] = b"\xff" * (len(data) - 4096)
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match=r"damaged|not a database|reports an error"), DocumentStore.open(path) as store:
+        store.documents()
+
+
+# Several users
+
+
+def test_a_writer_waits_then_gives_up(url: str) -> None:
+    with DocumentStore.open(url) as store, DocumentStore.open(url, busy_timeout_s=0.2) as impatient:
+        put(store, "a")
+        with store._db.write() as connection:
+            connection.exec_driver_sql("UPDATE ragcache_counters SET value = value")
+            started = time.monotonic()
+            with pytest.raises(StoreBusyError, match="another process is writing"):
+                put(impatient, "b")
+            assert 0.1 < time.monotonic() - started < 10
+            assert impatient.counts() == Counts(1, 1, 1), "readers do not wait"
+        put(impatient, "b")
+
+
+def test_readers_never_see_half_a_change(url: str) -> None:
+    """One writer replaces a document of n chunks, n changing; readers count."""
+    with DocumentStore.open(url) as store:
+        put(store, "d", 1)
+        wrong: list[object] = []
+
+        def read(_: int) -> int:
+            with DocumentStore.open(url, read_only=True) as reader:
+                for _ in range(60):
+                    document, counts = reader.document("d"), reader.counts()
+                    if document is None or document.num_chunks not in (1, 20) or counts.chunks not in (1, 20):
+                        wrong.append((document, counts))
+            return 60
+
+        def write() -> None:
+            for step in range(30):
+                put(store, "d", 20 if step % 2 else 1)
+
+        with ThreadPoolExecutor(3) as threads:
+            writing = threads.submit(write)
+            assert list(threads.map(read, range(2))) == [60, 60]
+            writing.result()
+        assert wrong == []
+
+
+WRITERS = """
+import os, sys
+import numpy as np
+from ragcache.store.documents import DocumentStore
+from ragcache.store.records import NewChunk, NewDocument
+def work(url, name):
+    with DocumentStore.open(url) as store:
+        for number in range(25):
+            chunks = [NewChunk(f"{name}.{number}.{n}", "t", [1], np.zeros(2, np.float32), "shared") for n in range(3)]
+            ids = store.replace_document(NewDocument(f"{name}.{number}"), chunks)
+            os.write(1, (" ".join(map(str, ids)) + "\\n").encode())
+children = []
+for number in range(4):
+    children.append(os.fork())
+    if children[-1] == 0:
+        status = 1
+        try:
+            work(sys.argv[1], f"writer{number}")
+            status = 0
+        finally:
+            os._exit(status)
+assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+"""
+
+
+def test_processes_write_at_the_same_time_and_lose_nothing(url: str) -> None:
+    """They make the database together, too."""
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", "-c", WRITERS, url]
+    result = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=True, timeout=250)
+    ids = [int(number) for number in result.stdout.split()]
+    assert len(ids) == len(set(ids)) == 300, "no vector id was given twice"
+    with DocumentStore.open(url) as store:
+        assert store.counts() == Counts(100, 300, 300)
+        assert store.vector_ids() == set(ids)
+        assert store.generation() == 100
+
+
+def test_threads_share_one_store(url: str) -> None:
+    with DocumentStore.open(url) as store:
+
+        def work(number: int) -> list[int]:
+            ids = []
+            for step in range(10):
+                ids += put(store, f"{number}.{step % 3}", 2)
+                assert len(store.chunks_of(f"{number}.{step % 3}")) == 2
+            return ids
+
+        with ThreadPoolExecutor(6) as threads:
+            ids = [id for part in threads.map(work, range(6)) for id in part]
+        assert len(ids) == len(set(ids)) == 120
+        assert store.counts() == Counts(18, 36, 36)
+
+
+# Disks that take nothing more
+
+SETUP = """
+import os, subprocess, sys
+from pathlib import Path
+import numpy as np
+from ragcache.errors import StoreFullError, StoreReadOnlyError
+from ragcache.store.documents import DocumentStore
+from ragcache.store.records import NewChunk, NewDocument
+path = Path(sys.argv[1]) / "store.sqlite3"
+def put(store, number):
+    chunk = NewChunk(f"c{number}", "text " * 1000, [1] * 1000, np.zeros(8, np.float32), "h")
+    store.replace_document(NewDocument(f"d{number}"), [chunk])
+"""
+
+FULL = """
+store = DocumentStore.open(path)
+written = 0
+try:
+    while written < 10_000:
+        put(store, written)
+        written += 1
+except StoreFullError as error:
+    assert str(path) in str(error)
+else:
+    raise SystemExit("the disk never filled up")
+assert written > 3
+assert store.counts().documents == written
+store.close()
+with DocumentStore.open(path) as store:
+    assert [document.id for document in store.documents()] == sorted(f"d{n}" for n in range(written))
+    assert all(len(store.chunks_of(f"d{n}")) == 1 for n in range(written))
+print("done")
+"""
+
+READ_ONLY = """
+with DocumentStore.open(path) as store:
+    put(store, 1)
+store = DocumentStore.open(path)
+store._db._engine.dispose()  # a disk with a file open for writing cannot turn read-only
+subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+for attempt in (
+    lambda: put(store, 2),
+    lambda: DocumentStore.open(path),
+    lambda: DocumentStore.open(path.with_name("new.sqlite3")),
+):
+    try:
+        attempt()
+    except StoreReadOnlyError as error:
+        assert str(path.parent) in str(error)
+    else:
+        raise SystemExit("written to a read-only disk")
+store.close()
+with DocumentStore.open(path, read_only=True) as store:
+    assert store.chunks_of("d1")[0].handle == "h"
+    assert store.vector_ids({"$not": {"a": 1}}) == {1}
+print("done")
+"""
+
+
+@pytest.mark.parametrize("script", [FULL, READ_ONLY], ids=["full", "read-only"])
+def test_a_disk_that_takes_nothing_more(tmp_path: Path, script: str) -> None:
+    run_on_tiny_disk(tmp_path, SETUP + script, size="600k")
+
+
+def test_a_file_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver opens a file without write permission for reading, and says so only at the first write."""
+    path = tmp_path / "s.db"
+    with DocumentStore.open(path) as store:
+        put(store, "a")
+    opened = sqlite3.connect
+
+    def read_only(name: str, **options: Any) -> sqlite3.Connection:
+        return opened(name.replace("mode=rwc", "mode=ro"), **options)
+
+    monkeypatch.setattr(sqlite3, "connect", read_only)
+    with DocumentStore.open(path) as store:
+        assert store.counts() == Counts(1, 1, 1)
+        with pytest.raises(StoreReadOnlyError, match=r"s\.db: cannot be written"):
+            put(store, "b")

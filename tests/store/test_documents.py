@@ -1,0 +1,434 @@
+"""The document store, on every database."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import create_engine, make_url, text
+
+from ragcache.errors import (
+    ConfigError,
+    DuplicateDocumentError,
+    EmbedderMismatchError,
+    IngestError,
+    MetadataError,
+    ModelMismatchError,
+    NoSuchDocumentError,
+    RagCacheError,
+    StoreMismatchError,
+    StoreReadOnlyError,
+)
+from ragcache.store.documents import DocumentStore
+from ragcache.store.records import Counts, NewChunk, NewDocument
+
+DIM = 4
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[DocumentStore]:
+    with DocumentStore.open(url) as store:
+        yield store
+
+
+def new_chunk(id: str, handle: str | None = None, **changes: Any) -> NewChunk:
+    number = sum(map(ord, id)) % 1000
+    values = {"text": f"text of {id}", "token_ids": [number, 2**31 - 1], "embedding": np.full(DIM, number, np.float32)}
+    return NewChunk(id=id, handle=handle, **{**values, **changes})
+
+
+def put(store: DocumentStore, id: str, *handles: str | None, **changes: Any) -> list[int]:
+    """Replace a document by one with a chunk for each handle; chunk ids follow from the document's."""
+    chunks = [new_chunk(f"{id}.{ordinal}", handle) for ordinal, handle in enumerate(handles)]
+    return store.replace_document(NewDocument(id, **changes), chunks)
+
+
+def test_what_goes_in_comes_out(store: DocumentStore) -> None:
+    metadata = {"year": 2024, "tags": ["a", {"b": None}], "ü\"'": "é\n", "ratio": 0.1, "big": 2**53 + 1, "no": False}
+    document = NewDocument("id é", source="dir/file.md", content_hash="f00", metadata=metadata, title="A title")
+    chunks = [new_chunk("c0", "h0", metadata={"page": 1, "year": 1999}), new_chunk("c1", text="zwei 二 🎈")]
+    before = time.time()
+    ids = store.replace_document(document, chunks)
+    stored = store.document("id é")
+    assert stored is not None
+    assert (stored.source, stored.title, stored.content_hash) == ("dir/file.md", "A title", "f00")
+    assert stored.metadata == metadata
+    assert before <= stored.created_at == stored.updated_at <= time.time()
+    assert (stored.num_chunks, stored.num_tokens, stored.num_pending, stored.state) == (2, 4, 1, "pending")
+    first, second = store.chunks_of("id é")
+    assert (first.id, first.document_id, first.ordinal, first.handle, first.state) == ("c0", "id é", 0, "h0", "ready")
+    assert first.metadata == {**metadata, "page": 1, "year": 1999}, "the chunk's own lie on top of the document's"
+    assert (second.text, second.handle, second.ordinal, second.state) == ("zwei 二 🎈", None, 1, "pending")
+    assert second.token_ids == chunks[1].token_ids
+    assert second.num_tokens == 2
+    assert (first.source, first.title) == ("dir/file.md", "A title")
+    assert [first.vector_id, second.vector_id] == ids
+    assert store.chunk("c1") == second
+    assert store.counts() == Counts(1, 2, 4)
+
+
+def test_an_empty_store_has_nothing(store: DocumentStore) -> None:
+    assert store.document("x") is None
+    assert store.chunk("x") is None
+    assert store.documents() == store.chunks_of("x") == store.pending_chunks() == []
+    assert store.chunks_by_vector_ids([1, 2]) == list(store.all_vectors()) == []
+    assert store.vector_ids() == store.handles() == store.garbage() == store.collectable() == set()
+    assert (store.counts(), store.generation()) == (Counts(0, 0, 0), 0)
+    assert store.delete_documents(["x"]) == []
+    assert store.generation() == 0, "nothing changed"
+
+
+def test_replacing_drops_the_old_chunks_and_keeps_the_first_time(store: DocumentStore) -> None:
+    old = put(store, "d", "h0", "h1", "h2", content_hash="one")
+    created = store.document("d").created_at  # type: ignore[union-attr]
+    new = put(store, "d", "h9", content_hash="two")
+    document = store.document("d")
+    assert document is not None
+    assert (document.content_hash, document.num_chunks, document.created_at) == ("two", 1, created)
+    assert document.updated_at > created
+    assert store.chunks_by_vector_ids(old) == []
+    assert store.vector_ids() == set(new)
+    assert store.content_hashes() == {"d": "two"}
+
+
+def test_a_document_without_chunks_is_a_document(store: DocumentStore) -> None:
+    assert put(store, "empty") == []
+    document = store.document("empty")
+    assert document is not None
+    assert (document.num_chunks, document.num_tokens, document.state) == (0, 0, "ready")
+    put(store, "d", "h")
+    assert store.counts() == Counts(2, 1, 2)
+    put(store, "d")
+    assert (store.counts(), store.garbage()) == (Counts(2, 0, 0), {"h"})
+
+
+def test_vector_ids_rise_and_are_never_given_again(store: DocumentStore) -> None:
+    seen: list[int] = []
+    for _ in range(5):
+        seen += put(store, "d", "a", "b")
+        store.delete_documents(["d"])
+    seen += put(store, "e", "c")
+    assert seen == sorted(set(seen))
+    assert len(seen) == 11
+
+
+def test_vector_ids_survive_reopening(url: str) -> None:
+    with DocumentStore.open(url) as store:
+        (first,) = put(store, "d", "a")
+        store.delete_documents(["d"])
+    with DocumentStore.open(url) as store:
+        assert put(store, "d", "a")[0] > first
+
+
+def test_chunks_by_vector_ids_keep_their_order_and_leave_out_the_gone(store: DocumentStore) -> None:
+    ids = put(store, "d", *(f"h{number}" for number in range(5)))
+    wanted = [ids[3], 999, ids[0], np.int64(ids[3]), -1]
+    assert [chunk.ordinal for chunk in store.chunks_by_vector_ids(wanted)] == [3, 0, 3]
+
+
+def test_all_vectors_come_in_batches_by_rising_id(store: DocumentStore) -> None:
+    rng = np.random.default_rng(0)
+    expected: dict[int, np.ndarray] = {}
+    for number in range(7):
+        embeddings = rng.standard_normal((3, DIM)).astype(np.float32)
+        chunks = [new_chunk(f"{number}.{row}", embedding=embeddings[row]) for row in range(3)]
+        expected.update(zip(store.replace_document(NewDocument(str(number)), chunks), embeddings, strict=True))
+    for batch_size in (1, 4, 21, 100):
+        batches = list(store.all_vectors(batch_size=batch_size))
+        assert all(len(batch.ids) == len(batch.vectors) <= batch_size for batch in batches)
+        assert all(batch.ids.dtype == np.int64 and batch.vectors.dtype == np.float32 for batch in batches)
+        assert np.concatenate([batch.ids for batch in batches]).tolist() == sorted(expected)
+        assert np.array_equal(np.concatenate([batch.vectors for batch in batches]), np.stack(list(expected.values())))
+    later = list(store.all_vectors(after=sorted(expected)[14]))
+    assert [id for batch in later for id in batch.ids] == sorted(expected)[15:]
+
+
+def test_vectors_are_those_of_one_moment(store: DocumentStore, url: str) -> None:
+    """A commit in the middle of the reading is seen by the next reading."""
+    put(store, "a", "h0", "h1", "h2")
+    batches = store.all_vectors(batch_size=1)
+    seen = [next(batches)]
+    with DocumentStore.open(url) as other:
+        put(other, "b", "h3")
+        other.delete_documents(["a"])
+    seen += batches
+    assert [id for batch in seen for id in batch.ids] == [1, 2, 3]
+    assert [id for batch in store.all_vectors() for id in batch.ids] == [4]
+
+
+def test_handles_that_lose_their_last_chunk_become_garbage(store: DocumentStore) -> None:
+    put(store, "a", "only a", "shared")
+    put(store, "b", "shared", "only b")
+    assert store.garbage() == set()
+    store.delete_documents(["a"])
+    assert store.garbage() == {"only a"}, "b still refers to the shared one"
+    put(store, "b", "new")
+    assert store.garbage() == store.collectable() == {"only a", "shared", "only b"}
+    assert store.handles() == {"new"}
+    put(store, "c", "only b")
+    assert store.collectable() == {"only a", "shared"}, "in use again"
+    store.clear_garbage(["only a", "never heard of"])
+    assert store.collectable() == {"shared"}
+
+
+def test_a_replacement_with_the_same_handles_makes_no_garbage(store: DocumentStore) -> None:
+    put(store, "a", "h0", "h1")
+    put(store, "a", "h1", "h0", "h2")
+    assert store.garbage() == set()
+
+
+def test_handles_set_later(store: DocumentStore) -> None:
+    put(store, "a", None, None, "h")
+    assert [chunk.id for chunk in store.pending_chunks()] == ["a.0", "a.1"]
+    assert [chunk.id for chunk in store.pending_chunks(limit=1)] == ["a.0"]
+    generation = store.generation()
+    store.set_handles({"a.0": "x", "a.1": "y"})
+    assert store.handles() == {"x", "y", "h"}
+    assert store.document("a").state == "ready"  # type: ignore[union-attr]
+    store.set_handle("a.0", "z")
+    assert (store.garbage(), store.chunk("a.0").handle) == ({"x"}, "z")  # type: ignore[union-attr]
+    store.set_handle("a.1", "x")
+    assert store.garbage() == {"y"}
+    store.set_handle("a.1", None)
+    assert store.garbage() == {"x", "y"}
+    assert store.generation() == generation, "the index does not depend on handles"
+
+
+def test_setting_the_handle_of_an_unknown_chunk_changes_nothing(store: DocumentStore) -> None:
+    put(store, "a", None)
+    with pytest.raises(NoSuchDocumentError, match="no chunk 'gone'"):
+        store.set_handles({"a.0": "x", "gone": "y"})
+    assert store.handles() == set()
+
+
+HANDLES = st.lists(st.sampled_from(["h1", "h2", "h3", "h4", None]), max_size=3)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(operations=st.lists(st.tuples(st.sampled_from("abc"), HANDLES | st.none()), max_size=8))
+def test_garbage_and_handles_equal_a_model(
+    store: DocumentStore, operations: list[tuple[str, list[str | None] | None]]
+) -> None:
+    """Every handle ever used is either referred to, or garbage: none is lost, none is both."""
+    store.delete_documents("abc")
+    store.clear_garbage(store.garbage())
+    documents: dict[str, list[str | None]] = {}
+    used: set[str] = set()
+    for id, handles in operations:
+        if handles is None:
+            assert store.delete_documents([id]) == ([id] if documents.pop(id, None) is not None else [])
+        else:
+            put(store, id, *handles)
+            documents[id] = handles
+            used |= {handle for handle in handles if handle}
+        referred = {handle for handles in documents.values() for handle in handles if handle}
+        assert store.handles() == referred
+        assert store.garbage() == store.collectable() == used - referred
+
+
+def test_deletion_takes_everything_of_a_document(store: DocumentStore, url: str) -> None:
+    """Law 10: looked up in the tables themselves."""
+    put(store, "keep", "h0")
+    put(store, "drop", "h1", "h2", source="secret place", title="secret title", metadata={"k": "secret"})
+    assert store.delete_documents(["drop", "unknown", "drop"]) == ["drop"]
+    assert store.document("drop") is None
+    assert [document.id for document in store.documents()] == ["keep"]
+    rows = dump(url)
+    assert "keep" in rows
+    assert "text of keep.0" in rows
+    for trace in ("secret", "drop"):
+        assert trace not in rows
+
+
+def dump(url: str) -> str:
+    """Every row of every table, read without the store."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "postgresql":
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    engine = create_engine(parsed)
+    with engine.connect() as connection:
+        tables = [f"ragcache_{name}" for name in ("properties", "counters", "documents", "chunks", "garbage")]
+        rows = [row for table in tables for row in connection.execute(text(f"SELECT * FROM {table}"))]
+    engine.dispose()
+    return repr(rows)
+
+
+def test_generation_rises_with_every_change_of_documents(store: DocumentStore) -> None:
+    seen = [store.generation()]
+    for change in (
+        lambda: put(store, "a", "h"),
+        lambda: put(store, "a", "h"),
+        lambda: put(store, "b"),
+        lambda: store.delete_documents(["a", "b"]),
+    ):
+        change()
+        seen.append(store.generation())
+    assert seen == sorted(set(seen))
+
+
+def test_documents_are_listed_by_id_in_pages(store: DocumentStore) -> None:
+    ids = ["b", "B", "a", "é", "10", "9", "_"]
+    for id in ids:
+        put(store, id)
+    assert [document.id for document in store.documents()] == sorted(ids), "by code point on every database"
+    assert [document.id for document in store.documents(limit=2, offset=3)] == sorted(ids)[3:5]
+    assert store.documents(limit=0) == []
+
+
+def test_properties_are_bound_once(store: DocumentStore, url: str) -> None:
+    store.bind("embedder", {"name": "minilm", "dimension": 384})
+    store.bind("embedder", {"dimension": 384, "name": "minilm"})
+    store.bind("fingerprint", "abc")
+    store.bind("prefix", [1, 2])
+    assert store.properties() == {
+        "schema_version": 1,
+        "embedder": {"name": "minilm", "dimension": 384},
+        "fingerprint": "abc",
+        "prefix": [1, 2],
+    }
+    with DocumentStore.open(url) as other:
+        with pytest.raises(EmbedderMismatchError, match=r"minilm.*contriever"):
+            other.bind("embedder", {"name": "contriever", "dimension": 768})
+        with pytest.raises(ModelMismatchError, match=r"fingerprint 'abc', not 'abd'"):
+            other.bind("fingerprint", "abd")
+        with pytest.raises(StoreMismatchError, match="prefix"):
+            other.bind("prefix", (1, 3))
+        other.bind("prefix", (1, 2))
+
+
+def test_embeddings_keep_the_length_of_the_first(store: DocumentStore) -> None:
+    put(store, "a", "h")
+    with pytest.raises(EmbedderMismatchError, match="embedding_dim 4, not 5"):
+        store.replace_document(NewDocument("b"), [new_chunk("b.0", embedding=np.zeros(5, np.float32))])
+    assert store.document("b") is None
+    with pytest.raises(ConfigError, match="differ in length"):
+        store.replace_document(
+            NewDocument("b"), [new_chunk("b.0"), new_chunk("b.1", embedding=np.zeros(5, np.float32))]
+        )
+
+
+@pytest.mark.parametrize("embedding", [np.zeros((1, DIM)), np.array([1.0, np.nan, 0, 0]), np.zeros(0)])
+def test_embeddings_that_are_none_are_refused(store: DocumentStore, embedding: np.ndarray) -> None:
+    with pytest.raises(ConfigError, match=r"chunk 'b.0'.*finite"):
+        store.replace_document(NewDocument("b"), [new_chunk("b.0", embedding=embedding)])
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"x": float("nan")},
+        {"x": [1, {"y": float("inf")}]},
+        {"x": {1: "key"}},
+        {"x": b"bytes"},
+        {"x": "nul \0"},
+        {"nul \0": 1},
+        {"x": "\ud800"},
+        {"x": {2}},
+        ["no object"],
+        None,
+    ],
+)
+def test_metadata_that_are_not_json_are_refused(store: DocumentStore, metadata: Any) -> None:
+    with pytest.raises(MetadataError, match="'d'"):
+        store.replace_document(NewDocument("d", metadata=metadata), [])
+    with pytest.raises(MetadataError, match="'d'"):
+        store.replace_document(NewDocument("d"), [new_chunk("c", metadata=metadata)])
+    deep: dict[str, Any] = {}
+    for _ in range(3000):
+        deep = {"x": deep}
+    with pytest.raises(MetadataError, match="levels"):
+        store.replace_document(NewDocument("d", metadata=deep), [])
+    assert store.counts() == Counts(0, 0, 0)
+
+
+@pytest.mark.parametrize("bad", ["nul \0", "half \udfff"])
+def test_text_that_a_database_cannot_hold_is_refused(store: DocumentStore, bad: str) -> None:
+    cases: list[tuple[NewDocument, list[NewChunk]]] = [
+        (NewDocument(bad), []),
+        (NewDocument("d", source=bad), []),
+        (NewDocument("d", title=bad), []),
+        (NewDocument("d"), [new_chunk("c", text=bad)]),
+        (NewDocument("d"), [new_chunk(bad)]),
+        (NewDocument("d"), [new_chunk("c", handle=bad)]),
+    ]
+    for document, chunks in cases:
+        with pytest.raises(IngestError, match="remove it"):
+            store.replace_document(document, chunks)
+    with pytest.raises(IngestError, match="without an id"):
+        store.replace_document(NewDocument(""), [])
+    assert store.counts() == Counts(0, 0, 0)
+
+
+def test_chunk_ids_are_unique_in_the_store(store: DocumentStore) -> None:
+    put(store, "a", "h")
+    generation = store.generation()
+    with pytest.raises(DuplicateDocumentError, match="two chunks with the id 'c'"):
+        store.replace_document(NewDocument("b"), [new_chunk("c"), new_chunk("c")])
+    with pytest.raises(DuplicateDocumentError, match="belongs to another document"):
+        store.replace_document(NewDocument("b"), [new_chunk("b.0", "x"), new_chunk("a.0", "y")])
+    assert (store.document("b"), store.handles(), store.generation()) == (None, {"h"}, generation)
+
+
+def test_a_failure_in_the_middle_changes_nothing(store: DocumentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, "a", "h0", "h1")
+    before = (store.chunks_of("a"), store.generation(), store.garbage(), store.counts())
+
+    def fail(connection: object) -> None:
+        raise RuntimeError("stop")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ragcache.store.documents._rescue", fail)
+        for change in (lambda: put(store, "a", "h2"), lambda: store.delete_documents(["a"])):
+            with pytest.raises(RuntimeError, match="stop"):
+                change()
+    assert (store.chunks_of("a"), store.generation(), store.garbage(), store.counts()) == before
+
+
+def test_a_read_only_store_reads(url: str) -> None:
+    with DocumentStore.open(url) as store:
+        put(store, "a", "h")
+        store.bind("embedder", "minilm")
+    with DocumentStore.open(url, read_only=True) as reader:
+        assert reader.chunks_of("a")[0].handle == "h"
+        reader.bind("embedder", "minilm")
+        reader.bind("fingerprint", "not recorded")
+        assert "fingerprint" not in reader.properties()
+        with pytest.raises(EmbedderMismatchError):
+            reader.bind("embedder", "contriever")
+        for change in (
+            lambda: put(reader, "b"),
+            lambda: reader.delete_documents(["a"]),
+            lambda: reader.set_handle("a.0", None),
+            lambda: reader.clear_garbage(["h"]),
+        ):
+            with pytest.raises(StoreReadOnlyError, match="read-only"):
+                change()
+    with DocumentStore.open(url) as store:
+        assert store.counts() == Counts(1, 1, 2)
+
+
+def test_long_lists_are_taken_in_parts(store: DocumentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache.store.documents._IN_LIMIT", 7)
+    ids = put(store, "large", *(f"h{number}" for number in range(50)))
+    assert [chunk.vector_id for chunk in store.chunks_by_vector_ids(reversed(ids))] == ids[::-1]
+    for number in range(20):
+        put(store, f"d{number}")
+    assert len(store.delete_documents([*(f"d{number}" for number in range(20)), "large"])) == 21
+    assert len(store.collectable()) == 50
+    store.clear_garbage(store.collectable())
+    assert store.collectable() == set()
+
+
+def test_a_large_document_is_one_insert(store: DocumentStore) -> None:
+    ids = put(store, "large", *(f"h{number}" for number in range(2500)))
+    assert len(store.chunks_by_vector_ids(ids)) == 2500
+
+
+def test_every_refusal_is_a_ragcache_error(store: DocumentStore) -> None:
+    with pytest.raises(RagCacheError):
+        store.replace_document(NewDocument("a", metadata={"x": object()}), [])

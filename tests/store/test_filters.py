@@ -1,0 +1,207 @@
+"""Metadata filters: SQL on every database against plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ragcache.errors import FilterError
+from ragcache.store.documents import DocumentStore
+from ragcache.store.records import NewChunk, NewDocument
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[DocumentStore]:
+    with DocumentStore.open(url) as store:
+        yield store
+
+
+# The oracle: the filter language's definition, over Python values.
+
+
+def kind(value: Any) -> type:
+    return float if isinstance(value, int | float) and not isinstance(value, bool) else type(value)
+
+
+def equal(one: Any, other: Any) -> bool:
+    return kind(one) is kind(other) and one == other
+
+
+def holds(condition: dict[str, Any], metadata: dict[str, Any]) -> bool:
+    for name, value in condition.items():
+        if name == "$and":
+            passes = all(holds(part, metadata) for part in value)
+        elif name == "$or":
+            passes = any(holds(part, metadata) for part in value)
+        elif name == "$not":
+            passes = not holds(value, metadata)
+        else:
+            operators = value if isinstance(value, dict) else {"$eq": value}
+            passes = all(holds_operator(metadata, name, *operator) for operator in operators.items())
+        if not passes:
+            return False
+    return True
+
+
+def holds_operator(metadata: dict[str, Any], field: str, operator: str, operand: Any) -> bool:
+    there, value = field in metadata, metadata.get(field)
+    comparable = there and kind(value) is kind(operand)
+    results = {
+        "$exists": lambda: there == operand,
+        "$eq": lambda: there and equal(value, operand),
+        "$ne": lambda: not (there and equal(value, operand)),
+        "$in": lambda: there and any(equal(value, item) for item in operand),
+        "$nin": lambda: not (there and any(equal(value, item) for item in operand)),
+        "$gt": lambda: comparable and value > operand,
+        "$gte": lambda: comparable and value >= operand,
+        "$lt": lambda: comparable and value < operand,
+        "$lte": lambda: comparable and value <= operand,
+    }
+    return results[operator]()
+
+
+FIELDS = st.sampled_from(["a", "b", "", 'q"uote', "é", "do.t", "ba\\ck", "a.$", "new\nline", "a b", "'"])
+TEXTS = st.sampled_from(["", "1", "true", "null", "A", "a", "b", "é", "z", "🎈", 'q"', "\\", "%"])
+NUMBERS = st.sampled_from([0, 1, -1, 2**53 + 1, -(2**63), 2**63 - 1, 0.1, 1.0, -0.0, 1e300, 1e-300, 0.1 + 0.2])
+SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS
+METADATA = st.dictionaries(FIELDS, SCALARS | st.lists(SCALARS, max_size=2) | st.just({"a": 1}), max_size=4)
+OPERATORS = st.one_of(
+    st.tuples(st.sampled_from(["$eq", "$ne"]), SCALARS),
+    st.tuples(st.sampled_from(["$in", "$nin"]), st.lists(SCALARS, max_size=4)),
+    st.tuples(st.sampled_from(["$gt", "$gte", "$lt", "$lte"]), NUMBERS | TEXTS),
+    st.tuples(st.just("$exists"), st.booleans()),
+)
+LEAVES = st.dictionaries(FIELDS, SCALARS | st.lists(OPERATORS, min_size=1, max_size=2).map(dict), max_size=2)
+FILTERS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.fixed_dictionaries({"$and": st.lists(inner, min_size=1, max_size=3)}),
+        st.fixed_dictionaries({"$or": st.lists(inner, min_size=1, max_size=3)}),
+        st.fixed_dictionaries({"$not": inner}),
+        st.tuples(LEAVES, inner).map(lambda pair: {**pair[0], **pair[1]}),
+    ),
+    max_leaves=5,
+)
+
+
+def fill(store: DocumentStore, metadata: list[dict[str, Any]]) -> list[int]:
+    """One document and chunk for each metadata object; returns the vector ids."""
+    store.delete_documents([document.id for document in store.documents()])
+    ids = []
+    for number, values in enumerate(metadata):
+        chunk = NewChunk(f"c{number}", "text", [1], np.zeros(2, np.float32))
+        ids += store.replace_document(NewDocument(f"d{number}", metadata=values), [chunk])
+    return ids
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(metadata=st.lists(METADATA, min_size=1, max_size=5), filters=st.lists(FILTERS, min_size=1, max_size=8))
+def test_sql_agrees_with_python(
+    store: DocumentStore, metadata: list[dict[str, Any]], filters: list[dict[str, Any]]
+) -> None:
+    chunks = [
+        NewChunk(f"c{number}", "text", [1], np.zeros(2, np.float32), metadata=values)
+        for number, values in enumerate(metadata)
+    ]
+    ids = store.replace_document(NewDocument("d", metadata=metadata[0]), chunks)
+    for condition in filters:
+        passed = [holds(condition, {**metadata[0], **values}) for values in metadata]
+        assert store.vector_ids(condition) == {id for id, passes in zip(ids, passed, strict=True) if passes}
+        assert bool(store.documents(condition)) == passed[0]
+
+
+def test_every_operator_on_every_pair_of_values(store: DocumentStore) -> None:
+    values = [None, True, False, 0, 1, 1.0, 0.5, "", "1", "a", "B", "é", [1], {"x": 1}]
+    metadata: list[dict[str, Any]] = [{"f": value} for value in values] + [{"other": 1}]
+    ids = fill(store, metadata)
+    operands = [value for value in values if not isinstance(value, list | dict)]
+    cases = [{"f": {name: operand}} for name in ("$eq", "$ne") for operand in operands]
+    cases += [{"f": {name: [operand, "a", 0]}} for name in ("$in", "$nin") for operand in operands]
+    orderable = [value for value in operands if kind(value) in (float, str)]
+    cases += [{"f": {name: operand}} for name in ("$gt", "$gte", "$lt", "$lte") for operand in orderable]
+    cases += [{"f": {"$exists": flag}} for flag in (True, False)]
+    cases += [{"$not": case} for case in cases]
+    for case in cases:
+        passing = [number for number, values in enumerate(metadata) if holds(case, values)]
+        assert store.vector_ids(case) == {ids[number] for number in passing}
+        assert {document.id for document in store.documents(case)} == {f"d{number}" for number in passing}
+
+
+def test_chunks_pass_by_their_own_metadata_on_top_of_their_documents(store: DocumentStore) -> None:
+    chunks = [
+        NewChunk(
+            f"c{page}", "text", [1], np.zeros(2, np.float32), metadata={"page": page} | ({"lang": "de"} if page else {})
+        )
+        for page in range(3)
+    ]
+    ids = store.replace_document(NewDocument("d", metadata={"lang": "en", "year": 2024}), chunks)
+    assert store.vector_ids({"year": 2024}) == set(ids)
+    assert store.vector_ids({"lang": "en"}) == {ids[0]}
+    assert store.vector_ids({"lang": "de", "page": {"$gt": 1}}) == {ids[2]}
+    assert [document.id for document in store.documents({"lang": "en"})] == ["d"]
+    assert store.documents({"lang": "de"}) == []
+
+
+def test_no_filter_passes_everything(store: DocumentStore) -> None:
+    ids = fill(store, [{"a": 1}, {}])
+    for nothing in (None, {}):
+        assert store.vector_ids(nothing) == set(ids)
+        assert len(store.documents(nothing)) == 2
+
+
+def test_long_lists_pass(store: DocumentStore) -> None:
+    ids = fill(store, [{"n": number} for number in range(3)])
+    assert store.vector_ids({"n": {"$in": list(range(1, 9000))}}) == set(ids[1:])
+    assert store.vector_ids({"$or": [{"n": number} for number in range(1, 900)]}) == set(ids[1:])
+
+
+DEEP: dict[str, Any] = {"a": 1}
+for _ in range(40):
+    DEEP = {"$not": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ([], "an object"),
+        ("text", "an object"),
+        ({"$and": {}}, "a list of filters"),
+        ({"$or": []}, "a list of filters"),
+        ({"$and": ["text"]}, "an object"),
+        ({"$not": [1]}, "an object"),
+        ({"$nor": []}, "'\\$nor' is unknown"),
+        ({"a": {}}, "no operator given"),
+        ({"a": {"$regex": "x"}}, "'\\$regex' is unknown"),
+        ({"a": {"plain": 1}}, "'plain' is unknown"),
+        ({"a": {3: 1}}, "3 is unknown"),
+        ({"a": [1]}, "is no string"),
+        ({"a": {"$eq": {"x": 1}}}, "is no string"),
+        ({"a": float("nan")}, "is no string"),
+        ({"a": 2**63}, "is no string"),
+        ({"a": "nul \0"}, "is no string"),
+        ({"a": "\ud800"}, "is no string"),
+        ({"a": b"x"}, "is no string"),
+        ({"a": {"$in": "text"}}, "takes a list"),
+        ({"a": {"$in": list(range(10_001))}}, "takes a list"),
+        ({"a": {"$in": [[1]]}}, "is no string"),
+        ({"a": {"$gt": None}}, "compares numbers or strings"),
+        ({"a": {"$lt": True}}, "compares numbers or strings"),
+        ({"a": {"$exists": 1}}, "takes true or false"),
+        ({1: 2}, "a name is expected"),
+        ({"nul \0": 2}, "a name is expected"),
+        (DEEP, "nested deeper"),
+        ({"$or": [{"a": number} for number in range(1001)]}, "more than 1000 conditions"),
+    ],
+)
+def test_malformed_filters_are_refused(store: DocumentStore, bad: Any, reason: str) -> None:
+    if not bad:
+        bad = [None]
+    with pytest.raises(FilterError, match=reason):
+        store.vector_ids(bad)
+    with pytest.raises(FilterError, match=reason):
+        store.documents(bad)

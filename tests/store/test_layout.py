@@ -1,0 +1,167 @@
+"""The store directory and its writer lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tiny_disk import run_on_tiny_disk
+
+from ragcache.errors import SchemaVersionError, StoreBusyError, StoreNotFoundError
+from ragcache.store.layout import StoreLayout
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_create_makes_a_store_once(tmp_path: Path) -> None:
+    layout = StoreLayout(tmp_path / "a" / "b")
+    assert not layout.exists()
+    with pytest.raises(StoreNotFoundError, match="no store here"):
+        layout.check()
+    layout.create()
+    marker = layout.marker.read_bytes()
+    layout.create()
+    layout.check()
+    assert layout.exists()
+    assert layout.marker.read_bytes() == marker
+    assert sorted(path.name for path in layout.root.iterdir()) == ["ragcache.json"]
+
+
+def test_paths_are_below_the_root(tmp_path: Path) -> None:
+    layout = StoreLayout(str(tmp_path))
+    paths = (layout.marker, layout.database, layout.kv, layout.index, layout.lock)
+    assert len(set(paths)) == 5
+    assert all(path.parent == tmp_path for path in paths)
+
+
+def test_an_empty_directory_becomes_a_store_and_others_do_not(tmp_path: Path) -> None:
+    StoreLayout(tmp_path).create()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("")
+    for root in (other, tmp_path / "file"):
+        with pytest.raises(StoreNotFoundError, match="neither a store nor an empty directory"):
+            StoreLayout(root).create()
+        with pytest.raises(StoreNotFoundError):
+            StoreLayout(root).check()
+
+
+def test_what_a_killed_creation_left_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / ".ragcache.json.123-0123abcd.tmp").write_bytes(b'{"for')
+    (tmp_path / "writer.lock").write_bytes(b"")
+    layout = StoreLayout(tmp_path)
+    layout.create()
+    layout.check()
+
+
+@pytest.mark.parametrize("marker", [b"", b"text", b"[1]", b"{}", b'{"format": "1"}', b'{"format": 2}', b"\xff\xfe"])
+def test_markers_of_newer_or_other_makers_are_refused(tmp_path: Path, marker: bytes) -> None:
+    layout = StoreLayout(tmp_path)
+    layout.marker.write_bytes(marker)
+    for action in (layout.check, layout.create):
+        with pytest.raises(SchemaVersionError, match=str(tmp_path)):
+            action()
+    assert layout.marker.read_bytes() == marker
+
+
+def test_one_writer_at_a_time_among_threads(tmp_path: Path) -> None:
+    layout = StoreLayout(tmp_path)
+    inside = highest = 0
+
+    def work() -> None:
+        nonlocal inside, highest
+        with layout.writer(timeout_s=30):
+            inside += 1
+            highest = max(highest, inside)
+            time.sleep(0.02)
+            inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert highest == 1
+
+
+def test_the_same_thread_may_hold_the_lock_twice(tmp_path: Path) -> None:
+    layout = StoreLayout(tmp_path)
+    with layout.writer(0), layout.writer(0):
+        pass
+    with StoreLayout(tmp_path).writer(0):
+        pass
+
+
+def test_a_second_layout_of_the_same_store_waits_too(tmp_path: Path) -> None:
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with StoreLayout(tmp_path).writer(0):
+                pass
+        except StoreBusyError as error:
+            caught.append(error)
+
+    with StoreLayout(tmp_path).writer(0):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert len(caught) == 1
+
+
+HOLDER = """
+import sys, time
+from ragcache.store.layout import StoreLayout
+with StoreLayout(sys.argv[1]).writer(0):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_another_process_holds_the_lock_until_it_is_killed(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        layout = StoreLayout(tmp_path)
+        with pytest.raises(StoreBusyError, match=f"{tmp_path}: another process"), layout.writer(0.1):
+            pass
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+        with layout.writer(1):
+            pass
+
+
+READ_ONLY = """
+import subprocess, sys
+from ragcache.errors import StoreReadOnlyError
+from ragcache.store.layout import StoreLayout
+layout, new = StoreLayout(sys.argv[1] + "/kb"), StoreLayout(sys.argv[1] + "/new")
+layout.create()
+subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+layout.check()
+layout.create()
+def lock():
+    with layout.writer(1):
+        pass
+for action in (new.create, lock):
+    try:
+        action()
+    except StoreReadOnlyError as error:
+        assert sys.argv[1] in str(error)
+    else:
+        raise SystemExit("written to a read-only disk")
+print("done")
+"""
+
+
+def test_a_read_only_disk(tmp_path: Path) -> None:
+    run_on_tiny_disk(tmp_path, READ_ONLY)
