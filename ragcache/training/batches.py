@@ -59,9 +59,9 @@ class BatchMaker:
     def __init__(self, tokenizer: Tokenizer, rng: random.Random) -> None:
         self.tokenizer = tokenizer
         self.rng = rng
-        self._pad = token_id(tokenizer, PAD)
-        self._eos = token_id(tokenizer, EOS)
-        self._prefix = [token_id(tokenizer, BOS), *self._encode(f"{SYSTEM_LINE}\n")]
+        self._pad = token_id(PAD)
+        self._eos = token_id(EOS)
+        self._prefix = [token_id(BOS), *self._encode(f"{SYSTEM_LINE}\n")]
         self._plain_ids = range(len(SPECIAL_TOKENS), tokenizer.get_vocab_size())
 
     def draw(self, stage: Stage) -> PackedBatch:
@@ -153,16 +153,8 @@ def passage_text(rng: random.Random, document: Document) -> str:
         words = text.split(" ")
         text = "".join(word + ("\n" if rng.random() < 0.1 else " ") for word in words[:-1]) + words[-1]
     form = rng.random()
-    if form < 0.35:
-        heading = ""
-    elif form < 0.65:
-        heading = f"{document.title}\n"
-    elif form < 0.75:
-        heading = f"{document.title}\n\n"
-    else:
-        heading = f"# {document.title}\n" + ("\n" if form < 0.9 else "")
-    ending = rng.choices(("\n", "", "\n\n"), (0.8, 0.1, 0.1))[0]
-    return heading + text + ending
+    heading = "" if form < 0.25 else f"{document.title}\n" if form < 0.45 else f"# {document.title}\n\n"
+    return f"{heading}{text}\n"
 
 
 def _padded(ids: list[int], length: int, filler: int) -> list[int]:

@@ -11,13 +11,12 @@ from ragcache.training.batches import Stage
 
 STAGES: tuple[Stage, ...] = (
     Stage("copy", "copy", (0, 0), batch_size=16, num_questions=12, threshold=0.7),
-    Stage("pairs", "pairs", (3, 8), batch_size=10, num_questions=10, threshold=0.9),
-    Stage("one relation", "registry", (2, 4), 10, 8, threshold=0.85, relations=("town",)),
-    Stage("one hop, few passages", "registry", (2, 4), 8, 12, threshold=0.85),
-    Stage("two hops, few passages", "registry", (3, 6), 6, 12, threshold=0.85, two_hop_share=0.5),
-    Stage("eight passages", "registry", (4, 8), 6, 12, threshold=0.93, two_hop_share=0.5),
-    Stage("many passages", "registry", (6, 12), 4, 14, threshold=0.96, two_hop_share=0.5),
-    Stage("all lengths", "registry", (2, 16), 4, 14, threshold=2.0, two_hop_share=0.5),
+    Stage("pairs", "pairs", (3, 8), batch_size=10, num_questions=10, threshold=0.45),
+    Stage("one relation", "registry", (2, 4), batch_size=10, num_questions=8, threshold=0.7, relations=("town",)),
+    Stage("one hop", "registry", (2, 4), batch_size=8, num_questions=12, threshold=0.7),
+    Stage("two hops", "registry", (3, 6), batch_size=6, num_questions=12, threshold=0.75, two_hop_share=0.5),
+    Stage("more passages", "registry", (4, 10), batch_size=5, num_questions=12, threshold=0.92, two_hop_share=0.5),
+    Stage("all lengths", "registry", (2, 16), batch_size=4, num_questions=14, threshold=2.0, two_hop_share=0.5),
 )
 EARLIER_SHARE = 0.35
 EARLIER_DECAY = 0.5

@@ -78,4 +78,5 @@ def _match_carried(attention: Any, reads: Tensor, writes: Tensor) -> None:
 
 
 def _orthonormal_rows(rows: int, columns: int) -> Tensor:
-    return torch.linalg.qr(torch.randn(columns, rows)).Q.T
+    basis: Tensor = torch.linalg.qr(torch.randn(columns, rows)).Q
+    return basis.T

@@ -30,7 +30,7 @@ from ragcache.training.curriculum import STAGES, draw_stage
 from ragcache.training.initial import start_with_induction
 from ragcache.training.optim import AdamW, Muon
 from ragcache.training.packed import packed_scores
-from ragcache.training.tokenizer import BOS, EOS, MAX_LENGTH, PAD, build_tokenizer, save_tokenizer
+from ragcache.training.tokenizer import BOS, EOS, MAX_LENGTH, PAD, build_tokenizer, save_tokenizer, token_id
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Options:
     intermediate_size: int = 384
     num_layers: int = 4
     num_heads: int = 4
-    muon_lr: float = 0.01
+    muon_lr: float = 0.02
     adam_lr: float = 1e-3
     warmup_steps: int = 50
     min_stage_steps: int = 40
-    final_tokens: int = 40_000_000
+    final_tokens: int = 10_000_000
     accuracy_decay: float = 0.95
     log_every: int = 20
-    save_every_s: float = 180.0
+    save_every_s: float = 60.0
     max_tokens: int = 400_000_000
     start_stage: int = 0
 
@@ -236,9 +236,9 @@ def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
     """Write a Hugging Face model directory, weights in bfloat16."""
     directory.mkdir(parents=True, exist_ok=True)
     halved = copy.deepcopy(model).to(torch.bfloat16)
-    halved.config.bos_token_id = halved.generation_config.bos_token_id = tokenizer.token_to_id(BOS)
-    halved.config.eos_token_id = halved.generation_config.eos_token_id = tokenizer.token_to_id(EOS)
-    halved.config.pad_token_id = halved.generation_config.pad_token_id = tokenizer.token_to_id(PAD)
+    halved.config.bos_token_id = halved.generation_config.bos_token_id = token_id(BOS)
+    halved.config.eos_token_id = halved.generation_config.eos_token_id = token_id(EOS)
+    halved.config.pad_token_id = halved.generation_config.pad_token_id = token_id(PAD)
     halved.save_pretrained(directory)
     save_tokenizer(tokenizer, directory)
 

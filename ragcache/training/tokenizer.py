@@ -79,9 +79,9 @@ def _space_before_lines() -> normalizers.Normalizer:
     )
 
 
-def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """Id of a special token of `tokenizer`, which has it."""
-    return SPECIAL_TOKENS.index(token) if (found := tokenizer.token_to_id(token)) is None else found
+def token_id(token: str) -> int:
+    """Id of a special token; they come first, in order."""
+    return SPECIAL_TOKENS.index(token)
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import NamedTuple
 
 from ragcache.training.registry import wording
@@ -35,17 +36,18 @@ def write_document(rng: random.Random, entity: Entity, *, complete: bool = False
         sentences.insert(rng.randint(1, len(sentences)), _mention_sentence(rng, entity.kind, mentions))
     if rng.random() < 0.15:
         sentences.insert(rng.randint(1, len(sentences)), rng.choice(wording.FILLERS))
-    return Document(
-        entity.name, capitalised(_bare(entity.name)), " ".join(sentences), tuple(relations), tuple(mentions)
-    )
+    title = _title(entity, mentions if complete or rng.random() < 0.5 else [])
+    return Document(entity.name, title, " ".join(sentences), tuple(relations), tuple(mentions))
 
 
 def capitalised(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _bare(name: str) -> str:
-    return name.removeprefix("the ")
+def _title(entity: Entity, mentions: list[str]) -> str:
+    """The name, and for a place or club whom or what it is known by."""
+    name = entity.name.removeprefix("the ")
+    return wording.TITLES[entity.kind].format(n=name, v=_joined(mentions)) if mentions else name
 
 
 def _fact_sentences(rng: random.Random, entity: Entity, relations: list[str]) -> list[str]:
@@ -91,7 +93,4 @@ def _joined(words: list[str]) -> str:
 
 def _article(text: str) -> str:
     """Turn "a architect" into "an architect"."""
-    head, separator, tail = text.partition(" a ")
-    if separator and tail[0] in "aeio":
-        return f"{head} an {tail}"
-    return text
+    return re.sub(r" a (?=[aeio])", " an ", text)

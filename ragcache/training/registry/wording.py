@@ -57,6 +57,12 @@ MENTIONS: dict[str, tuple[str, ...]] = {
     "river": ("On its way it passes {v}.", "Towns on its banks include {v}.", "It runs past {v}."),
 }
 
+TITLES: dict[str, str] = {
+    "town": "{n}, home of {v}",
+    "club": "{n}, with {v}",
+    "river": "{n}, the river of {v}",
+}
+
 FILLERS: tuple[str, ...] = (
     "This entry was checked last year.",
     "The registry keeps a copy of the papers.",

@@ -37,13 +37,16 @@ class World:
     """Entities of one split; no two share a name.
 
     split: every name in the world, named in passing or with a document of its own, belongs to it.
+    namesakes: whether two people may share a first name or a surname.
     """
 
-    def __init__(self, rng: random.Random, split: Split) -> None:
+    def __init__(self, rng: random.Random, split: Split, *, namesakes: bool = True) -> None:
         self.rng = rng
         self.split = split
         self.entities: dict[str, Entity] = {}
+        self.namesakes = namesakes
         self._taken: set[str] = set()
+        self._parts: set[str] = set()
 
     def add_river(self) -> Entity:
         name = self._fresh(names.draw_river_name)
@@ -96,10 +99,14 @@ class World:
     def _fresh(self, draw: Callable[[random.Random], str]) -> str:
         while True:
             name = draw(self.rng)
-            if self.rng.random() < SHARED_PART_SHARE:
+            if self.namesakes and self.rng.random() < SHARED_PART_SHARE:
                 name = self._echo(name)
+            parts = set() if name.startswith("the ") else set(name.split(" "))
+            if not self.namesakes and parts & self._parts:
+                continue
             if name not in self._taken and is_held_out(name) == (self.split is Split.HELD_OUT):
                 self._taken.add(name)
+                self._parts |= parts
                 return name
 
     def _echo(self, name: str) -> str:

@@ -1,0 +1,151 @@
+"""Exact match of the mini model on held-out entities and wordings: `python -m ragcache.training.evaluate`.
+
+Plain transformers, no reuse: each prompt is prefix, passages and suffix joined, decoded greedily. The pieces of a
+case are those of `ragcache.Prompt`, so the same cases measure the fusion methods.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+
+from ragcache.training.batches import passage_text, suffix_text
+from ragcache.training.registry import Document, Question, Split, World, answerable_questions, draw_world
+from ragcache.training.registry import write_document as write
+from ragcache.training.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
+
+MINI = Path(__file__).parent.parent / "mini"
+WORLD_SIZE = 40
+MAX_ANSWER_TOKENS = 40
+
+
+class Case(NamedTuple):
+    """One question as token ids. The answer counts as right when the decoded text equals `answer`."""
+
+    prefix_ids: list[int]
+    chunk_ids: list[list[int]]
+    suffix_ids: list[int]
+    question: Question
+
+    @property
+    def answer(self) -> str:
+        return self.question.answer
+
+    @property
+    def input_ids(self) -> list[int]:
+        return [*self.prefix_ids, *(token for chunk in self.chunk_ids for token in chunk), *self.suffix_ids]
+
+
+def draw_cases(
+    tokenizer: Tokenizer,
+    *,
+    hops: int,
+    num_cases: int,
+    num_passages: int = 8,
+    seed: int = 0,
+    entities: Split = Split.HELD_OUT,
+    wordings: Split = Split.HELD_OUT,
+) -> list[Case]:
+    """Draw questions over `num_passages` passages each: the gold ones, and others of the same world, shuffled."""
+    rng = random.Random(f"evaluate/{seed}/{hops}/{num_passages}")
+    cases: list[Case] = []
+    while len(cases) < num_cases:
+        world = draw_world(rng, entities, WORLD_SIZE)
+        documents = {name: write(rng, entity) for name, entity in world.entities.items()}
+        questions = [q for q in answerable_questions(rng, world, documents.values(), wordings) if q.hops == hops]
+        question = rng.choice(questions)
+        passages = [documents[name] for name in _passages(rng, world, question, num_passages)]
+        cases.append(_case(rng, tokenizer, passages, question))
+    return cases
+
+
+def exact_matches(model: Any, tokenizer: Tokenizer, cases: Sequence[Case], batch_size: int = 20) -> list[bool]:
+    """Whether greedy decoding gives exactly the answer, for each case."""
+    order = sorted(range(len(cases)), key=lambda index: len(cases[index].input_ids))
+    right = [False] * len(cases)
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        for index, text in zip(chosen, _generate(model, tokenizer, [cases[i] for i in chosen]), strict=True):
+            right[index] = text == cases[index].answer
+    return right
+
+
+def accuracy(
+    model: Any, tokenizer: Tokenizer, *, hops: int, num_cases: int, num_passages: int = 8, seed: int = 0
+) -> float:
+    """Share of exactly right answers on held-out entities and wordings."""
+    cases = draw_cases(tokenizer, hops=hops, num_cases=num_cases, num_passages=num_passages, seed=seed)
+    return sum(exact_matches(model, tokenizer, cases)) / num_cases
+
+
+def load(directory: Path) -> tuple[Any, Tokenizer]:
+    """Load a saved mini model in float32, as any Hugging Face directory is loaded."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return model, Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def _passages(rng: random.Random, world: World, question: Question, num_passages: int) -> list[str]:
+    others = [name for name in world.entities if name not in question.gold]
+    chosen = [*question.gold, *rng.sample(others, num_passages - len(question.gold))]
+    rng.shuffle(chosen)
+    return chosen
+
+
+def _case(rng: random.Random, tokenizer: Tokenizer, passages: Sequence[Document], question: Question) -> Case:
+    return Case(
+        [token_id(BOS), *tokenizer.encode(f"{SYSTEM_LINE}\n").ids],
+        [tokenizer.encode(passage_text(rng, passage)).ids for passage in passages],
+        tokenizer.encode(suffix_text(question.text)).ids,
+        question,
+    )
+
+
+@torch.no_grad()
+def _generate(model: Any, tokenizer: Tokenizer, cases: Sequence[Case]) -> list[str]:
+    """Decode a batch greedily, padded on the left."""
+    length = max(len(case.input_ids) for case in cases)
+    ids = torch.tensor([[token_id(PAD)] * (length - len(c.input_ids)) + c.input_ids for c in cases])
+    output = model.generate(
+        ids,
+        attention_mask=(ids != token_id(PAD)).long(),
+        max_new_tokens=MAX_ANSWER_TOKENS,
+        do_sample=False,
+        eos_token_id=token_id(EOS),
+        pad_token_id=token_id(PAD),
+    )
+    return [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in output[:, length:]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MINI)
+    parser.add_argument("--questions", type=int, default=500)
+    parser.add_argument("--passages", type=int, nargs="+", default=[8])
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    model, tokenizer = load(arguments.model)
+    for passages in arguments.passages:
+        for hops in (1, 2):
+            share = accuracy(
+                model,
+                tokenizer,
+                hops=hops,
+                num_cases=arguments.questions,
+                num_passages=passages,
+                seed=arguments.seed,
+            )
+            line = {"passages": passages, "hops": hops, "questions": arguments.questions, "exact_match": share}
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
