@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ragcache.training.batches import BatchMaker
 from ragcache.training.curriculum import STAGES, draw_stage
 from ragcache.training.initial import start_with_induction
-from ragcache.training.optim import AdamW, Muon
+from ragcache.training.optim import Adam, Muon
 from ragcache.training.packed import packed_scores
 from ragcache.training.tokenizer import BOS, EOS, MAX_LENGTH, PAD, build_tokenizer, save_tokenizer, token_id
 
@@ -106,7 +106,7 @@ class Trainer:
         self.parameters = list(named.values())
         inner = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name]
         self.muon = Muon(inner)
-        self.adam = AdamW([p for p in self.parameters if all(p is not other for other in inner)])
+        self.adam = Adam([p for p in self.parameters if all(p is not other for other in inner)])
         self.progress = Progress(stage=options.start_stage)
         self._started = time.monotonic()
         self._losses: list[float] = []

@@ -2,8 +2,8 @@
 
 Muon: momentum whose matrix updates are made orthogonal (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-Learns a small attention model in far fewer steps than AdamW. For the weight matrices inside the layers only;
-embeddings and norms stay with AdamW.
+Learns a small attention model in far fewer steps than Adam. For the weight matrices inside the layers only;
+embeddings and norms stay with Adam.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Muon:
             self._momenta[shape] = state["x".join(map(str, shape))]
 
 
-class AdamW:
-    """Adam with bias correction and no weight decay, for embeddings and norms; its state is plain tensors."""
+class Adam:
+    """Adam with bias correction, for embeddings and norms; its state is plain tensors."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], betas: tuple[float, float] = (0.9, 0.98)) -> None:
         self.parameters = list(parameters)

@@ -1,0 +1,87 @@
+"""The packed forward is the plain one: each question as if it stood alone behind its context."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.nn import functional
+
+from ragcache.training.batches import IGNORED, BatchMaker
+from ragcache.training.curriculum import STAGES
+from ragcache.training.mini import Options, build_model
+from ragcache.training.packed import packed_hidden, packed_scores
+from ragcache.training.tokenizer import build_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    options = Options(out="", hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2)
+    return build_model(options, tokenizer.get_vocab_size())
+
+
+@pytest.fixture(scope="module", params=["copy", "two hops"])
+def batch(request, tokenizer):
+    stage = next(stage for stage in STAGES if stage.name == request.param)
+    return BatchMaker(tokenizer, random.Random(5)).draw(stage)
+
+
+def plain_rows(batch):
+    """(row, question, context ids, question ids, labels) of a few questions, padding taken off."""
+    for row in range(3):
+        context = batch.context_ids[row, : batch.context_lengths[row]]
+        for question in range(0, batch.question_ids.shape[1], 4):
+            labels = batch.labels[row, question]
+            length = int((labels != IGNORED).nonzero().max()) + 1
+            yield row, question, context, batch.question_ids[row, question, :length], labels[:length]
+
+
+@torch.no_grad()
+def test_hidden_states_are_those_of_the_plain_prompt(model, batch):
+    hidden = packed_hidden(model, batch)
+    for row, question, context, ids, _ in plain_rows(batch):
+        plain = model.model(torch.cat([context, ids])[None]).last_hidden_state[0, len(context) :]
+        torch.testing.assert_close(hidden[row, question, : len(ids)], plain, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_loss_and_right_answers_are_those_of_the_plain_prompts(model, batch):
+    scores = packed_scores(model, batch)
+    losses = []
+    for row in range(batch.question_ids.shape[0]):
+        context = batch.context_ids[row, : batch.context_lengths[row]]
+        for question in range(batch.question_ids.shape[1]):
+            ids, labels = batch.question_ids[row, question], batch.labels[row, question]
+            logits = model(torch.cat([context, ids])[None]).logits[0, len(context) :]
+            kept = labels != IGNORED
+            losses.append(functional.cross_entropy(logits[kept], labels[kept], reduction="none"))
+            assert scores.right[row, question] == (logits[kept].argmax(-1) == labels[kept]).all()
+    torch.testing.assert_close(scores.loss, torch.cat(losses).mean(), atol=2e-5, rtol=1e-4)
+
+
+def test_labels_are_the_answer_and_its_end(tokenizer):
+    maker = BatchMaker(tokenizer, random.Random(3))
+    batch = maker.draw(STAGES[-1])
+    for row in range(batch.labels.shape[0]):
+        for question in range(batch.labels.shape[1]):
+            labels = batch.labels[row, question]
+            answer = labels[labels != IGNORED]
+            before = batch.question_ids[row, question, : int((labels != IGNORED).nonzero().min()) + 1]
+            assert answer[-1] == tokenizer.token_to_id("<|eos|>")
+            text = tokenizer.decode(before.tolist())
+            assert text.startswith("Question: ")
+            assert text.endswith("?\nAnswer:")
+
+
+def test_an_untrained_model_copies_by_match(tokenizer):
+    """What the initialisation is for: the token after an earlier copy of the current one is likelier than chance."""
+    model = build_model(Options(out=""), tokenizer.get_vocab_size())
+    with torch.no_grad():
+        loss = packed_scores(model, BatchMaker(tokenizer, random.Random(1)).draw(STAGES[0])).loss
+    assert loss < torch.log(torch.tensor(float(tokenizer.get_vocab_size()))) - 0.1
