@@ -1,0 +1,204 @@
+"""Every command, against the library called directly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+from terminal import IDS, invoke
+
+import ragcache as rc
+
+
+def json_of(result):
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def test_ingest_reports_what_it_did(model, folder, tmp_path):
+    arguments = ["ingest", folder, "--store", tmp_path / "kb", "--model", model, "--json"]
+    first = json_of(invoke(*arguments))
+    assert sorted(first["added"]) == IDS
+    assert first["computed_tokens"] == first["tokens"] > 0
+    again = json_of(invoke(*arguments))
+    assert sorted(again["unchanged"]) == IDS
+    assert again["added"] == again["updated"] == again["failed"] == []
+    assert again["computed_tokens"] == 0
+
+
+def test_ingest_lists_what_it_cannot_read_and_goes_on(model, folder, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "good.txt").write_text("A good text.")
+    paths = [tmp_path / "empty.txt", tmp_path / "absent.md", tmp_path / "good.txt"]
+    result = invoke("ingest", *paths, "--store", tmp_path / "kb", "--model", model, "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["added"] == ["good.txt"]
+    assert {row["source"] for row in report["failed"]} == {str(paths[0]), str(paths[1])}
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_ingest_in_words(model, folder, tmp_path):
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    result = invoke("ingest", folder, tmp_path, "--store", tmp_path / "kb", "--model", model)
+    assert result.exit_code == 0, result.output
+    assert "4 added, 0 updated, 0 unchanged, 0 failed" in result.stdout
+    assert "picture.png" in result.stdout
+
+
+def test_lazy_ingestion_leaves_the_model_unused(model, folder, tmp_path):
+    kb = tmp_path / "kb"
+    report = json_of(invoke("ingest", folder, "--store", kb, "--model", model, "--kv", "lazy", "--json"))
+    assert report["computed_tokens"] == 0
+    assert json_of(invoke("info", "--store", kb, "--json"))["pending"] == len(IDS)
+    answer = json_of(invoke("ask", "Where is the cat?", "--store", kb, "--max-tokens", 1, "--json"))
+    assert {hit["kv"] for hit in answer["hits"]} == {"computed"}
+
+
+def test_chunk_options_reach_the_chunker(model, folder, tmp_path):
+    kb = tmp_path / "kb"
+    json_of(invoke("ingest", folder, "--store", kb, "--model", model, "--chunk-max-tokens", 20, "--json"))
+    with rc.RagCache.open(kb, models=False) as opened:
+        texts = [chunk.text for id in IDS for chunk in opened.store.documents.chunks_of(id)]
+    assert len(texts) > len(IDS)
+    assert max(len(text.encode()) for text in texts) <= 20  # the model's tokens are bytes
+
+
+def test_ask_equals_the_library(store):
+    got = json_of(invoke("ask", "Where is the cat?", "--store", store, "--k", 2, "--max-tokens", 9, "--json"))
+    with rc.RagCache.open(store) as kb:
+        expected = kb.ask("Where is the cat?", 2, sampling=rc.Sampling(max_tokens=9)).to_json()
+    assert set(got) == set(expected)
+    for name in ("text", "hits", "usage", "method", "finish_reason"):
+        assert got[name] == expected[name]
+    assert set(got["timings"]) == set(expected["timings"])
+    assert got["timings"]["total_s"] >= got["timings"]["ttft_s"] > 0
+
+
+def test_ask_passes_its_options_on(store):
+    options = ["--method", "full", "--temperature", 0.9, "--top-p", 0.8, "--top-k", 50, "--seed", 7, "--k", 1]
+    where = ["--max-tokens", 12, "--filter", '{"year": {"$gte": 2022}}', "--store", store, "--json"]
+    got = json_of(invoke("ask", "Which club?", *options, *where))
+    sampling = rc.Sampling(max_tokens=12, temperature=0.9, top_p=0.8, top_k=50, seed=7)
+    with rc.RagCache.open(store) as kb:
+        expected = kb.ask("Which club?", 1, method="full", sampling=sampling, filter={"year": {"$gte": 2022}})
+    assert got["text"] == expected.text
+    assert got["method"] == "full"
+    assert [hit["document_id"] for hit in got["hits"]] == ["club"]
+
+
+def test_ask_stops_at_a_string(store):
+    whole = json_of(invoke("ask", "Where?", "--store", store, "--max-tokens", 12, "--json"))["text"]
+    stop = whole[3]
+    cut = json_of(invoke("ask", "Where?", "--store", store, "--max-tokens", 12, "--stop", stop, "--json"))["text"]
+    assert cut == whole[: whole.index(stop)]
+
+
+def test_ask_in_words_names_its_sources(store):
+    result = invoke("ask", "Where do dogs bark?", "--store", store, "--k", 1, "--max-tokens", 3)
+    assert result.exit_code == 0, result.output
+    assert "[1] dogs.txt" in result.stdout
+    assert "KV: disk" in result.stdout
+    assert "first token after" in result.stdout
+
+
+def test_context_overflow_is_refused_or_trimmed(model, tmp_path):
+    for rank in range(4):
+        (tmp_path / f"{rank}.txt").write_text(f"Passage {rank}. " + "word " * 45)
+    kb = tmp_path / "kb"
+    json_of(invoke("ingest", *tmp_path.glob("*.txt"), "--store", kb, "--model", model, "--json"))
+    arguments = ["ask", "word?", "--store", kb, "--k", 4, "--max-tokens", 2, "--json"]
+    refused = invoke(*arguments)
+    assert refused.exit_code == 1
+    assert refused.stdout == ""
+    assert "on_overflow" in refused.stderr
+    assert json_of(invoke(*arguments, "--on-overflow", "trim"))["dropped"] > 0
+
+
+def test_chat_answers_line_by_line_as_ask_does(store):
+    result = invoke(
+        "chat", "--store", store, "--max-tokens", 4, "--k", 2, input="Where is the cat?\n\nDogs?\n/exit\nno\n"
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("first token after") == 2
+    asked = invoke("ask", "Dogs?", "--store", store, "--max-tokens", 4, "--k", 2)
+    assert asked.stdout.split("\n\n")[0] in result.stdout
+
+
+def test_chat_survives_a_question_that_is_too_long(store):
+    result = invoke("chat", "--store", store, "--max-tokens", 2, input="x" * 900 + "\nDogs?\n")
+    assert result.exit_code == 0, result.output
+    assert "error: the question has" in result.stderr
+    assert result.stdout.count("first token after") == 1
+
+
+def test_list_gives_the_documents(store):
+    found = json_of(invoke("list", "--store", store, "--json"))["documents"]
+    assert [document["id"] for document in found] == IDS
+    with rc.RagCache.open(store, models=False) as kb:
+        assert [asdict(d) | {"state": d.state} for d in kb.documents()] == found
+    filtered = json_of(invoke("list", "--store", store, "--filter", '{"year": 2021}', "--json"))["documents"]
+    assert [document["id"] for document in filtered] == ["arno"]
+    page = json_of(invoke("list", "--store", store, "--limit", 2, "--offset", 1, "--json"))["documents"]
+    assert [document["id"] for document in page] == IDS[1:3]
+    table = invoke("list", "--store", store).stdout.splitlines()
+    assert [line.split()[0] for line in table] == ["id", *IDS]
+
+
+def test_delete_deletes_and_names_what_is_not_there(store):
+    result = invoke("delete", "arno", "nobody", "--store", store, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {"deleted": ["arno"], "missing": ["nobody"]}
+    assert result.stderr.startswith("error: nobody: ")
+    left = json_of(invoke("list", "--store", store, "--json"))["documents"]
+    assert [document["id"] for document in left] == [id for id in IDS if id != "arno"]
+    assert json_of(invoke("info", "--store", store, "--json"))["blocks"] == len(IDS) - 1
+
+
+def test_info_counts(store):
+    found = json_of(invoke("info", "--store", store, "--json"))
+    blocks = list((store / "kv").rglob("*.safetensors"))
+    assert (found["documents"], found["chunks"], found["blocks"]) == (len(IDS), len(IDS), len(blocks))
+    assert found["bytes_by_tier"] == {"memory": 0, "disk": sum(path.stat().st_size for path in blocks)}
+    assert found["hit_rate"] is None
+    json_of(invoke("ask", "Where is the cat?", "--store", store, "--k", 3, "--max-tokens", 1, "--json"))
+    after = json_of(invoke("info", "--store", store, "--json"))
+    assert after["hits_by_tier"] == {"memory": 0, "disk": 3}
+    assert after["hit_rate"] == 1
+    words = invoke("info", "--store", store).stdout
+    assert "100.0% of 3 blocks" in words
+
+
+def test_doctor_repairs_and_says_so(store):
+    assert json_of(invoke("doctor", "--store", store, "--json"))["sound"]
+    block, *_ = sorted((store / "kv").rglob("*.safetensors"))
+    block.write_bytes(block.read_bytes()[:-1])
+    report = json_of(invoke("doctor", "--store", store, "--json"))
+    assert report["damaged"] == [block.stem]
+    assert not report["sound"]
+    assert "The store is sound." in invoke("doctor", "--store", store).stdout
+
+
+def test_methods_are_those_of_the_library():
+    found = json_of(invoke("methods", "--json"))["methods"]
+    assert [method["name"] for method in found] == list(rc.METHODS)
+    assert all(name in invoke("methods").stdout for name in rc.METHODS)
+
+
+def test_version():
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert result.stdout.strip() == rc.__version__
+
+
+@pytest.mark.parametrize("command", ["list", "info", "doctor", "ask"])
+def test_no_store_is_made_by_asking_for_one(command, tmp_path):
+    result = invoke(command, *(["why?"] if command == "ask" else []), "--store", tmp_path / "nowhere")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert "nowhere" in result.stderr
+    assert not (tmp_path / "nowhere").exists()

@@ -1,0 +1,210 @@
+"""Environment variables, exit statuses, and what goes to which stream."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from terminal import IDS, invoke
+
+from ragcache.cli.app import COMMANDS, build_app
+from ragcache.cli.command import command
+from ragcache.cli.options import size
+from ragcache.cli.output import bytes_text, printable, seconds_text
+from ragcache.errors import ConfigError, StoreBusyError
+
+
+def all_options() -> Iterator[tuple[str, object]]:
+    for name, one in typer.main.get_command(build_app()).commands.items():
+        for parameter in one.params:
+            if parameter.param_type_name == "option" and "--help" not in parameter.opts:
+                yield name, parameter
+
+
+def test_every_option_is_an_environment_variable():
+    found = list(all_options())
+    assert {name for name, _ in found} == set(COMMANDS)
+    for name, parameter in found:
+        flag = next(opt for opt in parameter.opts if opt.startswith("--"))
+        plain = flag.removeprefix("--").replace("-", "_").upper()
+        # The demo's own settings are apart: RAGCACHE_STORE must not lead it into a store of the user's.
+        assert parameter.envvar in (f"RAGCACHE_{plain}", f"RAGCACHE_{name.upper()}_{plain}"), (name, flag)
+
+
+def test_the_environment_stands_for_the_options(store):
+    env = {"RAGCACHE_STORE": str(store), "RAGCACHE_JSON": "1", "RAGCACHE_FILTER": '{"year": 2024}'}
+    result = invoke("list", env=env)
+    assert result.exit_code == 0, result.output
+    assert [document["id"] for document in json.loads(result.stdout)["documents"]] == ["club"]
+
+
+def test_an_option_wins_over_the_environment(store):
+    result = invoke("list", "--store", store, "--json", env={"RAGCACHE_STORE": "/nowhere"})
+    assert [document["id"] for document in json.loads(result.stdout)["documents"]] == IDS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["ask", ""], 1, "the question is empty"),
+        (["ask", "hi", "--k", "0"], 2, "k is 0"),
+        (["ask", "hi", "--method", "telepathy"], 2, "telepathy"),
+        (["ask", "hi", "--filter", "{"], 2, "not JSON"),
+        (["ask", "hi", "--filter", "[]"], 2, "not a JSON object"),
+        (["ask", "hi", "--filter", '{"year": {"$near": 1}}'], 1, "$near"),
+        (["ask", "hi", "--temperature", "-1"], 2, "temperature"),
+        (["ask", "hi", "--model", "/no/such/model"], 1, "/no/such/model"),
+        (["ask", "hi", "--embedder", "contriever"], 1, "contriever"),
+        (["ask", "hi", "--dtype", "int3"], 2, "int3"),
+        (["ask", "hi", "--device", "abacus"], 2, "abacus"),
+        (["list", "--database", "nonsense://"], 2, "nonsense"),
+    ],
+)
+def test_errors_are_one_line(store, arguments, status, message):
+    result = invoke(*arguments, "--store", store)
+    assert result.exit_code == status, result.output
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["list", "--memory", "3 apples"], ["ask"], ["ask", "x", "--on-overflow", "cry"]])
+def test_misuse_has_status_2(arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+
+
+def test_the_error_tree_becomes_exit_statuses():
+    app = typer.Typer()
+
+    @app.command()
+    @command
+    def act(kind: str) -> None:
+        raise {"config": ConfigError, "busy": StoreBusyError, "key": KeyboardInterrupt, "bug": ZeroDivisionError}[kind](
+            "first\n second"
+        )
+
+    from typer.testing import CliRunner
+
+    results = {kind: CliRunner().invoke(app, [kind]) for kind in ("config", "busy", "key", "bug")}
+    assert {kind: result.exit_code for kind, result in results.items()} == {
+        "config": 2,
+        "busy": 1,
+        "key": 130,
+        "bug": 1,
+    }
+    assert results["busy"].stderr == "error: first second\n"
+    assert isinstance(results["bug"].exception, ZeroDivisionError)  # a bug keeps its traceback
+
+
+def test_writers_wait_as_long_as_they_are_told(store):
+    from ragcache.store.layout import StoreLayout
+
+    with StoreLayout(store).writer():
+        started = time.monotonic()
+        result = invoke("delete", "arno", "--store", store, "--wait", "0.2")
+        assert time.monotonic() - started < 20
+    assert result.exit_code == 1
+    assert "another process" in result.stderr
+
+
+def test_a_real_process_keeps_json_clean_and_dies_quietly(store):
+    command_line = [
+        sys.executable,
+        "-m",
+        "ragcache",
+        "ask",
+        "Cat?",
+        "--store",
+        str(store),
+        "--max-tokens",
+        "2",
+        "--json",
+    ]
+    done = subprocess.run(command_line, capture_output=True, text=True, timeout=120, check=False, env=_environment())
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["hits"]
+    assert done.stderr == ""  # not a terminal: no bars
+
+
+# A shell starts its background jobs with SIGINT ignored, and they pass that on.
+INTERRUPTIBLE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from ragcache.cli import main
+main()
+"""
+
+
+def test_an_interrupt_ends_with_status_130(store):
+    command_line = [sys.executable, "-c", INTERRUPTIBLE, "chat", "--store", str(store), "--max-tokens", "1"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command_line, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=_environment()) as process:
+        process.stdin.write("Dogs?\n")
+        process.stdin.flush()
+        while "first token" not in process.stdout.readline():
+            assert process.poll() is None
+        assert process.stdout.readline() == "\n"  # the next question is waited for
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines() == ["error: interrupted; what was stored stays"]
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAGCACHE_")}
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("17", 17), ("2GiB", 2**31), ("1.5 KiB", 1536), ("3mb", 3 * 10**6), (64, 64), ("0", 0)]
+)
+def test_sizes(text, count):
+    assert size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "2 parsecs", "nan"])
+def test_no_sizes(text):
+    with pytest.raises(typer.BadParameter, match="is not a size"):
+        size(text)
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    assert printable("a\x1b[2Jb\tc\nd\udcff") == "a\\x1b[2Jb\tc\nd\\udcff"
+    assert printable("Ärger 好 🙂") == "Ärger 好 🙂"
+
+
+def test_units():
+    assert [bytes_text(n) for n in (0, 1023, 1536, 5 * 2**30, 3 * 2**40)] == [
+        "0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3.0 TiB",
+    ]  # fmt: skip
+    assert [seconds_text(s) for s in (0.0123, 1.5)] == ["12.3 ms", "1.50 s"]
+
+
+@pytest.fixture(autouse=True)
+def _root_logger():
+    """basicConfig of one command is not to outlive its stream."""
+    yield
+    for handler in list(logging.getLogger().handlers):
+        if isinstance(handler, logging.StreamHandler) and "pytest" not in type(handler).__module__:
+            logging.getLogger().removeHandler(handler)
+
+
+def test_damage_is_reported_in_one_line(store):
+    block, *_ = sorted(Path(store, "kv").rglob("*.safetensors"))
+    block.write_bytes(block.read_bytes()[:-1])
+    result = invoke("ask", "Cat?", "--store", store, "--max-tokens", "1", "--json")
+    assert result.exit_code == 0, result.output
+    hits = json.loads(result.stdout)["hits"]
+    assert sorted(hit["kv"] for hit in hits) == ["computed", "disk", "disk", "disk"]

@@ -1,0 +1,135 @@
+"""What README and docs say is so: code runs, commands and options exist, links and paths lead somewhere, tables are
+complete."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from families import random_prompt, save_tiny
+
+import ragcache as rc
+from ragcache.cli.app import build_app
+from ragcache.engine.maintenance import DoctorReport, Info
+from ragcache.store.records import Document
+
+ROOT = Path(__file__).resolve().parents[2]
+MINI = ROOT / "ragcache" / "mini" / "config.json"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+COMMANDS = typer.main.get_command(build_app()).commands
+
+
+def python_blocks() -> list:
+    found = []
+    for name, text in TEXTS.items():
+        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S):
+            line = text[: match.start()].count("\n") + 2
+            found.append(pytest.param(name, line, match[1], id=f"{name}:{line}"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "line", "code"), python_blocks())
+def test_python_blocks_run(name, line, code, tmp_path, monkeypatch):
+    if ("RagCache.open" in code or '"mini"' in code) and not MINI.is_file():
+        pytest.skip("the bundled mini model is not here (ragcache/mini)")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    run("\n" * (line - 1) + code, name)
+
+
+def run(code: str, name: str) -> dict[str, object]:
+    """Run a block as a file of its own; returns the names that it made."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(code, name, "exec", dont_inherit=True), names)
+    return names
+
+
+def test_the_method_that_the_docs_write_is_the_real_one(tmp_path):
+    text = TEXTS["docs/architecture.md"]
+    code = next(m[1] for m in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S) if "class Reposition" in m[1])
+    names = run(code, "docs/architecture.md")
+    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
+    prompt = random_prompt(3)
+    written = rc.fuse(lm, prompt, method=names["Reposition"](), recipe="isolated")
+    torch.testing.assert_close(written.next_logits, rc.fuse(lm, prompt, method="reposition").next_logits)
+
+
+def shell_commands() -> list:
+    found = []
+    for name, text in TEXTS.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            if re.match(r"    (ragcache [a-z]|scripts/[a-z])", line):
+                words = shlex.split(line, comments=True)
+                found.append(pytest.param(words, id=f"{name}:{number}"))
+    return found
+
+
+@pytest.mark.parametrize("words", [p for p in shell_commands() if p.values[0][0] == "ragcache"])
+def test_ragcache_commands_are_understood(words):
+    _, command, *arguments = words
+    COMMANDS[command].make_context(command, arguments)  # parses, and does not run
+
+
+@pytest.mark.parametrize("words", [p for p in shell_commands() if p.values[0][0] != "ragcache"])
+def test_scripts_are_there(words):
+    script = ROOT / words[0]
+    assert script.is_file(), script
+    assert script.stat().st_mode & 0o111
+
+
+def test_there_are_commands_to_check():
+    assert len(shell_commands()) > 10
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_somewhere(name):
+    for target in re.findall(r"\]\(([^)#\s]+)", TEXTS[name]):
+        if "://" not in target:
+            assert (ROOT / name).parent.joinpath(target).exists(), target
+
+
+def test_the_tree_names_what_is_there():
+    tree = TEXTS["README.md"].split("## Where things are")[1].split("##")[0]
+    inside = None
+    for indent, path in re.findall(r"^    ( *)(\S+/|\S+\.py)", tree, re.M):
+        inside = path if not indent else inside
+        whole = path if not indent else f"{inside}{path}"
+        if whole == "ragcache/mini/" and not MINI.is_file():
+            continue
+        assert (ROOT / whole).exists(), whole
+    named = set(re.findall(r"^      (\S+?)(?:/|\.py) ", tree, re.M))
+    there = {path.stem for path in (ROOT / "ragcache").iterdir() if not path.name.startswith(("_", "py."))}
+    assert there <= named, there - named
+
+
+def test_the_table_of_methods_is_complete():
+    table = TEXTS["README.md"].split("## Methods")[1].split("##")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(rc.METHODS)
+
+
+def test_the_page_of_the_command_line_is_complete():
+    text = TEXTS["docs/cli.md"]
+    flags = {
+        flag for command in COMMANDS.values() for parameter in command.params for flag in parameter.opts if "--" in flag
+    }
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) == flags | {"--help"}
+    commands = re.findall(r"^\| `(\w+)(?: [A-Z.]+)?` \| ", text.split("## Environment")[0], re.M)
+    assert commands == list(COMMANDS)
+
+
+def test_json_fields_are_documented():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*) \|$", TEXTS["docs/cli.md"].split("## JSON")[1], re.M))
+    promised = {command: set(re.findall(r"`(\w+)`", row)) for command, row in rows.items()}
+    assert promised["info"] == {f.name for f in fields(Info)} | {"store"}
+    assert promised["doctor"] == {f.name for f in fields(DoctorReport)} | {"sound"}
+    assert promised["list"] == {f.name for f in fields(Document)} | {"documents", "state"}
+    assert promised["methods"] == set(rc.MethodInfo._fields) | {"methods"}
+    assert {f.name for f in fields(rc.Answer)} <= promised["ask"]
+    assert {f.name for f in fields(rc.Usage)} <= promised["ask"]
+    assert {f.name for f in fields(rc.IngestReport)} <= promised["ingest"]
