@@ -22,6 +22,21 @@ def full_prefill(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 
 
 @torch.inference_mode()
+def block_diagonal_prefill(model: PreTrainedModel, chunks: Sequence[Sequence[int]], suffix: Sequence[int]) -> Tensor:
+    """One pass under an explicit mask: chunks see themselves alone, the suffix sees everything. What repositioned
+    blocks must give. Last logits, float32 [vocab_size]."""
+    parts = [*chunks, suffix]
+    counts = torch.tensor([len(part) for part in parts], device=model.device)
+    owner = torch.repeat_interleave(torch.arange(len(parts), device=model.device), counts)
+    seen = (owner[:, None] == owner[None]) | (owner == len(chunks))[:, None]
+    hidden = ~seen.tril_()
+    mask = torch.zeros(hidden.shape, dtype=model.dtype, device=model.device)
+    mask.masked_fill_(hidden, torch.finfo(model.dtype).min)
+    ids = torch.tensor([[token for part in parts for token in part]], device=model.device)
+    return _last(model(input_ids=ids, attention_mask=mask[None, None], use_cache=False, logits_to_keep=1).logits)
+
+
+@torch.inference_mode()
 def suffix_over(model: PreTrainedModel, ids: Sequence[int], cache: DynamicCache) -> Tensor:
     """The suffix over a cache that is already full: transformers' own reuse. Last logits, float32 [vocab_size]."""
     batch = torch.tensor([list(ids)], device=model.device)
