@@ -31,30 +31,38 @@ class CacheShape:
     device: torch.device
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class KVBuffers:
-    """keys: [num_layers, 1, num_kv_heads, capacity, key_dim]; values alike; positions: int64 [num_layers, capacity]."""
+    """By layer: keys and values [1, num_kv_heads, capacity, dim]; positions of the keys, int64 [capacity]."""
 
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    positions: tuple[Tensor, ...]
 
     @classmethod
     def allocate(cls, shape: CacheShape, capacity: int) -> KVBuffers:
-        def empty(width: int) -> Tensor:
+        def empty(width: int) -> tuple[Tensor, ...]:
             size = (shape.num_layers, 1, shape.num_kv_heads, capacity, width)
-            return torch.empty(size, dtype=shape.dtype, device=shape.device)
+            return torch.empty(size, dtype=shape.dtype, device=shape.device).unbind(0)
 
         positions = torch.empty(shape.num_layers, capacity, dtype=torch.int64, device=shape.device)
-        return cls(empty(shape.key_dim), empty(shape.value_dim), positions)
+        return cls(empty(shape.key_dim), empty(shape.value_dim), positions.unbind(0))
 
     @property
     def capacity(self) -> int:
-        return self.keys.shape[-2]
+        return self.positions[0].shape[0]
 
     @property
     def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.positions.nbytes
+        return sum(tensor.nbytes for part in (self.keys, self.values, self.positions) for tensor in part)
+
+    def copy_from(self, other: KVBuffers) -> None:
+        """Take over all that `other` holds, which has no more room than this."""
+        count = other.capacity
+        for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
+            mine[:, :, :count] = theirs
+        for mine, theirs in zip(self.positions, other.positions, strict=True):
+            mine[:count] = theirs
 
 
 class BufferPool:
@@ -121,9 +129,10 @@ class FusedCache(Cache):  # type: ignore[misc]
         start = self.lengths[layer]
         end = start + positions.shape[0]
         self._grow(end)
-        self._buffers.positions[layer, start:end] = positions
+        buffers = self._buffers
+        buffers.positions[layer][start:end] = positions
         self.lengths[layer] = end
-        return self._buffers.keys[layer][:, :, start:end], self._buffers.values[layer][:, :, start:end]
+        return buffers.keys[layer][:, :, start:end], buffers.values[layer][:, :, start:end]
 
     def begin(self, positions: Tensor, slots: Tensor | None = None) -> None:
         """Announce the tokens of the coming pass: their positions, int64 [num_tokens].
@@ -136,10 +145,8 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """keys and values, [1, num_kv_heads, length, head_dim], and key positions, int64 [length], of a layer."""
-        self._ensure(layer)
-        end = self.lengths[layer]
-        buffers = self._buffers
-        return buffers.keys[layer][:, :, :end], buffers.values[layer][:, :, :end], buffers.positions[layer, :end]
+        keys, values = self._held(layer)
+        return keys, values, self._buffers.positions[layer][: self.lengths[layer]]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -152,31 +159,37 @@ class FusedCache(Cache):  # type: ignore[misc]
             keys.copy_(key_states)
             values.copy_(value_states)
         else:
-            self._buffers.keys[layer_idx][:, :, self._slots] = key_states.to(self._buffers.keys.dtype)
-            self._buffers.values[layer_idx][:, :, self._slots] = value_states.to(self._buffers.values.dtype)
-        keys, values, _ = self.layer_state(layer_idx)
-        return keys, values
+            dtype = self._pool.shape.dtype
+            self._buffers.keys[layer_idx][:, :, self._slots] = key_states.to(dtype)
+            self._buffers.values[layer_idx][:, :, self._slots] = value_states.to(dtype)
+        return self._held(layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.lengths[layer_idx]
+
+    def _held(self, layer: int) -> tuple[Tensor, Tensor]:
+        self._ensure(layer)
+        end = self.lengths[layer]
+        return self._buffers.keys[layer][:, :, :end], self._buffers.values[layer][:, :, :end]
 
     def _next(self, count: int) -> Tensor:
         start = self.lengths[0]
         return torch.arange(start, start + count, device=self._pool.shape.device)
 
     def _ensure(self, layer: int) -> None:
-        if not self._filled[layer] and self.fill is not None:
-            self._filled[layer] = True
-            self.fill(layer)
+        if self.fill is None or self._filled[layer]:
+            return
+        self._filled[layer] = True
+        self.fill(layer)
+        if all(self._filled):
+            self.fill = None  # it holds the blocks: decoding needs them no more
 
     def _grow(self, needed: int) -> None:
         if needed <= self.capacity:
             return
         old = self._buffers
         new = self._pool.take(max(needed, old.capacity + old.capacity // 2))
-        new.keys[:, :, :, : old.capacity] = old.keys
-        new.values[:, :, :, : old.capacity] = old.values
-        new.positions[:, : old.capacity] = old.positions
+        new.copy_from(old)
         self._returns()
         self._buffers = new
         self._returns = weakref.finalize(self, self._pool.give, new)
