@@ -20,10 +20,12 @@ from ragcache.cli.output import on_terminal, say, seconds_text
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ragcache import Answer, RagCache, Sampling
+    from ragcache import Answer, Hit, RagCache, Sampling
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUESTIONS_SUFFIX = "_questions.jsonl"
+MAX_TOKENS = 48
+REPEATS = 3
 
 
 class DemoQuestion(NamedTuple):
@@ -36,11 +38,16 @@ class DemoQuestion(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One question over one set of passages, read twice."""
+    """One question over one set of passages, read by two methods.
+
+    fused_s, full_s: seconds to the first token, median of several askings; fused with its blocks in memory
+    """
 
     question: DemoQuestion
     fused: Answer
     full: Answer
+    fused_s: float
+    full_s: float
 
 
 @command
@@ -65,6 +72,8 @@ def demo(
 ) -> None:
     """Ingest the example corpus, ask some questions, and compare fused with full prefill."""
     asked = choose(load_questions(questions or _beside(corpus)), count)
+    if corpus.is_relative_to(Path.cwd()):
+        corpus = corpus.relative_to(Path.cwd())  # sources are shown by this path
     if not corpus.exists():
         raise ConfigError(f"{corpus}: there is no corpus here; run from a clone of the repository or give --corpus")
     options = StoreOptions(store)
@@ -114,23 +123,32 @@ def choose(questions: Sequence[DemoQuestion], count: int) -> list[DemoQuestion]:
 
 def _warm_up(kb: RagCache, question: DemoQuestion, k: int) -> None:
     """The first forward pass of a process pays for start-up. Full prefill reads no block, so the cache stays cold."""
-    kb.ask(question.text, k, method="full", sampling=_short())
+    kb.ask(question.text, k, method="full", sampling=_sampling(1), on_overflow="trim")
 
 
 def _ask_and_print(kb: RagCache, question: DemoQuestion, k: int) -> Comparison:
     """Read the same passages fused, then in full: the same prompt, id by id."""
     hits = kb.retrieve(question.text, k)
-    fused = kb.ask(question.text, hits=hits, sampling=_short(), on_overflow="trim")
-    full = kb.ask(question.text, hits=hits, sampling=_short(), on_overflow="trim", method="full")
-    compared = Comparison(question, fused, full)
+    say(f"\nQ ({question.hops} hop{'s' if question.hops > 1 else ''}): {question.text}")
+    fused = _ask(kb, question, hits, None)
+    full = _ask(kb, question, hits, "full")
+    again = [[_ask(kb, question, hits, method, max_tokens=1) for _ in range(REPEATS)] for method in (None, "full")]
+    fused_s, full_s = (statistics.median(answer.timings.ttft_s for answer in answers) for answers in again)
+    compared = Comparison(question, fused, full, fused_s, full_s)
     _print_comparison(compared)
     return compared
 
 
-def _short() -> Sampling:
+def _ask(
+    kb: RagCache, question: DemoQuestion, hits: Sequence[Hit], method: str | None, max_tokens: int = MAX_TOKENS
+) -> Answer:
+    return kb.ask(question.text, hits=hits, sampling=_sampling(max_tokens), on_overflow="trim", method=method)
+
+
+def _sampling(max_tokens: int) -> Sampling:
     from ragcache import Sampling
 
-    return Sampling(max_tokens=48)
+    return Sampling(max_tokens)
 
 
 def is_right(answer: str, expected: str) -> bool:
@@ -144,28 +162,25 @@ def _plain(text: str) -> str:
 
 def _print_comparison(compared: Comparison) -> None:
     question, fused, full = compared.question, compared.fused, compared.full
-    say(f"\nQ ({question.hops} hop{'s' if question.hops > 1 else ''}): {question.text}")
-    for answer in (fused, full):
+    for answer, again_s in ((fused, compared.fused_s), (full, compared.full_s)):
         verdict = "right" if is_right(answer.text, question.answer) else f"expected: {question.answer}"
-        say(f"  {answer.method:<11}{answer.text.strip()}  [{verdict}]  first token after {_ttft(answer)}")
+        say(f"  {answer.method:<11}{answer.text.strip()}  [{verdict}]")
+        first_s = answer.timings.ttft_s
+        say(f"  {'':<11}first token after {seconds_text(first_s)}, asked again after {seconds_text(again_s)}")
     for source in fused.hits:
         say(f"    from {source_line(source)}")
     say(f"    {fused.usage.cached_tokens} of {fused.usage.prompt_tokens} prompt tokens were not computed again")
 
 
-def _ttft(answer: Answer) -> str:
-    return seconds_text(answer.timings.ttft_s)
-
-
 def _print_summary(compared: Sequence[Comparison]) -> None:
     say()
-    for name, answers in (("fused", [c.fused for c in compared]), ("full", [c.full for c in compared])):
-        right = sum(is_right(a.text, c.question.answer) for a, c in zip(answers, compared, strict=True))
-        median = statistics.median(answer.timings.ttft_s for answer in answers)
-        say(
-            f"{answers[0].method + ' (' + name + ')':<20} {right} of {len(answers)} right, "
-            f"first token after {seconds_text(median)} (median, after retrieval)"
-        )
+    fused_s = statistics.median(one.fused_s for one in compared)
+    full_s = statistics.median(one.full_s for one in compared)
+    for seconds, answers in ((fused_s, [one.fused for one in compared]), (full_s, [one.full for one in compared])):
+        right = sum(is_right(a.text, one.question.answer) for a, one in zip(answers, compared, strict=True))
+        score = f"{right} of {len(answers)} right"
+        say(f"{answers[0].method:<11}{score}, first token after {seconds_text(seconds)} (median)")
+    say(f"Fused prefill takes {fused_s / full_s:.2f} x the time of full prefill, retrieval left out of both.")
 
 
 def _print_next(store: Path) -> None:

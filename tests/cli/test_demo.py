@@ -32,7 +32,9 @@ def test_the_demo_compares_fused_with_full_prefill(model, folder, questions, tmp
     asked = re.findall(r"^Q \((\d) hops?\): (.*)$", result.stdout, re.M)
     assert [int(hops) for hops, _ in asked] == [1, 2, 1]
     assert {text for _, text in asked} == {question["question"] for question in QUESTIONS}
-    assert len(re.findall(r"^  (?:reposition|full) .*first token after [\d.]+ m?s$", result.stdout, re.M)) == 6
+    times = r"^ {13}first token after [\d.]+ m?s, asked again after [\d.]+ m?s$"
+    assert len(re.findall(times, result.stdout, re.M)) == 2 * len(QUESTIONS)
+    assert len(re.findall(r"^(?:reposition|full) +\d of 3 right", result.stdout, re.M)) == 2
     assert "KV: disk" in result.stdout
     assert "KV: memory" in result.stdout
     assert "ragcache chat --store" in result.stdout
