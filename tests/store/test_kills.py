@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypedDict
 
 import pytest
 from blocks import make_block, make_key
@@ -36,8 +37,9 @@ class Children:
         self.parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self._buffer = b""
 
-    def run_and_kill(self, *command: str, after_s: float) -> list[str]:
-        """Start a child, kill -9 it `after_s` after it said "ready"; returns the lines it said from then on."""
+    def run_and_kill(self, *command: str, after_lines: int, after_s: float) -> list[str]:
+        """Start a child and kill -9 it `after_s` after it said "ready" and `after_lines` lines more (so that it has
+        worked however slow the machine is); returns those lines and all that came later."""
         assert self.parent.stdin is not None
         self.parent.stdin.write(" ".join(command).encode() + b"\n")
         self.parent.stdin.flush()
@@ -45,6 +47,7 @@ class Children:
         pid = next(int(line.split()[1]) for line in lines if line.startswith("pid "))
         assert "ready" in lines, lines
         said = [line for line in lines if line != "ready" and not line.startswith("pid ")]
+        said += self._lines_until(after_lines - len(said))
         said += self._lines_for(after_s)
         os.kill(pid, signal.SIGKILL)
         while not said or not said[-1].startswith("exit "):
@@ -82,6 +85,15 @@ class Children:
         return whole.decode().splitlines()
 
 
+class Moment(TypedDict):
+    after_lines: int
+    after_s: float
+
+
+def random_moment(rng: random.Random) -> Moment:
+    return {"after_lines": rng.randrange(12), "after_s": rng.uniform(0, 0.03)}
+
+
 @pytest.fixture(scope="module")
 def children() -> Iterator[Children]:
     children = Children()
@@ -95,7 +107,7 @@ def test_killed_while_putting_blocks(tmp_path: Path, children: Children, kills: 
     present: dict[int, bool] = {}
     step = leftovers = 0
     for _ in range(kills):
-        said = children.run_and_kill("put_blocks", str(tmp_path), str(step), after_s=rng.uniform(0, 0.1))
+        said = children.run_and_kill("put_blocks", str(tmp_path), str(step), **random_moment(rng))
         for number in map(int, said):
             present[number if number >= 0 else -number - 1] = number >= 0
         step += len(said)
@@ -120,7 +132,7 @@ def test_killed_while_replacing_documents(url: str, children: Children, kills: i
     committed: dict[int, int] = {}
     version = highest_id = 0
     for _ in range(kills):
-        for line in children.run_and_kill("replace_documents", url, str(version), after_s=rng.uniform(0, 0.15)):
+        for line in children.run_and_kill("replace_documents", url, str(version), **random_moment(rng)):
             number, done, ids = line.split(" ")
             committed[int(number)] = int(done)
             version = max(version, int(done) + 1)
@@ -131,7 +143,7 @@ def test_killed_while_replacing_documents(url: str, children: Children, kills: i
             store.delete_documents([])  # waits for PostgreSQL to end the transaction of the client that was killed
             highest_id = max([highest_id, *store.vector_ids()])
             check_everything(store, committed)
-    assert version > kills, "the children did work"
+    assert version > kills // 7, "the children did work"
 
 
 def check_everything(store: DocumentStore, committed: dict[int, int]) -> None:
