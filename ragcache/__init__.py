@@ -1,23 +1,29 @@
 """ragcache: retrieval-augmented generation that never reads the same passage twice."""
 
-from ragcache.engine.answer import Answer, Done, Source, Sources, Timings, Token, Usage
-from ragcache.engine.kb import RagCache
-from ragcache.engine.opening import StoreConfig
-from ragcache.errors import RagCacheError, UnsupportedModelError
-from ragcache.fusion import METHODS, MethodInfo, methods
-from ragcache.fusion.fuse import Fused, encode, fuse
-from ragcache.ingest.chunker import ChunkerConfig
-from ragcache.ingest.document import Document
-from ragcache.ingest.pipeline import IngestConfig
-from ragcache.ingest.report import IngestReport, ProgressEvent
-from ragcache.kv.block import KVBlock
-from ragcache.kv.identity import Recipe
-from ragcache.models.decoding import Sampling
-from ragcache.models.lm import LanguageModel
-from ragcache.models.loading import load_lm
-from ragcache.prompt import Prompt
-from ragcache.retrieval.embedder import Embedder, load_embedder
-from ragcache.retrieval.retriever import Hit
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ragcache.engine.answer import Answer, Done, Source, Sources, Timings, Token, Usage
+    from ragcache.engine.kb import RagCache
+    from ragcache.engine.opening import StoreConfig
+    from ragcache.errors import RagCacheError, UnsupportedModelError
+    from ragcache.fusion import METHODS, MethodInfo, methods
+    from ragcache.fusion.fuse import Fused, encode, fuse
+    from ragcache.ingest.chunker import ChunkerConfig
+    from ragcache.ingest.document import Document
+    from ragcache.ingest.pipeline import IngestConfig
+    from ragcache.ingest.report import IngestReport, ProgressEvent
+    from ragcache.kv.block import KVBlock
+    from ragcache.kv.identity import Recipe
+    from ragcache.models.decoding import Sampling
+    from ragcache.models.lm import LanguageModel
+    from ragcache.models.loading import load_lm
+    from ragcache.prompt import Prompt
+    from ragcache.retrieval.embedder import Embedder, load_embedder
+    from ragcache.retrieval.retriever import Hit
 
 __version__ = "0.1.0"
 
@@ -54,3 +60,51 @@ __all__ = [
     "load_lm",
     "methods",
 ]
+
+# Where each public name lives. Modules are imported at first use: torch and transformers take seconds, and
+# `ragcache --help` needs neither.
+_HOMES = {
+    "Answer": "ragcache.engine.answer",
+    "ChunkerConfig": "ragcache.ingest.chunker",
+    "Document": "ragcache.ingest.document",
+    "Done": "ragcache.engine.answer",
+    "Embedder": "ragcache.retrieval.embedder",
+    "Fused": "ragcache.fusion.fuse",
+    "Hit": "ragcache.retrieval.retriever",
+    "IngestConfig": "ragcache.ingest.pipeline",
+    "IngestReport": "ragcache.ingest.report",
+    "KVBlock": "ragcache.kv.block",
+    "LanguageModel": "ragcache.models.lm",
+    "METHODS": "ragcache.fusion",
+    "MethodInfo": "ragcache.fusion",
+    "ProgressEvent": "ragcache.ingest.report",
+    "Prompt": "ragcache.prompt",
+    "RagCache": "ragcache.engine.kb",
+    "RagCacheError": "ragcache.errors",
+    "Recipe": "ragcache.kv.identity",
+    "Sampling": "ragcache.models.decoding",
+    "Source": "ragcache.engine.answer",
+    "Sources": "ragcache.engine.answer",
+    "StoreConfig": "ragcache.engine.opening",
+    "Timings": "ragcache.engine.answer",
+    "Token": "ragcache.engine.answer",
+    "UnsupportedModelError": "ragcache.errors",
+    "Usage": "ragcache.engine.answer",
+    "encode": "ragcache.fusion.fuse",
+    "fuse": "ragcache.fusion.fuse",
+    "load_embedder": "ragcache.retrieval.embedder",
+    "load_lm": "ragcache.models.loading",
+    "methods": "ragcache.fusion",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
