@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.identity import Recipe
+from ragcache.kv.rope import Angles
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt
 
@@ -112,38 +114,43 @@ class Placer:
 
     def __init__(self, lm: LanguageModel, placements: Sequence[Placement]) -> None:
         self._lm = lm
-        self._blocks = [p.block for p in placements if p.block.num_tokens]
-        starts = [(p.rotate_from, p.block.num_tokens) for p in placements]
-        parts = [torch.arange(start, start + count, device=lm.device) for start, count in starts]
+        placements = [p for p in placements if p.block.num_tokens]
+        self._keys = [p.block.keys.unbind(0) for p in placements]
+        self._values = [p.block.values.unbind(0) for p in placements]
+        ranges = [(p.rotate_from, p.rotate_from + p.block.num_tokens) for p in placements]
+        parts = [torch.arange(start, end, device=lm.device) for start, end in ranges]
         self.positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=lm.device)
-        self._angles: dict[str | None, tuple[Tensor, Tensor]] = {}
+        joined = all(end == start for (_, end), (start, _) in pairwise(ranges))
+        self._first = ranges[0][0] if ranges and joined else None
+        self._angles: dict[str | None, Angles | None] = {}
         # One layer's keys side by side: it stays in the processor's cache from the copy to the rotation.
         size = (lm.shape.num_kv_heads, self.positions.shape[0], lm.shape.key_dim)
         self._scratch = torch.empty(size, dtype=lm.dtype, device=lm.device)
 
     def place(self, cache: FusedCache, layer: int) -> None:
-        if not self._blocks:
+        if not self._keys:
             return
         keys, values = cache.reserve(layer, self.positions)
-        self._join([block.keys[layer] for block in self._blocks], self._scratch)
+        _join([block[layer] for block in self._keys], self._scratch)
         self._lm.rope.turn(self._scratch[None], self._angles_of(layer), keys)
-        self._join([block.values[layer] for block in self._blocks], values[0])
+        _join([block[layer] for block in self._values], values[0])
 
-    def _join(self, parts: list[Tensor], out: Tensor) -> None:
-        start = 0
-        for part in parts:
-            end = start + part.shape[1]
-            out[:, start:end].copy_(part, non_blocking=True)
-            start = end
-
-    def _angles_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
+    def _angles_of(self, layer: int) -> Angles | None:
         rope = self._lm.rope
         if not rope.rotated[layer]:
             return None
         kind = rope.layer_type(layer)
         if kind not in self._angles:
-            self._angles[kind] = rope.angles(layer, self.positions)
+            consecutive = self._first is not None
+            where = self._first if self._first is not None else self.positions
+            self._angles[kind] = rope.angles(layer, where, self.positions.shape[0] if consecutive else 0)
         return self._angles[kind]
+
+
+def _join(parts: list[Tensor], out: Tensor) -> None:
+    """Lay parts [num_kv_heads, num_tokens, dim] side by side in `out`, from whatever device they are on."""
+    for part, place in zip(parts, torch.split(out, [part.shape[1] for part in parts], dim=1), strict=True):
+        place.copy_(part, non_blocking=True)
 
 
 def prefill_over(

@@ -12,13 +12,25 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 _TABLE_STEP = 1024
+
+
+class Angles(NamedTuple):
+    """cos and sin, float32 [num_tokens, width], attention scaling included.
+
+    half: the family pairs dimension d with d + half, and width is half; None: it pairs otherwise, width is as the
+          family's own function wants it
+    """
+
+    cos: Tensor
+    sin: Tensor
+    half: int | None
 
 
 class Rope:
@@ -28,42 +40,41 @@ class Rope:
     apply:       the family's apply_rotary_pos_emb(q, k, cos, sin)
     layer_types: one string a layer where the module wants it (Gemma 3), else None
     rotated:     whether layer i rotates at all (SmolLM3 has layers that do not)
+    head_dim:    width of a key
     """
 
     def __init__(
-        self, rotary: nn.Module, apply: Apply, layer_types: Sequence[str] | None, rotated: Sequence[bool]
+        self,
+        rotary: nn.Module,
+        apply: Apply,
+        layer_types: Sequence[str] | None,
+        rotated: Sequence[bool],
+        head_dim: int,
     ) -> None:
         self.rotary = rotary
         self.apply = apply
         self.rotated = tuple(rotated)
+        self.head_dim = head_dim
         by_type = takes_layer_type(rotary) and layer_types is not None
         self._types: tuple[str | None, ...] = tuple(layer_types or ()) if by_type else (None,) * len(self.rotated)
-        self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[str | None, Angles] = {}
         self._lock = threading.Lock()
-        self._halves: int | None = None
-        self._halves_known = False
 
     def layer_type(self, layer: int) -> str | None:
         """The type under which the rotary module knows this layer; None where all layers share one table."""
         return self._types[layer]
 
-    def tables(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for positions 0..end-1: float32 [end, rotary_dim], scaling included."""
-        kind = self._types[layer]
-        with self._lock:
-            table = self._tables.get(kind)
-            if table is None or table[0].shape[0] < end:
-                table = self._compute(kind, -(-end // _TABLE_STEP) * _TABLE_STEP)
-                self._tables[kind] = table
-        return table[0][:end], table[1][:end]
-
-    def angles(self, layer: int, positions: Tensor | int, count: int = 0) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [num_tokens, rotary_dim], at int64 positions or at `count` places from an int on."""
+    def angles(self, layer: int, positions: Tensor | int, count: int = 0) -> Angles | None:
+        """Angles at int64 positions, or at `count` places from an int on; None for a layer that does not rotate."""
+        if not self.rotated[layer]:
+            return None
         if isinstance(positions, int):
-            cos, sin = self.tables(layer, positions + count)
-            return cos[positions:], sin[positions:]
-        cos, sin = self.tables(layer, int(positions.max()) + 1 if positions.numel() else 1)
-        return cos[positions], sin[positions]
+            table = self._table(layer, positions + count)
+            return Angles(
+                table.cos[positions : positions + count], table.sin[positions : positions + count], table.half
+            )
+        table = self._table(layer, int(positions.max()) + 1 if positions.numel() else 1)
+        return Angles(table.cos[positions], table.sin[positions], table.half)
 
     def rotate(self, keys: Tensor, layer: int, positions: Tensor | int, out: Tensor | None = None) -> Tensor:
         """Rotate keys to positions: any (int64 [num_tokens]), or consecutive ones from an int on.
@@ -72,42 +83,45 @@ class Rope:
         out:  same shape, written in place; a new tensor of the keys' dtype when absent
         """
         out = torch.empty_like(keys) if out is None else out
-        angles = self.angles(layer, positions, keys.shape[-2]) if self.rotated[layer] else None
-        return self.turn(keys, angles, out)
+        return self.turn(keys, self.angles(layer, positions, keys.shape[-2]), out)
 
-    def turn(self, keys: Tensor, angles: tuple[Tensor, Tensor] | None, out: Tensor) -> Tensor:
+    def turn(self, keys: Tensor, angles: Angles | None, out: Tensor) -> Tensor:
         """Rotate keys by ready angles (None: a layer that does not rotate) into `out`, in float32."""
         if angles is None:
             return out.copy_(keys)
-        cos, sin = angles
-        half = self._half_width(keys, cos)
-        if half is None:
-            return out.copy_(self._apply(keys.float(), cos, sin))
+        if angles.half is None:
+            return out.copy_(self._apply(keys.float(), angles))
         if keys.dtype == torch.float32 == out.dtype:
-            return _rotate_halves(keys, cos[:, :half], sin[:, :half], out)
-        return out.copy_(
-            _rotate_halves(keys.float(), cos[:, :half], sin[:, :half], torch.empty_like(keys, dtype=torch.float32))
-        )
+            return _rotate_halves(keys, angles.cos, angles.sin, out)
+        exact = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
+        return out.copy_(_rotate_halves(keys.float(), angles.cos, angles.sin, exact))
 
-    def _apply(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _apply(self, keys: Tensor, angles: Angles) -> Tensor:
         keys4 = keys.reshape(-1, *keys.shape[-3:])
-        rotated = self.apply(keys4[:, :0], keys4, cos[None], sin[None])[1]
+        rotated = self.apply(keys4[:, :0], keys4, angles.cos[None], angles.sin[None])[1]
         return rotated.reshape(keys.shape)
 
-    def _half_width(self, keys: Tensor, cos: Tensor) -> int | None:
-        """Half the rotary width where the family pairs dimension d with d + half; None for any other pairing."""
-        if not self._halves_known:
-            self._halves = _pairs_halves(self.apply, keys.shape[-1], cos.shape[-1], keys.device)
-            self._halves_known = True
-        return self._halves
+    def _table(self, layer: int, end: int) -> Angles:
+        """Angles of positions 0 to at least end - 1, kept by layer type."""
+        kind = self._types[layer]
+        with self._lock:
+            table = self._tables.get(kind)
+            if table is None or table.cos.shape[0] < end:
+                table = self._compute(kind, -(-end // _TABLE_STEP) * _TABLE_STEP)
+                self._tables[kind] = table
+        return table
 
-    def _compute(self, kind: str | None, end: int) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()
+    def _compute(self, kind: str | None, end: int) -> Angles:
         device = next(self.rotary.buffers()).device
         positions = torch.arange(end, device=device)[None]
         x = torch.zeros(1, dtype=torch.float32, device=device)
         args: tuple[Any, ...] = (x, positions) if kind is None else (x, positions, kind)
-        cos, sin = self.rotary(*args)
-        return cos[0], sin[0]
+        cos, sin = (part[0] for part in self.rotary(*args))
+        half = _pairs_halves(self.apply, self.head_dim, cos.shape[-1], device)
+        if half is not None:
+            cos, sin = cos[:, :half].contiguous(), sin[:, :half].contiguous()
+        return Angles(cos, sin, half)
 
 
 def takes_layer_type(rotary: nn.Module) -> bool:

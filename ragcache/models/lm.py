@@ -75,8 +75,8 @@ class LanguageModel:
             raise ContextTooLongError(
                 f"{what} has {len(ids)} tokens and {self.name} takes {self.max_positions}; use fewer or shorter chunks"
             )
-        bad = next((i for i in ids if not 0 <= i < self.vocab_size), None)
-        if bad is not None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise PromptError(f"{what} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
 
     def block_key(

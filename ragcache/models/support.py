@@ -99,8 +99,8 @@ def inspect(model: PreTrainedModel, name: str) -> Inspected:
     if not any(rotated):
         raise _unsupported(model, name, "no layer rotates its keys: its positions are not rotary")
     hook_rotary(rotary)
-    rope = Rope(rotary, apply, getattr(model.config, "layer_types", None), rotated)
     shape = _shape(model, name, true_keys)
+    rope = Rope(rotary, apply, getattr(model.config, "layer_types", None), rotated, shape.key_dim)
     _verify(model, name, rope, true_keys)
     return Inspected(rope, shape)
 
