@@ -65,7 +65,7 @@ def fuse(
     """Fused prefill: put the blocks in place and run the question.
 
     blocks: one a chunk, as `encode` returns them under `recipe`; encoded here when None
-    recipe: how the blocks were (or are to be) encoded; the method's first choice when None
+    recipe: how the blocks were (or are to be) encoded; None: what the blocks say, else the method's first choice
     prefix_block: the isolated block of the prefix ids; encoded here when None
     reserve_tokens: room to leave in the cache for decoding; it grows beyond that
     options: the method's own
@@ -74,7 +74,7 @@ def fuse(
     ContextTooLongError, PromptError.
     """
     chosen = get_method(method, **options)
-    recipe = Recipe.of(recipe if recipe is not None else chosen.recipes[0])
+    recipe = _recipe(recipe, blocks or (), chosen)
     if recipe.name not in chosen.recipes:
         raise ConfigError(
             f"method {chosen.name!r} needs blocks of recipe {' or '.join(chosen.recipes)}, not {recipe.name!r}; "
@@ -85,6 +85,16 @@ def fuse(
     inputs, encoded = _inputs(lm, prompt, chosen, recipe, blocks, prefix_block, times)
     done = chosen.prefill(lm, prompt, inputs, times, reserve_tokens)
     return Fused(prompt, done.logits, done.cache, times, done.computed_tokens, encoded)
+
+
+def _recipe(given: str | Recipe | None, blocks: Sequence[KVBlock], method: FusionMethod) -> Recipe:
+    """Raises StaleBlockError when the blocks' own recipes differ from the one given, or from each other."""
+    found = {block.recipe for block in blocks if block.recipe is not None}
+    recipe = Recipe.of(given) if given is not None else next(iter(found), Recipe.of(method.recipes[0]))
+    if found - {recipe}:
+        other = next(iter(found - {recipe}))
+        raise StaleBlockError(f"blocks of recipe {other.name!r} were given for {recipe.name!r}; encode them alike")
+    return recipe
 
 
 def _inputs(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ragcache.errors import DamagedBlockError
+from ragcache.kv.identity import Recipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,12 +17,14 @@ class KVBlock:
 
     keys:   [num_layers, num_kv_heads, num_tokens, head_dim], final (after k_norm where there is one) but not rotated
     values: [num_layers, num_kv_heads, num_tokens, head_dim]
+    recipe: how it was encoded, where that is known (a block that was stored is known by its key)
 
     Raises DamagedBlockError when the shapes do not agree.
     """
 
     keys: Tensor
     values: Tensor
+    recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
         if self.keys.ndim != 4 or self.keys.shape[:3] != self.values.shape[:3] or self.values.ndim != 4:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -116,7 +117,7 @@ class LanguageModel:
             members = [rows[rank] for rank in batch.ranks]
             done = encode_batch(self.model, self.rope, self.shape, members, prefix, skip)
             for rank, block in zip(batch.ranks, done, strict=True):
-                blocks[rank] = block
+                blocks[rank] = replace(block, recipe=recipe)
         return [block for block in blocks if block is not None]
 
     def _read_before(self, recipe: Recipe) -> tuple[list[int], int]:

@@ -175,6 +175,18 @@ def test_bad_input_is_named(llama, tmp_path):
         rc.fuse(lm, rc.Prompt([], [[5] * 300, [6] * 300], [7]))
 
 
+def test_blocks_say_how_they_were_encoded(llama):
+    lm, _ = llama
+    prompt = random_prompt(2)
+    isolated, behind = rc.encode(lm, prompt), rc.encode(lm, prompt, recipe="prefix")
+    told = rc.fuse(lm, prompt, method="concat", blocks=behind, recipe="prefix").next_logits
+    assert torch.equal(rc.fuse(lm, prompt, method="concat", blocks=behind).next_logits, told)
+    with pytest.raises(StaleBlockError, match="isolated"):
+        rc.fuse(lm, prompt, blocks=isolated, recipe="prefix")
+    with pytest.raises(StaleBlockError, match="alike"):
+        rc.fuse(lm, prompt, blocks=[*isolated[:2], *behind[2:]])
+
+
 def test_the_table_of_methods():
     table = {row.name: row for row in rc.methods()}
     assert set(table) == set(rc.METHODS) >= {"full", "reposition", "concat"}
