@@ -18,22 +18,30 @@ from ragcache.training.registry import (
     World,
     answerable_questions,
     draw_world,
+    wording,
     write_document,
 )
+from ragcache.training.registry.documents import capitalised, with_article
+from ragcache.training.registry.world import RELATIONS
 from ragcache.training.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, SYSTEM_LINE, token_id
 
 IGNORED = -100
+ALIKE_SHARE = 0.7
+ALIKE = (("person", "town"), ("person", "club"), ("person", "town"), ("town", "river"), ("club", ""), ("river", ""))
+"""Kinds of the passages in contexts of like entities, and the fact that leads to a second kind."""
 
 
 @dataclass(frozen=True)
 class Stage:
     """One distribution of the curriculum.
 
-    kind: "copy" (random tokens, then a part of them again), "pairs" (bare name and value) or "registry".
+    kind: "copy" (random tokens, then a part of them again), "sentences" (one sentence a passage, asked for by the name
+    or by the answer up to the value), "completions" (the same over whole passages) or "questions".
     passages: least and largest number of passages in a context.
     two_hop_share: share of batches whose questions need two documents.
     relations: only these, or all.
     threshold: the share of answers that must be exactly right before the next stage joins.
+    rate: of learning, as a share of the run's.
     """
 
     name: str
@@ -42,6 +50,7 @@ class Stage:
     batch_size: int
     num_questions: int
     threshold: float
+    rate: float = 1.0
     two_hop_share: float = 0.0
     relations: tuple[str, ...] = ()
 
@@ -89,8 +98,8 @@ class BatchMaker:
     def _row(self, stage: Stage, hops: int, passages: int) -> Encoded:
         if stage.kind == "copy":
             return self._copy_row(stage.num_questions)
-        if stage.kind == "pairs":
-            return self._pairs_row(stage.num_questions, passages)
+        if stage.kind == "sentences":
+            return self._sentences_row(stage.num_questions, passages)
         return self._registry_row(stage, hops, passages)
 
     def _copy_row(self, num_questions: int) -> Encoded:
@@ -102,28 +111,58 @@ class BatchMaker:
             spans.append((context[start : start + 2], context[start + 2 : start + 10]))
         return Encoded(context, spans)
 
-    def _pairs_row(self, num_questions: int, passages: int) -> Encoded:
-        world = draw_world(self.rng, Split.TRAIN, passages)
-        pairs = {}
-        for entity in self.rng.sample(sorted(world.entities), passages):
-            pairs[entity] = self.rng.choice(sorted(world.entities[entity].facts.values()))
+    def _sentences_row(self, num_questions: int, passages: int) -> Encoded:
+        """One fact of the same relation about each of several like entities; the answer up to the value is given."""
+        world = draw_world(self.rng, Split.TRAIN, passages * 6)
+        kind = self.rng.choice(ALIKE)[0]
+        relation = self.rng.choice(RELATIONS[kind])
+        entities = [entity for entity in world.entities.values() if entity.kind == kind]
+        self.rng.shuffle(entities)
         context = [*self._prefix]
-        for name, value in pairs.items():
-            context += self._encode(f"{name}: {value}.\n")
-        asked = self.rng.choices(sorted(pairs), k=num_questions)
-        return Encoded(context, [self._question(name + "?", pairs[name]) for name in asked])
+        asked = []
+        for entity in entities[:passages]:
+            value = entity.facts[relation]
+            stated = self.rng.choice(wording.PREDICATES[relation]).format(v=value)
+            context += self._encode(with_article(capitalised(f"{entity.name} {stated}.\n")))
+            answer = with_article(capitalised(f"{entity.name} {wording.ANSWERS[relation].format(v=value)}."))
+            start = answer.removesuffix(f" {value}.")
+            asked += [(self._encode(asking), self._encode(f"{value}.")) for asking in (start, entity.name)]
+        return Encoded(context, self.rng.choices(asked, k=num_questions))
 
     def _registry_row(self, stage: Stage, hops: int, passages: int) -> Encoded:
         questions: list[Question] = []
         while not questions:
-            world = draw_world(self.rng, Split.TRAIN, passages)
-            chosen = self.rng.sample(sorted(world.entities), passages)
+            if self.rng.random() < ALIKE_SHARE:
+                world = draw_world(self.rng, Split.TRAIN, passages * 6)
+                chosen = self._alike(world, hops, passages)
+            else:
+                world = draw_world(self.rng, Split.TRAIN, passages)
+                chosen = self.rng.sample(sorted(world.entities), passages)
             documents = [write_document(self.rng, world.entities[name]) for name in chosen]
             questions = self._questions(stage, hops, world, documents)
         while len(questions) < stage.num_questions:
             questions += self._questions(stage, hops, world, documents)
         asked = self.rng.sample(questions, stage.num_questions)
-        return Encoded(self._context(documents), [self._question(q.text, q.answer) for q in asked])
+        ask = self._completion if stage.kind == "completions" else self._question
+        return Encoded(self._context(documents), [ask(question) for question in asked])
+
+    def _alike(self, world: World, hops: int, passages: int) -> list[str]:
+        """Entities of one kind, or pairs of two kinds in which the first refers to the second.
+
+        Only the name tells which passage a question is about, so the kind of the answer is no short cut.
+        """
+        kind, relation = self.rng.choice(ALIKE)
+        entities = [entity for entity in world.entities.values() if entity.kind == kind]
+        self.rng.shuffle(entities)
+        if hops == 1:
+            return [entity.name for entity in entities[:passages]]
+        chosen: dict[str, None] = {}
+        for entity in entities:
+            if relation and len(chosen) < passages - 1:
+                chosen |= {entity.name: None, entity.facts[relation]: None}
+        names = list(chosen)
+        self.rng.shuffle(names)
+        return names
 
     def _questions(self, stage: Stage, hops: int, world: World, documents: list[Document]) -> list[Question]:
         questions = answerable_questions(self.rng, world, documents)
@@ -135,8 +174,12 @@ class BatchMaker:
             context += self._encode(passage_text(self.rng, document))
         return context
 
-    def _question(self, text: str, answer: str) -> tuple[list[int], list[int]]:
-        return self._encode(suffix_text(text)), [*self._encode(answer), self._eos]
+    def _question(self, question: Question) -> tuple[list[int], list[int]]:
+        return self._encode(suffix_text(question.text)), [*self._encode(question.answer), self._eos]
+
+    def _completion(self, question: Question) -> tuple[list[int], list[int]]:
+        start = question.answer.removesuffix(f" {question.value}.")
+        return self._encode(start), [*self._encode(f"{question.value}."), self._eos]
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).ids

@@ -1,6 +1,8 @@
-"""The order in which the mini model learns: copy by match first, then facts in sentences, then whole questions.
+"""The order in which the mini model learns: to copy by match, to find a fact by a name, then whole questions.
 
-Trained on whole questions from the start, such a model learns to name some value of the right kind and stays there.
+Trained on whole questions from the start, such a model learns to name some value of the right kind, whosever it is,
+and stays there. Each stage is one small step from the one before, and contexts of like entities (`batches.ALIKE`)
+leave nothing but the name to go by.
 """
 
 from __future__ import annotations
@@ -10,13 +12,12 @@ import random
 from ragcache.training.batches import Stage
 
 STAGES: tuple[Stage, ...] = (
-    Stage("copy", "copy", (0, 0), batch_size=16, num_questions=12, threshold=0.7),
-    Stage("pairs", "pairs", (3, 8), batch_size=10, num_questions=10, threshold=0.45),
-    Stage("one relation", "registry", (2, 4), batch_size=10, num_questions=8, threshold=0.7, relations=("town",)),
-    Stage("one hop", "registry", (2, 4), batch_size=8, num_questions=12, threshold=0.7),
-    Stage("two hops", "registry", (3, 6), batch_size=6, num_questions=12, threshold=0.75, two_hop_share=0.5),
-    Stage("more passages", "registry", (4, 10), batch_size=5, num_questions=12, threshold=0.92, two_hop_share=0.5),
-    Stage("all lengths", "registry", (2, 16), batch_size=4, num_questions=14, threshold=2.0, two_hop_share=0.5),
+    Stage("copy", "copy", (0, 0), batch_size=16, num_questions=12, threshold=0.6),
+    Stage("sentences", "sentences", (3, 8), batch_size=16, num_questions=12, threshold=0.75),
+    Stage("completions", "completions", (2, 5), batch_size=8, num_questions=12, threshold=0.75),
+    Stage("one hop", "questions", (2, 5), batch_size=7, num_questions=10, threshold=0.8),
+    Stage("two hops", "questions", (3, 8), 5, 10, threshold=0.85, rate=0.7, two_hop_share=0.5),
+    Stage("all lengths", "questions", (2, 16), 4, 12, threshold=2.0, rate=0.6, two_hop_share=0.5),
 )
 EARLIER_SHARE = 0.35
 EARLIER_DECAY = 0.5

@@ -12,25 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SHARPNESS = 12.0
-"""Squared length of each rotary pair in the queries and keys of the previous-token head."""
 FIRST_GAIN, OUTPUT_GAIN = 0.05, 0.5
 """Of the outputs of heads that copy what they attend to, in the first layer and the others."""
-NUM_FAST = 10
-"""Rotary pairs that the previous-token head uses: the fast ones, which tell neighbours apart."""
+LOOKING_BACK = ((1, 12.0, slice(0, 10)), (2, 14.0, slice(0, 12)), (3, 14.0, slice(0, 12)), (4, 14.0, slice(0, 12)))
+"""Of each head of the first layer: how far back it looks, the squared length of a rotary pair in its queries and keys,
+and the pairs that it uses: the fast ones, which tell neighbours apart."""
+WRITE_GAIN = 0.2
+"""Of what these heads write: about as long as an embedding."""
+MATCHED = (0, 3, 1, 2)
+"""The distance that each head of the second layer matches: 0, the token itself; 3, a name before its predicate."""
 MATCH_GAIN = 3.0
 """Gain of queries and keys of the matching heads, which use the slow half of the rotary pairs."""
 
 
 @torch.no_grad()
 def start_with_induction(model: Any) -> None:
-    """Give head 0 of layer 0 the previous token, and heads 0 and 1 of layer 1 the match for what it carries."""
+    """Let the first layer look a few tokens back, and the second match what it carries."""
     first, second = model.model.layers[0], model.model.layers[1]
     for index, layer in enumerate(model.model.layers):
         _attend_to_the_same(layer.self_attn, FIRST_GAIN if index == 0 else OUTPUT_GAIN)
         layer.mlp.down_proj.weight.mul_(0.2)  # or its noise would drown the carried tokens
     common = _add_common_part(model.model.embed_tokens.weight, model.config.initializer_range)
-    reads, writes = _look_at_previous(first.self_attn, common, model.model.rotary_emb.inv_freq)
+    reads, writes = _look_back(first.self_attn, common, model.model.rotary_emb.inv_freq.float())
     _match_carried(second.self_attn, reads, writes)
 
 
@@ -47,34 +50,39 @@ def _attend_to_the_same(attention: Any, output_gain: float) -> None:
     attention.o_proj.weight.copy_(attention.v_proj.weight.T * output_gain)
 
 
-def _look_at_previous(attention: Any, common: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """Make head 0 attend one position back. Returns what it reads [head_dim, hidden_size] and writes, transposed.
+def _look_back(attention: Any, common: Tensor, inv_freq: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Make each head attend its offset back. Returns what they read [rows, hidden_size] and what each writes.
 
     Queries and keys read only the common part of the embeddings, so their product depends on distance alone; the
-    query is turned back by one position, so the product is largest there.
+    query is turned back by the offset, so the product is largest there.
     """
     dim, size = attention.head_dim, common.shape[0]
-    strength = torch.zeros(dim // 2)
-    strength[:NUM_FAST] = SHARPNESS**0.5
+    heads = attention.q_proj.weight.shape[0] // dim
     read = common / (size / 2) ** 0.5  # after the norm, the common part is about this long
-    angles = inv_freq.float()
-    attention.k_proj.weight[:dim] = torch.cat([strength, torch.zeros(dim // 2)])[:, None] * read
-    attention.q_proj.weight[:dim] = torch.cat([strength * angles.cos(), -strength * angles.sin()])[:, None] * read
-    reads, writes = _orthonormal_rows(dim, size), _orthonormal_rows(dim, size)
-    reads -= (reads @ common)[:, None] * common
-    attention.v_proj.weight[:dim] = reads
-    attention.o_proj.weight[:, :dim] = writes.T * 0.15
-    return reads, writes
+    values = _orthonormal_rows(dim // 2, size)
+    values -= (values @ common)[:, None] * common
+    writes = list(torch.split(_orthonormal_rows(dim // 2 * heads, size), dim // 2))
+    for head, (offset, sharpness, pairs) in zip(range(heads), LOOKING_BACK, strict=False):
+        rows = slice(head * dim, (head + 1) * dim)
+        strength = torch.zeros(dim // 2)
+        strength[pairs] = sharpness**0.5
+        turn = inv_freq * offset
+        attention.k_proj.weight[rows] = torch.cat([strength, torch.zeros(dim // 2)])[:, None] * read
+        attention.q_proj.weight[rows] = torch.cat([strength * turn.cos(), -strength * turn.sin()])[:, None] * read
+        attention.v_proj.weight[head * dim : head * dim + dim // 2] = values
+        attention.o_proj.weight[:, head * dim : head * dim + dim // 2] = writes[head].T * WRITE_GAIN
+    return values, writes
 
 
-def _match_carried(attention: Any, reads: Tensor, writes: Tensor) -> None:
-    """Heads 0 and 1: a token as query, read as the previous-token head reads it, meets a key that carries it."""
+def _match_carried(attention: Any, values: Tensor, writes: list[Tensor]) -> None:
+    """Heads that find the token before which the same stood at the same distance as before the one to come."""
     dim = attention.head_dim
     slow = torch.cat([torch.arange(dim // 4, dim // 2), torch.arange(3 * dim // 4, dim)])
-    for head in range(2):
-        part = slice(head * dim // 2, (head + 1) * dim // 2)
-        attention.q_proj.weight[head * dim + slow] = reads[part] * MATCH_GAIN
-        attention.k_proj.weight[head * dim + slow] = writes[part] * MATCH_GAIN
+    carried = [values, *writes]
+    for head, distance in zip(range(attention.q_proj.weight.shape[0] // dim), MATCHED, strict=False):
+        if distance + 1 < len(carried):
+            attention.q_proj.weight[head * dim + slow] = carried[distance] * MATCH_GAIN
+            attention.k_proj.weight[head * dim + slow] = carried[distance + 1] * MATCH_GAIN
 
 
 def _orthonormal_rows(rows: int, columns: int) -> Tensor:

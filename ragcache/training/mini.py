@@ -46,7 +46,7 @@ class Options:
     intermediate_size: int = 384
     num_layers: int = 4
     num_heads: int = 4
-    muon_lr: float = 0.02
+    muon_lr: float = 0.01
     adam_lr: float = 1e-3
     warmup_steps: int = 50
     min_stage_steps: int = 40
@@ -172,7 +172,7 @@ class Trainer:
 
     def _schedule(self) -> float:
         """Warm-up, constant, then linear to zero over the last stage."""
-        factor = min(1.0, (self.progress.step + 1) / self.options.warmup_steps)
+        factor = min(1.0, (self.progress.step + 1) / self.options.warmup_steps) * STAGES[self.progress.stage].rate
         if self.progress.stage == len(STAGES) - 1:
             factor *= max(0.0, 1.0 - self.progress.stage_tokens / self.options.final_tokens)
         return factor

@@ -2,7 +2,7 @@ r"""The mini model's tokenizer: byte-level BPE over the registry's words, and th
 
 Byte-level, so any text can be encoded. A word has the same token everywhere: the normalizer puts a space before the
 first word of a text and of a line, and the decoder takes it off again (otherwise a name that opens a passage would
-be another token than the same name in a question). Numbers are cut into groups of two digits.
+be another token than the same name in a question). A year is one token.
 
 The chat template renders messages into exactly the format that the model was trained on:
 
@@ -14,7 +14,6 @@ alone. A system message, if there is one, takes the place of the line "Answer fr
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -41,7 +40,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}Answer:{% endif %}"
 )
-WORD_PATTERN = r"'s| ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s"
+OTHER_WORDS = "an which She He It Her His Its Lake Hills Question Answer"
+WORD_PATTERN = r"'s| ?\p{L}+| ?\p{N}{1,4}| ?[^\s\p{L}\p{N}]+|\s"
 
 
 def build_tokenizer() -> Tokenizer:
@@ -101,27 +101,30 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def _vocabulary_text() -> list[str]:
-    """Every word that sentences, questions and names are made of, often enough to become one token.
-
-    Towns and rivers appear as head and tail apart, so that their names are two tokens.
-    """
-    sentences = [text for group in _wordings() for text in group] + [hop.frame for hop in wording.TWO_HOPS]
+    """Every word that sentences, questions and names are made of, often enough to become one token."""
+    sentences = [text for group in _wordings() for text in group]
     words = [word for text in sentences for word in text.replace("{", " {").split() if "{" not in word]
     words += [word.strip(".,?") for word in words] + [word.capitalize() for word in words]
-    surnames = [head + tail for head, tail in itertools.product(names.SURNAME_HEADS, names.SURNAME_TAILS)]
+    surnames = _composed(names.SURNAME_HEADS, names.SURNAME_TAILS)
+    towns = _composed(names.TOWN_HEADS, names.TOWN_TAILS)
+    rivers = _composed(names.RIVER_HEADS, names.RIVER_TAILS)
     clubs = [part for activity in names.CLUB_ACTIVITIES for part in activity.split(":")]
-    listed: tuple[tuple[str, ...] | list[str], ...] = (
-        *(names.FEMALE_NAMES, names.MALE_NAMES, surnames, names.TOWN_HEADS, names.RIVER_HEADS, names.CLUB_EMBLEMS),
-        *(clubs, names.LAKES, names.HILLS, names.PROFESSIONS, names.PRODUCTS, names.WEEKDAYS),
-    )
+    people = (names.FEMALE_NAMES, names.MALE_NAMES, surnames)
+    places = (towns, rivers, names.CLUB_EMBLEMS, names.TOWN_QUALIFIERS, names.RIVER_QUALIFIERS, clubs)
+    values = (names.LAKES, names.HILLS, names.PROFESSIONS, names.PRODUCTS, names.WEEKDAYS)
+    listed: tuple[tuple[str, ...] | list[str], ...] = (*people, *places, *values)
     words += [word for group in listed for word in group]
-    words += ["an", "She", "He", "It", "Her", "His", "Its", "Lake", "Hills", "Question", "Answer", *SYSTEM_LINE.split()]
+    words += [*OTHER_WORDS.split(), *SYSTEM_LINE.split()]
     spaced = " " + " ".join(words)
-    tails = [*names.TOWN_TAILS, *names.RIVER_TAILS, *(f"{number:02d}" for number in range(100))]
-    years = " ".join(str(number) for number in range(10, 100))
-    return [spaced, " " + years, *tails] * 4
+    years = " ".join(str(year) for year in (*range(1500, 1700), *range(1900, 2000)))
+    return [spaced, " " + years] * 4
+
+
+def _composed(heads: tuple[str, ...], tails: tuple[str, ...]) -> list[str]:
+    return [head + tail for head in heads for tail in tails]
 
 
 def _wordings() -> list[tuple[str, ...]]:
-    tables = (wording.PREDICATES, wording.SENTENCES, wording.MENTIONS, wording.QUESTIONS, wording.BRIDGES)
-    return [group for table in tables for group in table.values()] + [wording.FILLERS]
+    tables = (wording.PREDICATES, wording.MENTIONS, wording.QUESTIONS, wording.BRIDGES)
+    groups = [group for table in tables for group in table.values()]
+    return [*groups, wording.FILLERS, tuple(wording.ANSWERS.values())]

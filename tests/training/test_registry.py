@@ -66,17 +66,13 @@ def test_every_answer_stands_in_its_gold_documents(wordings):
         for question in questions:
             gold = [documents[name] for name in question.gold]
             assert len(gold) == question.hops
-            if question.hops == 1:
-                assert question.answer in gold[0].text
-                assert question.answer == world.entities[gold[0].id].facts[question.path]
-            else:
-                first, second = question.path.split("-")
-                bridge, value = gold[1].id, world.entities[gold[1].id].facts[second]
-                assert world.entities[gold[0].id].facts[first] == bridge
-                assert bridge in gold[0].text
-                assert value in gold[1].text
-                assert question.answer.startswith(f"{bridge}, ")
-                assert question.answer.endswith(value)
+            for document, relation in zip(gold, question.path.split("-"), strict=True):
+                value = world.entities[document.id].facts[relation]
+                assert value in document.text
+                assert value in question.answer
+            assert question.answer.lower().startswith(gold[0].id.lower())
+            if question.hops == 2:
+                assert world.entities[gold[0].id].facts[question.path.split("-")[0]] == gold[1].id
             assert gold[0].id in question.text
             if question.hops == 2:
                 assert gold[1].id.removeprefix("the ") not in question.text

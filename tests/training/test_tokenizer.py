@@ -35,7 +35,7 @@ def test_no_text_becomes_a_special_token_by_chance():
 
 
 def test_a_name_has_the_same_tokens_wherever_it_stands():
-    for name in ("Mira Halden", "Beckbrook", "Kestrel Chess Club"):
+    for name in ("Mira Halden", "North Beckbrook", "Chess Club Kestrel"):
         alone = ids(name)
         for text in (f"Where does {name} live?", f"# {name}\n", f"one\n{name} two", f"one\n\n{name}"):
             encoded = ids(text)
@@ -59,7 +59,7 @@ def test_special_tokens_come_first():
 
 
 def test_transformers_loads_the_same_tokenizer(loaded):
-    text = "Mira Halden lives in Beckbrook.\nShe was born in 1931.\n"
+    text = "Mira Halden lives in North Beckbrook.\nShe was born in 1931.\n"
     assert loaded(text, add_special_tokens=False).input_ids == ids(text)
     assert (loaded.bos_token, loaded.eos_token, loaded.pad_token) == (BOS, EOS, PAD)
 

@@ -51,32 +51,14 @@ def _title(entity: Entity, mentions: list[str]) -> str:
 
 
 def _fact_sentences(rng: random.Random, entity: Entity, relations: list[str]) -> list[str]:
-    """State the facts one or two a sentence; the first sentence carries the full name."""
+    """State one fact a sentence. The first one carries the full name, later ones may make do with the surname."""
     sentences: list[str] = []
-    todo = list(relations)
-    while todo:
-        subject = entity.name if not sentences or rng.random() < 0.15 else entity.pronoun
-        relation = todo.pop()
-        if rng.random() < 0.2:
-            sentences.append(_standalone(rng, entity, relation, named=subject == entity.name))
-            continue
-        predicate = _predicate(rng, entity, relation)
-        if todo and rng.random() < 0.6:
-            predicate += " and " + _predicate(rng, entity, todo.pop())
-        sentences.append(capitalised(f"{subject} {predicate}."))
+    for relation in relations:
+        is_short = bool(sentences) and entity.kind == "person" and rng.random() < 0.6
+        subject = entity.name.split(" ")[-1] if is_short else entity.name
+        stated = rng.choice(wording.PREDICATES[relation]).format(v=entity.facts[relation])
+        sentences.append(capitalised(with_article(f"{subject} {stated}.")))
     return sentences
-
-
-def _predicate(rng: random.Random, entity: Entity, relation: str) -> str:
-    return _article(rng.choice(wording.PREDICATES[relation]).format(v=entity.facts[relation]))
-
-
-def _standalone(rng: random.Random, entity: Entity, relation: str, named: bool) -> str:
-    template = rng.choice(wording.SENTENCES[relation])
-    if "{s}" in template:
-        named = True
-    possessive = f"{entity.name}'s" if named else entity.possessive
-    return capitalised(_article(template.format(poss=possessive, s=entity.name, v=entity.facts[relation])))
 
 
 def _mention_sentence(rng: random.Random, kind: str, mentions: list[str]) -> str:
@@ -91,6 +73,6 @@ def _joined(words: list[str]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
 
-def _article(text: str) -> str:
+def with_article(text: str) -> str:
     """Turn "a architect" into "an architect"."""
     return re.sub(r" a (?=[aeio])", " an ", text)

@@ -29,17 +29,14 @@ SURNAME_HEADS = _words("""
 Ab Al Bar Bel Bran Cal Cor Dal Dor El Fal Fen Gal Gor Hal Har Jor Kas Lan Lor Mar Mel Nor Ol Per Ral Sal Tor Val Wer
 """)
 SURNAME_TAILS = _words("den sen wick mann ley ovic eau son")
-TOWN_HEADS = _words("""
-Ash Beck Birch Black Bright Cold Crow Deep Drum East Elm Fair Fern Fox Glen Gold Green Grim Hart Hawk Hazel High Holm
-Iron Kel Kings Lang Lark Lime Long Marsh Mill Moss New North Oak Old Orch Pine Quarry Raven Red Rose Rush Salt Sand
-Silver Small South Star Stone Sun Swan Thorn Under Wall West White Wind Wolf
-""")
-TOWN_TAILS = _words("brook bury by combe dale field ford gate ham haven mere minster mouth stead ton worth")
-RIVER_HEADS = _words("""
-Ar Bor Cam Del Dun Em Er Gan Gir Hol Il Iv Jan Kal Lav Lim Mos Nar Nev Or Pel Pru Rav Rho Sav Sem Tam Tis Tul Ul Ver
-Vis Wen Yar Zan Zel
-""")
-RIVER_TAILS = _words("ova ette une isse ador eth iva olm")
+TOWN_QUALIFIERS = _words("East Great High Little Lower Mount New North Old Port South Upper West")
+TOWN_HEADS = _words("Ash Beck Birch Brad Cald Crow Dun Elm Fen Glen Hart Holm Kel Lang Mill Oak Rush Sand Thorn Wel")
+TOWN_TAILS = _words("brook bury combe dale field ford ham mere ton worth")
+RIVER_QUALIFIERS = _words("Black Blue Clear Green Red Silver White Wild")
+RIVER_HEADS = _words(
+    "Arn Bor Cam Del Em Gan Gir Ilv Jan Kal Lav Mos Nar Nev Pel Rav Rho Sav Sem Tam Tis Tul Vis Wen Yar"
+)
+RIVER_TAILS = _words("a e is o une")
 CLUB_EMBLEMS = _words("""
 Acorn Amber Anchor Anvil Arrow Badger Beacon Bell Candle Castle Cedar Clover Comet Copper Crane Crown Dolphin Dragon
 Eagle Falcon Feather Garnet Granite Harp Heron Ivory Ivy Jade Kestrel Lantern Laurel Lion Magpie Maple Marble Meteor
@@ -77,7 +74,7 @@ se si so ta te ti to tu va ve vi vo wa za ze zo
 """)
 
 HELD_OUT_ONE_IN = 5
-RARE_NAME_SHARE = 0.08
+RARE_NAME_SHARE = 0.03
 
 
 class Split(Enum):
@@ -108,14 +105,17 @@ def draw_surname(rng: random.Random) -> str:
 
 
 def draw_town_name(rng: random.Random) -> str:
-    return draw_rare_word(rng) if rng.random() < RARE_NAME_SHARE else rng.choice(TOWN_HEADS) + rng.choice(TOWN_TAILS)
+    rare = rng.random() < RARE_NAME_SHARE
+    qualifier = rng.choice(TOWN_QUALIFIERS)
+    return f"{qualifier} {draw_rare_word(rng) if rare else rng.choice(TOWN_HEADS) + rng.choice(TOWN_TAILS)}"
 
 
 def draw_river_name(rng: random.Random) -> str:
     rare = rng.random() < RARE_NAME_SHARE
-    return "the " + (draw_rare_word(rng) if rare else rng.choice(RIVER_HEADS) + rng.choice(RIVER_TAILS))
+    base = draw_rare_word(rng) if rare else rng.choice(RIVER_HEADS) + rng.choice(RIVER_TAILS)
+    return f"the {rng.choice(RIVER_QUALIFIERS)} {base}"
 
 
 def draw_club_name(rng: random.Random) -> str:
     emblem = draw_rare_word(rng) if rng.random() < RARE_NAME_SHARE else rng.choice(CLUB_EMBLEMS)
-    return f"the {emblem} " + rng.choice(CLUB_ACTIVITIES).replace(":", " ")
+    return f"the {rng.choice(CLUB_ACTIVITIES).replace(':', ' ')} {emblem}"

@@ -7,19 +7,20 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ragcache.training.registry import wording
-from ragcache.training.registry.documents import Document
+from ragcache.training.registry.documents import Document, capitalised, with_article
 from ragcache.training.registry.names import Split
 from ragcache.training.registry.world import World
 
 
 class Question(NamedTuple):
-    """`gold` are the ids of the documents that the answer needs, in the order of the hops."""
+    """`gold` are the ids of the documents that the answer needs, in the order of the hops; `value` is what is asked."""
 
     text: str
     answer: str
     hops: int
     gold: tuple[str, ...]
     path: str
+    value: str
 
 
 def answerable_questions(
@@ -41,7 +42,12 @@ def answerable_questions(
 
 def _single_hop(rng: random.Random, name: str, relation: str, value: str, wordings: Split) -> Question:
     templates = wording.QUESTIONS if wordings is Split.TRAIN else wording.HELD_OUT_QUESTIONS
-    return Question(rng.choice(templates[relation]).format(n=name), value, 1, (name,), relation)
+    answer = capitalised(f"{name} {_stated(relation, value)}.")
+    return Question(rng.choice(templates[relation]).format(n=name), answer, 1, (name,), relation, value)
+
+
+def _stated(relation: str, value: str) -> str:
+    return with_article(wording.ANSWERS[relation].format(v=value))
 
 
 def _two_hops(
@@ -58,6 +64,7 @@ def _two_hops(
         templates = wording.HELD_OUT_QUESTIONS if new_question else wording.QUESTIONS
         phrase = rng.choice(phrases[first]).format(n=name)
         text = rng.choice(templates[hop.relation]).format(n=phrase)
-        answer = hop.frame.format(b=bridge, v=facts[hop.relation])
-        questions.append(Question(text, answer, 2, (name, bridge), f"{first}-{hop.relation}"))
+        stated = f"{_stated(first, bridge)}, which {_stated(hop.relation, facts[hop.relation])}"
+        answer = capitalised(f"{name} {stated}.")
+        questions.append(Question(text, answer, 2, (name, bridge), f"{first}-{hop.relation}", facts[hop.relation]))
     return questions

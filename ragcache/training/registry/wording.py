@@ -9,42 +9,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PREDICATES: dict[str, tuple[str, ...]] = {
-    "town": ("lives in {v}", "has a house in {v}", "makes a home in {v}", "is at home in {v}", "has settled in {v}"),
-    "profession": (
-        "works as a {v}",
-        "is a {v}",
-        "is a {v} by trade",
-        "earns a living as a {v}",
-        "is employed as a {v}",
-    ),
-    "born": ("was born in {v}", "came into the world in {v}", "dates from {v}", "has {v} as the year of birth"),
-    "club": (
-        "belongs to {v}",
-        "is a member of {v}",
-        "has joined {v}",
-        "spends free evenings with {v}",
-        "is active in {v}",
-    ),
-    "river": ("lies on {v}", "stands on the banks of {v}", "is built beside {v}", "sits where {v} runs past"),
-    "founded": ("was founded in {v}", "dates back to {v}", "has existed since {v}", "was set up in {v}"),
-    "product": ("is known for its {v}", "makes fine {v}", "is famous for {v}", "sells its {v} far and wide"),
-    "weekday": ("meets on {v}", "gathers on {v}", "comes together on {v}", "holds its meetings on {v}"),
-    "mouth": ("flows into {v}", "empties into {v}", "ends in {v}", "reaches {v} at last"),
-    "source": ("rises in {v}", "springs from {v}", "begins in {v}", "comes down from {v}"),
+    "town": ("now lives in {v}", "has settled in {v}", "is living in {v}", "still resides in {v}"),
+    "profession": ("works as a {v}", "serves as a {v}", "trained as a {v}", "is now a {v}"),
+    "born": ("was born in {v}", "dates back to {v}", "was christened in {v}"),
+    "club": ("belongs to {v}", "has joined {v}", "plays for {v}", "is in {v}"),
+    "river": ("lies on {v}", "stands on {v}", "sits beside {v}", "is beside {v}"),
+    "founded": ("was founded in {v}", "was started in {v}", "has existed since {v}"),
+    "product": ("is known for {v}", "is famous for {v}", "makes very fine {v}", "sells very good {v}"),
+    "weekday": ("always meets on {v}", "always gathers on {v}", "has met on {v}"),
+    "mouth": ("flows into {v}", "empties into {v}", "ends in {v}"),
+    "source": ("rises in {v}", "springs from {v}", "begins in {v}", "comes from {v}"),
 }
-
-SENTENCES: dict[str, tuple[str, ...]] = {
-    "town": ("{poss} home is in {v}.", "{poss} address is in {v}.", "The home of {s} is {v}."),
-    "profession": ("{poss} profession is {v}.", "{poss} trade is that of a {v}."),
-    "born": ("{poss} year of birth is {v}.", "The birth of {s} fell in {v}."),
-    "club": ("{poss} club is {v}.", "{poss} name is on the list of {v}."),
-    "river": ("{poss} river is {v}.", "The river that flows past {s} is {v}."),
-    "founded": ("{poss} founding year is {v}.", "The founding of {s} took place in {v}."),
-    "product": ("{poss} best product is {v}.", "The workshops of {s} turn out {v}."),
-    "weekday": ("{poss} meetings are on {v}.", "Members of {s} meet on {v}."),
-    "mouth": ("{poss} mouth is at {v}.", "The water of {s} ends up in {v}."),
-    "source": ("{poss} source is in {v}.", "The springs of {s} are in {v}."),
-}
+"""Three words stand between a name and what tells its value from others (a river's or club's "the" is one of them):
+the distance that the model's first layer looks back from the start."""
 
 MENTIONS: dict[str, tuple[str, ...]] = {
     "town": (
@@ -188,20 +165,35 @@ HELD_OUT_BRIDGES: dict[str, tuple[str, ...]] = {
 }
 
 
+ANSWERS: dict[str, str] = {
+    "town": "now lives in {v}",
+    "profession": "works as a {v}",
+    "born": "was born in {v}",
+    "club": "belongs to {v}",
+    "river": "lies on {v}",
+    "founded": "was founded in {v}",
+    "product": "is known for {v}",
+    "weekday": "always meets on {v}",
+    "mouth": "flows into {v}",
+    "source": "rises in {v}",
+}
+"""An answer is a sentence: it names the entity before the value, as passages do. So the question's side and the
+passage's side of a match are one and the same computation, which a small model finds far sooner than two."""
+
+
 class TwoHop(NamedTuple):
-    """A path over two documents; the answer names the bridge first, then the value in its frame."""
+    """A path over two documents; the answer names the bridge on the way: "... lives in Kelbrook, which lies on ..."."""
 
     bridge: str
     relation: str
-    frame: str
 
 
 TWO_HOPS: tuple[TwoHop, ...] = (
-    TwoHop("town", "river", "{b}, on {v}"),
-    TwoHop("town", "founded", "{b}, founded in {v}"),
-    TwoHop("town", "product", "{b}, known for {v}"),
-    TwoHop("club", "weekday", "{b}, on {v}"),
-    TwoHop("club", "founded", "{b}, founded in {v}"),
-    TwoHop("river", "mouth", "{b}, into {v}"),
-    TwoHop("river", "source", "{b}, from {v}"),
+    TwoHop("town", "river"),
+    TwoHop("town", "founded"),
+    TwoHop("town", "product"),
+    TwoHop("club", "weekday"),
+    TwoHop("club", "founded"),
+    TwoHop("river", "mouth"),
+    TwoHop("river", "source"),
 )

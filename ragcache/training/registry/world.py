@@ -16,6 +16,7 @@ RELATIONS: dict[str, tuple[str, ...]] = {
     "river": ("mouth", "source"),
 }
 SHARED_PART_SHARE = 0.1
+NOT_PEOPLE = frozenset(("the", *names.TOWN_QUALIFIERS))
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class World:
         name = self._fresh(names.draw_town_name)
         facts = {
             "river": river.name,
-            "founded": str(self.rng.randint(1100, 1699)),
+            "founded": str(self.rng.randint(1500, 1699)),
             "product": self.rng.choice(names.PRODUCTS),
         }
         river.mentions.append(name)
@@ -68,7 +69,7 @@ class World:
 
     def add_club(self) -> Entity:
         name = self._fresh(names.draw_club_name)
-        facts = {"weekday": self.rng.choice(names.WEEKDAYS), "founded": str(self.rng.randint(1850, 1999))}
+        facts = {"weekday": self.rng.choice(names.WEEKDAYS), "founded": str(self.rng.randint(1900, 1999))}
         return self._add(Entity("club", name, facts))
 
     def add_person(self, town: Entity, club: Entity) -> Entity:
@@ -101,7 +102,7 @@ class World:
             name = draw(self.rng)
             if self.namesakes and self.rng.random() < SHARED_PART_SHARE:
                 name = self._echo(name)
-            parts = set() if name.startswith("the ") else set(name.split(" "))
+            parts = {name.split(" ")[-1]} if name.split(" ")[0] in NOT_PEOPLE else set(name.split(" "))
             if not self.namesakes and parts & self._parts:
                 continue
             if name not in self._taken and is_held_out(name) == (self.split is Split.HELD_OUT):
@@ -112,7 +113,7 @@ class World:
     def _echo(self, name: str) -> str:
         """Give a person the surname or first name of another: names that differ in one part are hard to tell apart."""
         people = [other for other in self.entities.values() if other.kind == "person"]
-        if not people or " " not in name or name.startswith("the "):
+        if not people or name.split(" ")[0] not in (*names.FEMALE_NAMES, *names.MALE_NAMES):
             return name
         first, surname = self.rng.choice(people).name.split(" ")
         return f"{first} {name.split(' ')[1]}" if self.rng.random() < 0.5 else f"{name.split(' ')[0]} {surname}"
