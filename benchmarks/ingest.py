@@ -49,7 +49,7 @@ class Settings:
     device: str = "cpu"
     tokens: int = 10000
     chunk_tokens: int = 512
-    batch_tokens: int = 2048
+    batch_tokens: int = 512
     rounds: int = 3
     threads: int = 0
     seed: int = 0

@@ -14,6 +14,11 @@ from ragcache.models.lm import LanguageModel
 class BlockEncoder(Protocol):
     """Makes KV blocks. Ingestion knows nothing else of models and recipes."""
 
+    @property
+    def batch_tokens(self) -> int:
+        """Padded tokens that are best encoded together."""
+        ...
+
     def check(self, token_ids: Sequence[int]) -> None:
         """Raises PromptError or ContextTooLongError when the model cannot read this chunk."""
         ...
@@ -39,6 +44,10 @@ class ModelEncoder:
         self.tenant = tenant
         self._prefix_block: KVBlock | None = None
         self._lock = threading.Lock()
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.lm.batch_tokens
 
     def check(self, token_ids: Sequence[int]) -> None:
         self.lm.check_ids([*self.prefix_ids, *token_ids], "a chunk (behind the shared prefix)")

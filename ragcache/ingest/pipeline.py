@@ -33,12 +33,12 @@ KV_MODES = ("eager", "lazy")
 @dataclass(frozen=True)
 class IngestConfig:
     """window_tokens: documents are committed when this many tokens of chunks have come together
-    batch_tokens:  padded tokens that the language model reads at once
+    batch_tokens:  padded tokens that the language model reads at once; what suits its device when None
     save_every_s:  seconds between two savings of the index; it is saved at the end in any case
     """
 
     window_tokens: int = 8192
-    batch_tokens: int = 2048
+    batch_tokens: int | None = None
     save_every_s: float = 60.0
 
 

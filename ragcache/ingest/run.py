@@ -189,7 +189,8 @@ class IngestRun:
         self.report.reused_blocks += len(wanted) - len(missing)
         self._skip("encode", window, sum(len(wanted[key]) for key in missing))
         writes: list[Future[None]] = []
-        for batch in plan_batches([len(wanted[key]) for key in missing], self.to.config.batch_tokens):
+        together = self.to.config.batch_tokens or self.to.encoder.batch_tokens
+        for batch in plan_batches([len(wanted[key]) for key in missing], together):
             keys = [missing[rank] for rank in batch.ranks]
             with self._timed("encode_s"):
                 blocks = self.to.encoder.encode([wanted[key] for key in keys])

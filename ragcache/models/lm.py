@@ -17,7 +17,10 @@ from ragcache.kv.rope import Rope
 from ragcache.models.attention import CURRENT, FusedPass
 from ragcache.models.encoding import encode_batch, plan_batches
 
-DEFAULT_BATCH_TOKENS = 2048
+# Padded tokens that are encoded together. On a CPU more only leaves its caches: 792 tokens/s at 512 against 723 at
+# 2,048 for the 135M shape on two cores. A GPU wants more.
+CPU_BATCH_TOKENS = 512
+GPU_BATCH_TOKENS = 16384
 DEFAULT_POOL_BYTES = 2 << 30
 
 
@@ -66,6 +69,11 @@ class LanguageModel:
         return self.shape.dtype
 
     @property
+    def batch_tokens(self) -> int:
+        """Padded tokens that this device best encodes together."""
+        return CPU_BATCH_TOKENS if self.device.type == "cpu" else GPU_BATCH_TOKENS
+
+    @property
     def kv_bytes_per_token(self) -> int:
         shape = self.shape
         return shape.num_layers * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * self.dtype.itemsize
@@ -92,13 +100,13 @@ class LanguageModel:
         prefix_ids: Sequence[int] = (),
         *,
         prefix_block: KVBlock | None = None,
-        batch_tokens: int = DEFAULT_BATCH_TOKENS,
+        batch_tokens: int | None = None,
     ) -> list[KVBlock]:
         """Run the model over each chunk alone; one KV block a chunk, in order, on the model's device.
 
         recipe: "isolated" (positions 0, 1, ...) or "prefix" (behind prefix_ids, which every chunk attends to)
         prefix_block: the isolated block of prefix_ids, when the caller has it
-        batch_tokens: padded tokens that run together
+        batch_tokens: padded tokens that run together; what suits the device when None
 
         Raises PromptError for an empty chunk or an id outside the vocabulary, ContextTooLongError for a chunk that
         does not fit the model, ConfigError for an unknown recipe.
@@ -113,7 +121,7 @@ class LanguageModel:
         rows = [[*head, *chunk] for chunk in chunks]
         prefix = self._rotated_prefix(behind, prefix_block)
         blocks: list[KVBlock | None] = [None] * len(rows)
-        for batch in plan_batches([len(row) for row in rows], batch_tokens):
+        for batch in plan_batches([len(row) for row in rows], batch_tokens or self.batch_tokens):
             members = [rows[rank] for rank in batch.ranks]
             done = encode_batch(self.model, self.rope, self.shape, members, prefix, skip)
             for rank, block in zip(batch.ranks, done, strict=True):
