@@ -54,7 +54,7 @@ def test_about_one_name_in_five_is_held_out():
     rng = random.Random(0)
     from ragcache.training.registry import names
 
-    held_out = [is_held_out(names.draw_person_name(rng, True)) for _ in range(4000)]
+    held_out = [is_held_out(names.draw_person_name(rng, True, 0.0)) for _ in range(4000)]
     assert 0.15 < sum(held_out) / len(held_out) < 0.25
 
 

@@ -47,7 +47,7 @@ def capitalised(text: str) -> str:
 def _title(entity: Entity, mentions: list[str]) -> str:
     """The name, and for a place or club whom or what it is known by."""
     name = entity.name.removeprefix("the ")
-    return wording.TITLES[entity.kind].format(n=name, v=_joined(mentions)) if mentions else name
+    return wording.TITLES[entity.kind].format(n=name, v=joined(mentions)) if mentions else name
 
 
 def _fact_sentences(rng: random.Random, entity: Entity, relations: list[str]) -> list[str]:
@@ -66,10 +66,10 @@ def _mention_sentence(rng: random.Random, kind: str, mentions: list[str]) -> str
     if len(mentions) == 1:
         template = template.replace("residents are", "resident is").replace("are {v}", "is {v}")
         template = template.replace("{v} live ", "{v} lives ")
-    return template.format(v=_joined(mentions))
+    return template.format(v=joined(mentions))
 
 
-def _joined(words: list[str]) -> str:
+def joined(words: list[str]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
 

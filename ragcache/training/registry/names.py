@@ -94,9 +94,9 @@ def draw_rare_word(rng: random.Random) -> str:
     return "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(3, 4))).capitalize()
 
 
-def draw_person_name(rng: random.Random, female: bool) -> str:
+def draw_person_name(rng: random.Random, female: bool, rare_share: float) -> str:
     first = rng.choice(FEMALE_NAMES if female else MALE_NAMES)
-    surname = draw_rare_word(rng) if rng.random() < RARE_NAME_SHARE else draw_surname(rng)
+    surname = draw_rare_word(rng) if rng.random() < rare_share else draw_surname(rng)
     return f"{first} {surname}"
 
 
@@ -104,18 +104,18 @@ def draw_surname(rng: random.Random) -> str:
     return rng.choice(SURNAME_HEADS) + rng.choice(SURNAME_TAILS)
 
 
-def draw_town_name(rng: random.Random) -> str:
-    rare = rng.random() < RARE_NAME_SHARE
+def draw_town_name(rng: random.Random, rare_share: float) -> str:
+    rare = rng.random() < rare_share
     qualifier = rng.choice(TOWN_QUALIFIERS)
     return f"{qualifier} {draw_rare_word(rng) if rare else rng.choice(TOWN_HEADS) + rng.choice(TOWN_TAILS)}"
 
 
-def draw_river_name(rng: random.Random) -> str:
-    rare = rng.random() < RARE_NAME_SHARE
+def draw_river_name(rng: random.Random, rare_share: float) -> str:
+    rare = rng.random() < rare_share
     base = draw_rare_word(rng) if rare else rng.choice(RIVER_HEADS) + rng.choice(RIVER_TAILS)
     return f"the {rng.choice(RIVER_QUALIFIERS)} {base}"
 
 
-def draw_club_name(rng: random.Random) -> str:
-    emblem = draw_rare_word(rng) if rng.random() < RARE_NAME_SHARE else rng.choice(CLUB_EMBLEMS)
+def draw_club_name(rng: random.Random, rare_share: float) -> str:
+    emblem = draw_rare_word(rng) if rng.random() < rare_share else rng.choice(CLUB_EMBLEMS)
     return f"the {rng.choice(CLUB_ACTIVITIES).replace(':', ' ')} {emblem}"

@@ -39,18 +39,27 @@ class World:
 
     split: every name in the world, named in passing or with a document of its own, belongs to it.
     namesakes: whether two people may share a first name or a surname.
+    rare_share: of words in names that the tokenizer has no single token for.
     """
 
-    def __init__(self, rng: random.Random, split: Split, *, namesakes: bool = True) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        split: Split,
+        *,
+        namesakes: bool = True,
+        rare_share: float = names.RARE_NAME_SHARE,
+    ) -> None:
         self.rng = rng
         self.split = split
         self.entities: dict[str, Entity] = {}
         self.namesakes = namesakes
+        self.rare_share = rare_share
         self._taken: set[str] = set()
         self._parts: set[str] = set()
 
     def add_river(self) -> Entity:
-        name = self._fresh(names.draw_river_name)
+        name = self._fresh(lambda rng: names.draw_river_name(rng, self.rare_share))
         facts = {
             "mouth": "Lake " + self.rng.choice(names.LAKES),
             "source": f"the {self.rng.choice(names.HILLS)} Hills",
@@ -58,7 +67,7 @@ class World:
         return self._add(Entity("river", name, facts))
 
     def add_town(self, river: Entity) -> Entity:
-        name = self._fresh(names.draw_town_name)
+        name = self._fresh(lambda rng: names.draw_town_name(rng, self.rare_share))
         facts = {
             "river": river.name,
             "founded": str(self.rng.randint(1500, 1699)),
@@ -68,13 +77,13 @@ class World:
         return self._add(Entity("town", name, facts))
 
     def add_club(self) -> Entity:
-        name = self._fresh(names.draw_club_name)
+        name = self._fresh(lambda rng: names.draw_club_name(rng, self.rare_share))
         facts = {"weekday": self.rng.choice(names.WEEKDAYS), "founded": str(self.rng.randint(1900, 1999))}
         return self._add(Entity("club", name, facts))
 
     def add_person(self, town: Entity, club: Entity) -> Entity:
         female = self.rng.random() < 0.5
-        name = self._fresh(lambda rng: names.draw_person_name(rng, female))
+        name = self._fresh(lambda rng: names.draw_person_name(rng, female, self.rare_share))
         facts = {
             "town": town.name,
             "profession": self.rng.choice(names.PROFESSIONS),
@@ -88,10 +97,10 @@ class World:
     def add_stranger(self, entity: Entity) -> None:
         """Let `entity` mention a name that has no document."""
         if entity.kind == "river":
-            entity.mentions.append(self._fresh(names.draw_town_name))
+            entity.mentions.append(self._fresh(lambda rng: names.draw_town_name(rng, self.rare_share)))
         else:
             female = self.rng.random() < 0.5
-            entity.mentions.append(self._fresh(lambda rng: names.draw_person_name(rng, female)))
+            entity.mentions.append(self._fresh(lambda rng: names.draw_person_name(rng, female, self.rare_share)))
 
     def _add(self, entity: Entity) -> Entity:
         self.entities[entity.name] = entity
@@ -119,9 +128,9 @@ class World:
         return f"{first} {name.split(' ')[1]}" if self.rng.random() < 0.5 else f"{name.split(' ')[0]} {surname}"
 
 
-def draw_world(rng: random.Random, split: Split, num_entities: int) -> World:
+def draw_world(rng: random.Random, split: Split, num_entities: int, rare_share: float = names.RARE_NAME_SHARE) -> World:
     """Draw about `num_entities` entities in neighbourhoods: a river, one or two towns, their people and clubs."""
-    world = World(rng, split)
+    world = World(rng, split, rare_share=rare_share)
     while len(world.entities) < num_entities:
         river = world.add_river()
         clubs = [world.add_club()]
