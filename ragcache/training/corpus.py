@@ -37,7 +37,7 @@ class CorpusFile(NamedTuple):
 def corpus_world(seed: int = SEED) -> World:
     """A world of some 300 entities, all held out. A club's people come from anywhere."""
     rng = random.Random(f"corpus/{seed}")
-    world = World(rng, Split.HELD_OUT, namesakes=False)
+    world = World(rng, Split.HELD_OUT, namesakes=False, rare_share=0.0)
     towns = [world.add_town(river) for river in _rivers(world) for _ in range(rng.randint(*TOWNS_A_RIVER))]
     homes = [town for town in towns for _ in range(rng.randint(*PEOPLE_A_TOWN))]
     clubs = [world.add_club() for _ in range(-(-len(homes) // PEOPLE_A_CLUB))]

@@ -50,6 +50,7 @@ def draw_cases(
     num_cases: int,
     num_passages: int = 8,
     seed: int = 0,
+    rare_share: float = 0.0,
     entities: Split = Split.HELD_OUT,
     wordings: Split = Split.HELD_OUT,
 ) -> list[Case]:
@@ -57,7 +58,7 @@ def draw_cases(
     rng = random.Random(f"evaluate/{seed}/{hops}/{num_passages}")
     cases: list[Case] = []
     while len(cases) < num_cases:
-        world = draw_world(rng, entities, WORLD_SIZE)
+        world = draw_world(rng, entities, WORLD_SIZE, rare_share)
         documents = {name: write(rng, entity) for name, entity in world.entities.items()}
         questions = [q for q in answerable_questions(rng, world, documents.values(), wordings) if q.hops == hops]
         question = rng.choice(questions)
@@ -75,14 +76,6 @@ def exact_matches(model: Any, tokenizer: Tokenizer, cases: Sequence[Case], batch
         for index, text in zip(chosen, _generate(model, tokenizer, [cases[i] for i in chosen]), strict=True):
             right[index] = text == cases[index].answer
     return right
-
-
-def accuracy(
-    model: Any, tokenizer: Tokenizer, *, hops: int, num_cases: int, num_passages: int = 8, seed: int = 0
-) -> float:
-    """Share of exactly right answers on held-out entities and wordings."""
-    cases = draw_cases(tokenizer, hops=hops, num_cases=num_cases, num_passages=num_passages, seed=seed)
-    return sum(exact_matches(model, tokenizer, cases)) / num_cases
 
 
 def load(directory: Path) -> tuple[Any, Tokenizer]:
@@ -130,20 +123,22 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MINI)
     parser.add_argument("--questions", type=int, default=500)
     parser.add_argument("--passages", type=int, nargs="+", default=[8])
+    parser.add_argument("--rare-share", type=float, default=0.0, help="of words in names without a token of their own")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     model, tokenizer = load(arguments.model)
     for passages in arguments.passages:
         for hops in (1, 2):
-            share = accuracy(
-                model,
+            cases = draw_cases(
                 tokenizer,
                 hops=hops,
                 num_cases=arguments.questions,
                 num_passages=passages,
                 seed=arguments.seed,
+                rare_share=arguments.rare_share,
             )
-            line = {"passages": passages, "hops": hops, "questions": arguments.questions, "exact_match": share}
+            share = sum(exact_matches(model, tokenizer, cases)) / len(cases)
+            line = {"passages": passages, "hops": hops, "questions": len(cases), "exact_match": round(share, 4)}
             print(json.dumps(line), flush=True)
 
 

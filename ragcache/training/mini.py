@@ -50,7 +50,7 @@ class Options:
     adam_lr: float = 1e-3
     warmup_steps: int = 50
     min_stage_steps: int = 40
-    final_tokens: int = 10_000_000
+    final_tokens: int = 13_000_000
     accuracy_decay: float = 0.95
     log_every: int = 20
     save_every_s: float = 60.0
