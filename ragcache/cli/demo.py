@@ -29,11 +29,12 @@ REPEATS = 3
 
 
 class DemoQuestion(NamedTuple):
-    """hops: passages that have to be read together to answer."""
+    """hops: passages that have to be read together to answer. sources: ends of their files' paths, where known."""
 
     text: str
     answer: str
     hops: int
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def demo(
         ),
     ] = None,
     count: Annotated[int, typer.Option("--count", envvar="RAGCACHE_DEMO_COUNT", help="Questions to ask.", min=1)] = 6,
-    k: Annotated[int, typer.Option("--k", envvar="RAGCACHE_DEMO_K", help="Passages to read.", min=1)] = 5,
+    k: Annotated[int, typer.Option("--k", envvar="RAGCACHE_DEMO_K", help="Passages to read.", min=1)] = 8,
 ) -> None:
     """Ingest the example corpus, ask some questions, and compare fused with full prefill."""
     asked = choose(load_questions(questions or _beside(corpus)), count)
@@ -104,7 +105,8 @@ def load_questions(path: Path) -> list[DemoQuestion]:
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-            found.append(DemoQuestion(str(entry["question"]), str(entry["answer"]), int(entry["hops"])))
+            sources = tuple(str(source) for source in entry.get("sources", ()))
+            found.append(DemoQuestion(str(entry["question"]), str(entry["answer"]), int(entry["hops"]), sources))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}, line {number}: not a question with question, answer and hops") from error
     if not found:
@@ -113,12 +115,18 @@ def load_questions(path: Path) -> list[DemoQuestion]:
 
 
 def choose(questions: Sequence[DemoQuestion], count: int) -> list[DemoQuestion]:
-    """The first `count` questions, single-hop and two-hop in turn as long as there are both."""
-    single = [question for question in questions if question.hops == 1]
-    several = [question for question in questions if question.hops > 1]
+    """`count` questions from all over the list, single-hop and two-hop in turn as long as there are both."""
+    single = _spread([question for question in questions if question.hops == 1], count)
+    several = _spread([question for question in questions if question.hops > 1], count)
     pairs = min(len(single), len(several))
     in_turn = [question for pair in zip(single, several, strict=False) for question in pair]
     return [*in_turn, *single[pairs:], *several[pairs:]][:count]
+
+
+def _spread(questions: Sequence[DemoQuestion], count: int) -> list[DemoQuestion]:
+    """At most `count` questions at even distances: neighbours in the list often ask about the same entity."""
+    step = max(1, len(questions) // count)
+    return list(questions[::step][:count])
 
 
 def _warm_up(kb: RagCache, question: DemoQuestion, k: int) -> None:
@@ -151,6 +159,14 @@ def _sampling(max_tokens: int) -> Sampling:
     return Sampling(max_tokens)
 
 
+def missing_sources(question: DemoQuestion, answer: Answer) -> list[str]:
+    """Sources that the question needs and retrieval did not find: no method can make up for these."""
+    found = [hit.chunk.document_id for hit in answer.hits]
+    return [
+        source for source in question.sources if not any(source.endswith(id) or id.endswith(source) for id in found)
+    ]
+
+
 def is_right(answer: str, expected: str) -> bool:
     """Equal up to white space, case and a final full stop."""
     return _plain(answer) == _plain(expected)
@@ -164,6 +180,8 @@ def _print_comparison(compared: Comparison) -> None:
     question, fused, full = compared.question, compared.fused, compared.full
     for answer, again_s in ((fused, compared.fused_s), (full, compared.full_s)):
         verdict = "right" if is_right(answer.text, question.answer) else f"expected: {question.answer}"
+        if missing := missing_sources(question, answer):
+            verdict += f"; not among the {len(answer.hits)} passages: {', '.join(missing)}"
         say(f"  {answer.method:<11}{answer.text.strip()}  [{verdict}]")
         first_s = answer.timings.ttft_s
         say(f"  {'':<11}first token after {seconds_text(first_s)}, asked again after {seconds_text(again_s)}")

@@ -66,7 +66,9 @@ def test_questions_come_in_turn_and_as_many_as_asked_for():
     pool = [DemoQuestion(str(rank), "", hops) for rank, hops in enumerate([1, 1, 1, 2, 2])]
     assert [question.hops for question in choose(pool, 4)] == [1, 2, 1, 2]
     assert len(choose(pool, 99)) == len(set(choose(pool, 99))) == 5
-    assert choose(pool[:3], 2) == pool[:2]
+    assert [question.text for question in choose(pool[:3], 2)] == ["0", "1"]
+    many = [DemoQuestion(str(rank), "", 1) for rank in range(100)]
+    assert [question.text for question in choose(many, 4)] == ["0", "25", "50", "75"]
 
 
 def test_right_answers():
