@@ -105,8 +105,9 @@ def load_questions(path: Path) -> list[DemoQuestion]:
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
+            question, answer, hops = str(entry["question"]), str(entry["answer"]), int(entry["hops"])
             sources = tuple(str(source) for source in entry.get("sources", ()))
-            found.append(DemoQuestion(str(entry["question"]), str(entry["answer"]), int(entry["hops"]), sources))
+            found.append(DemoQuestion(question, answer, hops, sources))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}, line {number}: not a question with question, answer and hops") from error
     if not found:
