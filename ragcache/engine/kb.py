@@ -31,6 +31,7 @@ from ragcache.prompt import prompt_format
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.store.filters import Filter
+from ragcache.store.garbage import collect_garbage
 from ragcache.store.records import Document as StoredDocument
 
 DEFAULT_METHOD = "reposition"
@@ -189,10 +190,7 @@ class RagCache:
         store = self.store
         with store.layout.writer(timeout_s):
             deleted = store.documents.delete_documents(ids)
-            handles = store.documents.collectable()
-            for handle in handles:
-                store.kv.delete(handle)
-            store.documents.clear_garbage(handles)
+            collect_garbage(store.documents, store.kv)
             if deleted and self._retriever is not None:
                 self._retriever.refresh()
                 self._retriever.index.compact()

@@ -12,6 +12,7 @@ from ragcache.engine.usage import UsageLog
 from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
 from ragcache.retrieval.index import VectorIndex
 from ragcache.store.documents import DocumentStore
+from ragcache.store.garbage import collect_garbage
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Info:
 
 
 def info(store: Store, usage: UsageLog) -> Info:
-    usage.record(store.kv.stats())
     stats, counts, bound = store.kv.stats(), store.documents.counts(), store.documents.properties()
+    usage.record(stats)
     seen = usage.read()
     return Info(
         documents=counts.documents,
@@ -93,10 +94,7 @@ def doctor(store: Store, *, index_kind: str = "flat", timeout_s: float = 30.0) -
     Raises StoreBusyError, StoreReadOnlyError, StoreFullError.
     """
     with store.layout.writer(timeout_s):
-        garbage = store.documents.collectable()
-        for handle in garbage:
-            store.kv.delete(handle)
-        store.documents.clear_garbage(garbage)
+        collect_garbage(store.documents, store.kv)
         referenced = store.documents.handles()
         damaged, newer, checked = _verify_blocks(store)
         orphans = [key for key in list(store.kv.keys()) if key not in referenced and key not in newer]
@@ -134,7 +132,7 @@ def _forget_missing(store: Store) -> list[str]:
     ]
     if missing:
         store.documents.set_handles(dict.fromkeys(missing))
-        store.documents.clear_garbage(store.documents.collectable())
+        collect_garbage(store.documents, store.kv)
     return missing
 
 

@@ -24,6 +24,7 @@ from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.run import IngestRun
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
+from ragcache.store.garbage import collect_garbage
 from ragcache.store.kv_store import KVStore
 from ragcache.store.layout import StoreLayout
 
@@ -108,9 +109,4 @@ class Ingestor:
 
     def collect_garbage(self) -> int:
         """Delete the blocks that no chunk refers to any more; returns how many. The caller holds the writer lock."""
-        handles = self.documents.collectable()
-        for handle in handles:
-            self.kv.delete(handle)
-        if handles:
-            self.documents.clear_garbage(handles)
-        return len(handles)
+        return collect_garbage(self.documents, self.kv)
