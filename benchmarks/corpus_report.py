@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.environment import environment
+from benchmarks.options import add_numbers, add_places, settings_from
 from benchmarks.prose import train_tokenizer
-from benchmarks.report import RESULTS, Result, show, write
+from benchmarks.report import Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Timing
 from ragcache.engine.kb import RagCache
@@ -166,12 +167,10 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--dtype", choices=DTYPES, default=default.dtype)
     parser.add_argument("--device", default=default.device)
     parser.add_argument("--kv", choices=("eager", "lazy"), default=default.kv)
-    for name in ("chunk_tokens", "limit", "threads"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
-    parser.add_argument("--workdir", type=Path, help="where the store is written; needs room for the KV blocks")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_numbers(parser, default, ("chunk_tokens", "limit", "threads"))
+    add_places(parser, "where the store is written; needs room for the KV blocks")
     given = parser.parse_args(arguments)
-    return Settings(**{name: getattr(given, name) for name in Settings.__dataclass_fields__}), given
+    return settings_from(given, Settings), given
 
 
 def main(arguments: Sequence[str] | None = None, embedder: Callable[[], Embedder] | None = None) -> Result:

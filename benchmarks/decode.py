@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,8 +21,9 @@ from transformers import DynamicCache
 
 from benchmarks import plain
 from benchmarks.environment import environment
+from benchmarks.options import add_places, settings_from
 from benchmarks.reading import random_prompt, truncate
-from benchmarks.report import RESULTS, Goal, Result, show, write
+from benchmarks.report import Goal, Result, show, write
 from benchmarks.shapes import SHAPES, Built, build
 from benchmarks.timing import Ratio, Timing, Variant, alternate, ratio
 from ragcache.fusion.fuse import fuse
@@ -134,9 +134,9 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--device", default=default.device)
     for name in ("context", "tokens", "rounds", "threads", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_places(parser, None)
     given = parser.parse_args(arguments)
-    return Settings(**{name: getattr(given, name) for name in Settings.__dataclass_fields__}), given
+    return settings_from(given, Settings), given
 
 
 def main(arguments: Sequence[str] | None = None) -> Result:

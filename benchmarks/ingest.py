@@ -21,8 +21,9 @@ import torch
 from benchmarks import plain
 from benchmarks.environment import environment
 from benchmarks.files import file_system
+from benchmarks.options import add_numbers, add_places, settings_from
 from benchmarks.prose import documents, train_tokenizer
-from benchmarks.report import RESULTS, Goal, Result, show, write
+from benchmarks.report import Goal, Result, show, write
 from benchmarks.shapes import SHAPES, Built, build
 from benchmarks.timing import Variant, alternate, ratio, summarise
 from ragcache.engine.kb import RagCache
@@ -149,12 +150,10 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--shape", choices=SHAPES, default=default.shape)
     parser.add_argument("--dtype", choices=DTYPES, default=default.dtype)
     parser.add_argument("--device", default=default.device)
-    for name in ("tokens", "chunk_tokens", "batch_tokens", "rounds", "threads", "seed"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
-    parser.add_argument("--workdir", type=Path, help="where the store is written; a disk, not tmpfs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_numbers(parser, default, ("tokens", "chunk_tokens", "batch_tokens", "rounds", "threads", "seed"))
+    add_places(parser, "where the store is written; a disk, not tmpfs")
     given = parser.parse_args(arguments)
-    return Settings(**{name: getattr(given, name) for name in Settings.__dataclass_fields__}), given
+    return settings_from(given, Settings), given
 
 
 def main(arguments: Sequence[str] | None = None, embedder: Callable[[], Embedder] | None = None) -> Result:

@@ -16,9 +16,10 @@ import torch
 
 from benchmarks.environment import environment
 from benchmarks.files import file_system
+from benchmarks.options import add_numbers, add_places, settings_from
 from benchmarks.questions import RetrievalPhase
 from benchmarks.reading import Bench, agreement
-from benchmarks.report import RESULTS, Goal, Result, show, write
+from benchmarks.report import Goal, Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Ratio, Samples, Variant, alternate, ratio, summarise
 from ragcache.models.loading import DTYPES
@@ -127,12 +128,12 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--shape", choices=SHAPES, default=default.shape)
     parser.add_argument("--dtype", choices=DTYPES, default=default.dtype)
     parser.add_argument("--device", default=default.device)
-    for name in ("passages", "tokens", "suffix", "rounds", "long_rounds", "vectors", "threads", "seed"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
-    parser.add_argument("--workdir", type=Path, help="where blocks are written; a disk, not tmpfs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_numbers(
+        parser, default, ("passages", "tokens", "suffix", "rounds", "long_rounds", "vectors", "threads", "seed")
+    )
+    add_places(parser, "where blocks are written; a disk, not tmpfs")
     given = parser.parse_args(arguments)
-    return Settings(**{name: getattr(given, name) for name in Settings.__dataclass_fields__}), given
+    return settings_from(given, Settings), given
 
 
 def main(arguments: Sequence[str] | None = None, embedder: Callable[[], Embedder] | None = None) -> Result:
