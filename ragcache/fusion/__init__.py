@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.concat import Concat
+from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
 from ragcache.fusion.reposition import Reposition
 
@@ -15,6 +16,7 @@ METHODS: dict[str, type[FusionMethod]] = {
     "full": Full,
     "reposition": Reposition,
     "concat": Concat,
+    "epic": Epic,
 }
 
 

@@ -63,11 +63,19 @@ class Prefilled:
     cache:  every placed and computed token
     logits: float32 [vocab_size], for the token after the suffix
     computed_tokens: tokens that ran in each layer
+    kept_tokens:     tokens that each layer holds
+    next_position:   position of the first token of the answer
     """
 
     cache: FusedCache
     logits: Tensor
     computed_tokens: tuple[int, ...]
+    kept_tokens: tuple[int, ...]
+    next_position: int
+
+    @classmethod
+    def of(cls, cache: FusedCache, logits: Tensor, next_position: int) -> Prefilled:
+        return cls(cache, logits, cache.computed_tokens, tuple(cache.lengths), next_position)
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,15 @@ class Placement:
 
     block: KVBlock
     rotate_from: int
+
+
+def consecutive(blocks: Sequence[KVBlock]) -> list[Placement]:
+    """Blocks one behind the other at global positions."""
+    placements, start = [], 0
+    for block in blocks:
+        placements.append(Placement(block, start))
+        start += block.num_tokens
+    return placements
 
 
 class Placer:
@@ -168,4 +185,4 @@ def prefill_over(
     started, placed = time.perf_counter(), times.place_s
     logits = lm.run(prompt.suffix_ids, prompt.context_tokens, cache)
     times.prefill_s += time.perf_counter() - started - (times.place_s - placed)
-    return Prefilled(cache, logits, (len(prompt.suffix_ids),) * lm.shape.num_layers)
+    return Prefilled.of(cache, logits, prompt.num_tokens)

@@ -27,4 +27,4 @@ class Full(FusionMethod):
         started = time.perf_counter()
         logits = lm.run(prompt.ids, 0, cache)
         times.prefill_s += time.perf_counter() - started
-        return Prefilled(cache, logits, (prompt.num_tokens,) * lm.shape.num_layers)
+        return Prefilled.of(cache, logits, prompt.num_tokens)

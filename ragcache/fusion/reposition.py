@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Placement, Prefilled, prefill_over
+from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled, consecutive, prefill_over
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt
 
@@ -26,8 +26,4 @@ class Reposition(FusionMethod):
         self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
     ) -> Prefilled:
         blocks = ([inputs.prefix] if inputs.prefix is not None else []) + list(inputs.chunks)
-        placements, start = [], 0
-        for block in blocks:
-            placements.append(Placement(block, start))
-            start += block.num_tokens
-        return prefill_over(lm, prompt, placements, times, reserve_tokens)
+        return prefill_over(lm, prompt, consecutive(blocks), times, reserve_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +100,10 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     capacity: tokens to reserve; grows by half when more arrive
     fill:     called once a layer, before the layer is first used; places that layer's context
+
+    adjust:   changes attention scores after scaling and masking, now and when decoding goes on: a function of
+              (float32 [batch, num_kv_heads, groups, num_tokens, length], layer) that returns the same shape
+    probing:  new keys and values are handed back alone and not kept
     """
 
     def __init__(self, pool: BufferPool, capacity: int, fill: Callable[[int], None] | None = None) -> None:
@@ -110,8 +114,13 @@ class FusedCache(Cache):  # type: ignore[misc]
         self.fill = fill
         self.lengths = [0] * pool.shape.num_layers
         self._filled = [fill is None] * pool.shape.num_layers
+        self._ran = [0] * pool.shape.num_layers
+        self.adjust: Callable[[Tensor, int], Tensor] | None = None
+        self.probing = False
+        self._projected = [0] * pool.shape.num_layers
         self._new_positions: Tensor | None = None
-        self._slots: Tensor | None = None
+        self._slots: Tensor | Sequence[Tensor] | None = None
+        self._rows: Tensor | None = None
 
     def release(self) -> None:
         """Hand the buffers back now. The cache must not be used afterwards."""
@@ -120,6 +129,11 @@ class FusedCache(Cache):  # type: ignore[misc]
     @property
     def capacity(self) -> int:
         return self._buffers.capacity
+
+    @property
+    def computed_tokens(self) -> tuple[int, ...]:
+        """By layer, tokens that the model ran into this cache; those only projected to see their keys count too."""
+        return tuple(max(ran, projected) for ran, projected in zip(self._ran, self._projected, strict=True))
 
     def reserve(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Room for tokens at these key positions (int64 [num_tokens]) behind what the layer holds.
@@ -134,14 +148,19 @@ class FusedCache(Cache):  # type: ignore[misc]
         self.lengths[layer] = end
         return buffers.keys[layer][:, :, start:end], buffers.values[layer][:, :, start:end]
 
-    def begin(self, positions: Tensor, slots: Tensor | None = None) -> None:
+    def begin(self, positions: Tensor, slots: Tensor | Sequence[Tensor] | None = None) -> None:
         """Announce the tokens of the coming pass: their positions, int64 [num_tokens].
 
         slots: where their keys and values go, int64 [num_tokens], when they replace tokens that are already placed
-        (recompute methods); appended when absent.
+               (recompute methods); one tensor a layer where layers hold different tokens; appended when absent
         """
         self._new_positions = positions
         self._slots = slots
+        self._rows = None
+
+    def narrow(self, rows: Tensor | None) -> None:
+        """Only these of the announced tokens come from now on: int64 [num_rows]; None: all."""
+        self._rows = rows
 
     def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """keys and values, [1, num_kv_heads, length, head_dim], and key positions, int64 [length], of a layer."""
@@ -152,17 +171,28 @@ class FusedCache(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Called by the model's attention: write the new tokens' rotated keys and values, return all of the layer's."""
+        num_tokens = key_states.shape[2]
+        if self.probing:
+            self._projected[layer_idx] = max(num_tokens, self._projected[layer_idx])
+            return key_states, value_states
+        self._ran[layer_idx] += num_tokens
         self._ensure(layer_idx)
-        if self._slots is None:
-            positions = self._new_positions if self._new_positions is not None else self._next(key_states.shape[2])
+        slots = self._slots if self._slots is None or isinstance(self._slots, Tensor) else self._slots[layer_idx]
+        if slots is None:
+            positions = (
+                self._running(self._new_positions) if self._new_positions is not None else self._next(num_tokens)
+            )
             keys, values = self.reserve(layer_idx, positions)
             keys.copy_(key_states)
             values.copy_(value_states)
         else:
-            dtype = self._pool.shape.dtype
-            self._buffers.keys[layer_idx][:, :, self._slots] = key_states.to(dtype)
-            self._buffers.values[layer_idx][:, :, self._slots] = value_states.to(dtype)
+            slots, dtype = self._running(slots), self._pool.shape.dtype
+            self._buffers.keys[layer_idx].index_copy_(2, slots, key_states.to(dtype))
+            self._buffers.values[layer_idx].index_copy_(2, slots, value_states.to(dtype))
         return self._held(layer_idx)
+
+    def _running(self, by_token: Tensor) -> Tensor:
+        return by_token if self._rows is None else by_token[self._rows]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.lengths[layer_idx]

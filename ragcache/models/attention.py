@@ -14,9 +14,10 @@ The current pass travels in a ContextVar: one model serves several threads at on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from ragcache.kv.cache import FusedCache
 from ragcache.kv.rope import Rope
 
 NAME = "ragcache"
+SPAN_ROWS = 128  # rows that share one mask: more of them attend to keys that only the last can see
 _sdpa = nn.functional.scaled_dot_product_attention
 
 
@@ -46,19 +48,52 @@ class EncodePass:
     windows: dict[int, int | None] = field(default_factory=dict)
 
 
+class Projected(NamedTuple):
+    """What a layer's attention would work with: query [1, num_heads, num_rows, head_dim]; key and value of the same
+    tokens, [1, num_kv_heads, num_rows, head_dim]. Query and key are rotated."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class ProjectedSignal(Exception):  # noqa: N818 - it ends a layer early; it is no error
+    """Carries what a probed layer projected out of the layer."""
+
+    def __init__(self, projected: Projected) -> None:
+        super().__init__()
+        self.projected = projected
+
+
+class Span(NamedTuple):
+    """Rows that attend together to the first `num_keys` keys under `mask` (None: they see them all)."""
+
+    start: int
+    end: int
+    num_keys: int
+    mask: Tensor | None
+
+
 @dataclass(eq=False)
 class FusedPass:
     """Tokens run over a cache.
 
-    positions: int64 [num_tokens] of the tokens that run
-    appended:  they come after everything in the cache, in order, so that the last columns alone need a mask
-    masks:     additive masks made so far, by (window, layer length): most layers share one
+    positions: int64 [num_tokens] of all tokens of the pass
+    ordered:   they come after everything in the cache, in order, so that the last columns alone need a mask
+    rows:      which of them run, int64 [num_rows]; None: all
+    masks:     made so far, by (window, layer length), with the key positions they are for: most layers share one
     """
 
     cache: FusedCache
     positions: Tensor
-    appended: bool
-    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+    ordered: bool
+    rows: Tensor | None = None
+    masks: dict[tuple[int | None, int], tuple[Tensor, list[Span]]] = field(default_factory=dict)
+
+    @property
+    def running(self) -> Tensor:
+        """Positions of the tokens that run."""
+        return self.positions if self.rows is None else self.positions[self.rows]
 
 
 CURRENT: ContextVar[EncodePass | FusedPass | None] = ContextVar("ragcache_pass", default=None)
@@ -103,14 +138,16 @@ def attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     current = CURRENT.get()
     layer: int = module.layer_idx  # type: ignore[assignment]
-    mask: Tensor | None
-    if isinstance(current, EncodePass):
-        query, key, value, mask, causal = _encode_inputs(current, layer, query, key, value, sliding_window)
-    elif isinstance(current, FusedPass):
-        mask, causal = _fused_mask(current, layer, key.shape[2], sliding_window, query.dtype)
+    if isinstance(current, FusedPass):
+        if current.cache.probing:
+            raise ProjectedSignal(Projected(query, key, value))
+        out = _attend_fused(current, layer, query, key, value, sliding_window, scaling, softcap, s_aux)
     else:
-        mask, causal = attention_mask, attention_mask is None and query.shape[2] > 1
-    out = _attend(query, key, value, mask, causal, scaling, softcap, s_aux)
+        if isinstance(current, EncodePass):
+            query, key, value, mask, causal = _encode_inputs(current, layer, query, key, value, sliding_window)
+        else:
+            mask, causal = attention_mask, attention_mask is None and query.shape[2] > 1
+        out = _attend(query, key, value, mask, causal, scaling, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -135,28 +172,67 @@ def _encode_inputs(
     return query, key, value, additive(mask, query.dtype), False
 
 
-def _fused_mask(
-    current: FusedPass, layer: int, length: int, window: int | None, dtype: torch.dtype
-) -> tuple[Tensor | None, bool]:
-    """(mask, is_causal). A mask is built only where the shape of the pass does not already say what is visible."""
-    num_tokens = current.positions.shape[0]
-    windowed = window is not None and int(current.positions[-1]) >= window
-    if current.appended and not windowed:
-        if num_tokens == 1:
-            return None, False
-        if num_tokens == length:
-            return None, True
-        if current.positions.is_cuda:
-            return causal_lower_right(num_tokens, length), False
-    shared = (window if windowed else None, length)
-    if not current.appended or shared not in current.masks:
-        _, _, key_positions = current.cache.layer_state(layer)
-        mask = visible(current.positions, key_positions, shared[0])
-        if current.appended:
+def _attend_fused(
+    current: FusedPass,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    change = current.cache.adjust
+    adjust = None if change is None else lambda scores: change(scores, layer)
+    positions = current.running
+    num_tokens, length = positions.shape[0], key.shape[2]
+    if window is not None and int(positions.max()) < window:
+        window = None
+    if current.ordered and window is None:
+        causal = num_tokens == length and num_tokens > 1
+        plain = softcap is None and sinks is None and adjust is None
+        if causal or num_tokens == 1 or (positions.is_cuda and plain):
+            mask = None if causal or num_tokens == 1 else causal_lower_right(num_tokens, length)
+            return _attend(query, key, value, mask, causal, scaling, softcap, sinks, adjust)
+    parts = [
+        _attend(
+            query[:, :, span.start : span.end],
+            key[:, :, : span.num_keys],
+            value[:, :, : span.num_keys],
+            span.mask,
+            False,
+            scaling,
+            softcap,
+            sinks,
+            adjust,
+        )
+        for span in _spans(current, layer, positions, length, window, query.dtype)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _spans(
+    current: FusedPass, layer: int, positions: Tensor, length: int, window: int | None, dtype: torch.dtype
+) -> list[Span]:
+    """The pass's mask, cut into spans of rows so that keys behind a span's last row cost nothing."""
+    _, _, key_positions = current.cache.layer_state(layer)
+    made = current.masks.get((window, length))
+    if made is not None and torch.equal(made[0], key_positions):
+        return made[1]
+    spans = []
+    for start in range(0, positions.shape[0], SPAN_ROWS):
+        rows = positions[start : start + SPAN_ROWS]
+        mask = visible(rows, key_positions, window)
+        if current.ordered:
             # Placed keys may carry other positions than their slots (raw reuse): all of them are visible.
-            mask[:, -num_tokens:].logical_and_(torch.ones_like(mask[:, -num_tokens:]).tril_())
-        current.masks[shared] = additive(mask, dtype)
-    return current.masks[shared], False
+            first = length - positions.shape[0] + start
+            mask[:, first:] &= torch.ones_like(mask[:, first:]).tril_()
+        num_keys = length if current.cache.adjust else int(mask.any(0).nonzero()[-1]) + 1
+        mask = mask[:, :num_keys]
+        spans.append(Span(start, start + len(rows), num_keys, None if bool(mask.all()) else additive(mask, dtype)))
+    current.masks[window, length] = (key_positions, spans)
+    return spans
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
@@ -180,9 +256,10 @@ def _attend(
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
+    adjust: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    if softcap is not None or sinks is not None:
-        return _attend_explicitly(query, key, value, mask, causal, scaling, softcap, sinks)
+    if softcap is not None or sinks is not None or adjust is not None:
+        return _attend_explicitly(query, key, value, mask, causal, scaling, softcap, sinks, adjust)
     few = query.shape[2] * 4 < key.shape[2]
     if few and key.device.type == "cpu" and key.dtype != torch.float32 and not causal:
         # Half-precision matrix products are far faster than the fused kernel on a CPU for a short suffix.
@@ -204,6 +281,7 @@ def _attend_explicitly(
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
+    adjust: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Softmax(cap(q k^T * scaling)) v with the query heads of one KV head folded into its rows, so no head repeats."""
     batch, num_heads, num_tokens, width = query.shape
@@ -219,6 +297,8 @@ def _attend_explicitly(
         mask = additive(visible(positions, positions, None), scores.dtype)
     if mask is not None:
         scores += mask
+    if adjust is not None:
+        scores = adjust(scores)
     if sinks is not None:
         column = sinks.float().view(1, num_kv_heads, groups, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]

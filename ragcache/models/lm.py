@@ -16,6 +16,7 @@ from ragcache.kv.identity import Recipe, block_key
 from ragcache.kv.rope import Rope
 from ragcache.models.attention import CURRENT, FusedPass
 from ragcache.models.encoding import encode_batch, plan_batches
+from ragcache.models.layerwise import BeforeLayer, walking
 
 # Padded tokens that are encoded together. On a CPU more only leaves its caches: 792 tokens/s at 512 against 723 at
 # 2,048 for the 135M shape on two cores. A GPU wants more.
@@ -157,28 +158,34 @@ class LanguageModel:
         positions: Tensor | int,
         cache: FusedCache,
         *,
-        slots: Tensor | None = None,
+        slots: Tensor | Sequence[Tensor] | None = None,
+        ordered: bool | None = None,
+        before_layer: BeforeLayer | None = None,
     ) -> Tensor:
         """Run tokens over what the cache holds; their keys and values join it.
 
         positions: int64 [num_tokens], or the position of the first of consecutive tokens
-        slots:     replace the entries at these places in every layer instead of appending (recompute methods); the
-                   tokens then see every entry at or before their position
-        Returns the last token's logits, float32 [vocab_size].
+        slots:     replace the entries at these places instead of appending (recompute methods): int64 [num_tokens] for
+                   every layer, or one such tensor a layer
+        ordered:   the tokens come after everything in the cache, in order, and see all of it; otherwise they see the
+                   entries at or before their own position. None: ordered unless `slots` are given
+        before_layer: decides before each layer which of the tokens go on; see layerwise.BeforeLayer
+        Returns the last token's logits, float32 [vocab_size]. `cache.computed_tokens` counts what ran.
         """
         ids = torch.as_tensor(ids, device=self.device)
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + ids.shape[0], device=self.device)
         cache.begin(positions, slots)
-        token = CURRENT.set(FusedPass(cache, positions, appended=slots is None))
+        token = CURRENT.set(FusedPass(cache, positions, slots is None if ordered is None else ordered))
         try:
-            out = self.model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            with walking(before_layer):
+                out = self.model(
+                    input_ids=ids[None],
+                    position_ids=positions[None],
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
         finally:
             CURRENT.reset(token)
         logits: Tensor = out.logits[0, -1].float()

@@ -21,6 +21,7 @@ from ragcache.kv.cache import CacheShape
 from ragcache.kv.rope import Apply, Rope, takes_layer_type
 from ragcache.models.attention import EncodePass, hook_rotary
 from ragcache.models.encoding import run_decoder
+from ragcache.models.layerwise import decoder_layers, hook_layers
 
 MOVING_ROPE = {
     "dynamic": "dynamic NTK scaling changes the rotary frequencies with the length of the prompt",
@@ -99,6 +100,7 @@ def inspect(model: PreTrainedModel, name: str) -> Inspected:
     if not any(rotated):
         raise _unsupported(model, name, "no layer rotates its keys: its positions are not rotary")
     hook_rotary(rotary)
+    hook_layers(decoder_layers(model, modules))
     shape = _shape(model, name, true_keys)
     rope = Rope(rotary, apply, getattr(model.config, "layer_types", None), rotated, shape.key_dim)
     _verify(model, name, rope, true_keys)

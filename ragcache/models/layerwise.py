@@ -1,0 +1,186 @@
+"""Run tokens layer by layer, with a say before each layer over which of them go on.
+
+Recompute methods drop tokens on the way up, or take up tokens that stood aside below. A hook in front of every decoder
+layer narrows what transformers hands to it: hidden states, rotary angles and positions. Nothing of a family is known
+here but that its layers take the hidden states first and those others by name, as all of transformers' do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ragcache.errors import ConfigError
+from ragcache.models.attention import CURRENT, FusedPass, Projected, ProjectedSignal
+
+BY_TOKEN = ("position_embeddings", "position_ids", "cache_position")
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One decoder layer and what transformers called it with, hidden states left out."""
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, hidden: Tensor, rows: Tensor | None, num_tokens: int) -> Any:
+        return self.layer.forward(hidden, *self.args, **narrowed(self.kwargs, rows, num_tokens))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPoint:
+    """The moment before a layer runs.
+
+    layer: its index
+    rows:  int64 [num_rows], ascending: the tokens of the pass that have come so far
+    """
+
+    layer: int
+    rows: Tensor
+    _hidden: Tensor = field(repr=False)
+    _call: _Call = field(repr=False)
+    _current: FusedPass = field(repr=False)
+
+    def probe(self) -> Projected:
+        """Queries, keys and values of the running tokens in this layer, which goes no further than that."""
+        cache = self._current.cache
+        cache.probing = True
+        try:
+            self._call(self._hidden, self.rows, self._current.positions.shape[0])
+        except ProjectedSignal as signal:
+            return signal.projected
+        finally:
+            cache.probing = False
+        raise RuntimeError(f"layer {self.layer} did not reach its attention")
+
+
+BeforeLayer = Callable[[LayerPoint], Tensor | None]
+"""Says which tokens of the pass run from this layer on: int64, ascending, the last token among them; None: no change.
+
+Tokens that stood aside below are run through the layers below first, over the cache as it is."""
+
+
+@dataclass(eq=False)
+class _Walk:
+    """State of one layer-by-layer pass.
+
+    embedded: hidden states of all tokens before the first layer
+    calls:    the layers so far, for tokens that are taken up later
+    """
+
+    before_layer: BeforeLayer
+    current: FusedPass
+    embedded: Tensor | None = None
+    calls: list[_Call] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.current.positions.shape[0]
+
+
+WALK: ContextVar[_Walk | None] = ContextVar("ragcache_walk", default=None)
+
+
+def hook_layers(layers: Sequence[nn.Module]) -> None:
+    """Let `walking` narrow the tokens before each of these decoder layers. Does nothing in other passes."""
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(partial(_before, index), with_kwargs=True)
+
+
+def decoder_layers(model: PreTrainedModel, attention: Mapping[int, nn.Module]) -> list[nn.Module]:
+    """The decoder layers by index: the modules that hold the attention modules."""
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    return [parents[id(attention[index])] for index in sorted(attention)]
+
+
+@contextmanager
+def walking(before_layer: BeforeLayer | None) -> Iterator[None]:
+    """Within, the current fused pass asks `before_layer` in front of every layer."""
+    current = CURRENT.get()
+    if before_layer is None or not isinstance(current, FusedPass):
+        yield
+        return
+    token = WALK.set(_Walk(before_layer, current))
+    try:
+        yield
+    finally:
+        WALK.reset(token)
+
+
+def _before(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    walk = WALK.get()
+    if walk is None:
+        return None
+    hidden, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
+    call = _Call(module, rest, {name: value for name, value in kwargs.items() if name != "hidden_states"})
+    walk.calls.append(call)
+    if walk.embedded is None:
+        walk.embedded = hidden
+    current = walk.current
+    rows = torch.arange(walk.num_tokens, device=hidden.device) if current.rows is None else current.rows
+    kept = walk.before_layer(LayerPoint(index, rows, hidden, call, current))
+    if kept is not None:
+        hidden = _with_rows(walk, index, hidden, rows, kept)
+        rows = kept
+        _set_rows(current, rows)
+    return (hidden, *rest), narrowed(call.kwargs, rows, walk.num_tokens)
+
+
+def _with_rows(walk: _Walk, index: int, hidden: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
+    """Hidden states of `kept` before layer `index`, given those of `rows`."""
+    if not kept.numel() or int(kept[-1]) != walk.num_tokens - 1:
+        raise ConfigError("the tokens that go on must end with the last one: the answer is read off it")
+    known = torch.isin(kept, rows)
+    if bool(known.all()):
+        return hidden[:, torch.searchsorted(rows, kept)]
+    late = _caught_up(walk, index, kept[~known])
+    out = hidden.new_empty(hidden.shape[0], kept.shape[0], hidden.shape[2])
+    out[:, known] = hidden[:, torch.searchsorted(rows, kept[known])]
+    out[:, ~known] = late
+    return out
+
+
+def _caught_up(walk: _Walk, index: int, rows: Tensor) -> Tensor:
+    """Hidden states, before layer `index`, of tokens that stood aside until now."""
+    if walk.embedded is None or walk.current.rows is None or walk.embedded.shape[1] != walk.num_tokens:
+        raise ConfigError("tokens can be taken up later only where all of them reached the first layer")
+    before, hidden = walk.current.rows, walk.embedded[:, rows]
+    _set_rows(walk.current, rows)
+    try:
+        for call in walk.calls[:index]:
+            out = call(hidden, rows, walk.num_tokens)
+            hidden = out[0] if isinstance(out, tuple) else out
+    finally:
+        _set_rows(walk.current, before)
+    return hidden
+
+
+def _set_rows(current: FusedPass, rows: Tensor) -> None:
+    current.rows = rows
+    current.masks.clear()
+    current.cache.narrow(rows)
+
+
+def narrowed(kwargs: Mapping[str, Any], rows: Tensor | None, num_tokens: int) -> dict[str, Any]:
+    """Keyword arguments of a layer, with what is given by token cut down to `rows`."""
+    if rows is None:
+        return dict(kwargs)
+    return {name: _take(value, rows, num_tokens) if name in BY_TOKEN else value for name, value in kwargs.items()}
+
+
+def _take(value: Any, rows: Tensor, num_tokens: int) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_take(part, rows, num_tokens) for part in value)
+    if isinstance(value, Tensor):
+        dim = 0 if value.dim() == 1 else 1
+        return value.index_select(dim, rows) if value.shape[dim] == num_tokens else value
+    return value
