@@ -128,8 +128,8 @@ def block_diagonal(prompt: rc.Prompt) -> Tensor:
     return (same | from_suffix) & torch.ones(len(owner), len(owner), dtype=torch.bool).tril()
 
 
-def oracle_logits(model: PreTrainedModel, prompt: rc.Prompt, allowed: Tensor) -> Tensor:
-    """One plain forward of the same ids under an explicit mask; last token's logits."""
+def masks_of(model: PreTrainedModel, allowed: Tensor) -> Any:
+    """`allowed` (bool [n, n]) as the additive mask, or the masks by layer type, that the family's forward takes."""
     index = torch.arange(allowed.shape[0])
     window = getattr(model.config, "sliding_window", None)
     near = index[:, None] - index[None, :] < (window or len(index) + 1)
@@ -138,11 +138,15 @@ def oracle_logits(model: PreTrainedModel, prompt: rc.Prompt, allowed: Tensor) ->
         return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
 
     kinds = getattr(model.config, "layer_types", None)
-    mask: Any = additive(allowed & near if window and not kinds else allowed)
     if kinds and model.config.model_type in TYPED_MASKS:
-        mask = {"full_attention": additive(allowed), "sliding_attention": additive(allowed & near)}
+        return {"full_attention": additive(allowed), "sliding_attention": additive(allowed & near)}
+    return additive(allowed & near if window and not kinds else allowed)
+
+
+def oracle_logits(model: PreTrainedModel, prompt: rc.Prompt, allowed: Tensor) -> Tensor:
+    """One plain forward of the same ids under an explicit mask; last token's logits."""
     with torch.no_grad():
-        return model(input_ids=torch.tensor([prompt.ids]), attention_mask=mask).logits[0, -1]
+        return model(input_ids=torch.tensor([prompt.ids]), attention_mask=masks_of(model, allowed)).logits[0, -1]
 
 
 TYPED_MASKS = {"cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen2", "qwen3", "smollm3"}
