@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ragcache.models.reuse import ReuseSpec
+
 BOS, EOS = "<|bos|>", "<|eos|>"
 
 
@@ -23,11 +25,17 @@ def byte_tokenizer(**more: Any) -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny_llama(directory: Path, *, seed: int = 0, positions: int = 512, **tokenizer_options: Any) -> Path:
+def save_tiny_llama(
+    directory: Path, *, seed: int = 0, positions: int = 512, reuse: ReuseSpec | None = None, **tokenizer_options: Any
+) -> Path:
+    """reuse: state this training in the configuration and grow the vocabulary by its added ids, 258 and following."""
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer(**tokenizer_options)
+    added = sorted(reuse.added_ids) if reuse else []
+    assert added == list(range(258, 258 + len(added)))
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|added-{number}|>" for number in added]})
     config = LlamaConfig(
-        vocab_size=258,
+        vocab_size=258 + len(added),
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -39,6 +47,8 @@ def save_tiny_llama(directory: Path, *, seed: int = 0, positions: int = 512, **t
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+    if reuse:
+        config.ragcache = reuse.section()
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

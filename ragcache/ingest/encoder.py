@@ -50,7 +50,7 @@ class ModelEncoder:
         return self.lm.batch_tokens
 
     def check(self, token_ids: Sequence[int]) -> None:
-        self.lm.check_ids([*self.prefix_ids, *token_ids], "a chunk (behind the shared prefix)")
+        self.lm.check_ids([*self.prefix_ids, *self.recipe.marked(token_ids)], "a chunk (behind the shared prefix)")
 
     def key(self, token_ids: Sequence[int]) -> str:
         return self.lm.block_key(token_ids, self.recipe, self.prefix_ids, self.tenant)

@@ -24,10 +24,12 @@ class Recipe:
     name: "isolated" (the chunk alone, from position 0) or "prefix" (behind the shared prefix, which it attends to)
     bos:  "isolated" only: encode behind a lone BOS token whose own KV is dropped, so that the chunk's first tokens do
           not become attention sinks. Needs a model with a BOS token.
+    markers: ids read in front of the chunk and behind it; their KV is part of the block (TurboRAG)
     """
 
     name: str = "isolated"
     bos: bool = False
+    markers: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.name not in RECIPE_NAMES:
@@ -44,6 +46,10 @@ class Recipe:
     @property
     def sees_prefix(self) -> bool:
         return self.name == "prefix"
+
+    def marked(self, chunk_ids: Sequence[int]) -> list[int]:
+        """The ids whose KV a chunk's block holds."""
+        return list(chunk_ids) if self.markers is None else [self.markers[0], *chunk_ids, self.markers[1]]
 
 
 def digest(value: object) -> str:
@@ -63,7 +69,8 @@ def block_key(
     return digest(
         {
             "fingerprint": fingerprint,
-            "recipe": asdict(recipe),
+            # What a recipe leaves out is not in its name: blocks keep their keys when recipes learn something new.
+            "recipe": {name: value for name, value in asdict(recipe).items() if value is not None},
             "prefix": list(prefix_ids) if recipe.sees_prefix else [],
             "chunk": list(chunk_ids),
             "tenant": tenant,

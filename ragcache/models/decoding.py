@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,9 +51,13 @@ class Sampling:
 
 
 class Chooser:
-    """Picks the next token from logits. Sampling follows transformers' own order: temperature, top-k, top-p."""
+    """Picks the next token from logits. Sampling follows transformers' own order: temperature, top-k, top-p.
 
-    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+    never: ids that are not chosen, whatever their logits
+    """
+
+    def __init__(self, sampling: Sampling, device: torch.device, never: Collection[int] = ()) -> None:
+        self._never = torch.tensor(sorted(never), dtype=torch.int64, device=device)
         self._greedy = sampling.temperature == 0
         self._warpers = LogitsProcessorList()
         if self._greedy:
@@ -70,6 +74,8 @@ class Chooser:
             self._generator.seed()
 
     def __call__(self, logits: Tensor) -> int:
+        if self._never.numel():
+            logits = logits.index_fill(0, self._never, float("-inf"))
         if self._greedy:
             return int(logits.argmax())
         scores = self._warpers(torch.empty(1, 0, dtype=torch.long, device=logits.device), logits[None])
@@ -84,16 +90,18 @@ def decode(
     sampling: Sampling,
     *,
     eos_ids: Sequence[int] = (),
+    never: Collection[int] = (),
     cancelled: threading.Event | None = None,
 ) -> Iterator[int]:
     """Yield token ids until an EOS (not yielded), `max_tokens`, or the model's last position.
 
     logits:   float32 [vocab_size] of the prompt's last token
     position: of the first answer token
+    never:    ids that are not chosen, beside those that the checkpoint's training for reuse added
 
     Raises CancelledError once `cancelled` is set.
     """
-    choose = Chooser(sampling, logits.device)
+    choose = Chooser(sampling, logits.device, {*never, *(lm.reuse.added_ids if lm.reuse else ())})
     last = min(position + sampling.max_tokens, lm.max_positions)
     while position < last:
         if cancelled is not None and cancelled.is_set():

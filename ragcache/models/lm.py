@@ -17,6 +17,7 @@ from ragcache.kv.rope import Rope
 from ragcache.models.attention import CURRENT, FusedPass
 from ragcache.models.encoding import encode_batch, plan_batches
 from ragcache.models.layerwise import BeforeLayer, walking
+from ragcache.models.reuse import ReuseSpec
 
 # Padded tokens that are encoded together. On a CPU more only leaves its caches: 792 tokens/s at 512 against 723 at
 # 2,048 for the 135M shape on two cores. A GPU wants more.
@@ -33,6 +34,7 @@ class LanguageModel:
     shape:         layers, KV heads, head width, dtype and device of the KV
     fingerprint:   SHA-256 that names the model in block keys
     max_positions: longest prompt the model takes, in tokens
+    reuse:         what the checkpoint was trained for; None for one that was not trained for reuse
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class LanguageModel:
         shape: CacheShape,
         fingerprint: str,
         name: str,
+        reuse: ReuseSpec | None = None,
     ) -> None:
         self.model = model
         self._tokenizer = tokenizer
@@ -50,6 +53,7 @@ class LanguageModel:
         self.shape = shape
         self.fingerprint = fingerprint
         self.name = name
+        self.reuse = reuse
         self.max_positions = int(getattr(model.config, "max_position_embeddings", 0)) or 1 << 20
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.pool = BufferPool(shape, DEFAULT_POOL_BYTES)
@@ -60,6 +64,11 @@ class LanguageModel:
         if self._tokenizer is None:
             raise ConfigError(f"{self.name} has no tokenizer files; only token ids can be used with it")
         return self._tokenizer
+
+    @property
+    def default_method(self) -> str:
+        """The fusion method that the checkpoint was trained for; without training, moving blocks to their places."""
+        return "reposition" if self.reuse is None else self.reuse.method
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +114,8 @@ class LanguageModel:
     ) -> list[KVBlock]:
         """Run the model over each chunk alone; one KV block a chunk, in order, on the model's device.
 
-        recipe: "isolated" (positions 0, 1, ...) or "prefix" (behind prefix_ids, which every chunk attends to)
+        recipe: "isolated" (positions 0, 1, ...) or "prefix" (behind prefix_ids, which every chunk attends to); a
+                Recipe with markers reads them around the chunk and keeps their KV with it
         prefix_block: the isolated block of prefix_ids, when the caller has it
         batch_tokens: padded tokens that run together; what suits the device when None
 
@@ -118,8 +128,8 @@ class LanguageModel:
         for rank, chunk in enumerate(chunks):
             if not chunk:
                 raise PromptError(f"chunk {rank} has no tokens; leave empty passages out")
-            self.check_ids([*behind, *head, *chunk], f"chunk {rank}")
-        rows = [[*head, *chunk] for chunk in chunks]
+            self.check_ids([*behind, *head, *recipe.marked(chunk)], f"chunk {rank}")
+        rows = [[*head, *recipe.marked(chunk)] for chunk in chunks]
         prefix = self._rotated_prefix(behind, prefix_block)
         blocks: list[KVBlock | None] = [None] * len(rows)
         for batch in plan_batches([len(row) for row in rows], batch_tokens or self.batch_tokens):

@@ -16,10 +16,11 @@ from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelErr
 from ragcache.kv.identity import digest
 from ragcache.models.attention import NAME, register
 from ragcache.models.lm import LanguageModel
+from ragcache.models.reuse import ReuseSpec
 from ragcache.models.support import describe_config, inspect, refuse_by_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BUNDLED = {"mini": "mini"}  # name -> directory inside the package
+BUNDLED = {"mini": "mini", "mini-base": "mini_base"}  # name -> directory inside the package
 
 
 def load_lm(
@@ -27,20 +28,27 @@ def load_lm(
 ) -> LanguageModel:
     """Load a model and learn how its keys move.
 
-    name:  "mini" (bundled), a directory in Hugging Face layout, or a hub id
+    name:  "mini" (bundled, trained for reuse), "mini-base" (before that training), a directory in Hugging Face layout,
+           or a hub id
     dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in
 
     Raises ModelNotFoundError when there is no model under that name, UnsupportedModelError naming the reason when its
-    keys cannot be moved exactly, ConfigError for an unknown dtype or device.
+    keys cannot be moved exactly, ConfigError for an unknown dtype or device, or a checkpoint trained for reuse whose
+    section in config.json fits neither its vocabulary nor its tokenizer.
     """
     register()
     where = resolve(name)
     config = _load_config(where, name)
     refuse_by_config(config, str(name))
+    reuse = _reuse(config, str(name))
     model = _load_weights(where, config, _dtype(dtype, config), _device(device))
     found = inspect(model, str(name))
     tokenizer = _load_tokenizer(where)
-    return LanguageModel(model, tokenizer, found.rope, found.shape, fingerprint(model, tokenizer), str(name))
+    mark = fingerprint(model, tokenizer)
+    lm = LanguageModel(model, tokenizer, found.rope, found.shape, mark, str(name), reuse)
+    if reuse is not None:
+        reuse.check(lm.vocab_size, tokenizer, str(name))
+    return lm
 
 
 def resolve(name: str | Path) -> str:
@@ -75,10 +83,19 @@ def _load_config(where: str, name: str | Path) -> PreTrainedConfig:
     path = Path(where)
     if path.exists() and not (path / "config.json").is_file():
         raise ModelNotFoundError(f"{name} is not a model directory: it has no config.json")
+    if path.is_absolute() and not path.exists():
+        raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: there is no directory {where}")
     try:
         return AutoConfig.from_pretrained(where)
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {_first_line(error)}") from error
+
+
+def _reuse(config: PreTrainedConfig, name: str) -> ReuseSpec | None:
+    try:
+        return ReuseSpec.of(config)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def _load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, PromptError
 from ragcache.kv.identity import RECIPE_NAMES
 
 SECTION, VERSION = "ragcache", 1
@@ -125,11 +125,14 @@ class ReuseSpec:
         return {**common, **{name: value for name, value in own.items() if value is not None}}
 
     def link_ids(self, slot: int) -> list[int]:
-        """The K link ids of the chunk at `slot`, counted from 0. Raises ConfigError for a slot that has none."""
+        """The K link ids of the chunk at `slot`, counted from 0. Raises PromptError for a slot that has none."""
         if not self.link_tokens or self.first_link_id is None:
             return []
         if not 0 <= slot < self.link_slots:
-            raise ConfigError(f"there are link tokens for {self.link_slots} passages and none for passage {slot + 1}")
+            raise PromptError(
+                f"there are link tokens for {self.link_slots} passages and none for passage {slot + 1}"
+                "; use fewer passages"
+            )
         first = self.first_link_id + self.link_tokens * slot
         return list(range(first, first + self.link_tokens))
 
