@@ -102,7 +102,8 @@ class FusedCache(Cache):  # type: ignore[misc]
     fill:     called once a layer, before the layer is first used; places that layer's context
 
     adjust:   changes attention scores after scaling and masking, now and when decoding goes on: a function of
-              (float32 [batch, num_kv_heads, groups, num_tokens, length], layer) that returns the same shape
+              (float32 [batch, num_kv_heads, groups, num_tokens, length], key positions int64 [length]) that returns the
+              same shape
     probing:  new keys and values are handed back alone and not kept
     """
 

@@ -184,7 +184,7 @@ def _attend_fused(
     sinks: Tensor | None,
 ) -> Tensor:
     change = current.cache.adjust
-    adjust = None if change is None else lambda scores: change(scores, layer)
+    adjust = None if change is None else lambda scores: change(scores, current.cache.layer_state(layer)[2])
     positions = current.running
     num_tokens, length = positions.shape[0], key.shape[2]
     if window is not None and int(positions.max()) < window:
