@@ -6,7 +6,9 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from ragcache.errors import ConfigError
+from ragcache.fusion.a3 import A3
 from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.cacheblend import CacheBlend
 from ragcache.fusion.concat import Concat
 from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
@@ -16,7 +18,9 @@ METHODS: dict[str, type[FusionMethod]] = {
     "full": Full,
     "reposition": Reposition,
     "concat": Concat,
+    "cacheblend": CacheBlend,
     "epic": Epic,
+    "a3": A3,
 }
 
 

@@ -14,10 +14,14 @@ from ragcache.fusion.recompute import Context, RecomputeMethod
 
 @dataclass(frozen=True)
 class Epic(RecomputeMethod):
-    """LegoLink (EPIC, section 4): a chunk that was read alone takes its first tokens for attention sinks; running them
-    again behind what really stands before them takes the sink away. The first chunk keeps its own.
+    """LegoLink (EPIC, section 4): a chunk that was read alone takes its first tokens for attention sinks, and all that
+    stands behind them looks there. Running these few again behind what really precedes them takes the sinks away; all
+    other tokens keep what they have. The first chunk's sinks are where a prompt's sinks belong: it keeps its own.
 
-    first_tokens: of each chunk but the first, so many run again, in every layer; 0 gives `reposition`
+    Later papers (A3, SamKV) describe it as running a chunk's last tokens again too; EPIC's own text speaks of a
+    document's beginning. Nothing but the chunks' lengths decides, so the cost grows with the number of chunks alone.
+
+    first_tokens: of each chunk but the first, so many run again, in every layer; 0 is `reposition`
     """
 
     first_tokens: int = 16
@@ -27,10 +31,10 @@ class Epic(RecomputeMethod):
     summary: ClassVar[str] = "runs the first tokens of each chunk again"
 
     def __post_init__(self) -> None:
-        if self.first_tokens < 0:
-            raise ConfigError(f"first_tokens is {self.first_tokens}; choose 0 or more")
+        if isinstance(self.first_tokens, bool) or not isinstance(self.first_tokens, int) or self.first_tokens < 0:
+            raise ConfigError(f"first_tokens is {self.first_tokens!r}; choose a number of tokens, 0 or more")
 
     def candidates(self, context: Context) -> Tensor:
         rows = zip(context.chunk_starts[1:], context.chunk_tokens[1:], strict=True)
         slots = [torch.arange(start, start + min(count, self.first_tokens)) for start, count in rows]
-        return torch.cat(slots).to(context.lm.device) if slots else torch.empty(0, dtype=torch.int64)
+        return torch.cat([torch.empty(0, dtype=torch.int64), *slots]).to(context.lm.device)

@@ -10,12 +10,13 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Placer, Prefilled, consecutive
+from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Placer, Prefilled, consecutive, prefill_over
 from ragcache.kv.block import KVBlock
 from ragcache.models.attention import Projected
 from ragcache.models.layerwise import LayerPoint
@@ -76,6 +77,14 @@ class Running:
         """Queries, keys and values of the running tokens, suffix included, in this layer; they go no further."""
         return self._point.probe()
 
+    def placed(self) -> tuple[Tensor, Tensor]:
+        """Keys and values that stand in this layer, by slot: [1, num_kv_heads, num_tokens, head_dim], keys rotated.
+
+        Nothing has run in this layer yet: a context token's are those of its block; the suffix's mean nothing.
+        """
+        keys, values, _ = self._point.held()
+        return keys, values
+
 
 Choose = Callable[[Running], Tensor | None]
 """Which context tokens run from this layer on: slots, int64, ascending; None: no change."""
@@ -98,9 +107,11 @@ class RecomputeMethod(FusionMethod):
     ) -> Prefilled:
         context = Context.of(lm, prompt, inputs)
         candidates = self.candidates(context)
-        choose = self.chooser(context) if candidates.numel() else None
-        blocks = ([inputs.prefix] if inputs.prefix is not None else []) + list(inputs.chunks)
-        placer = Placer(lm, consecutive(blocks))
+        placements = consecutive(([inputs.prefix] if inputs.prefix is not None else []) + list(inputs.chunks))
+        if not candidates.numel():
+            return prefill_over(lm, prompt, placements, times, reserve_tokens)
+        choose = self.chooser(context)
+        placer = Placer(lm, placements)
         suffix = torch.arange(context.num_tokens, prompt.num_tokens, device=lm.device)
 
         def fill(layer: int) -> None:
@@ -120,9 +131,15 @@ class RecomputeMethod(FusionMethod):
 
 
 def check_ratio(ratio: float) -> None:
-    """Raises ConfigError for a share outside [0, 1]."""
-    if not 0 <= ratio <= 1:
-        raise ConfigError(f"ratio {ratio} is no share of the tokens; choose one between 0 and 1")
+    """Raises ConfigError for what is no share in [0, 1]."""
+    if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 <= ratio <= 1:
+        raise ConfigError(f"ratio is {ratio!r}; choose the share of the chunks' tokens, a number from 0 to 1")
+
+
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Indices of the `count` highest scores, ascending; the first of equals go first, on every device."""
+    order = torch.sort(scores, descending=True, stable=True).indices
+    return order[:count].sort().values
 
 
 def _in_rows(choose: Choose, slots: Tensor, num_candidates: int) -> Callable[[LayerPoint], Tensor | None]:

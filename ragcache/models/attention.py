@@ -29,6 +29,7 @@ from ragcache.kv.rope import Rope
 
 NAME = "ragcache"
 SPAN_ROWS = 128  # rows that share one mask: more of them attend to keys that only the last can see
+SCORES_AT_ONCE = 1 << 24  # attention weights that are looked at together: 64 MiB
 _sdpa = nn.functional.scaled_dot_product_attention
 
 
@@ -49,12 +50,22 @@ class EncodePass:
 
 
 class Projected(NamedTuple):
-    """What a layer's attention would work with: query [1, num_heads, num_rows, head_dim]; key and value of the same
-    tokens, [1, num_kv_heads, num_rows, head_dim]. Query and key are rotated."""
+    """What a layer's attention would work with, query and key rotated.
+
+    query:      [1, num_heads, num_rows, head_dim]
+    key, value: [1, num_kv_heads, num_rows, head_dim] of the same tokens
+    positions:  int64 [num_rows]
+    scaling, window, softcap, sinks: how the layer scores them
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
+    positions: Tensor
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
 class ProjectedSignal(Exception):  # noqa: N818 - it ends a layer early; it is no error
@@ -140,7 +151,8 @@ def attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(current, FusedPass):
         if current.cache.probing:
-            raise ProjectedSignal(Projected(query, key, value))
+            positions = current.running
+            raise ProjectedSignal(Projected(query, key, value, positions, scaling, sliding_window, softcap, s_aux))
         out = _attend_fused(current, layer, query, key, value, sliding_window, scaling, softcap, s_aux)
     else:
         if isinstance(current, EncodePass):
@@ -184,7 +196,7 @@ def _attend_fused(
     sinks: Tensor | None,
 ) -> Tensor:
     change = current.cache.adjust
-    adjust = None if change is None else lambda scores: change(scores, current.cache.layer_state(layer)[2])
+    adjust = None if change is None else lambda scores: change(scores, layer)
     positions = current.running
     num_tokens, length = positions.shape[0], key.shape[2]
     if window is not None and int(positions.max()) < window:
@@ -283,7 +295,24 @@ def _attend_explicitly(
     sinks: Tensor | None,
     adjust: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Softmax(cap(q k^T * scaling)) v with the query heads of one KV head folded into its rows, so no head repeats."""
+    batch, num_heads, num_tokens, _ = query.shape
+    weights = _weights(query, key, mask, causal, scaling, softcap, sinks, adjust)
+    weights = weights.to(value.dtype).view(batch, key.shape[1], -1, key.shape[2])
+    return torch.matmul(weights, value).view(batch, num_heads, num_tokens, -1)
+
+
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    adjust: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Softmax(cap(q k^T * scaling)), float32 [batch, num_kv_heads, groups, num_tokens, length], with the query heads
+    of one KV head folded into its rows, so that no head repeats."""
     batch, num_heads, num_tokens, width = query.shape
     num_kv_heads = key.shape[1]
     groups = num_heads // num_kv_heads
@@ -299,10 +328,24 @@ def _attend_explicitly(
         scores += mask
     if adjust is not None:
         scores = adjust(scores)
-    if sinks is not None:
-        column = sinks.float().view(1, num_kv_heads, groups, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    weights = weights.to(value.dtype).view(batch, num_kv_heads, groups * num_tokens, -1)
-    return torch.matmul(weights, value).view(batch, num_heads, num_tokens, -1)
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.float().view(1, num_kv_heads, groups, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+
+
+def attention_received(projected: Projected, key: Tensor, key_positions: Tensor) -> Tensor:
+    """What each key gets of the projected rows' attention, summed over rows and heads: float32 [length].
+
+    key: [1, num_kv_heads, length, head_dim], rotated; the rows' own keys are among them. A few rows at a time, so that
+    the weights of a long suffix never stand in memory at once.
+    """
+    query, positions = projected.query, projected.positions
+    step = max(1, SCORES_AT_ONCE // (query.shape[1] * key.shape[2]))
+    total = torch.zeros(key.shape[2], device=key.device)
+    for start in range(0, query.shape[2], step):
+        rows = slice(start, start + step)
+        mask = additive(visible(positions[rows], key_positions, projected.window), torch.float32)
+        weights = _weights(query[:, :, rows], key, mask, False, projected.scaling, projected.softcap, projected.sinks)
+        total += weights.sum((0, 1, 2, 3))
+    return total

@@ -62,6 +62,10 @@ class LayerPoint:
             cache.probing = False
         raise RuntimeError(f"layer {self.layer} did not reach its attention")
 
+    def held(self) -> tuple[Tensor, Tensor, Tensor]:
+        """keys and values, [1, num_kv_heads, length, head_dim], and key positions, int64 [length], as they stand."""
+        return self._current.cache.layer_state(self.layer)
+
 
 BeforeLayer = Callable[[LayerPoint], Tensor | None]
 """Says which tokens of the pass run from this layer on: int64, ascending, the last token among them; None: no change.

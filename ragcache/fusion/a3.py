@@ -1,0 +1,78 @@
+"""A3: the tokens that the question looks at run again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ragcache.errors import ConfigError
+from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, highest
+from ragcache.models.attention import attention_received
+
+SCORE_LAYER = 1
+
+
+@dataclass(frozen=True)
+class A3(RecomputeMethod):
+    """Attention-aware fusion (A3, eq. 3 to 5): the suffix runs through layer 0 alone; in layer 1 each chunk token is
+    scored by the attention it gets from the suffix, summed over the suffix's tokens and the heads; the highest run
+    again from there on, after their own way through layer 0.
+
+    Layer 0 loses nothing: its keys and values depend on the token alone, so the suffix's queries in layer 1 are exact.
+    The keys that they meet there are the blocks', not recomputed ones as in eq. 3: those would cost a full layer.
+    Attention is the layer's own: where it has a sliding window, what is out of the window gets none and comes last.
+
+    ratio:       share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
+    pool_tokens: scores are averaged over so many neighbouring tokens, an odd number, so that what is chosen hangs
+                 together (the authors' program takes 5, the paper says nothing of it); 1: each by itself
+    """
+
+    ratio: float = 0.15
+    pool_tokens: int = 1
+
+    name: ClassVar[str] = "a3"
+    paper: ClassVar[str] = "A3 (arXiv 2511.17560)"
+    summary: ClassVar[str] = "runs the tokens again that the question attends to"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        if isinstance(self.pool_tokens, bool) or not isinstance(self.pool_tokens, int) or self.pool_tokens < 1:
+            raise ConfigError(f"pool_tokens is {self.pool_tokens!r}; choose an odd number of tokens, 1 for no pooling")
+        if self.pool_tokens % 2 == 0:
+            raise ConfigError(f"pool_tokens is {self.pool_tokens}, which has no middle; choose an odd number")
+
+    def candidates(self, context: Context) -> Tensor:
+        slots = context.chunk_slots()
+        return slots if self._count(context) else slots[:0]
+
+    def chooser(self, context: Context) -> Choose:
+        slots, count = context.chunk_slots(), self._count(context)
+
+        def choose(running: Running) -> Tensor | None:
+            if running.layer < SCORE_LAYER:
+                return slots[:0]
+            if running.layer > SCORE_LAYER:
+                return None
+            return slots[highest(self._scores(running, context), count)]
+
+        return choose
+
+    def _count(self, context: Context) -> int:
+        return round(self.ratio * sum(context.chunk_tokens))
+
+    def _scores(self, running: Running, context: Context) -> Tensor:
+        """float32 [chunk tokens]: attention from the suffix (eq. 3)."""
+        projected, (placed, _) = running.probe(), running.placed()
+        keys = torch.cat([placed[:, :, : context.num_tokens], projected.key], dim=2)
+        positions = torch.arange(keys.shape[2], device=keys.device)
+        scores = attention_received(projected, keys, positions)[context.prefix_tokens : context.num_tokens]
+        return scores if self.pool_tokens == 1 else _pooled(scores, self.pool_tokens)
+
+
+def _pooled(scores: Tensor, width: int) -> Tensor:
+    """Mean over `width` neighbours, at the ends over those that there are."""
+    pool = torch.nn.functional.avg_pool1d
+    return pool(scores[None, None], width, stride=1, padding=width // 2, count_include_pad=False)[0, 0]

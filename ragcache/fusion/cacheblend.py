@@ -1,0 +1,84 @@
+"""CacheBlend: the tokens whose keys and values are most wrong run again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ragcache.errors import ConfigError
+from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, highest
+
+CHECK_LAYER = 1
+WIDER = 0.25  # gradual filtering begins this much above the ratio and ends this much below it
+
+
+@dataclass(frozen=True)
+class CacheBlend(RecomputeMethod):
+    """High-KV-deviation tokens run again (CacheBlend, section 4.3).
+
+    Layer 0 runs in full: its keys and values depend on nothing but the token, so the first that a neighbour can change
+    are those of layer 1. There every chunk token is projected, and those that deviate most from their block's keys and
+    values go on; all others keep what they have.
+
+    Gradual filtering (figure 9): a little more than `ratio` of them go on from layer 1, and every layer above drops the
+    ones that deviate least in it. The paper gives no figures; here the share falls in a straight line from 1.25 to 0.75
+    of `ratio`, flatter where that would pass 1, so that `ratio` is the mean over the layers above the first.
+
+    ratio:   share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
+    gradual: filter layer by layer; each layer's projections are then computed twice
+    """
+
+    ratio: float = 0.16
+    gradual: bool = False
+
+    name: ClassVar[str] = "cacheblend"
+    paper: ClassVar[str] = "CacheBlend (arXiv 2405.16444)"
+    summary: ClassVar[str] = "runs the tokens again whose keys and values deviate most"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        if not isinstance(self.gradual, bool):
+            raise ConfigError(f"gradual is {self.gradual!r}; choose True or False")
+
+    def candidates(self, context: Context) -> Tensor:
+        slots = context.chunk_slots()
+        return slots if any(self._counts(context)[CHECK_LAYER:]) else slots[:0]
+
+    def chooser(self, context: Context) -> Choose | None:
+        counts = self._counts(context)
+
+        def choose(running: Running) -> Tensor | None:
+            if running.layer < CHECK_LAYER or counts[running.layer] == running.slots.shape[0]:
+                return None
+            return running.slots[highest(_deviation(running), counts[running.layer])]
+
+        return choose
+
+    def _counts(self, context: Context) -> list[int]:
+        """Chunk tokens that run, by layer."""
+        num_tokens, layers = sum(context.chunk_tokens), context.lm.shape.num_layers
+        above = layers - CHECK_LAYER
+        shares = [self.ratio] * above
+        if self.gradual and above > 1:
+            wider = min(WIDER * self.ratio, 1 - self.ratio)
+            shares = [self.ratio + wider * (1 - 2 * layer / (above - 1)) for layer in range(above)]
+        return [num_tokens] * CHECK_LAYER + [round(share * num_tokens) for share in shares]
+
+
+def _deviation(running: Running) -> Tensor:
+    """KV deviation (CacheBlend, section 4.1) of the running context tokens: float32 [num_slots].
+
+    Squared L2 distance of a token's new keys and values from the placed ones, over all heads. Both keys are rotated to
+    the same position, which leaves their distance as it is.
+    """
+    projected, count = running.probe(), running.slots.shape[0]
+    pairs = zip((projected.key, projected.value), running.placed(), strict=True)
+    parts = [_distances(new[0, :, :count], placed[0].index_select(1, running.slots)) for new, placed in pairs]
+    return torch.stack(parts).sum(0)
+
+
+def _distances(new: Tensor, placed: Tensor) -> Tensor:
+    return (new.float() - placed.float()).square().sum((0, 2))
