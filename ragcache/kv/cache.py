@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+Adjust = Callable[[Tensor, Tensor], Tensor]
 _ROUND = 256
 
 
@@ -116,7 +117,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         self.lengths = [0] * pool.shape.num_layers
         self._filled = [fill is None] * pool.shape.num_layers
         self._ran = [0] * pool.shape.num_layers
-        self.adjust: Callable[[Tensor, int], Tensor] | None = None
+        self.adjust: Adjust | None = None
         self.probing = False
         self._projected = [0] * pool.shape.num_layers
         self._new_positions: Tensor | None = None
