@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -128,9 +129,12 @@ def block_diagonal(prompt: rc.Prompt) -> Tensor:
     return (same | from_suffix) & torch.ones(len(owner), len(owner), dtype=torch.bool).tril()
 
 
-def masks_of(model: PreTrainedModel, allowed: Tensor) -> Any:
-    """`allowed` (bool [n, n]) as the additive mask, or the masks by layer type, that the family's forward takes."""
-    index = torch.arange(allowed.shape[0])
+def masks_of(model: PreTrainedModel, allowed: Tensor, positions: Sequence[int] | None = None) -> Any:
+    """`allowed` (bool [n, n]) as the additive mask, or the masks by layer type, that the family's forward takes.
+
+    positions: of the tokens, for sliding windows; 0, 1, ... when absent
+    """
+    index = torch.arange(allowed.shape[0]) if positions is None else torch.tensor(positions)
     window = getattr(model.config, "sliding_window", None)
     near = index[:, None] - index[None, :] < (window or len(index) + 1)
 
@@ -145,8 +149,17 @@ def masks_of(model: PreTrainedModel, allowed: Tensor) -> Any:
 
 def oracle_logits(model: PreTrainedModel, prompt: rc.Prompt, allowed: Tensor) -> Tensor:
     """One plain forward of the same ids under an explicit mask; last token's logits."""
+    return oracle_logits_of(model, prompt.ids, allowed)
+
+
+def oracle_logits_of(
+    model: PreTrainedModel, ids: Sequence[int], allowed: Tensor, positions: Sequence[int] | None = None
+) -> Tensor:
+    """The same for any ids, at any positions (0, 1, ... when absent)."""
+    at = torch.tensor([list(positions or range(len(ids)))])
+    mask = masks_of(model, allowed, positions)
     with torch.no_grad():
-        return model(input_ids=torch.tensor([prompt.ids]), attention_mask=masks_of(model, allowed)).logits[0, -1]
+        return model(input_ids=torch.tensor([ids]), position_ids=at, attention_mask=mask).logits[0, -1]
 
 
 TYPED_MASKS = {"cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen2", "qwen3", "smollm3"}

@@ -12,12 +12,16 @@ from ragcache.fusion.cacheblend import CacheBlend
 from ragcache.fusion.concat import Concat
 from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
+from ragcache.fusion.link import Link
+from ragcache.fusion.markers import Markers
 from ragcache.fusion.reposition import Reposition
 
 METHODS: dict[str, type[FusionMethod]] = {
     "full": Full,
     "reposition": Reposition,
     "concat": Concat,
+    "link": Link,
+    "markers": Markers,
     "cacheblend": CacheBlend,
     "epic": Epic,
     "a3": A3,

@@ -16,8 +16,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ragcache.errors import PromptError
+from ragcache.fusion.additions import NO_ADDITIONS, Additions
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import FusedCache
+from ragcache.kv.cache import Adjust, FusedCache
 from ragcache.kv.identity import Recipe
 from ragcache.kv.rope import Angles
 from ragcache.models.lm import LanguageModel
@@ -95,6 +97,20 @@ class FusionMethod(ABC):
     needs_training: ClassVar[bool] = False
     reuses_blocks: ClassVar[bool] = True
     recipes: ClassVar[tuple[str, ...]] = ("isolated", "prefix")
+
+    def additions(self, lm: LanguageModel) -> Additions:
+        """Tokens that the method puts between the prompt's own. Raises ConfigError where `lm` has none trained."""
+        return NO_ADDITIONS
+
+    def check(self, lm: LanguageModel, prompt: Prompt) -> None:
+        """Raises ConfigError or PromptError when the method cannot read this prompt with this model."""
+        count = len(prompt.chunk_ids)
+        limit = self.additions(lm).max_chunks if count else None
+        if limit is not None and count > limit:
+            raise PromptError(
+                f"{count} passages were given and method {self.name!r} reads {limit} at most with {lm.name}; "
+                f"ask for fewer (k={limit})"
+            )
 
     @abstractmethod
     def prefill(
@@ -174,6 +190,24 @@ def prefill_over(
     lm: LanguageModel, prompt: Prompt, placements: Sequence[Placement], times: PhaseTimes, reserve_tokens: int
 ) -> Prefilled:
     """Run the suffix over placed blocks, placing each layer just before it is needed."""
+    return run_over(lm, prompt.suffix_ids, prompt.context_tokens, placements, times, reserve_tokens)
+
+
+def run_over(
+    lm: LanguageModel,
+    ids: Sequence[int],
+    positions: Tensor | int,
+    placements: Sequence[Placement],
+    times: PhaseTimes,
+    reserve_tokens: int,
+    adjust: Adjust | None = None,
+) -> Prefilled:
+    """Run tokens over placed blocks, placing each layer just before it is needed.
+
+    positions: of the first of consecutive tokens, which stand behind all blocks; or int64 [num_tokens], ascending,
+               where some stand between the blocks and see what is at or before their own position
+    adjust:    changes attention scores; see FusedCache
+    """
     placer = Placer(lm, placements)
 
     def fill(layer: int) -> None:
@@ -181,8 +215,11 @@ def prefill_over(
         placer.place(cache, layer)
         times.place_s += time.perf_counter() - started
 
-    cache = lm.new_cache(prompt.num_tokens + reserve_tokens, fill)
+    behind = isinstance(positions, int)
+    cache = lm.new_cache(placer.positions.shape[0] + len(ids) + reserve_tokens, fill)
+    cache.adjust = adjust
     started, placed = time.perf_counter(), times.place_s
-    logits = lm.run(prompt.suffix_ids, prompt.context_tokens, cache)
+    logits = lm.run(ids, positions, cache, ordered=behind)
     times.prefill_s += time.perf_counter() - started - (times.place_s - placed)
-    return Prefilled.of(cache, logits, prompt.num_tokens)
+    next_position = positions + len(ids) if isinstance(positions, int) else int(positions[-1]) + 1
+    return Prefilled.of(cache, logits, next_position)

@@ -47,6 +47,12 @@ class Recipe:
     def sees_prefix(self) -> bool:
         return self.name == "prefix"
 
+    def __str__(self) -> str:
+        """As errors name it: "isolated", "isolated with markers 5 and 6"."""
+        more = [f"markers {self.markers[0]} and {self.markers[1]}"] if self.markers else []
+        more += ["a BOS of its own"] if self.bos else []
+        return f"{self.name!r}" + (f" with {' and '.join(more)}" if more else "")
+
     def marked(self, chunk_ids: Sequence[int]) -> list[int]:
         """The ids whose KV a chunk's block holds."""
         return list(chunk_ids) if self.markers is None else [self.markers[0], *chunk_ids, self.markers[1]]

@@ -20,6 +20,7 @@ from ragcache.models.reuse import ReuseSpec
 from ragcache.models.support import describe_config, inspect, refuse_by_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 BUNDLED = {"mini": "mini", "mini-base": "mini_base"}  # name -> directory inside the package
 
 
@@ -116,6 +117,8 @@ def _load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, devi
 
 
 def _load_tokenizer(where: str) -> Tokenizer | None:
+    if Path(where).is_dir() and not any(file for name in TOKENIZER_FILES for file in Path(where).glob(name)):
+        return None  # transformers makes up an empty one for some families
     try:
         return AutoTokenizer.from_pretrained(where)
     except (OSError, ValueError, KeyError):

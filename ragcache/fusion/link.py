@@ -1,0 +1,134 @@
+"""KVLink: trained tokens between the blocks reconnect what was read apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ragcache.errors import ConfigError
+from ragcache.fusion.additions import NO_ADDITIONS, Additions
+from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Placement, Prefilled, run_over
+from ragcache.models.lm import LanguageModel
+from ragcache.models.reuse import LLAMA3_VOCABULARY, ReuseSpec
+from ragcache.prompt import Prompt
+
+
+@dataclass(frozen=True)
+class Link(FusionMethod):
+    """K link tokens behind each chunk see everything at or before their own position (KVLink section 2.3, figure 2).
+
+    Blocks are moved to their global positions as by `reposition`, with room for the link tokens between them. Only the
+    link tokens, KV-END and the suffix run; KV-START belongs to the prefix's block. The link tokens of the chunk at slot
+    n are always the same K ids (appendix A.2).
+
+    link_ids:    one list of token ids a chunk, placed behind it, in place of the checkpoint's own link tokens and of
+                 KV-START and KV-END; lists may be empty
+    link_tokens: K, for checkpoints of the authors' code, which do not state it (Llama 3's vocabulary); 0: no added
+                 tokens at all, which is `reposition`; None: as the checkpoint was trained
+    """
+
+    link_ids: Sequence[Sequence[int]] | None = None
+    link_tokens: int | None = None
+
+    name: ClassVar[str] = "link"
+    paper: ClassVar[str] = "KVLink (arXiv 2502.16002)"
+    summary: ClassVar[str] = "moves each block to its global positions and runs trained link tokens between them"
+    needs_training: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.link_tokens is not None and (not _is_whole(self.link_tokens) or self.link_tokens < 0):
+            raise ConfigError(f"link_tokens is {self.link_tokens!r}; give the number of link tokens behind each chunk")
+        if self.link_ids is None:
+            return
+        if self.link_tokens is not None:
+            raise ConfigError("link_ids and link_tokens exclude each other: the lists say how many there are")
+        object.__setattr__(self, "link_ids", _lists_of_ids(self.link_ids))
+
+    def additions(self, lm: LanguageModel) -> Additions:
+        if self.link_ids is not None:
+            links = tuple(tuple(ids) for ids in self.link_ids)
+            return Additions(links=links, max_chunks=len(links))
+        spec = self._training(lm)
+        if spec is None:
+            return NO_ADDITIONS
+        return Additions(
+            behind_prefix=() if spec.kv_start_id is None else (spec.kv_start_id,),
+            links=tuple(tuple(spec.link_ids(slot)) for slot in range(spec.link_slots)),
+            behind_chunks=() if spec.kv_end_id is None else (spec.kv_end_id,),
+            reserved=spec.added_ids,
+            max_chunks=spec.link_slots if spec.link_tokens else None,
+        )
+
+    def _training(self, lm: LanguageModel) -> ReuseSpec | None:
+        """What the link tokens of this model are; None for K = 0. Raises ConfigError where it has none."""
+        if self.link_tokens == 0:
+            return None
+        stated = lm.reuse
+        if stated is not None and stated.method == "reposition" and self.link_tokens is None:
+            return None  # Block-Attention: trained with K = 0
+        if stated is not None and stated.method == "link":
+            if self.link_tokens not in (None, stated.link_tokens):
+                raise ConfigError(
+                    f"link_tokens is {self.link_tokens} and {lm.name} was trained with {stated.link_tokens}; leave it "
+                    "out"
+                )
+            return stated
+        if stated is None and self.link_tokens and lm.vocab_size == LLAMA3_VOCABULARY:
+            return ReuseSpec.llama3(self.link_tokens)
+        raise ConfigError(
+            f"{lm.name} has no trained link tokens; train them with `ragcache train --reuse link`, choose another "
+            "method such as 'reposition', or pass link_ids"
+        )
+
+    def check(self, lm: LanguageModel, prompt: Prompt) -> None:
+        if self.link_ids is None:
+            super().check(lm, prompt)
+            return
+        if len(self.link_ids) != len(prompt.chunk_ids):
+            raise ConfigError(
+                f"link_ids holds {len(self.link_ids)} lists and the prompt has {len(prompt.chunk_ids)} chunks; give "
+                "one list a chunk"
+            )
+        outside = [id for ids in self.link_ids for id in ids if not 0 <= id < lm.vocab_size]
+        if outside:
+            raise ConfigError(f"link_ids holds {outside[0]}; {lm.name} has ids 0 to {lm.vocab_size - 1}")
+
+    def prefill(
+        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
+    ) -> Prefilled:
+        added = self.additions(lm) if prompt.chunk_ids else NO_ADDITIONS
+        placements = [Placement(inputs.prefix, 0)] if inputs.prefix is not None else []
+        start = inputs.prefix.num_tokens if inputs.prefix is not None else 0
+        ids: list[int] = []
+        positions: list[int] = []
+        for rank, block in enumerate(inputs.chunks):
+            links = added.links[rank] if added.links else ()
+            placements.append(Placement(block, start))
+            start += block.num_tokens
+            ids += links
+            positions += range(start, start + len(links))
+            start += len(links)
+        tail = [*added.behind_chunks, *prompt.suffix_ids]
+        ids += tail
+        positions += range(start, start + len(tail))
+        scattered = positions[-1] - positions[0] >= len(positions)
+        where = torch.tensor(positions, device=lm.device) if scattered else positions[0]
+        return run_over(lm, ids, where, placements, times, reserve_tokens)
+
+
+def _lists_of_ids(given: object) -> tuple[tuple[int, ...], ...]:
+    """Raises ConfigError for what is not one list of token ids a chunk."""
+    wrong = ConfigError(f"link_ids is {given!r}; give one list of token ids a chunk, such as [[5, 6], []]")
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise wrong
+    for one in given:
+        if not isinstance(one, Sequence) or not all(_is_whole(id) for id in one):
+            raise wrong
+    return tuple(tuple(int(id) for id in one) for one in given)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

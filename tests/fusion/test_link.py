@@ -1,0 +1,250 @@
+"""`link` against one plain forward over the interleaved ids, under the mask of KVLink's figure 2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import FAMILIES, SMALL, VOCAB, oracle_logits_of, oracle_model, random_prompt, save_tiny, tiny_config
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import ragcache as rc
+from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
+from ragcache.models.reuse import ReuseSpec
+
+LINKS = [[101, 102], [], [7, 7, 9], [101]]
+TRAINED = ReuseSpec("link", link_tokens=2, link_slots=4, first_link_id=150, kv_start_id=160, kv_end_id=161)
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request, tmp_path_factory):
+    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
+    return rc.load_lm(directory), oracle_model(directory)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return rc.load_lm(save_tiny("llama", str(tmp_path_factory.mktemp("plain"))))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "phi3", "mixtral"])
+def trained(request, tmp_path_factory):
+    """A checkpoint whose configuration states its link tokens."""
+    directory = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    config = tiny_config(request.param)
+    config.ragcache = TRAINED.section()
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return rc.load_lm(directory), oracle_model(str(directory))
+
+
+def assert_same(ours, theirs):
+    scale = theirs.abs().max()
+    torch.testing.assert_close(ours / scale, theirs / scale, atol=2e-5, rtol=0)
+
+
+def figure_2(parts):
+    """parts: (kind, ids) in order; a "chunk" sees itself alone, anything else all that comes before it. Returns the ids
+    and bool [n, n], built token by token."""
+    ids, kinds = [], []
+    for number, (kind, tokens) in enumerate(parts):
+        ids += tokens
+        kinds += [(kind, number)] * len(tokens)
+    n = len(ids)
+    allowed = torch.zeros(n, n, dtype=torch.bool)
+    for row in range(n):
+        for column in range(row + 1):
+            allowed[row, column] = kinds[row][0] != "chunk" or kinds[row] == kinds[column]
+    return ids, allowed
+
+
+def linked(prompt, links, before=(), behind=()):
+    parts = [("prefix", [*prompt.prefix_ids, *before])]
+    for chunk, link in zip(prompt.chunk_ids, links, strict=True):
+        parts += [("chunk", list(chunk)), ("link", list(link))]
+    return figure_2([*parts, ("suffix", [*behind, *prompt.suffix_ids])])
+
+
+def oracle_of(model, prompt, links, **more):
+    ids, allowed = linked(prompt, links, **more)
+    return oracle_logits_of(model, ids, allowed)
+
+
+def test_the_oracles_mask_is_the_figure():
+    """Figure 2, left: documents of two tokens, one link token each, one token of the user's."""
+    _, allowed = figure_2(
+        [("chunk", [1, 2]), ("link", [3]), ("chunk", [4, 5]), ("link", [6]), ("chunk", [7]), ("link", [8]), ("s", [9])]
+    )
+    rows = ["".join("x" if seen else "." for seen in row) for row in allowed.tolist()]
+    assert rows == [
+        "x........",
+        "xx.......",
+        "xxx......",
+        "...x.....",
+        "...xx....",
+        "xxxxxx...",
+        "......x..",
+        "xxxxxxxx.",
+        "xxxxxxxxx",
+    ]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_link_is_one_forward_under_the_papers_mask(family, seed):
+    lm, model = family
+    prompt = random_prompt(seed, prefix=seed * 4)
+    fused = rc.fuse(lm, prompt, method="link", link_ids=LINKS, blocks=rc.encode(lm, prompt))
+    assert_same(fused.next_logits, oracle_of(model, prompt, LINKS))
+    added = sum(map(len, LINKS))
+    assert set(fused.computed_tokens) == {added + len(prompt.suffix_ids)}
+    assert set(fused.kept_tokens) == {prompt.num_tokens + added} == {fused.next_position, fused.prompt_tokens}
+
+
+def test_without_link_tokens_it_is_reposition(family):
+    lm, _ = family
+    prompt = random_prompt(3)
+    moved = rc.fuse(lm, prompt, method="reposition").next_logits
+    for options in ({"link_ids": [[]] * 4}, {"link_tokens": 0}):
+        assert torch.equal(rc.fuse(lm, prompt, method="link", **options).next_logits, moved)
+
+
+def test_one_chunk_behind_the_prefix_is_full_prefill(family):
+    lm, model = family
+    prompt = random_prompt(7, prefix=6, chunks=(17,))
+    ids = [*prompt.prefix_ids, *prompt.chunk_ids[0], 50, 51, *prompt.suffix_ids]
+    expected = oracle_logits_of(model, ids, torch.ones(len(ids), len(ids), dtype=torch.bool).tril())
+    assert_same(rc.fuse(lm, prompt, method="link", link_ids=[[50, 51]], recipe="prefix").next_logits, expected)
+
+
+def test_a_trained_checkpoint_needs_no_options(trained):
+    lm, model = trained
+    assert lm.default_method == "link"
+    for seed, chunks in enumerate([(7, 13, 4, 9), (5, 3)]):
+        prompt = random_prompt(seed, chunks=chunks)
+        links = [[150 + 2 * slot, 151 + 2 * slot] for slot in range(len(chunks))]
+        expected = oracle_of(model, prompt, links, before=[160], behind=[161])
+        for options in ({}, {"link_tokens": 2}):
+            fused = rc.fuse(lm, prompt, method="link", **options)
+            assert_same(fused.next_logits, expected)
+        assert set(fused.computed_tokens) == {2 * len(chunks) + 1 + len(prompt.suffix_ids)}
+        assert fused.prompt_tokens == prompt.num_tokens + 2 * len(chunks) + 2 == fused.next_position
+        assert fused.reserved_ids == set(range(150, 158)) | {160, 161}
+
+
+def test_kv_start_belongs_to_the_prefix(trained):
+    """A chunk encoded behind the prefix sees it too, so one such chunk is full prefill."""
+    lm, model = trained
+    one = random_prompt(9, chunks=(11,))
+    ids = [*one.prefix_ids, 160, *one.chunk_ids[0], 150, 151, 161, *one.suffix_ids]
+    causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    expected = oracle_logits_of(model, ids, causal)
+    assert_same(rc.fuse(lm, one, method="link", recipe="prefix").next_logits, expected)
+
+
+def test_given_link_ids_replace_all_that_the_checkpoint_adds(trained):
+    lm, model = trained
+    prompt = random_prompt(4)
+    assert_same(rc.fuse(lm, prompt, method="link", link_ids=LINKS).next_logits, oracle_of(model, prompt, LINKS))
+    moved = rc.fuse(lm, prompt, method="reposition").next_logits
+    assert torch.equal(rc.fuse(lm, prompt, method="link", link_tokens=0).next_logits, moved)
+
+
+def test_a_callers_prefix_block_holds_kv_start(trained):
+    lm, _ = trained
+    prompt = random_prompt(5)
+    block = lm.encode([[*prompt.prefix_ids, 160]])[0]
+    fused = rc.fuse(lm, prompt, method="link", blocks=rc.encode(lm, prompt), prefix_block=block)
+    assert fused.encoded_tokens == 0
+    assert fused.cached_tokens == prompt.context_tokens + 1
+    assert torch.equal(fused.next_logits, rc.fuse(lm, prompt, method="link").next_logits)
+    with pytest.raises(StaleBlockError, match="prefix"):
+        rc.fuse(lm, prompt, method="link", prefix_block=lm.encode([prompt.prefix_ids])[0])
+
+
+def test_a_prompt_without_chunks_gets_nothing_added(trained):
+    lm, _ = trained
+    prompt = random_prompt(6, chunks=())
+    expected = rc.fuse(lm, prompt, method="full").next_logits
+    torch.testing.assert_close(rc.fuse(lm, prompt, method="link").next_logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_decoding_goes_on_behind_the_link_tokens(trained):
+    lm, model = trained
+    prompt = random_prompt(2)
+    fused = rc.fuse(lm, prompt, method="link")
+    ids, allowed = linked(prompt, [TRAINED.link_ids(slot) for slot in range(4)], before=[160], behind=[161])
+    logits, position = fused.next_logits, fused.next_position
+    for token in (11, 12, 13):
+        logits = lm.run([token], position, fused.cache)
+        position += 1
+        ids = [*ids, token]
+        grown = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        grown[:-1, :-1] = allowed
+        allowed = grown
+        assert_same(logits, oracle_logits_of(model, ids, allowed))
+
+
+def test_checkpoints_of_the_authors_code(tmp_path):
+    """Llama 3's vocabulary and no section: K says everything else."""
+    torch.manual_seed(0)
+    sizes = {**SMALL, "vocab_size": 128256, "hidden_size": 16, "intermediate_size": 24, "tie_word_embeddings": True}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    lm, model = rc.load_lm(tmp_path), oracle_model(str(tmp_path))
+    assert lm.reuse is None
+    prompt = random_prompt(1, chunks=(5, 6, 7))
+    for k in (1, 5):
+        links = [[128011 + k * n + j for j in range(k)] for n in range(3)]
+        expected = oracle_of(model, prompt, links, before=[128254], behind=[128255])
+        fused = rc.fuse(lm, prompt, method="link", link_tokens=k)
+        assert_same(fused.next_logits, expected)
+        assert {128011, 128254, 128255} <= fused.reserved_ids
+    with pytest.raises(ConfigError, match="no trained link tokens"):
+        rc.fuse(lm, prompt, method="link")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, "no trained link tokens.*ragcache train"),
+        ({"link_tokens": 5}, "no trained link tokens"),
+        ({"link_tokens": -1}, "link_tokens is -1"),
+        ({"link_tokens": "5"}, "link_tokens is '5'"),
+        ({"link_ids": [[1], [2]]}, "2 lists.*4 chunks"),
+        ({"link_ids": [[1], [2], [3], [VOCAB]]}, f"{VOCAB}.*0 to {VOCAB - 1}"),
+        ({"link_ids": [[1], [2], [3], [-1]]}, "-1"),
+        ({"link_ids": [1, 2, 3, 4]}, "one list of token ids a chunk"),
+        ({"link_ids": "abcd"}, "one list of token ids a chunk"),
+        ({"link_ids": [[0.5]] * 4}, "one list of token ids a chunk"),
+        ({"link_ids": [[]] * 4, "link_tokens": 1}, "exclude each other"),
+    ],
+)
+def test_what_cannot_be_is_named(llama, options, named):
+    with pytest.raises(ConfigError, match=named):
+        rc.fuse(llama, random_prompt(0), method="link", **options)
+
+
+def test_a_checkpoint_is_held_to_its_training(trained):
+    lm, _ = trained
+    with pytest.raises(ConfigError, match=r"link_tokens is 5.*trained with 2"):
+        rc.fuse(lm, random_prompt(0), method="link", link_tokens=5)
+    with pytest.raises(PromptError, match=r"5 passages.*4 at most"):
+        rc.fuse(lm, random_prompt(0, chunks=(3, 3, 3, 3, 3)), method="link")
+    with pytest.raises(ConfigError, match="no trained markers"):
+        rc.fuse(lm, random_prompt(0), method="markers")
+
+
+def test_link_tokens_count_towards_the_longest_prompt(llama):
+    prompt = random_prompt(0, prefix=0, chunks=(500,), suffix=6)
+    rc.fuse(llama, prompt, method="link", link_ids=[[5] * 6])
+    with pytest.raises(ContextTooLongError, match="513"):
+        rc.fuse(llama, prompt, method="link", link_ids=[[5] * 7])
+
+
+def test_block_attention_is_link_without_link_tokens(tmp_path):
+    config = tiny_config("llama")
+    config.ragcache = ReuseSpec("reposition").section()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    lm, prompt = rc.load_lm(tmp_path), random_prompt(0)
+    assert lm.default_method == "reposition"
+    moved = rc.fuse(lm, prompt, method="reposition").next_logits
+    assert torch.equal(rc.fuse(lm, prompt, method="link").next_logits, moved)
