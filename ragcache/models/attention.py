@@ -14,7 +14,8 @@ The current pass travels in a ContextVar: one model serves several threads at on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -107,7 +108,31 @@ class FusedPass:
         return self.positions if self.rows is None else self.positions[self.rows]
 
 
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """One layer's attention in a fused pass, as it happens.
+
+    query:   [1, num_heads, num_rows, head_dim], rotated
+    weights: of the last so many rows over all that the layer holds: float32 [num_kv_heads, groups, rows, length]
+    """
+
+    layer: int
+    query: Tensor
+    weights: Callable[[int], Tensor]
+
+
 CURRENT: ContextVar[EncodePass | FusedPass | None] = ContextVar("ragcache_pass", default=None)
+OBSERVER: ContextVar[Callable[[Attended], None] | None] = ContextVar("ragcache_observer", default=None)
+
+
+@contextmanager
+def observing(observer: Callable[[Attended], None]) -> Iterator[None]:
+    """Within, `observer` is called in every layer of every fused pass."""
+    token = OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        OBSERVER.reset(token)
 
 
 def register() -> None:
@@ -196,11 +221,19 @@ def _attend_fused(
     sinks: Tensor | None,
 ) -> Tensor:
     change = current.cache.adjust
-    adjust = None if change is None else lambda scores: change(scores, layer)
+    adjust = None if change is None else lambda scores: change(scores, current.cache.layer_state(layer)[2])
     positions = current.running
     num_tokens, length = positions.shape[0], key.shape[2]
     if window is not None and int(positions.max()) < window:
         window = None
+    observer = OBSERVER.get()
+    if observer is not None:
+
+        def weights(rows: int) -> Tensor:
+            mask = additive(_mask(current, layer, positions, num_tokens - rows, num_tokens, window), torch.float32)
+            return _weights(query[:, :, -rows:], key, mask, False, scaling, softcap, sinks, adjust)[0]
+
+        observer(Attended(layer, query, weights))
     if current.ordered and window is None:
         causal = num_tokens == length and num_tokens > 1
         plain = softcap is None and sinks is None and adjust is None
@@ -234,17 +267,24 @@ def _spans(
         return made[1]
     spans = []
     for start in range(0, positions.shape[0], SPAN_ROWS):
-        rows = positions[start : start + SPAN_ROWS]
-        mask = visible(rows, key_positions, window)
-        if current.ordered:
-            # Placed keys may carry other positions than their slots (raw reuse): all of them are visible.
-            first = length - positions.shape[0] + start
-            mask[:, first:] &= torch.ones_like(mask[:, first:]).tril_()
+        end = min(start + SPAN_ROWS, positions.shape[0])
+        mask = _mask(current, layer, positions, start, end, window)
         num_keys = length if current.cache.adjust else int(mask.any(0).nonzero()[-1]) + 1
         mask = mask[:, :num_keys]
-        spans.append(Span(start, start + len(rows), num_keys, None if bool(mask.all()) else additive(mask, dtype)))
+        spans.append(Span(start, end, num_keys, None if bool(mask.all()) else additive(mask, dtype)))
     current.masks[window, length] = (key_positions, spans)
     return spans
+
+
+def _mask(current: FusedPass, layer: int, positions: Tensor, start: int, end: int, window: int | None) -> Tensor:
+    """bool [end - start, length]: what the running rows from `start` to `end` see of all that the layer holds."""
+    _, _, key_positions = current.cache.layer_state(layer)
+    mask = visible(positions[start:end], key_positions, window)
+    if current.ordered:
+        # Placed keys may carry other positions than their slots (raw reuse): all of them are visible.
+        first = key_positions.shape[0] - positions.shape[0] + start
+        mask[:, first:] &= torch.ones_like(mask[:, first:]).tril_()
+    return mask
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
