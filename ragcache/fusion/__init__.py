@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.a3 import A3
+from ragcache.fusion.ape import Ape
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.cacheblend import CacheBlend
 from ragcache.fusion.concat import Concat
@@ -25,6 +26,7 @@ METHODS: dict[str, type[FusionMethod]] = {
     "cacheblend": CacheBlend,
     "epic": Epic,
     "a3": A3,
+    "ape": Ape,
 }
 
 
@@ -47,7 +49,7 @@ def methods() -> list[MethodInfo]:
     ]
 
 
-def get_method(method: str | FusionMethod, **options: Any) -> FusionMethod:
+def get_method(method: str | FusionMethod, /, **options: Any) -> FusionMethod:
     """A method by name, with its options. Raises ConfigError naming the known methods, or the method's options."""
     if isinstance(method, FusionMethod):
         if options:

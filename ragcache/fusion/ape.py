@@ -1,0 +1,74 @@
+"""APE: chunks side by side behind one prefix, with their attention sharpened and weighed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ragcache.errors import ConfigError
+from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled, run_over
+from ragcache.fusion.parallel import parallel
+from ragcache.kv.cache import Adjust
+from ragcache.models.lm import LanguageModel
+from ragcache.prompt import Prompt
+
+UNSEEN = -1e30  # scores below are masked: no key that is seen scores as low
+
+
+@dataclass(frozen=True)
+class Ape(FusionMethod):
+    """Adaptive Parallel Encoding (section 4; the formula is that of the authors' code).
+
+    Every chunk is encoded behind the shared prefix, which is the only attention sink, and keeps those positions; the
+    suffix stands behind the longest chunk. With s the scores of suffix or answer token over the chunks' keys and o
+    those over all other keys (prefix, suffix, answer), attention within the chunks is softmax(s / T), and the chunks
+    together weigh exp(S T LSE(s / T)) against the others' sum of exp(o). In one softmax that is
+
+        softmax([o ; s / T + (S T - 1) LSE(s / T)])
+
+    T < 1 sharpens attention among the chunks' keys, of which many compete; S < 1 takes back the weight that many
+    contexts gain together. The paper tunes both by task in (0, 1]; the defaults are the authors' demonstration's.
+    A lone chunk is no parallel encoding and is left as it is: behind its prefix it is already exact.
+
+    temperature: T; 1 and scale 1 give plain attention over overlapping positions
+    scale:       S
+    """
+
+    temperature: float = 0.9
+    scale: float = 0.9
+
+    name: ClassVar[str] = "ape"
+    paper: ClassVar[str] = "APE (arXiv 2502.05431)"
+    summary: ClassVar[str] = "reads chunks side by side behind one prefix, their attention sharpened and weighed"
+    recipes: ClassVar[tuple[str, ...]] = ("prefix",)
+
+    def __post_init__(self) -> None:
+        for name, value in (("temperature", self.temperature), ("scale", self.scale)):
+            if not (isfinite(value) and value > 0):
+                raise ConfigError(f"{name} is {value}; choose a number above 0, 1 for plain attention")
+
+    def prefill(
+        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
+    ) -> Prefilled:
+        placements, chunks_from, suffix_from = parallel(prompt, inputs)
+        plain = len(inputs.chunks) < 2 or self.temperature == self.scale == 1
+        adjust = None if plain else self._adjustment(chunks_from, suffix_from)
+        return run_over(lm, prompt.suffix_ids, suffix_from, placements, times, reserve_tokens, adjust)
+
+    def _adjustment(self, chunks_from: int, suffix_from: int) -> Adjust:
+        temperature, weight = self.temperature, self.scale * self.temperature
+
+        def adjust(scores: Tensor, positions: Tensor) -> Tensor:
+            """scores: [batch, num_kv_heads, groups, num_tokens, length]; positions: [(num_kv_heads,) length]"""
+            of_chunks = ((positions >= chunks_from) & (positions < suffix_from)).unsqueeze(-2).unsqueeze(-2)
+            cooled = scores / temperature
+            total = cooled.masked_fill(~of_chunks, -torch.inf).logsumexp(-1, keepdim=True)
+            # A sliding layer may see no chunk at all: nothing to weigh then.
+            shift = torch.where(total > UNSEEN, (weight - 1) * total, 0.0)
+            return torch.where(of_chunks, cooled + shift, scores)
+
+        return adjust

@@ -1,0 +1,115 @@
+"""APE, against attention in two parts that are merged by their weights (laws 2 and 5)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from families import block_diagonal, random_prompt, save_tiny
+from formula_oracle import Plan, formula_model, planned_logits, softmax
+
+import ragcache as rc
+from ragcache.errors import ConfigError
+
+NAMES = ["llama", "qwen3", "phi3", "mixtral", "mistral-window", "gemma2", "gemma3", "glm4", "smollm3", "gpt_oss"]
+ANSWER = [5, 77, 31]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def family(request, tmp_path_factory):
+    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
+    return rc.load_lm(directory), formula_model(directory)
+
+
+def assert_same(ours, theirs):
+    scale = theirs.abs().max()
+    torch.testing.assert_close(ours / scale, theirs / scale, atol=3e-5, rtol=0)
+
+
+def layout(prompt, answer=()):
+    """Positions of parallel encoding, what sees what, and which keys are chunks', with answer tokens at the end."""
+    start, longest = len(prompt.prefix_ids), max(len(chunk) for chunk in prompt.chunk_ids)
+    positions = [*range(start)]
+    for chunk in prompt.chunk_ids:
+        positions += range(start, start + len(chunk))
+    behind = len(prompt.suffix_ids) + len(answer)
+    positions += range(start + longest, start + longest + behind)
+    n = len(positions)
+    allowed = torch.ones(n, n, dtype=torch.bool).tril()
+    allowed[: prompt.num_tokens, : prompt.num_tokens] = block_diagonal(prompt)
+    allowed[:, :start] = torch.ones(n, n, dtype=torch.bool).tril()[:, :start]
+    index = torch.arange(n)
+    of_chunks = (index >= start) & (index < prompt.context_tokens)
+    return torch.tensor(positions), allowed, of_chunks
+
+
+def merged(scores, visible, sinks, *, of_chunks, context_tokens, temperature, scale):
+    """Attention over the chunks and over all else apart, joined with weights S T LSE and LSE."""
+    weights = softmax(scores, visible, sinks)
+    scores = scores.masked_fill(~visible, -torch.inf)[:, :, context_tokens:]
+    inside, outside = scores[..., of_chunks] / temperature, scores[..., ~of_chunks]
+    if sinks is not None:
+        outside = torch.cat([outside, sinks.view(1, -1, 1, 1).expand(*outside.shape[:-1], 1)], -1)
+    parts = torch.stack([scale * temperature * inside.logsumexp(-1), outside.logsumexp(-1)], -1).softmax(-1)
+    rows = torch.empty_like(scores)
+    rows[..., of_chunks] = (parts[..., :1] * inside.softmax(-1)).nan_to_num()
+    rows[..., ~of_chunks] = (parts[..., 1:] * outside.softmax(-1))[..., : int((~of_chunks).sum())]
+    weights[:, :, context_tokens:] = rows
+    return weights
+
+
+def step_by_step(lm, fused, answer):
+    """Logits at the suffix's last token and at each answer token, decoded one by one."""
+    out = [fused.next_logits]
+    for step, token in enumerate(answer):
+        out.append(lm.run([token], fused.next_position + step, fused.cache))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.9, 0.9), (0.3, 0.6), (1.0, 0.5), (0.7, 1.4)])
+def test_ape_is_attention_in_two_parts_also_while_decoding(family, temperature, scale):
+    lm, oracle = family
+    prompt = random_prompt(11, prefix=4)
+    positions, allowed, of_chunks = layout(prompt, ANSWER)
+    weigh = partial(
+        merged,
+        of_chunks=of_chunks,
+        context_tokens=prompt.context_tokens,
+        temperature=temperature,
+        scale=scale,
+    )
+    expected = planned_logits(oracle, [*prompt.ids, *ANSWER], Plan(allowed, positions, weigh))
+    fused = rc.fuse(lm, prompt, method="ape", temperature=temperature, scale=scale)
+    assert_same(step_by_step(lm, fused, ANSWER), expected[prompt.num_tokens - 1 :])
+    assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
+
+
+def test_neutral_ape_is_one_forward_with_overlapping_positions(family):
+    lm, oracle = family
+    prompt = random_prompt(12)
+    positions, allowed, _ = layout(prompt)
+    expected = planned_logits(oracle, prompt.ids, Plan(allowed, positions))[-1]
+    assert_same(rc.fuse(lm, prompt, method="ape", temperature=1, scale=1).next_logits, expected)
+    sharpened = rc.fuse(lm, prompt, method="ape", temperature=0.5, scale=0.5).next_logits
+    assert (sharpened - expected).abs().max() > 0.01 * expected.abs().max(), "temperature and scale have no effect"
+
+
+def test_ape_leaves_one_chunk_as_full_prefill(family):
+    lm, oracle = family
+    prompt = random_prompt(13, chunks=(23,))
+    n = prompt.num_tokens
+    plan = Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n))
+    expected = planned_logits(oracle, prompt.ids, plan)[-1]
+    assert_same(rc.fuse(lm, prompt, method="ape", temperature=0.4, scale=0.4).next_logits, expected)
+
+
+def test_ape_names_bad_options_and_blocks(tmp_path):
+    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
+    prompt = random_prompt(14)
+    with pytest.raises(ConfigError, match="temperature"):
+        rc.fuse(lm, prompt, method="ape", temperature=0)
+    with pytest.raises(ConfigError, match="scale"):
+        rc.fuse(lm, prompt, method="ape", scale=float("nan"))
+    with pytest.raises(ConfigError, match="prefix"):
+        rc.fuse(lm, prompt, method="ape", blocks=rc.encode(lm, prompt))
