@@ -10,6 +10,8 @@ from ragcache.cli.asking import ask, chat
 from ragcache.cli.care import doctor, info, methods
 from ragcache.cli.demo import demo
 from ragcache.cli.documents import delete, ingest, list_documents
+from ragcache.cli.evaluate import evaluate
+from ragcache.cli.train import train
 
 COMMANDS = {
     "ingest": ingest,
@@ -20,6 +22,8 @@ COMMANDS = {
     "info": info,
     "doctor": doctor,
     "methods": methods,
+    "eval": evaluate,
+    "train": train,
     "demo": demo,
 }
 

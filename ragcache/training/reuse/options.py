@@ -1,0 +1,120 @@
+"""What a training run depends on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ragcache.errors import ConfigError
+from ragcache.training.reuse.batches import BatchOptions
+from ragcache.training.reuse.encoding import EncodingOptions
+
+SCHEDULES = ("linear", "cosine", "constant")
+LEARNING_RATES = {False: 1e-5, True: 2e-4}  # full fine-tuning, LoRA
+DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """
+    model:           bundled name, directory or hub id of the model to start from
+    data:            files of JSON lines (ragcache.training.reuse.data)
+    out:             directory of the trained model, its checkpoints and its log
+    reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG) or "none" (ordinary
+                     fine-tuning in standard encoding)
+    link_tokens:     K, after each passage; link_slots: passages that have link tokens of their own
+    positions:       of markers: "reordered" or "composite"
+    separate_share:  of "qa" rows, those whose passages are encoded separately; the others in standard encoding
+    mixture:         share of each kind of row; None: as the data has them
+    shuffle_passages: put the passages of "qa" rows in another order each epoch
+    system, question_format, segment_tokens: see EncodingOptions; max_tokens: longest sequence, link tokens not counted;
+                     None: 4,096 or what the model takes
+    steps:           of the optimizer; None: `epochs` of the data
+    batch_tokens, batch_size: padded tokens and rows of a batch; accumulate: batches of one step
+    learning_rate:   None: 1e-5, or 2e-4 with LoRA
+    warmup:          share of the steps over which the learning rate rises; schedule: how it falls after that
+    lora_rank:       0: train all weights; else the rank of LoRA's matrices, which are merged at the end
+    resume:          go on from the last checkpoint in `out`
+    device:          "cpu" or "cuda"; None: cuda where there is one
+    dtype:           of the weights while training; save_dtype: of the saved ones; None: as the model was saved
+    bf16:            run the passes in bfloat16 (mixed precision); None: on a GPU
+    """
+
+    model: str | Path
+    data: tuple[str | Path, ...]
+    out: str | Path
+    reuse: str = "link"
+    link_tokens: int = 5
+    link_slots: int = 16
+    positions: str = "reordered"
+    separate_share: float = 0.5
+    mixture: Mapping[str, float] | None = None
+    shuffle_passages: bool = True
+    system: str | None = None
+    question_format: str | None = None
+    segment_tokens: int = 100
+    max_tokens: int | None = None
+    steps: int | None = None
+    epochs: float = 1.0
+    batch_tokens: int = 8192
+    batch_size: int | None = None
+    accumulate: int = 1
+    learning_rate: float | None = None
+    weight_decay: float = 0.0
+    warmup: float = 0.03
+    schedule: str = "linear"
+    max_grad_norm: float = 1.0
+    lora_rank: int = 0
+    lora_alpha: int | None = None
+    checkpointing: bool = False
+    seed: int = 0
+    save_every: int = 500
+    keep_checkpoints: int = 2
+    log_every: int = 10
+    resume: bool = False
+    device: str | None = None
+    dtype: str = "float32"
+    save_dtype: str | None = None
+    bf16: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the option that is out of range."""
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"steps is {self.steps}; it must be at least 1")
+        if self.epochs <= 0:
+            raise ConfigError(f"epochs is {self.epochs}; it must be more than 0")
+        if self.lora_rank < 0:
+            raise ConfigError(f"lora_rank is {self.lora_rank}; it must be at least 0 (0: train all weights)")
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
+        if not 0 <= self.warmup <= 1:
+            raise ConfigError(f"warmup is {self.warmup}; it is a share of the steps and must lie in 0..1")
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise ConfigError(f"learning_rate is {self.learning_rate}; it must be more than 0")
+        for name in ("accumulate", "save_every", "keep_checkpoints", "log_every", "segment_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_tokens is not None and self.max_tokens < 2:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 2")
+
+    def batches(self) -> BatchOptions:
+        return BatchOptions(self.batch_tokens, self.batch_size, self.separate_share, self.mixture)
+
+    def encoding(self, max_positions: int) -> EncodingOptions:
+        """max_positions: tokens that the model takes."""
+        wanted = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.max_tokens is not None and wanted > max_positions:
+            raise ConfigError(f"max_tokens is {wanted} and the model takes {max_positions}; lower max_tokens")
+        return EncodingOptions(self.system, self.question_format, self.segment_tokens, min(wanted, max_positions))
+
+    @property
+    def rate(self) -> float:
+        return LEARNING_RATES[self.lora_rank > 0] if self.learning_rate is None else self.learning_rate
+
+    def to_json(self) -> dict[str, Any]:
+        """As written beside the checkpoints."""
+        values = asdict(self) | {"model": str(self.model), "out": str(self.out), "data": [str(p) for p in self.data]}
+        return json.loads(json.dumps(values))  # type: ignore[no-any-return]

@@ -1,0 +1,149 @@
+"""Ids for link tokens and markers: reserved ones of the tokenizer where there are enough, else new ones.
+
+A Llama 3 vocabulary gets the ids of KVLink's own code (128011 + K * slot + place, 128254, 128255), so that its
+checkpoints and ours are laid out alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
+
+from ragcache.errors import ConfigError
+from ragcache.models.reuse import LLAMA3_VOCABULARY, SECTION, ReuseSpec
+
+REUSES = ("link", "markers", "none")
+RESERVED = re.compile(
+    r"<\|?(reserved_special_token|reserved_token|reserved|unused|SPECIAL|extra|extra_id|dummy|placeholder)_?\d+\|?>"
+    r"|\[unused\d+\]|\[control_\d+\]"
+)
+NOISE = 1.0
+"""Of a new row about the mean of all, in their standard deviations: new tokens look like words, each another one."""
+
+
+def choose_spec(
+    tokenizer: PreTrainedTokenizerBase, reuse: str, link_tokens: int, link_slots: int, positions: str
+) -> ReuseSpec | None:
+    """Ids for a way of reuse; adds tokens to the tokenizer where it has too few reserved ones.
+
+    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids of its own), "markers" or "none" (None then)
+
+    Raises ConfigError for an unknown name, or numbers out of range.
+    """
+    if reuse not in REUSES:
+        raise ConfigError(f"reuse is {reuse!r}; it must be one of {', '.join(REUSES)}")
+    if reuse == "none":
+        return None
+    if reuse == "markers":
+        start, end = _ids(tokenizer, ["<|doc_start|>", "<|doc_end|>"])
+        return ReuseSpec("markers", doc_start_id=start, doc_end_id=end, positions=positions)
+    if link_tokens == 0:
+        return ReuseSpec("reposition")
+    if link_tokens < 0 or link_slots < 1:
+        raise ConfigError(
+            f"link_tokens is {link_tokens} and link_slots {link_slots}; they must be at least 0 and at least 1"
+        )
+    if _is_llama3(tokenizer):
+        return _llama3_spec(link_tokens, link_slots)
+    names = [f"<|link_{slot + 1}_{place + 1}|>" for slot in range(link_slots) for place in range(link_tokens)]
+    *links, start, end = _ids(tokenizer, [*names, "<|kv_start|>", "<|kv_end|>"])
+    return ReuseSpec("link", "isolated", link_tokens, link_slots, links[0], start, end)
+
+
+def _is_llama3(tokenizer: PreTrainedTokenizerBase) -> bool:
+    if len(tokenizer) != LLAMA3_VOCABULARY:
+        return False
+    spec = ReuseSpec.llama3(1)
+    tokens = tokenizer.convert_ids_to_tokens(sorted(spec.added_ids))
+    return all(RESERVED.fullmatch(token) for token in tokens)
+
+
+def _llama3_spec(link_tokens: int, link_slots: int) -> ReuseSpec:
+    spec = ReuseSpec.llama3(link_tokens)
+    if link_slots > spec.link_slots:
+        raise ConfigError(
+            f"a Llama 3 vocabulary has link tokens for {spec.link_slots} passages at {link_tokens} each; "
+            f"train with at most {spec.link_slots} link slots"
+        )
+    return spec
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[int]:
+    """As many ids in a row as there are names."""
+    known = tokenizer.get_vocab()
+    taken = [known[name] for name in names if name in known]
+    if len(taken) == len(names) and _in_a_row(taken):
+        return taken  # trained before
+    reserved = _longest_run(_reserved_ids(tokenizer))
+    if len(reserved) >= len(names):
+        return reserved[: len(names)]
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
+    ids: list[int] = tokenizer.convert_tokens_to_ids(names)
+    if not _in_a_row(ids):
+        raise ConfigError("the tokenizer does not number new tokens in a row; its vocabulary holds some of their names")
+    return ids
+
+
+def _reserved_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    added = tokenizer.added_tokens_decoder
+    return sorted(i for i, token in added.items() if RESERVED.fullmatch(str(token)) and i not in used)
+
+
+def _longest_run(ids: Iterable[int]) -> list[int]:
+    best: list[int] = []
+    run: list[int] = []
+    for i in ids:
+        run = [*run, i] if run and i == run[-1] + 1 else [i]
+        best = run if len(run) > len(best) else best
+    return best
+
+
+def _in_a_row(ids: list[int]) -> bool:
+    return ids == list(range(ids[0], ids[0] + len(ids)))
+
+
+def prepare_model(model: PreTrainedModel, spec: ReuseSpec | None, seed: int) -> None:
+    """Make room for the ids, give their rows a start, and write the section into the configuration.
+
+    Tied heads stay tied. A checkpoint that was trained the same way before keeps its rows.
+    """
+    before: Any = getattr(model.config, SECTION, None)
+    if spec is None:
+        if before is not None:
+            delattr(model.config, SECTION)
+        return
+    added = sorted(spec.added_ids)
+    old_size = model.get_input_embeddings().weight.shape[0]
+    if added and added[-1] >= old_size:
+        model.resize_token_embeddings(added[-1] + 1, pad_to_multiple_of=_multiple(old_size), mean_resizing=False)
+    new_size = model.get_input_embeddings().weight.shape[0]
+    fresh = sorted({*range(old_size, new_size), *(() if before == spec.section() else added)})
+    if fresh:
+        _start_rows(model, fresh, seed)
+    setattr(model.config, SECTION, spec.section())
+
+
+def _multiple(size: int) -> int | None:
+    """Vocabularies are padded to powers of two for the sake of matrix products: stay so."""
+    return next((power for power in (128, 64, 32, 16, 8) if size % power == 0), None)
+
+
+@torch.no_grad()
+def _start_rows(model: PreTrainedModel, ids: list[int], seed: int) -> None:
+    """Embeddings drawn about the mean of all others. Rows of a head of its own stand at their mean: nothing likely."""
+    embeddings: Tensor = model.get_input_embeddings().weight
+    others = torch.ones(embeddings.shape[0], dtype=torch.bool, device=embeddings.device)
+    others[ids] = False
+    generator = torch.Generator().manual_seed(seed)
+    rows = embeddings[others].float()
+    noise = torch.randn(len(ids), rows.shape[1], generator=generator).to(rows.device)
+    embeddings[ids] = (rows.mean(0) + NOISE * rows.std(0) * noise).to(embeddings.dtype)
+    head: Tensor = model.get_output_embeddings().weight
+    if head.data_ptr() != embeddings.data_ptr():
+        head[ids] = head[others].float().mean(0).to(head.dtype)

@@ -1,0 +1,279 @@
+"""Train a model for reuse: data, ids and masks handed to transformers' Trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from ragcache.errors import ConfigError
+from ragcache.models.loading import DTYPES, load_lm, resolve
+from ragcache.models.reuse import ReuseSpec
+from ragcache.training.reuse.attention import NAME, register
+from ragcache.training.reuse.batches import BatchPlan
+from ragcache.training.reuse.collate import DrawnRows, collate
+from ragcache.training.reuse.data import BadLine, Row, read_rows
+from ragcache.training.reuse.encoding import RowEncoder
+from ragcache.training.reuse.layout import IGNORED, EncodedRow
+from ragcache.training.reuse.lora import add_lora, merge_lora
+from ragcache.training.reuse.mask import Visibility
+from ragcache.training.reuse.options import TrainOptions
+from ragcache.training.reuse.progress import ProgressLog, Show
+from ragcache.training.reuse.special_tokens import choose_spec, prepare_model
+
+logger = logging.getLogger(__name__)
+
+FLEX_BLOCK = 128
+CHECKPOINTS = "checkpoints"
+OPTIONS_FILE = "training_options.json"
+FREE_TO_CHANGE = {"resume", "out", "log_every", "save_every", "keep_checkpoints", "device", "save_dtype"}
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """
+    out:      directory of the trained model
+    steps:    of the optimizer; tokens: that ran, padding included; rows: usable
+    bad:      lines that were left out
+    loss:     mean over the last logged steps; None where nothing was logged
+    """
+
+    out: Path
+    steps: int
+    rows: int
+    tokens: int
+    loss: float | None
+    bad: list[BadLine] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        bad = [line._asdict() for line in self.bad]
+        return {**vars(self), "out": str(self.out), "bad": bad}
+
+
+class ReuseTrainer(Trainer):  # type: ignore[misc]
+    """Trainer with our batches, mask and loss."""
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(self, *args: Any, plan: BatchPlan, multiple: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._plan, self._multiple = plan, multiple
+        self.tokens_seen = 0
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        loader: DataLoader[Any] = DataLoader(
+            self.train_dataset,
+            batch_sampler=self._plan,
+            collate_fn=partial(collate, multiple=self._multiple),
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        return self.accelerator.prepare(loader)  # type: ignore[no-any-return]
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        self.tokens_seen += inputs["input_ids"].numel()
+        loss = answer_loss(model, self.accelerator.unwrap_model(model), inputs, num_items_in_batch)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
+        return (loss, None) if return_outputs else loss
+
+
+def answer_loss(
+    model: nn.Module, inner: nn.Module, batch: dict[str, Tensor], num_labels: Tensor | int | None = None
+) -> Tensor:
+    """Cross-entropy of the labelled tokens, divided by `num_labels` (None: by their number).
+
+    inner: `model` without what accelerate wraps around it
+    batch: see collate
+    """
+    chosen = torch.nonzero(batch["labels"].flatten() != IGNORED).squeeze(-1)
+    with narrowed_head(inner, chosen):
+        logits = model(
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"],
+            visibility=Visibility(batch["segments"], batch["position_ids"]),
+            use_cache=False,
+        ).logits
+    total = F.cross_entropy(logits[0].float(), batch["labels"].flatten()[chosen], reduction="sum")
+    return total / (chosen.numel() if num_labels is None else num_labels)
+
+
+@contextmanager
+def narrowed_head(model: Any, chosen: Tensor) -> Iterator[None]:
+    """The output head reads `chosen` tokens of the flattened batch only: logits are [1, num_chosen, vocab_size].
+
+    Scales and soft caps that a family applies to its logits follow the head and act on each logit alone.
+    """
+
+    def narrow(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0].flatten(0, 1)[chosen][None], *args[1:])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(narrow)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
+    """Train, and save a Hugging Face directory that `ragcache.load_lm` loads.
+
+    show: called with each line of the log
+
+    Raises ConfigError for options or data that cannot be used, ModelNotFoundError and UnsupportedModelError as
+    `ragcache.load_lm` does.
+    """
+    out = Path(options.out)
+    checkpoint = _checkpoint(options, out)
+    rows, bad = read_rows(options.data)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    lm = load_lm(options.model, dtype=options.dtype, device=device)
+    model, tokenizer = lm.model, lm.tokenizer
+    spec = choose_spec(tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions)
+    encoded, unfit = encode_rows(RowEncoder(tokenizer, options.encoding(lm.max_positions)), rows)
+    bad = [*bad, *unfit]
+    _check_slots(encoded, spec)
+    for line in bad:
+        logger.warning("%s; the line is left out", line)
+    prepare_model(model, spec, options.seed)
+    plan = BatchPlan(
+        encoded,
+        spec,
+        options.batches(),
+        options.seed,
+        num_batches=None if options.steps is None else options.steps * options.accumulate,
+        epochs=options.epochs,
+    )
+    log = ProgressLog(out, show)
+    trainer = ReuseTrainer(
+        model=_trainable(model, spec, options),
+        args=_arguments(options, out, device, len(plan)),
+        train_dataset=DrawnRows(encoded, spec, options.shuffle_passages),
+        callbacks=[log],
+        plan=plan,
+        multiple=FLEX_BLOCK if device.startswith("cuda") else 1,
+    )
+    trainer.remove_callback(PrinterCallback)
+    write_options(options, out)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.is_world_process_zero():
+        model.config.use_cache = True  # the Trainer turns it off
+        _save(trainer.model, tokenizer, _saved_dtype(options), out)
+    return TrainReport(out, trainer.state.global_step, len(encoded), trainer.tokens_seen, log.last_loss, bad)
+
+
+def encode_rows(encoder: RowEncoder, rows: Sequence[Row]) -> tuple[list[EncodedRow], list[BadLine]]:
+    """Rows as ids, and those that do not fit. Raises ConfigError when none is left."""
+    found = [encoder.encode(row) for row in rows]
+    encoded = [row for row in found if isinstance(row, EncodedRow)]
+    bad = [line for line in found if isinstance(line, BadLine)]
+    if not encoded:
+        raise ConfigError(f"no line of the data fits the model: {bad[0]}; train with more max_tokens or shorter texts")
+    return encoded, bad
+
+
+def _check_slots(rows: Sequence[EncodedRow], spec: ReuseSpec | None) -> None:
+    if spec is None or not spec.link_tokens:
+        return
+    longest = max(rows, key=lambda row: len(row.chunks))
+    if len(longest.chunks) > spec.link_slots:
+        raise ConfigError(
+            f"{longest.where} has {len(longest.chunks)} passages and there are link tokens for {spec.link_slots}; "
+            f"train with link_slots={len(longest.chunks)} or split the line"
+        )
+
+
+def _trainable(model: PreTrainedModel, spec: ReuseSpec | None, options: TrainOptions) -> nn.Module:
+    register()
+    model.set_attn_implementation(NAME)
+    if options.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if options.lora_rank:
+        return add_lora(model, spec, options.lora_rank, options.lora_alpha)
+    model.requires_grad_(True)
+    whole: nn.Module = model
+    return whole
+
+
+def _arguments(options: TrainOptions, out: Path, device: str, num_batches: int) -> TrainingArguments:
+    steps = max(1, num_batches // options.accumulate)
+    arguments = TrainingArguments(
+        output_dir=str(out / CHECKPOINTS),
+        max_steps=steps,
+        gradient_accumulation_steps=options.accumulate,
+        learning_rate=options.rate,
+        weight_decay=options.weight_decay,
+        warmup_steps=round(options.warmup * steps),
+        lr_scheduler_type=options.schedule if options.schedule != "constant" else "constant_with_warmup",
+        max_grad_norm=options.max_grad_norm,
+        seed=options.seed,
+        save_steps=options.save_every,
+        save_total_limit=options.keep_checkpoints,
+        logging_steps=options.log_every,
+        bf16=device.startswith("cuda") if options.bf16 is None else options.bf16,
+        use_cpu=not device.startswith("cuda"),
+        dataloader_pin_memory=device.startswith("cuda"),
+        report_to="none",
+        disable_tqdm=True,
+        log_level="warning",
+    )
+    if arguments.n_gpu > 1:
+        raise ConfigError("this process sees several GPUs; start one process a GPU with torchrun, or show it one")
+    return arguments
+
+
+def _saved_dtype(options: TrainOptions) -> torch.dtype:
+    """As the model to start from was saved, unless the options say otherwise."""
+    saved = getattr(AutoConfig.from_pretrained(resolve(options.model)), "dtype", None) or torch.float32
+    return DTYPES[options.save_dtype] if options.save_dtype is not None else saved
+
+
+def _save(model: Any, tokenizer: Any, dtype: torch.dtype, out: Path) -> None:
+    """Weights, configuration and tokenizer, as any Hugging Face directory."""
+    merged = merge_lora(model).to(dtype)
+    merged.set_attn_implementation("sdpa")
+    merged.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def write_options(options: TrainOptions, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / OPTIONS_FILE).write_text(json.dumps(options.to_json(), indent=2) + "\n", encoding="utf-8")
+
+
+def _checkpoint(options: TrainOptions, out: Path) -> str | None:
+    """The checkpoint to go on from. Raises ConfigError when `out` holds another run, or options differ from its own."""
+    written = out / OPTIONS_FILE
+    if not options.resume:
+        if written.exists() or (out / "config.json").exists():
+            raise ConfigError(f"{out} holds a trained model already; resume, or give another directory")
+        return None
+    if not written.exists():
+        raise ConfigError(f"{out} holds no training run to resume; train without resume first")
+    before, now = json.loads(written.read_text(encoding="utf-8")), options.to_json()
+    changed = sorted(name for name in now if name not in FREE_TO_CHANGE and now[name] != before.get(name))
+    if changed:
+        raise ConfigError(
+            f"{out} was trained with {changed[0]}={before.get(changed[0])!r} and now it is {now[changed[0]]!r}; "
+            "resume with the same options"
+        )
+    folder = out / CHECKPOINTS
+    found: str | None = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    return found
