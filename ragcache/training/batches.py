@@ -13,13 +13,16 @@ from tokenizers import Tokenizer
 from ragcache.training.packed import PackedBatch
 from ragcache.training.registry import (
     Document,
+    Entity,
     Question,
     Split,
     World,
     answerable_questions,
     draw_world,
+    leaning_questions,
     wording,
     write_document,
+    write_in_two,
 )
 from ragcache.training.registry.documents import capitalised, with_article
 from ragcache.training.registry.world import RELATIONS
@@ -27,6 +30,7 @@ from ragcache.training.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, SYSTEM_LI
 
 IGNORED = -100
 ALIKE_SHARE = 0.7
+WORLD_A_PASSAGE = 6
 ALIKE = (("person", "town"), ("person", "club"), ("person", "town"), ("town", "river"), ("club", ""), ("river", ""))
 """Kinds of the passages in contexts of like entities, and the fact that leads to a second kind."""
 
@@ -113,7 +117,7 @@ class BatchMaker:
 
     def _sentences_row(self, num_questions: int, passages: int) -> Encoded:
         """One fact of the same relation about each of several like entities; the answer up to the value is given."""
-        world = draw_world(self.rng, Split.TRAIN, passages * 6)
+        world = draw_world(self.rng, Split.TRAIN, passages * WORLD_A_PASSAGE)
         kind = self.rng.choice(ALIKE)[0]
         relation = self.rng.choice(RELATIONS[kind])
         entities = [entity for entity in world.entities.values() if entity.kind == kind]
@@ -133,8 +137,8 @@ class BatchMaker:
         questions: list[Question] = []
         while not questions:
             if self.rng.random() < ALIKE_SHARE:
-                world = draw_world(self.rng, Split.TRAIN, passages * 6)
-                chosen = self._alike(world, hops, passages)
+                world = draw_world(self.rng, Split.TRAIN, passages * WORLD_A_PASSAGE)
+                chosen = alike(self.rng, world, hops, passages)
             else:
                 world = draw_world(self.rng, Split.TRAIN, passages)
                 chosen = self.rng.sample(sorted(world.entities), passages)
@@ -145,24 +149,6 @@ class BatchMaker:
         asked = self.rng.sample(questions, stage.num_questions)
         ask = self._completion if stage.kind == "completions" else self._question
         return Encoded(self._context(documents), [ask(question) for question in asked])
-
-    def _alike(self, world: World, hops: int, passages: int) -> list[str]:
-        """Entities of one kind, or pairs of two kinds in which the first refers to the second.
-
-        Only the name tells which passage a question is about, so the kind of the answer is no short cut.
-        """
-        kind, relation = self.rng.choice(ALIKE)
-        entities = [entity for entity in world.entities.values() if entity.kind == kind]
-        self.rng.shuffle(entities)
-        if hops == 1:
-            return [entity.name for entity in entities[:passages]]
-        chosen: dict[str, None] = {}
-        for entity in entities:
-            if relation and len(chosen) < passages - 1:
-                chosen |= {entity.name: None, entity.facts[relation]: None}
-        names = list(chosen)
-        self.rng.shuffle(names)
-        return names
 
     def _questions(self, stage: Stage, hops: int, world: World, documents: list[Document]) -> list[Question]:
         questions = answerable_questions(self.rng, world, documents)
@@ -185,6 +171,56 @@ class BatchMaker:
         return self.tokenizer.encode(text).ids
 
 
+def alike(rng: random.Random, world: World, hops: int, passages: int) -> list[str]:
+    """Entities of one kind, or pairs of two kinds in which the first refers to the second.
+
+    Only the name tells which passage a question is about, so the kind of the answer is no short cut.
+    """
+    kind, relation = rng.choice(ALIKE)
+    entities = [entity for entity in world.entities.values() if entity.kind == kind]
+    rng.shuffle(entities)
+    if hops == 1:
+        return [entity.name for entity in entities[:passages]]
+    chosen: dict[str, None] = {}
+    for entity in entities:
+        if relation and len(chosen) < passages - 1:
+            chosen |= {entity.name: None, entity.facts[relation]: None}
+    names = list(chosen)
+    rng.shuffle(names)
+    return names
+
+
+class Leaning(NamedTuple):
+    """A context of documents cut in two: passages in order, questions about second parts, and about the others."""
+
+    passages: list[Document]
+    questions: list[Question]
+    plain: list[Question]
+
+
+def draw_leaning(
+    rng: random.Random, passages: int, entities: Split = Split.TRAIN, wordings: Split = Split.TRAIN
+) -> Leaning:
+    """Cut documents of like entities in two; parts stay adjacent, and an odd number of passages has one whole document.
+
+    All are of one kind, so that nothing in a second part but its place tells whose it is.
+    """
+    world = draw_world(rng, entities, passages * WORLD_A_PASSAGE)
+    kinds = [kind for kind in RELATIONS if len(_of_kind(world, kind)) >= (passages + 1) // 2]
+    chosen = rng.sample(_of_kind(world, rng.choice(kinds)), (passages + 1) // 2)
+    pairs = [write_in_two(rng, entity) for entity in chosen[: passages // 2]]
+    whole = [write_document(rng, entity) for entity in chosen[passages // 2 :]]
+    groups: list[tuple[Document, ...]] = [*pairs, *((document,) for document in whole)]
+    rng.shuffle(groups)
+    plain = answerable_questions(rng, world, [*(first for first, _ in pairs), *whole], wordings)
+    asked = leaning_questions(rng, world, pairs, wordings)
+    return Leaning([document for group in groups for document in group], asked, plain)
+
+
+def _of_kind(world: World, kind: str) -> list[Entity]:
+    return [entity for entity in world.entities.values() if entity.kind == kind]
+
+
 def suffix_text(question: str) -> str:
     return f"Question: {question}\nAnswer:"
 
@@ -196,7 +232,9 @@ def passage_text(rng: random.Random, document: Document) -> str:
         words = text.split(" ")
         text = "".join(word + ("\n" if rng.random() < 0.1 else " ") for word in words[:-1]) + words[-1]
     form = rng.random()
-    heading = "" if form < 0.25 else f"{document.title}\n" if form < 0.45 else f"# {document.title}\n\n"
+    heading = (
+        "" if form < 0.25 or not document.title else f"{document.title}\n" if form < 0.45 else f"# {document.title}\n\n"
+    )
     return f"{heading}{text}\n"
 
 

@@ -9,8 +9,21 @@ from itertools import pairwise
 
 import pytest
 
-from ragcache.training.registry import Split, answerable_questions, draw_world, is_held_out, wording, write_document
+from ragcache.errors import ConfigError
+from ragcache.training.batches import draw_leaning
+from ragcache.training.evaluate import draw_cases
+from ragcache.training.registry import (
+    Split,
+    answerable_questions,
+    draw_world,
+    is_held_out,
+    leaning_questions,
+    wording,
+    write_document,
+    write_in_two,
+)
 from ragcache.training.registry.world import RELATIONS
+from ragcache.training.tokenizer import build_tokenizer
 
 SAMPLE = """
 import random
@@ -145,3 +158,60 @@ def test_articles_agree_with_professions():
             for article, word in pairwise(document.text.split()):
                 if article in ("a", "an"):
                     assert (article == "an") == (word[0] in "aeio"), document.text
+
+
+def test_a_second_part_never_names_its_entity():
+    rng = random.Random(3)
+    for seed in range(100):
+        world, _, _ = drawn(seed)
+        for name, entity in world.entities.items():
+            first, second = write_in_two(rng, entity)
+            assert name.removeprefix("the ") in first.text
+            assert first.title == name.removeprefix("the ")
+            assert not second.title
+            assert not (set(name.split()) - {"the"}) & set(second.text.replace(".", "").split())
+            assert second.text.split()[0] in ("She", "He", "It", "The")
+            assert first.relations and second.relations and not set(first.relations) & set(second.relations)
+            for part in (first, second):
+                assert all(entity.facts[relation] in part.text for relation in part.relations)
+
+
+@pytest.mark.parametrize("wordings", Split)
+def test_leaning_questions_ask_what_second_parts_state(wordings):
+    rng = random.Random(4)
+    world, _, _ = drawn(4)
+    parts = [write_in_two(rng, entity) for entity in world.entities.values()]
+    questions = leaning_questions(rng, world, parts, wordings)
+    assert len(questions) == sum(len(second.relations) for _, second in parts)
+    by_id = {part.id: part for pair in parts for part in pair}
+    templates = wording.QUESTIONS if wordings is Split.TRAIN else wording.HELD_OUT_QUESTIONS
+    for question in questions:
+        first, second = (by_id[name] for name in question.gold)
+        assert question.hops == 1
+        assert question.value in second.text
+        assert question.value not in first.text or question.value in first.id
+        assert question.answer.lower().startswith(first.id.lower())
+        assert question.text in [template.format(n=first.id) for template in templates[question.path]]
+
+
+@pytest.mark.parametrize("passages", [2, 3, 8, 16])
+def test_the_parts_of_a_document_stay_together(passages):
+    for seed in range(20):
+        context = draw_leaning(random.Random(seed), passages, Split.HELD_OUT, Split.HELD_OUT)
+        ids = [passage.id for passage in context.passages]
+        assert len(ids) == len(set(ids)) == passages
+        for before, after in zip(ids, ids[1:], strict=False):
+            assert not after.endswith(", continued") or after == f"{before}, continued"
+        assert sum(name.endswith(", continued") for name in ids) == passages // 2
+        assert all(is_held_out(question.gold[0]) for question in context.questions)
+
+
+def test_cases_of_the_leaning_kind_do_not_disturb_the_others():
+    tokenizer = build_tokenizer()
+    before = draw_cases(tokenizer, hops=2, num_cases=3)
+    leaning = draw_cases(tokenizer, kind="leaning", num_cases=3)
+    assert draw_cases(tokenizer, hops=2, num_cases=3) == before
+    assert draw_cases(tokenizer, kind="leaning", num_cases=3) == leaning
+    assert all(len(case.question.gold) == 2 and case.question.hops == 1 for case in leaning)
+    with pytest.raises(ConfigError, match="plain, leaning"):
+        draw_cases(tokenizer, kind="lean", num_cases=1)

@@ -5,9 +5,9 @@ another, `documents` writes an entity down, `questions` asks about it. All draws
 caller seeds, so the same seed gives the same text in every process.
 """
 
-from ragcache.training.registry.documents import Document, write_document
+from ragcache.training.registry.documents import Document, write_document, write_in_two
 from ragcache.training.registry.names import Split, is_held_out
-from ragcache.training.registry.questions import Question, answerable_questions
+from ragcache.training.registry.questions import Question, answerable_questions, leaning_questions
 from ragcache.training.registry.world import Entity, World, draw_world
 
 __all__ = [
@@ -19,5 +19,7 @@ __all__ = [
     "answerable_questions",
     "draw_world",
     "is_held_out",
+    "leaning_questions",
     "write_document",
+    "write_in_two",
 ]

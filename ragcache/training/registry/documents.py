@@ -1,4 +1,4 @@
-"""An entity written down as a passage of two to five sentences."""
+"""An entity written down as a passage of two to five sentences, or as two passages of which the second leans on the first."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ragcache.training.registry import wording
 from ragcache.training.registry.world import RELATIONS, Entity
 
 MAX_MENTIONS = 4
+MAX_LEANING_FACTS = 1
+CONTINUED = "{n}, continued"
 
 
 class Document(NamedTuple):
@@ -40,6 +42,23 @@ def write_document(rng: random.Random, entity: Entity, *, complete: bool = False
     return Document(entity.name, title, " ".join(sentences), tuple(relations), tuple(mentions))
 
 
+def write_in_two(rng: random.Random, entity: Entity) -> tuple[Document, Document]:
+    """Write `entity` down and cut the text in two: the second passage says "It ..." and never names its entity.
+
+    So chunking leaves it: whose facts it states, only the passage before it tells.
+    """
+    relations = list(RELATIONS[entity.kind])
+    rng.shuffle(relations)
+    cut = rng.randint(1, len(relations) - 1)
+    stated, left = relations[:cut], relations[cut : cut + MAX_LEANING_FACTS]
+    first = " ".join(_fact_sentences(rng, entity, stated))
+    second = " ".join(_leaning_sentences(rng, entity, left))
+    return (
+        Document(entity.name, _title(entity, []), first, tuple(stated), ()),
+        Document(CONTINUED.format(n=entity.name), "", second, tuple(left), ()),
+    )
+
+
 def capitalised(text: str) -> str:
     return text[0].upper() + text[1:]
 
@@ -58,6 +77,16 @@ def _fact_sentences(rng: random.Random, entity: Entity, relations: list[str]) ->
         subject = entity.name.split(" ")[-1] if is_short else entity.name
         stated = rng.choice(wording.PREDICATES[relation]).format(v=entity.facts[relation])
         sentences.append(capitalised(with_article(f"{subject} {stated}.")))
+    return sentences
+
+
+def _leaning_sentences(rng: random.Random, entity: Entity, relations: list[str]) -> list[str]:
+    """State one fact a sentence, each about "It", "She", "He" or "The club"."""
+    sentences = []
+    for relation in relations:
+        subject = entity.pronoun if entity.kind == "person" or rng.random() < 0.5 else f"The {entity.kind}"
+        stated = rng.choice(wording.PREDICATES[relation]).format(v=entity.facts[relation])
+        sentences.append(with_article(f"{subject} {stated}."))
     return sentences
 
 

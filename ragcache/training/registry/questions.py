@@ -40,6 +40,19 @@ def answerable_questions(
     return questions
 
 
+def leaning_questions(
+    rng: random.Random, world: World, parts: Iterable[tuple[Document, Document]], wordings: Split = Split.TRAIN
+) -> list[Question]:
+    """Ask each thing that a second part states; only together with the part before it does it tell of whom."""
+    questions = []
+    for first, second in parts:
+        facts = world.entities[first.id].facts
+        for relation in second.relations:
+            asked = _single_hop(rng, first.id, relation, facts[relation], wordings)
+            questions.append(asked._replace(gold=(first.id, second.id)))
+    return questions
+
+
 def _single_hop(rng: random.Random, name: str, relation: str, value: str, wordings: Split) -> Question:
     templates = wording.QUESTIONS if wordings is Split.TRAIN else wording.HELD_OUT_QUESTIONS
     answer = capitalised(f"{name} {_stated(relation, value)}.")

@@ -1,0 +1,80 @@
+"""Training rows for reuse, from the registry: `python -m ragcache.training.mini_reuse_data --out FILE --rows N --seed S`.
+
+One JSON object a line, of the schema that `ragcache train` reads: `{"type": "qa", "passages": [...], "questions": [...]}`.
+Names and wordings of the training split only. A row's questions are all single-hop, all two-hop, or lean on the passage
+before (`batches.draw_leaning`), with some plain ones between. Those last say `"shuffle": false`: a second part must
+stay behind the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from ragcache.training.batches import ALIKE_SHARE, WORLD_A_PASSAGE, alike, draw_leaning, passage_text
+from ragcache.training.registry import Document, Question, Split, answerable_questions, draw_world, write_document
+
+PASSAGES = (2, 16)
+NUM_QUESTIONS = 10
+SHARES = {"single": 0.25, "two-hop": 0.3, "leaning": 0.45}
+PLAIN_SHARE = 0.2
+"""Of the questions of a leaning context: those about what a passage says by itself."""
+
+
+def draw_rows(num_rows: int, seed: int) -> Iterator[dict[str, object]]:
+    """The same rows for the same seed, in every process."""
+    rng = random.Random(f"reuse/{seed}")
+    for _ in range(num_rows):
+        kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
+        passages, questions = _leaning_row(rng) if kind == "leaning" else _plain_row(rng, 2 if kind == "two-hop" else 1)
+        yield {
+            "type": "qa",
+            "passages": [passage_text(rng, passage) for passage in passages],
+            "questions": [{"question": question.text, "answer": question.answer} for question in questions],
+            "shuffle": kind != "leaning",
+        }
+
+
+def _leaning_row(rng: random.Random) -> tuple[list[Document], list[Question]]:
+    context = draw_leaning(rng, rng.randint(*PASSAGES))
+    pools = [context.plain if rng.random() < PLAIN_SHARE else context.questions for _ in range(NUM_QUESTIONS)]
+    return context.passages, _distinct([rng.choice(pool) for pool in pools])
+
+
+def _plain_row(rng: random.Random, hops: int) -> tuple[list[Document], list[Question]]:
+    questions: list[Question] = []
+    while not questions:
+        passages = rng.randint(max(hops, PASSAGES[0]), PASSAGES[1])
+        if rng.random() < ALIKE_SHARE:
+            world = draw_world(rng, Split.TRAIN, passages * WORLD_A_PASSAGE)
+            chosen = alike(rng, world, hops, passages)
+        else:
+            world = draw_world(rng, Split.TRAIN, passages)
+            chosen = rng.sample(sorted(world.entities), passages)
+        documents = [write_document(rng, world.entities[name]) for name in chosen]
+        questions = [question for question in answerable_questions(rng, world, documents) if question.hops == hops]
+    while len(questions) < NUM_QUESTIONS:  # again, in other words
+        questions += [question for question in answerable_questions(rng, world, documents) if question.hops == hops]
+    return documents, _distinct(rng.sample(questions, NUM_QUESTIONS))
+
+
+def _distinct(questions: list[Question]) -> list[Question]:
+    return list({question.text: question for question in questions}.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=4000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    with arguments.out.open("w", encoding="utf-8") as file:
+        for row in draw_rows(arguments.rows, arguments.seed):
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
