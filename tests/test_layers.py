@@ -19,7 +19,8 @@ LAYERS = [
     {"ingest"},
     {"engine"},
     {""},  # the package's front: `from ragcache import RagCache`
-    {"training", "evaluation"},
+    {"training"},
+    {"evaluation"},
     {"server", "cli"},
     {"__main__"},
 ]

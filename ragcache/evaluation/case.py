@@ -1,0 +1,77 @@
+"""One question over passages, and how it becomes a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from ragcache.errors import ConfigError
+from ragcache.prompt import Prompt, PromptFormat, encode_text
+
+Cell = Mapping[str, str | int]
+
+
+class Passage(NamedTuple):
+    """is_gold: whether the answer stands in it; None where nobody said."""
+
+    text: str
+    title: str = ""
+    is_gold: bool | None = None
+
+    def rendered(self) -> str:
+        """As ingestion renders a passage: its title as a heading above it, one newline at the end."""
+        text = self.text.strip()
+        title = " ".join(self.title.split())
+        if title and not text.lstrip("# \n").startswith(title):
+            text = f"# {title}\n\n{text}"
+        return f"{text}\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question, its passages in order, and what counts as right.
+
+    id:       names the case in the results
+    answers:  gold answers; any of them is right, or all are wanted where `all_wanted`; may be empty
+    question_id: cases of one question (its gold passage at several positions) share it; intervals respect that
+    cell:     what results are broken down by: {"hops": 2}, {"gold_position": 3}, {"depth": 50, "length": 1024}
+    """
+
+    id: str
+    question: str
+    passages: tuple[Passage, ...]
+    answers: tuple[str, ...]
+    all_wanted: bool = False
+    question_id: str = ""
+    cell: Cell = field(default_factory=dict)
+
+    @property
+    def cluster(self) -> str:
+        return self.question_id or self.id
+
+    def with_gold_at(self, position: int) -> Case:
+        """The same case with its one gold passage at `position`; the others keep their order.
+
+        Raises ConfigError when there is not exactly one gold passage, or no such position.
+        """
+        gold = [passage for passage in self.passages if passage.is_gold]
+        if len(gold) != 1:
+            raise ConfigError(f"{self.id}: {len(gold)} passages are marked as gold; to move it there must be one")
+        if not 0 <= position < len(self.passages):
+            raise ConfigError(f"{self.id}: there is no position {position} among {len(self.passages)} passages")
+        others = [passage for passage in self.passages if not passage.is_gold]
+        others.insert(position, gold[0])
+        cell = {**self.cell, "gold_position": position}
+        name = f"{self.id}@{position}"
+        return replace(self, id=name, passages=tuple(others), question_id=self.cluster, cell=cell)
+
+    def prompt(self, tokenizer: PreTrainedTokenizerBase, form: PromptFormat) -> Prompt:
+        """Each passage tokenised alone. Raises PromptError for an empty question."""
+        chunks = [encode_text(tokenizer, passage.rendered()) for passage in self.passages]
+        return Prompt(form.prefix_ids, chunks, form.suffix_ids(tokenizer, self.question))
+
+    def prompt_without_passages(self, tokenizer: PreTrainedTokenizerBase, form: PromptFormat) -> Prompt:
+        return Prompt(form.prefix_ids, [], form.suffix_ids(tokenizer, self.question))

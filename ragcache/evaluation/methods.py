@@ -1,0 +1,101 @@
+"""Fusion methods as the command line writes them: "cacheblend:ratio=0.15", "fast=reposition:recipe=prefix"."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragcache.errors import ConfigError, RagCacheError
+from ragcache.evaluation.settings import split_settings
+from ragcache.fusion import METHODS, get_method
+from ragcache.fusion.base import FusionMethod
+from ragcache.models.lm import LanguageModel
+from ragcache.prompt import Prompt
+
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method with its options.
+
+    label:   what tables call it
+    options: of the method, as given
+    recipe:  name of the recipe that its blocks are encoded under; None for the method's own choice
+    """
+
+    label: str
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+    recipe: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> MethodSpec:
+        """ "[LABEL=]NAME[:option=value...]"; several options are separated by ":". `recipe` goes with every method.
+
+        Raises ConfigError as `get_method` does.
+        """
+        head, _, tail = text.strip().partition(":")
+        label, equals, name = head.rpartition("=")
+        settings = split_settings(tail, ":")
+        recipe = settings.pop("recipe", None)
+        spec = cls(label or text.strip(), name, tuple((key, _value(one)) for key, one in settings.items()), recipe)
+        if equals and not label:
+            raise ConfigError(f"{text!r} has no label before the =; write LABEL=METHOD")
+        spec._check_recipe(spec.method())
+        return spec
+
+    def method(self) -> FusionMethod:
+        """Raises ConfigError for an unknown name or option, or an option out of range."""
+        return get_method(self.name, **dict(self.options))
+
+    @property
+    def key(self) -> str:
+        """The method with its options in one form, however it was written or labelled."""
+        options = dict(sorted(self.options))
+        return f"{self.name}{json.dumps(options, sort_keys=True) if options else ''}@{self.recipe or ''}"
+
+    def _check_recipe(self, method: FusionMethod) -> None:
+        if self.recipe is not None and self.recipe not in method.recipes:
+            raise ConfigError(f"method {self.name!r} takes recipe {' or '.join(method.recipes)}, not {self.recipe!r}")
+
+
+def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:
+    """From texts of specs separated by commas; `full` always stands first.
+
+    Raises ConfigError for two specs of one label.
+    """
+    parts = [part for text in texts for part in text.split(",") if part.strip()]
+    specs = [MethodSpec.parse(part) for part in parts]
+    if FULL not in (spec.name for spec in specs):
+        specs = [MethodSpec(FULL, FULL), *specs]
+    labels = [spec.label for spec in specs]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two methods are called {twice!r}; give one a label: LABEL=METHOD:option=value")
+    return sorted(specs, key=lambda spec: spec.name != FULL)
+
+
+def default_methods(lm: LanguageModel) -> list[MethodSpec]:
+    """Every method that this model can use as it is, with its default options; `full` first."""
+    prompt = Prompt([], [[0], [0]], [0])
+    found = []
+    for name in METHODS:
+        spec = MethodSpec(name, name)
+        try:
+            method = spec.method()
+            method.check(lm, prompt)
+            method.additions(lm)
+        except RagCacheError:
+            continue  # it wants training or options that are not there
+        found.append(spec)
+    return sorted(found, key=lambda spec: spec.name != FULL)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,84 @@
+"""How an answer is scored against gold answers.
+
+Accuracy is KVLink's (A.3, after Liu et al., "Lost in the Middle"): some gold answer, normalised, stands in the
+normalised prediction. Exact match and token F1 are LongBench's, which are SQuAD's. ROUGE-L is the library rouge-score's
+F-measure with stemming, as CacheBlend takes it. Over several gold answers each score is the best one.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ragcache.errors import ConfigError
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise(text: str) -> str:
+    """SQuAD's: lower case, without ASCII punctuation and English articles, single spaces.
+
+    A text of nothing but articles ("A") keeps them: as the empty string it would be found in every prediction.
+    """
+    plain = _plain(text)
+    return " ".join(_ARTICLES.sub(" ", plain).split()) or plain
+
+
+def contains_answer(prediction: str, answers: Sequence[str]) -> bool:
+    """Accuracy: whether a gold answer is a substring of the prediction, both normalised.
+
+    An answer of nothing but articles is looked for as a word, one of nothing but punctuation as it is.
+    """
+    return any(_contains(prediction, answer) for answer in answers)
+
+
+def _contains(prediction: str, answer: str) -> bool:
+    plain = _plain(answer)
+    if not plain:
+        return bool(answer.strip()) and answer.strip() in prediction
+    if not _ARTICLES.sub(" ", plain).strip():
+        return f" {plain} " in f" {_plain(prediction)} "
+    return normalise(answer) in normalise(prediction)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().translate(_PUNCTUATION).split())
+
+
+def share_contained(prediction: str, answers: Sequence[str]) -> float:
+    """RULER's recall, where every answer is wanted: the share of them that the prediction contains, in any case."""
+    found = prediction.lower()
+    return sum(answer.lower() in found for answer in answers) / len(answers)
+
+
+def exact_match(prediction: str, answers: Sequence[str]) -> bool:
+    found = normalise(prediction)
+    return any(found == normalise(answer) for answer in answers)
+
+
+def token_f1(prediction: str, answers: Sequence[str]) -> float:
+    """Harmonic mean of precision and recall over the bags of normalised words."""
+    return max(_f1(normalise(prediction).split(), normalise(answer).split()) for answer in answers)
+
+
+def rouge_l(prediction: str, answers: Sequence[str]) -> float:
+    """Raises ConfigError where rouge-score is not installed."""
+    scorer = _rouge_scorer()
+    return max(float(scorer.score(answer, prediction)["rougeL"].fmeasure) for answer in answers)
+
+
+def _f1(predicted: list[str], gold: list[str]) -> float:
+    shared = sum((Counter(predicted) & Counter(gold)).values())
+    return 2 * shared / (len(predicted) + len(gold)) if shared else 0.0
+
+
+def _rouge_scorer() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ConfigError("ROUGE-L needs the package rouge-score; pip install 'ragcache[eval]'") from error
+    return RougeScorer(["rougeL"], use_stemmer=True)

@@ -1,0 +1,118 @@
+"""One prompt read by several methods: blocks are encoded once a recipe, answers and logits come from the same cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.fuse import Fused, block_recipe, fuse
+from ragcache.kv.block import KVBlock
+from ragcache.kv.cache import FusedCache
+from ragcache.kv.identity import Recipe
+from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
+from ragcache.models.lm import LanguageModel
+from ragcache.prompt import Prompt
+
+
+class Written(NamedTuple):
+    """A greedy answer: its text, stop strings cut off, and its ids as the model chose them."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+class Encoded(NamedTuple):
+    """blocks: one a chunk; prefix: the prefix's own. encode_s: what making the blocks took, paid at ingestion."""
+
+    blocks: list[KVBlock]
+    prefix: KVBlock | None
+    encode_s: float
+
+
+class PromptReader:
+    """Reads one prompt by any method. Blocks of a recipe are made when first wanted and kept for the other methods."""
+
+    def __init__(self, lm: LanguageModel, prompt: Prompt, reserve_tokens: int) -> None:
+        self.lm = lm
+        self.prompt = prompt
+        self.reserve_tokens = reserve_tokens
+        self._encoded: dict[tuple[Recipe, tuple[int, ...]], Encoded] = {}
+
+    def read(self, method: FusionMethod, recipe: str | None) -> tuple[Fused, float]:
+        """Fused prefill over blocks that are in memory, and the seconds that making the blocks took.
+
+        Raises what `rc.fuse` raises.
+        """
+        if not method.reuses_blocks:
+            return fuse(self.lm, self.prompt, method, reserve_tokens=self.reserve_tokens), 0.0
+        method.check(self.lm, self.prompt)
+        wanted = block_recipe(self.lm, method, recipe)
+        found = self._blocks(wanted, method.additions(self.lm).behind_prefix)
+        fused = fuse(
+            self.lm,
+            self.prompt,
+            method,
+            found.blocks,
+            recipe=wanted,
+            prefix_block=found.prefix,
+            reserve_tokens=self.reserve_tokens,
+        )
+        return fused, found.encode_s
+
+    def _blocks(self, recipe: Recipe, behind_prefix: tuple[int, ...]) -> Encoded:
+        """Blocks of all chunks, and the prefix's with what a method puts behind it; like blocks are made once."""
+        prefix_ids = [*self.prompt.prefix_ids, *behind_prefix]
+        key = (recipe, behind_prefix)
+        if key not in self._encoded:
+            prefix = self.lm.encode([prefix_ids])[0] if prefix_ids else None
+            self._encoded[key] = self._encode(recipe, prefix_ids, prefix)
+        return self._encoded[key]
+
+    def _encode(self, recipe: Recipe, prefix_ids: Sequence[int], prefix: KVBlock | None) -> Encoded:
+        same = [found for (made, _), found in self._encoded.items() if made == recipe and not recipe.sees_prefix]
+        if same:  # isolated blocks do not depend on what stands before them
+            return Encoded(same[0].blocks, prefix, same[0].encode_s)
+        started = time.perf_counter()
+        blocks = self.lm.encode(self.prompt.chunk_ids, recipe, prefix_ids, prefix_block=prefix)
+        return Encoded(blocks, prefix, time.perf_counter() - started)
+
+
+def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequence[str] = ()) -> Written:
+    """The greedy answer. The cache is left as it was found."""
+    held = list(fused.cache.lengths)
+    sampling = Sampling(max_tokens=max_tokens, stop=tuple(stop))
+    pieces, text, ids = TextStream(lm.tokenizer, sampling.stop), "", []
+    eos = eos_token_ids(lm)
+    never = fused.reserved_ids
+    for token in decode(lm, fused.cache, fused.next_logits, fused.next_position, sampling, eos_ids=eos, never=never):
+        ids.append(token)
+        text += pieces.push(token)
+        if pieces.stopped:
+            break
+    text += pieces.finish()
+    _take_back(fused.cache, held)
+    return Written(text, tuple(ids))
+
+
+@torch.inference_mode()
+def forced_logits(lm: LanguageModel, fused: Fused, ids: Sequence[int]) -> Tensor:
+    """Logits that predict each of `ids` when the ones before it are given: float32 [len(ids), vocab_size].
+
+    They run one by one, as in decoding. The cache is left as it was found.
+    """
+    held = list(fused.cache.lengths)
+    rows = [fused.next_logits]
+    for offset, token in enumerate(ids[:-1]):
+        rows.append(lm.run([token], fused.next_position + offset, fused.cache))
+    _take_back(fused.cache, held)
+    return torch.stack(rows)
+
+
+def _take_back(cache: FusedCache, lengths: Sequence[int]) -> None:
+    """Forget the tokens that were appended since the layers had these lengths."""
+    cache.lengths[:] = lengths

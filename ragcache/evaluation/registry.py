@@ -1,0 +1,63 @@
+"""Questions over the registry that the bundled model was trained on: entities and wordings that it has not seen.
+
+The same seed gives the same questions, those of `python -m ragcache.training.evaluate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ragcache.errors import ConfigError
+from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.settings import check_choice
+from ragcache.training.evaluate import KINDS, draw_texts
+
+
+@dataclass(frozen=True)
+class RegistrySettings:
+    """kind:      "plain", or "leaning": what a passage states can only be told with the one before it
+    hops:      passages to be read together, 1 or 2
+    passages:  in a context; several for one cell each: 3/8/16
+    positions: where the gold passage goes, one cell each: 0/3/7; empty: anywhere (single-hop only)
+    """
+
+    kind: str = "plain"
+    hops: int = 1
+    passages: tuple[int, ...] = (8,)
+    positions: tuple[int, ...] = ()
+    questions: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, KINDS)
+        check_choice("hops", str(self.hops), ("1", "2"))
+        if self.questions < 1 or min(self.passages) < 2:
+            raise ConfigError("registry needs at least 1 question and 2 passages")
+        if self.positions and (self.hops != 1 or self.kind != "plain"):
+            raise ConfigError("positions move one gold passage; they go with kind=plain and hops=1")
+
+
+def registry_cases(settings: RegistrySettings, limit: int | None = None) -> list[Case]:
+    """`limit` takes the place of `settings.questions`."""
+    count = limit or settings.questions
+    found = []
+    for passages in settings.passages:
+        cases = _cases(settings, passages, count)
+        if settings.positions:
+            cases = [case.with_gold_at(place) for case in cases for place in settings.positions]
+        found += cases
+    return found
+
+
+def _cases(settings: RegistrySettings, passages: int, count: int) -> list[Case]:
+    drawn = draw_texts(
+        num_cases=count, hops=settings.hops, kind=settings.kind, num_passages=passages, seed=settings.seed
+    )
+    name = "leaning" if settings.kind == "leaning" else f"{settings.hops}hop"
+    cell: dict[str, str | int] = {"passages": passages, "question": name}
+    cases = []
+    for number, text in enumerate(drawn):
+        marked = tuple(Passage(one, is_gold=rank in text.gold) for rank, one in enumerate(text.passages))
+        id = f"registry-{name}-{passages}-{number:04d}"
+        cases.append(Case(id, text.question.text, marked, (text.question.answer,), cell=cell))
+    return cases

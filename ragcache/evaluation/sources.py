@@ -1,0 +1,60 @@
+"""Questions by name: "nq10", "registry:hops=2,passages=8", "needle:lengths=512/1024", or a file of JSON lines."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from ragcache.errors import ConfigError
+from ragcache.evaluation.case import Case
+from ragcache.evaluation.haystack import CountTokens
+from ragcache.evaluation.lines import read_entries
+from ragcache.evaluation.needle import NeedleSettings, needle_cases
+from ragcache.evaluation.public import PublicSettings, public_cases, public_names
+from ragcache.evaluation.registry import RegistrySettings, registry_cases
+from ragcache.evaluation.ruler import TASKS, RulerSettings, ruler_cases
+from ragcache.evaluation.settings import make, split_settings
+
+GENERATED = ("registry", "needle", "ruler")
+
+
+def load_cases(
+    source: str, count_tokens: CountTokens, *, directory: Path | None = None, limit: int | None = None
+) -> list[Case]:
+    """The cases of a source.
+
+    source:       a file; the name of a set in `directory`; or "registry", "needle", "ruler"; with settings behind ":"
+    count_tokens: tokens of a text, for generators that fill a context of a given length
+    limit:        questions to take; of generators with several cells, questions a cell
+
+    Raises ConfigError naming what there is, the setting that is wrong, or the line that is no question.
+    """
+    path = Path(source)
+    if path.is_file():
+        return [entry.case for entry in read_entries(path)[:limit]]
+    name, _, tail = source.partition(":")
+    given = split_settings(tail)
+    if name == "registry":
+        return registry_cases(make(RegistrySettings, given, name), limit)
+    if name == "needle":
+        return needle_cases(make(NeedleSettings, given, name), count_tokens, limit)
+    if name == "ruler":
+        return ruler_cases(make(RulerSettings, given, name), count_tokens, limit)
+    if directory is None:
+        raise ConfigError(
+            f"{source!r} is neither a file nor one of {', '.join(GENERATED)}; name a directory of sets (--data-dir)"
+        )
+    return public_cases(name, directory, make(PublicSettings, given, name), limit)
+
+
+def describe_sources(directory: Path | None) -> list[str]:
+    """One line a source, for people."""
+    rows = [(name, [f.name for f in fields(kind)]) for name, kind in zip(GENERATED, _SETTINGS, strict=True)]
+    lines = [f"{name}: {', '.join(names)}" for name, names in rows]
+    lines.append(f"tasks of ruler: {', '.join(TASKS)}")
+    if directory is not None:
+        lines.append(f"{directory}: {', '.join(public_names(directory)) or 'no sets'}")
+    return lines
+
+
+_SETTINGS = (RegistrySettings, NeedleSettings, RulerSettings)
