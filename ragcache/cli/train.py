@@ -82,6 +82,10 @@ class RunOptions:
 
     device: Annotated[str | None, option("--device", "cpu or cuda; cuda where there is one if not given.")] = None
     dtype: Annotated[str, option("--dtype", "Of the weights while training.")] = "float32"
+    precision: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        option("--precision", "Of the passes; bfloat16 on a GPU, else float32, if not given."),
+    ] = None
     save_dtype: Annotated[str | None, option("--save-dtype", "Of the saved weights; as before if not given.")] = None
     save_every: Annotated[int, option("--save-every", "Steps between checkpoints.")] = 500
     keep_checkpoints: Annotated[int, option("--keep-checkpoints", "Checkpoints that are kept.")] = 2

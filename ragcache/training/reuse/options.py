@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ragcache.errors import ConfigError
+from ragcache.models.loading import DTYPES
 from ragcache.training.reuse.batches import BatchOptions
 from ragcache.training.reuse.encoding import EncodingOptions
 
+PRECISIONS = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")
 LEARNING_RATES = {False: 1e-5, True: 2e-4}  # full fine-tuning, LoRA
 DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
@@ -40,7 +42,7 @@ class TrainOptions:
     resume:          go on from the last checkpoint in `out`
     device:          "cpu" or "cuda"; None: cuda where there is one
     dtype:           of the weights while training; save_dtype: of the saved ones; None: as the model was saved
-    bf16:            run the passes in bfloat16 (mixed precision); None: on a GPU
+    precision:       of the passes: "float32" or "bfloat16" (mixed precision); None: bfloat16 on a GPU
     """
 
     model: str | Path
@@ -78,7 +80,7 @@ class TrainOptions:
     device: str | None = None
     dtype: str = "float32"
     save_dtype: str | None = None
-    bf16: bool | None = None
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the option that is out of range."""
@@ -90,6 +92,11 @@ class TrainOptions:
             raise ConfigError(f"lora_rank is {self.lora_rank}; it must be at least 0 (0: train all weights)")
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
+        if self.precision not in (None, *PRECISIONS):
+            raise ConfigError(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}")
+        for name in ("dtype", "save_dtype"):
+            if getattr(self, name) not in (None, *DTYPES):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(DTYPES)}")
         if not 0 <= self.warmup <= 1:
             raise ConfigError(f"warmup is {self.warmup}; it is a share of the steps and must lie in 0..1")
         if self.learning_rate is not None and not self.learning_rate > 0:

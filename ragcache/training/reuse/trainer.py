@@ -227,7 +227,7 @@ def _arguments(options: TrainOptions, out: Path, device: str, num_batches: int) 
         save_steps=options.save_every,
         save_total_limit=options.keep_checkpoints,
         logging_steps=options.log_every,
-        bf16=device.startswith("cuda") if options.bf16 is None else options.bf16,
+        bf16=device.startswith("cuda") if options.precision is None else options.precision == "bfloat16",
         use_cpu=not device.startswith("cuda"),
         dataloader_pin_memory=device.startswith("cuda"),
         report_to="none",
