@@ -8,6 +8,7 @@ import typer
 
 from ragcache.cli.asking import ask, chat
 from ragcache.cli.care import doctor, info, methods
+from ragcache.cli.check import check
 from ragcache.cli.demo import demo
 from ragcache.cli.documents import delete, ingest, list_documents
 from ragcache.cli.evaluate import evaluate
@@ -23,6 +24,7 @@ COMMANDS = {
     "doctor": doctor,
     "methods": methods,
     "eval": evaluate,
+    "check": check,
     "train": train,
     "demo": demo,
 }

@@ -20,18 +20,21 @@ T = TypeVar("T")
 class EvaluatedModel:
     """The model that is measured."""
 
-    model: Annotated[str, option("--model", "Bundled name, directory or hub id.")] = "mini"
-    dtype: Annotated[str, option("--dtype", "float32, bfloat16, float16 or auto.")] = "float32"
+    model: Annotated[str | None, option("--model", "Bundled name, directory or hub id; the store's own, or mini.")] = (
+        None
+    )
+    dtype: Annotated[str | None, option("--dtype", "float32, bfloat16, float16 or auto; float32.")] = None
     device: Annotated[str, option("--device", "Where the model runs: cpu or cuda.")] = "cpu"
     system: Annotated[str | None, option("--system", "System prompt, before all passages.")] = None
     question_format: Annotated[
         str | None, option("--question-format", "Text behind the passages, with {question} in it.")
     ] = None
 
-    def load(self) -> LanguageModel:
+    def load(self, default: str = "mini", dtype: str = "float32") -> LanguageModel:
+        """default, dtype: what is loaded where nothing was asked for."""
         from ragcache import load_lm
 
-        return load_lm(self.model, dtype=self.dtype, device=self.device)
+        return load_lm(self.model or default, dtype=self.dtype or dtype, device=self.device)
 
     def prompt_format(self, lm: LanguageModel) -> PromptFormat:
         from ragcache.prompt import prompt_format

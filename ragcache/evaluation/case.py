@@ -23,7 +23,7 @@ class Passage(NamedTuple):
 
     def rendered(self) -> str:
         """As ingestion renders a passage: its title as a heading above it, one newline at the end."""
-        text = self.text.strip()
+        text = self.text.rstrip()  # a first line may be indented
         title = " ".join(self.title.split())
         if title and not text.lstrip("# \n").startswith(title):
             text = f"# {title}\n\n{text}"

@@ -68,18 +68,29 @@ class Score:
         return Key(self.case, self.digest, self.method)
 
 
-class Journal:
+class Ledger:
+    """Scores by key, in memory."""
+
+    def __init__(self) -> None:
+        self.done: dict[Key, Score] = {}
+
+    def add(self, score: Score) -> None:
+        self.done[score.key] = score
+
+
+class Journal(Ledger):
     """The file of a run. Opened again with the same settings it knows what is done.
 
     Raises ConfigError when the file belongs to other settings, or holds something else.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        super().__init__()
         self.path = path
         self._settings = json.loads(json.dumps({"version": VERSION, **settings}))
         with translate_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.done: dict[Key, Score] = self._read()
+            self.done = self._read()
             self._file: IO[bytes] = open(path, "ab")  # noqa: SIM115 - open as long as the journal
             if self._file.tell() == 0:
                 self._write({"settings": self._settings})
@@ -88,7 +99,7 @@ class Journal:
         """On disk when this returns. Raises StoreFullError, StoreReadOnlyError."""
         with translate_os_errors(self.path):
             self._write(asdict(score))
-        self.done[score.key] = score
+        super().add(score)
 
     def close(self) -> None:
         self._file.close()

@@ -75,23 +75,31 @@ def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise ConfigError(f"two methods are called {twice!r}; give one a label: LABEL=METHOD:option=value")
+    if len({spec.key for spec in specs}) < len(specs):
+        raise ConfigError("one method is asked for twice with the same options; leave one out")
     return sorted(specs, key=lambda spec: spec.name != FULL)
+
+
+def all_methods() -> list[MethodSpec]:
+    """Every method with its default options; `full` first."""
+    return sorted((MethodSpec(name, name) for name in METHODS), key=lambda spec: spec.name != FULL)
 
 
 def default_methods(lm: LanguageModel) -> list[MethodSpec]:
     """Every method that this model can use as it is, with its default options; `full` first."""
     prompt = Prompt([], [[0], [0]], [0])
-    found = []
-    for name in METHODS:
-        spec = MethodSpec(name, name)
-        try:
-            method = spec.method()
-            method.check(lm, prompt)
-            method.additions(lm)
-        except RagCacheError:
-            continue  # it wants training or options that are not there
-        found.append(spec)
-    return sorted(found, key=lambda spec: spec.name != FULL)
+    return [spec for spec in all_methods() if _is_usable(spec, lm, prompt)]
+
+
+def _is_usable(spec: MethodSpec, lm: LanguageModel, prompt: Prompt) -> bool:
+    """Whether the method wants no training and no options that are not there."""
+    try:
+        method = spec.method()
+        method.check(lm, prompt)
+        method.additions(lm)
+    except RagCacheError:
+        return False
+    return True
 
 
 def _value(text: str) -> Any:

@@ -11,34 +11,44 @@ from torch import Tensor
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.evaluation.case import Case
 from ragcache.evaluation.divergence import kl_divergence, top1_agrees
-from ragcache.evaluation.journal import Journal, Key, Score
+from ragcache.evaluation.journal import Key, Ledger, Score
 from ragcache.evaluation.methods import FULL, MethodSpec
 from ragcache.evaluation.metrics import contains_answer, exact_match, rouge_l, share_contained, token_f1
 from ragcache.evaluation.reading import PromptReader, Written, forced_logits, write_answer
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
 from ragcache.kv.identity import digest
+from ragcache.models.decoding import eos_token_ids
 from ragcache.models.lm import LanguageModel
-from ragcache.prompt import PromptFormat, encode_text
+from ragcache.prompt import Prompt, PromptFormat, encode_text
 
 NO_PASSAGES = "no passages"
 ON_OVERFLOW = ("error", "skip")
+REFERENCES = ("gold", "full")
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """max_tokens: longest answer. stop: strings that end it.
-    on_overflow: a question whose prompt does not fit the model: "error", or "skip" it and say so"""
+    """How answers are written and compared.
+
+    max_tokens:  longest answer; stop: strings that end it
+    on_overflow: a question whose prompt does not fit the model: "error", or "skip" it and say so
+    reference:   the answer along which distances are taken: the "gold" one (full prefill's where there is none), or
+                 always that of "full" prefill
+    """
 
     max_tokens: int = 32
     stop: tuple[str, ...] = ()
     on_overflow: str = "error"
+    reference: str = "gold"
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if self.on_overflow not in ON_OVERFLOW:
             raise ConfigError(f"on_overflow {self.on_overflow!r} is unknown; choose one of {', '.join(ON_OVERFLOW)}")
+        if self.reference not in REFERENCES:
+            raise ConfigError(f"reference {self.reference!r} is unknown; choose one of {', '.join(REFERENCES)}")
 
 
 class Reference(NamedTuple):
@@ -61,6 +71,10 @@ class Runner:
     def count_tokens(self, text: str) -> int:
         return len(encode_text(self.lm.tokenizer, text))
 
+    def fits(self, prompt: Prompt) -> bool:
+        """Whether the model takes the prompt and the longest answer."""
+        return prompt.num_tokens + self.settings.max_tokens <= self.lm.max_positions
+
     def describe(self) -> dict[str, Any]:
         """What results depend on besides cases and methods: the journal's settings."""
         return {
@@ -70,7 +84,7 @@ class Runner:
             **asdict(self.settings),
         }
 
-    def run(self, cases: Sequence[Case], specs: Sequence[MethodSpec], journal: Journal) -> Iterator[Score]:
+    def run(self, cases: Sequence[Case], specs: Sequence[MethodSpec], journal: Ledger) -> Iterator[Score]:
         """Scores of all cases: for each the no-passages baseline, then the methods in order. What the journal holds
         is not measured again.
 
@@ -93,8 +107,8 @@ class Runner:
         names = (NO_PASSAGES, *(spec.key for spec, _ in methods))
         blank = {name: Score(case.id, mark, name, case.cluster, dict(case.cell)) for name in names}
         prompt = case.prompt(self.lm.tokenizer, self.form)
-        wanted = prompt.num_tokens + self.settings.max_tokens
-        if wanted > self.lm.max_positions:
+        if not self.fits(prompt):
+            wanted = prompt.num_tokens + self.settings.max_tokens
             reason = f"{case.id}: prompt and answer take {wanted} tokens and {self.lm.name} {self.lm.max_positions}"
             if self.settings.on_overflow == "error":
                 raise ContextTooLongError(f"{reason}; give it fewer passages, or skip such questions")
@@ -132,9 +146,9 @@ class Runner:
         return Reference(written, ids, logits, score)
 
     def _reference_ids(self, case: Case, written: Written) -> list[int]:
-        """The gold answer as it would follow the prompt; where there is none, what full prefill wrote."""
-        if not case.answers:
-            return list(written.ids) or [int(self.lm.tokenizer.eos_token_id or 0)]
+        """The reference answer as it would follow the prompt; the end of text where full prefill wrote nothing."""
+        if not case.answers or self.settings.reference == "full":
+            return list(written.ids) or list(eos_token_ids(self.lm)[:1]) or [0]
         answer = ", ".join(case.answers) if case.all_wanted else case.answers[0]
         space = "" if not self.form.tail or self.form.tail[-1].isspace() else " "
         return encode_text(self.lm.tokenizer, f"{space}{answer}")[: self.settings.max_tokens]

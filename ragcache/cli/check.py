@@ -1,0 +1,134 @@
+"""check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ragcache.cli.command import FAILED, command
+from ragcache.cli.evaluated import EvaluatedModel, progress
+from ragcache.cli.options import Json, option
+from ragcache.cli.output import print_json, print_table, say
+from ragcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ragcache.engine.verdict import Verdict
+    from ragcache.evaluation.case import Case
+    from ragcache.evaluation.runner import Runner
+
+QUESTIONS, PASSAGES = 50, 5
+
+
+@command
+def check(
+    models: EvaluatedModel,
+    store: Annotated[
+        Path | None, option("--store", "Check on this store's passages, and keep the verdict there for method auto.")
+    ] = None,
+    database: Annotated[str | None, option("--database", "SQLAlchemy URL of the store's documents.")] = None,
+    data: Annotated[
+        str | None, option("--data", "Questions as JSON lines (passages come from the store), or a set as for eval.")
+    ] = None,
+    data_dir: Annotated[Path | None, option("--data-dir", "Directory of public question sets.")] = None,
+    methods: Annotated[list[str] | None, option("--methods", "As for eval; every method if left out.")] = None,
+    questions: Annotated[int, option("--questions", "Ask so many.", min=1)] = QUESTIONS,
+    k: Annotated[int, option("--k", "Passages under a question.", min=2)] = PASSAGES,
+    max_tokens: Annotated[int, option("--max-tokens", "Longest answer, in tokens.", min=1)] = 32,
+    min_top1: Annotated[
+        float, option("--min-top1", "Least share of full prefill's answer tokens that the method chooses too.")
+    ] = 0.95,
+    max_kl: Annotated[float, option("--max-kl", "Largest mean divergence from full prefill, nats a token.")] = 0.1,
+    min_same_answer: Annotated[
+        float, option("--min-same-answer", "Least share of questions with full prefill's very answer.")
+    ] = 0.85,
+    max_accuracy_drop: Annotated[
+        float, option("--max-accuracy-drop", "Largest loss of accuracy, where gold answers are known.")
+    ] = 0.03,
+    embedder: Annotated[str | None, option("--embedder", "For --data over a store; the store's own.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which fusion methods are safe for a model: they answer as full prefill does.
+
+    Without questions, half sentences of the store's passages are to be completed; without a store, questions about
+    generated text are asked, and so nothing is said about your documents. The exit status is 1 when no method is safe.
+    """
+    from ragcache.engine.verdict import save_verdict
+    from ragcache.evaluation.check import Check, Thresholds
+    from ragcache.evaluation.methods import all_methods, parse_methods
+    from ragcache.evaluation.runner import Runner, RunSettings
+
+    limits = Thresholds(min_top1, max_kl, min_same_answer, max_accuracy_drop)
+    specs = parse_methods(methods) if methods else all_methods()
+    lm = models.load(*_stored_model(store, database))
+    runner = Runner(lm, models.prompt_format(lm), RunSettings(max_tokens, on_overflow="skip"))
+    source, cases = _cases(runner, store, database, data, data_dir, questions, k, embedder, models.device)
+    checking = Check(runner, source, cases, specs, limits)
+    for _ in progress(checking.scores(), len(cases) * (len(checking.running) + 1), "Checking"):
+        pass
+    verdict = checking.finish().verdict
+    written = None if store is None else save_verdict(store, verdict)
+    if as_json:
+        print_json(verdict.to_json())
+    else:
+        _print_verdict(verdict, written)
+    if verdict.best() is None:
+        raise typer.Exit(FAILED)
+
+
+def _stored_model(store: Path | None, database: str | None) -> tuple[str, str]:
+    """Name and dtype of the model that a store was made with; the bundled one where there is no store."""
+    if store is None:
+        return "mini", "float32"
+    from ragcache.evaluation.store_cases import opened
+
+    with opened(store, database) as found:
+        bound = found.documents.properties()
+    return str(bound.get("model_name", "mini")), str(bound.get("model_dtype", "float32"))
+
+
+def _cases(
+    runner: Runner,
+    store: Path | None,
+    database: str | None,
+    data: str | None,
+    data_dir: Path | None,
+    questions: int,
+    k: int,
+    embedder: str | None,
+    device: str,
+) -> tuple[str, list[Case]]:
+    """What the questions are, in words, and the questions."""
+    from ragcache.evaluation.sources import load_cases
+    from ragcache.evaluation.store_cases import asked_of, made_from, opened
+
+    if store is None:
+        source = data or f"registry:passages={k}"
+        return source, load_cases(source, runner.count_tokens, directory=data_dir, limit=questions)
+    with opened(store, database) as found:
+        if data is None:
+            return "sentences of the store to be completed", made_from(found, questions=questions, passages=k)
+        if not Path(data).is_file():
+            raise ConfigError(f"{data}: no such file; with --store, --data is a file of questions")
+        cases = asked_of(found, Path(data), passages=k, device=device, embedder=embedder, limit=questions)
+        return f"{Path(data).name} over the store", cases
+
+
+def _print_verdict(verdict: Verdict, written: Path | None) -> None:
+    say(f"{verdict.model}: {verdict.questions} questions ({verdict.source}), compared with full prefill")
+    names = ("top1_answer", "kl_answer", "same_answer", "accuracy")
+    rows = []
+    for found in verdict.methods:
+        figures = [f"{found.figures[name]:.3f}" if name in found.figures else "-" for name in names]
+        share = "-" if found.computed_share is None else f"{found.computed_share:.3f}"
+        given = ":".join(f"{name}={value}" for name, value in found.options.items())
+        label = f"{found.name}:{given}" if given else found.name
+        rows.append((label, "safe" if found.safe else "NOT SAFE", *figures, share, found.reason))
+    print_table(
+        ["method", "verdict", *(f">{name.replace('_', ' ')}" for name in names), ">computed share", "why"], rows
+    )
+    best = verdict.best()
+    say(f"auto takes: {best.name if best else 'full prefill, since no method is safe'}")
+    if written is not None:
+        say(f"kept in {written}")

@@ -1,0 +1,151 @@
+"""Which methods are safe for a model: what `ragcache check` found, kept beside the store and keyed by fingerprint."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ragcache.codecs.atomic import atomic_write, write_all
+from ragcache.errors import RagCacheError
+from ragcache.fusion import get_method
+from ragcache.fusion.base import FusionMethod
+
+log = logging.getLogger(__name__)
+AUTO, FULL = "auto", "full"
+FILE = "verdicts.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class MethodVerdict:
+    """One method with its options.
+
+    recipe:  name of the recipe that its blocks were encoded under
+    safe:    whether it stayed inside every threshold; reason: which one it did not, or why it could not run
+    computed_share: tokens run for a question / tokens of its prompt, mean over layers: what "cheapest" goes by
+    figures: what was measured, by name
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    recipe: str
+    safe: bool
+    reason: str = ""
+    computed_share: float | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    def method(self) -> FusionMethod:
+        return get_method(self.name, **self.options)
+
+    def is_about(self, method: FusionMethod) -> bool:
+        """Whether this was measured with the same method and the same options."""
+        try:
+            return self.method() == method
+        except RagCacheError:
+            return False  # written by another version, whose options are not these
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found for one model.
+
+    source, questions: what was asked, and how many
+    thresholds: that a method had to stay inside
+    """
+
+    fingerprint: str
+    model: str
+    source: str
+    questions: int
+    thresholds: Mapping[str, float]
+    methods: Sequence[MethodVerdict]
+
+    def best(self, recipe: str | None = None) -> MethodVerdict | None:
+        """The safe method that computes least, of like ones the nearest to full prefill; None when none is safe.
+
+        recipe: only methods that were checked under this one
+        """
+        safe = [m for m in self.methods if m.safe and m.name != FULL and recipe in (None, m.recipe)]
+        return min(safe, key=_cost, default=None)
+
+    def of(self, method: FusionMethod) -> MethodVerdict | None:
+        """What was found about this method with these options."""
+        return next((found for found in self.methods if found.is_about(method)), None)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _cost(found: MethodVerdict) -> tuple[float, float]:
+    return round(found.computed_share or 0.0, 2), found.figures.get("kl_answer", 0.0)
+
+
+def save_verdict(root: Path, verdict: Verdict) -> Path:
+    """Keep the verdict in a store's directory, in place of an older one about the same model.
+
+    Raises StoreReadOnlyError, StoreFullError.
+    """
+    path = root / FILE
+    kept = {**_read(path), verdict.fingerprint: verdict.to_json()}
+    with atomic_write(path) as file:
+        write_all(file, json.dumps({"version": VERSION, "verdicts": kept}, indent=2).encode() + b"\n")
+    return path
+
+
+def load_verdict(root: Path, fingerprint: str) -> Verdict | None:
+    """What was found about this model; None when it was not checked, or the file cannot be read (with a warning)."""
+    found = _read(root / FILE).get(fingerprint)
+    if found is None:
+        return None
+    try:
+        return Verdict(**{**found, "methods": tuple(MethodVerdict(**method) for method in found["methods"])})
+    except (TypeError, KeyError) as error:
+        log.warning("%s: the verdict on this model cannot be read (%s); run `ragcache check` again", root / FILE, error)
+        return None
+
+
+def choose_safe(root: Path, fingerprint: str, recipe: str | None = None) -> tuple[FusionMethod, str | None]:
+    """The method of `method="auto"` and the recipe that it was checked under.
+
+    The cheapest that passed; full prefill, with a warning, where none did or nothing was checked.
+    """
+    verdict = load_verdict(root, fingerprint)
+    if verdict is None:
+        log.warning("%s: this model was not checked; reading whole prompts. Run `ragcache check --store`", root)
+        return get_method(FULL), None
+    best = verdict.best(recipe)
+    if best is None:
+        log.warning("%s: no method passed the check of this model; reading whole prompts", root)
+        return get_method(FULL), None
+    return best.method(), best.recipe
+
+
+def warn_if_unsafe(root: Path, fingerprint: str, method: FusionMethod) -> None:
+    """A warning when the check of this model failed this method."""
+    verdict = load_verdict(root, fingerprint)
+    found = None if verdict is None else verdict.of(method)
+    if found is not None and not found.safe:
+        log.warning(
+            "method %r failed the check of this model: %s; choose another one, or method='auto'",
+            method.name,
+            found.reason,
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Verdicts by fingerprint; none, with a warning, where the file is damaged or of a newer version."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("%s: cannot be read (%s); run `ragcache check` again", path, error)
+        return {}
+    if not isinstance(value, dict) or value.get("version") != VERSION or not isinstance(value.get("verdicts"), dict):
+        log.warning("%s: not of this version; run `ragcache check` again", path)
+        return {}
+    return dict(value["verdicts"])

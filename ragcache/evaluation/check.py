@@ -1,0 +1,140 @@
+"""The gate for users of blending: which methods answer as full prefill does, on this model and these passages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from ragcache.engine.verdict import FULL, MethodVerdict, Verdict
+from ragcache.errors import ConfigError, RagCacheError
+from ragcache.evaluation.case import Case
+from ragcache.evaluation.journal import Ledger, Score
+from ragcache.evaluation.methods import MethodSpec
+from ragcache.evaluation.reading import PromptReader
+from ragcache.evaluation.report import Row, summarise
+from ragcache.evaluation.runner import NO_PASSAGES, Runner
+from ragcache.fusion.fuse import block_recipe
+from ragcache.prompt import Prompt
+
+MEASURED = ("top1_answer", "top1_first", "kl_answer", "kl_first", "same_answer", "accuracy")
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What a method has to stay inside to be called safe; all are means over the questions.
+
+    min_top1: share of the tokens of full prefill's answer that the method would choose as well
+    max_kl:   KL(full prefill || method) along that answer, nats a token
+    min_same_answer: share of questions with exactly the same answer
+    max_accuracy_drop: below full prefill's accuracy, where gold answers are known
+    """
+
+    min_top1: float = 0.95
+    max_kl: float = 0.1
+    min_same_answer: float = 0.85
+    max_accuracy_drop: float = 0.03
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value < 0 or (one.name != "max_kl" and value > 1):
+                raise ConfigError(f"{one.name.replace('_', '-')} is {value}; choose a share between 0 and 1")
+
+    def broken_by(self, row: Row, full: Row) -> str:
+        """The first threshold that a method breaks, in words; empty when it keeps them all."""
+        found = {name: estimate.mean for name, estimate in row.quality.items()}
+        checks = [
+            (found["top1_answer"] >= self.min_top1, "top-1 agreement", found["top1_answer"], "below", self.min_top1),
+            (found["kl_answer"] <= self.max_kl, "KL from full prefill", found["kl_answer"], "above", self.max_kl),
+            (
+                found["same_answer"] >= self.min_same_answer,
+                "share of equal answers",
+                found["same_answer"],
+                "below",
+                self.min_same_answer,
+            ),
+        ]
+        if "accuracy" in found:
+            drop = full.quality["accuracy"].mean - found["accuracy"]
+            checks.append((drop <= self.max_accuracy_drop, "loss of accuracy", drop, "above", self.max_accuracy_drop))
+        wrong = [f"{what} {value:.3f} is {side} {limit:g}" for kept, what, value, side, limit in checks if not kept]
+        return "; ".join(wrong)
+
+
+class Checked(NamedTuple):
+    """The verdict, and the table behind it (full prefill and the no-passages baseline among its rows)."""
+
+    verdict: Verdict
+    rows: list[Row]
+
+
+class Check:
+    """One model, some methods, some questions. `scores()` does the work, `finish()` judges."""
+
+    def __init__(
+        self, runner: Runner, source: str, cases: Sequence[Case], specs: Sequence[MethodSpec], thresholds: Thresholds
+    ) -> None:
+        self.runner = Runner(runner.lm, runner.form, replace(runner.settings, reference="full"))
+        self.source = source
+        self.cases = list(cases)
+        self.thresholds = thresholds
+        self._probe = next(filter(None, map(self._fitting, self.cases)), None)
+        self.refused = {spec.key: reason for spec in specs if (reason := self._refusal(spec))}
+        self.specs = list(specs)
+        self._scores: list[Score] = []
+
+    @property
+    def running(self) -> list[MethodSpec]:
+        return [spec for spec in self.specs if spec.key not in self.refused]
+
+    def scores(self) -> Iterator[Score]:
+        for score in self.runner.run(self.cases, self.running, Ledger()):
+            self._scores.append(score)
+            yield score
+
+    def finish(self) -> Checked:
+        """Raises ConfigError when no question could be measured."""
+        labels = {NO_PASSAGES: NO_PASSAGES, **{spec.key: spec.label for spec in self.running}}
+        rows = [row for row in summarise(self._scores, labels) if not row.cell]
+        by_key = dict(zip(labels, rows, strict=True))
+        full = next(by_key[spec.key] for spec in self.running if spec.name == FULL)
+        if not full.questions:
+            raise ConfigError(f"no question could be measured: {full.skipped_because}")
+        judged = [self._judge(spec, by_key.get(spec.key), full) for spec in self.specs if spec.name != FULL]
+        lm = self.runner.lm
+        limits = asdict(self.thresholds)
+        return Checked(Verdict(lm.fingerprint, lm.name, self.source, full.questions, limits, tuple(judged)), rows)
+
+    def _fitting(self, case: Case) -> Prompt | None:
+        """The case's prompt, where the model takes it."""
+        prompt = case.prompt(self.runner.lm.tokenizer, self.runner.form)
+        return prompt if self.runner.fits(prompt) else None
+
+    def _refusal(self, spec: MethodSpec) -> str:
+        """Why this model cannot do a method at all; empty when it can."""
+        if spec.name == FULL or self._probe is None:
+            return ""
+        try:
+            fused, _ = PromptReader(self.runner.lm, self._probe, 1).read(spec.method(), spec.recipe)
+        except RagCacheError as error:
+            return str(error)
+        fused.cache.release()
+        return ""
+
+    def _judge(self, spec: MethodSpec, row: Row | None, full: Row) -> MethodVerdict:
+        options = dict(spec.options)
+        if row is None or not row.questions:
+            reason = self.refused.get(spec.key) or f"no question was measured: {row.skipped_because if row else ''}"
+            return MethodVerdict(spec.name, options, spec.recipe or "", safe=False, reason=f"cannot run: {reason}")
+        broken = self.thresholds.broken_by(row, full)
+        figures: dict[str, Any] = {name: row.quality[name].mean for name in MEASURED if name in row.quality}
+        return MethodVerdict(
+            name=spec.name,
+            options=options,
+            recipe=block_recipe(self.runner.lm, spec.method(), spec.recipe).name,
+            safe=not broken,
+            reason=broken,
+            computed_share=row.costs["computed_share"],
+            figures={**figures, "kept_share": row.costs["kept_share"], "ttft_s": row.costs["ttft_s"]},
+        )
