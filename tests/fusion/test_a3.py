@@ -1,0 +1,123 @@
+"""A3: law 3, and its choice against the attention weights of plain transformers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from blend_oracle import blended_logits
+from families import FAMILIES, block_diagonal, masks_of, oracle_logits, oracle_model, random_prompt, save_tiny
+
+import ragcache as rc
+from ragcache.errors import ConfigError
+from ragcache.fusion import get_method
+from ragcache.models import attention
+
+CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
+CHUNKS = (17, 3, 20, 12)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    loaded = {}
+
+    def by_name(family):
+        if family not in loaded:
+            directory = save_tiny(family, str(tmp_path_factory.mktemp(family)))
+            loaded[family] = rc.load_lm(directory), oracle_model(directory)
+        return loaded[family]
+
+    return by_name
+
+
+def assert_same(ours, theirs):
+    scale = theirs.abs().max()
+    torch.testing.assert_close(ours / scale, theirs / scale, atol=2e-5, rtol=0)
+
+
+@torch.no_grad()
+def scores(oracle, prompt):
+    """By chunk token: its column of layer 1's attention weights, the suffix's rows of all heads added up one by one.
+
+    The suffix of a block-diagonal forward sees the chunks as they were read alone.
+    """
+    mask = masks_of(oracle, block_diagonal(prompt))
+    weights = oracle(input_ids=torch.tensor([prompt.ids]), attention_mask=mask, output_attentions=True).attentions[1][0]
+    suffix = range(prompt.context_tokens, prompt.num_tokens)
+    return {
+        token: sum(float(head[row, token]) for head in weights for row in suffix)
+        for token in range(len(prompt.prefix_ids), prompt.context_tokens)
+    }
+
+
+def highest(scores, count):
+    return sorted(sorted(scores, key=lambda token: (-scores[token], token))[:count])
+
+
+def expected_logits(oracle, prompt, chosen, layers):
+    suffix = list(range(prompt.context_tokens, prompt.num_tokens))
+    return blended_logits(oracle, prompt, [torch.tensor(chosen + suffix)] * layers)
+
+
+@pytest.mark.parametrize("family", CHOSEN_ON)
+@pytest.mark.parametrize("ratio", [0.15, 0.6])
+def test_the_tokens_that_the_suffix_attends_to_run(load, family, ratio):
+    """In a sliding layer most tokens get exactly nothing; of those the first are taken."""
+    lm, oracle = load(family)
+    prompt = random_prompt(41, prefix=6, chunks=CHUNKS)
+    count = round(ratio * sum(CHUNKS))
+    chosen = highest(scores(oracle, prompt), count)
+    fused = rc.fuse(lm, prompt, "a3", ratio=ratio)
+    assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen, 3))
+    assert set(fused.computed_tokens) == {count + len(prompt.suffix_ids)}
+    assert set(fused.cache.lengths) == {prompt.num_tokens}
+
+
+def test_neighbours_are_averaged_where_asked(load):
+    lm, oracle = load("llama")
+    prompt = random_prompt(42, prefix=3, chunks=CHUNKS)
+    alone = scores(oracle, prompt)
+    near = {token: [alone[other] for other in alone if abs(other - token) <= 2] for token in alone}
+    pooled = {token: sum(values) / len(values) for token, values in near.items()}
+    chosen, count = highest(pooled, 20), 20
+    assert chosen != highest(alone, count)
+    fused = rc.fuse(lm, prompt, "a3", ratio=count / sum(CHUNKS), pool_tokens=5)
+    assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen, 3))
+
+
+def test_a_long_suffix_is_scored_a_few_rows_at_a_time(load, monkeypatch):
+    lm, _ = load("gemma2")
+    prompt = random_prompt(43, chunks=CHUNKS, suffix=40)
+    at_once = rc.fuse(lm, prompt, "a3", ratio=0.3).next_logits
+    seen = []
+    weights = attention._weights
+    monkeypatch.setattr(attention, "_weights", lambda *args: seen.append(weights(*args)) or seen[-1])
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * prompt.num_tokens * 7)
+    assert_same(rc.fuse(lm, prompt, "a3", ratio=0.3).next_logits, at_once)
+    assert sum(part.shape[3] == 7 and part.shape[4] == prompt.num_tokens for part in seen) == 5
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family):
+    """Law 3. With none, it is the very same computation."""
+    lm, oracle = load(family)
+    prompt = random_prompt(44)
+    n = prompt.num_tokens
+    every = rc.fuse(lm, prompt, "a3", ratio=1)
+    assert_same(every.next_logits, oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril()))
+    none = rc.fuse(lm, prompt, "a3", ratio=0)
+    assert torch.equal(none.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
+    assert set(none.computed_tokens) == {len(prompt.suffix_ids)}
+
+
+@pytest.mark.parametrize("ratio", [-0.01, 1.01, math.nan, math.inf, "0.5", None, True])
+def test_what_is_no_share_is_refused(ratio):
+    with pytest.raises(ConfigError, match=r"ratio is .*from 0 to 1"):
+        get_method("a3", ratio=ratio)
+
+
+@pytest.mark.parametrize("width", [0, -1, 4, 2.5, True])
+def test_pooling_needs_a_middle(width):
+    with pytest.raises(ConfigError, match="pool_tokens is"):
+        get_method("a3", pool_tokens=width)

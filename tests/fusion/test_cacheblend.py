@@ -1,0 +1,147 @@
+"""CacheBlend: law 3, and its choice against a plain forward that compares keys and values token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from blend_oracle import _Blend, blended_logits, recorded_kv
+from families import FAMILIES, block_diagonal, masks_of, oracle_logits, oracle_model, random_prompt, save_tiny
+
+import ragcache as rc
+from ragcache.errors import ConfigError
+from ragcache.fusion import get_method
+
+CHOSEN_ON = ["llama", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "smollm3", "gpt_oss"]
+CHUNKS = (17, 3, 20, 12)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    loaded = {}
+
+    def by_name(family):
+        if family not in loaded:
+            directory = save_tiny(family, str(tmp_path_factory.mktemp(family)))
+            loaded[family] = rc.load_lm(directory), oracle_model(directory)
+        return loaded[family]
+
+    return by_name
+
+
+def assert_same(ours, theirs):
+    scale = theirs.abs().max()
+    torch.testing.assert_close(ours / scale, theirs / scale, atol=2e-5, rtol=0)
+
+
+def causal(prompt):
+    return torch.ones(prompt.num_tokens, prompt.num_tokens, dtype=torch.bool).tril()
+
+
+class Watched(_Blend):
+    """Remembers what the model itself computed, before anything is overridden."""
+
+    def __init__(self, recorded, computed):
+        super().__init__(recorded, computed)
+        self.own = {}
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self.own[layer_idx] = (key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+@torch.no_grad()
+def brute_force(oracle, prompt, counts):
+    """Tokens by layer: the counts[layer] of those below whose own keys and values are farthest from the recorded."""
+    recorded = recorded_kv(oracle, prompt, block_diagonal(prompt))
+    suffix = list(range(prompt.context_tokens, prompt.num_tokens))
+    going = list(range(len(prompt.prefix_ids), prompt.context_tokens))
+    chosen = [torch.tensor(going + suffix)]
+    for layer in range(1, len(recorded)):
+        blend = Watched(recorded, [*chosen, *[chosen[-1]] * (len(recorded) - layer)])
+        ids = torch.tensor([prompt.ids])
+        oracle(input_ids=ids, attention_mask=masks_of(oracle, causal(prompt)), past_key_values=blend)
+        distance = {
+            token: sum(
+                math.dist(own[0, :, token].flatten().tolist(), theirs[0, :, token].flatten().tolist()) ** 2
+                for own, theirs in zip(blend.own[layer], recorded[layer], strict=True)
+            )
+            for token in going
+        }
+        going = sorted(sorted(going, key=lambda token: -distance[token])[: counts[layer]])
+        chosen.append(torch.tensor(going + suffix, dtype=torch.int64))
+    return chosen
+
+
+@pytest.mark.parametrize("family", CHOSEN_ON)
+@pytest.mark.parametrize("ratio", [0.15, 0.5])
+def test_the_most_deviating_tokens_run(load, family, ratio):
+    lm, oracle = load(family)
+    prompt = random_prompt(31, prefix=6, chunks=CHUNKS)
+    count = round(ratio * sum(CHUNKS))
+    expected = blended_logits(oracle, prompt, brute_force(oracle, prompt, [sum(CHUNKS), count, count]))
+    fused = rc.fuse(lm, prompt, "cacheblend", ratio=ratio)
+    assert_same(fused.next_logits, expected)
+    everyone, suffix = sum(CHUNKS) + len(prompt.suffix_ids), len(prompt.suffix_ids)
+    assert fused.computed_tokens == (everyone, everyone, count + suffix)  # layer 1 projects all of them
+
+
+@pytest.mark.parametrize("family", CHOSEN_ON)
+def test_gradual_filtering_narrows_among_those_that_ran_below(load, family):
+    lm, oracle = load(family)
+    prompt = random_prompt(32, prefix=4, chunks=CHUNKS)
+    total = sum(CHUNKS)
+    counts = [total, round(1.25 * 0.4 * total), round(0.75 * 0.4 * total)]
+    expected = blended_logits(oracle, prompt, brute_force(oracle, prompt, counts))
+    fused = rc.fuse(lm, prompt, "cacheblend", ratio=0.4, gradual=True)
+    assert_same(fused.next_logits, expected)
+    suffix = len(prompt.suffix_ids)
+    assert fused.computed_tokens == (total + suffix, total + suffix, counts[1] + suffix)  # layer 2 projects layer 1's
+
+
+def test_gradual_filtering_runs_the_ratio_on_average_and_never_more_than_all():
+    class Shape:
+        num_layers = 12
+
+    class Context:
+        chunk_tokens = (700, 300)
+        lm = type("Model", (), {"shape": Shape})
+
+    for ratio in (0.0, 0.16, 0.9, 1.0):
+        counts = get_method("cacheblend", ratio=ratio, gradual=True)._counts(Context)
+        assert counts[0] == 1000
+        assert sum(counts[1:]) / 11 == pytest.approx(1000 * ratio, abs=0.5)
+        assert counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.parametrize("gradual", [False, True])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family, gradual):
+    """Law 3. With none, it is the very same computation."""
+    lm, oracle = load(family)
+    prompt = random_prompt(33)
+    every = rc.fuse(lm, prompt, "cacheblend", ratio=1, gradual=gradual)
+    assert_same(every.next_logits, oracle_logits(oracle, prompt, causal(prompt)))
+    none = rc.fuse(lm, prompt, "cacheblend", ratio=0, gradual=gradual)
+    assert torch.equal(none.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
+    assert set(none.computed_tokens) == {len(prompt.suffix_ids)}
+
+
+def test_a_share_that_rounds_to_no_token_is_reposition(load):
+    lm, _ = load("llama")
+    prompt = random_prompt(34)
+    fused = rc.fuse(lm, prompt, "cacheblend", ratio=0.01)
+    assert torch.equal(fused.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
+    assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
+
+
+@pytest.mark.parametrize("ratio", [-0.01, 1.01, math.nan, math.inf, "0.5", None, True])
+def test_what_is_no_share_is_refused(ratio):
+    with pytest.raises(ConfigError, match=r"ratio is .*from 0 to 1"):
+        get_method("cacheblend", ratio=ratio)
+
+
+def test_gradual_is_a_switch():
+    with pytest.raises(ConfigError, match="gradual is 3; choose True or False"):
+        get_method("cacheblend", gradual=3)
