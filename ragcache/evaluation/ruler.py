@@ -112,7 +112,7 @@ def frequent_words(make: Maker) -> Draft:
     cost = make.count_tokens(" ".join(words) + " ") / len(words)
     room = max(int(make.length / cost), 20)
     weights = [rank**-ZETA for rank in range(1, len(words) + 1)]
-    counts = [max(1, round(room * weight / sum(weights))) for weight in weights]
+    counts = [int(room * weight / sum(weights)) for weight in weights]
     for rank in range(FREQUENT_WORDS, 0, -1):  # the answer must be the answer: no ties at the top
         counts[rank - 1] = max(counts[rank - 1], counts[rank] + 1)
     coded = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
