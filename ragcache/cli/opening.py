@@ -34,7 +34,7 @@ def open_with_models(
     return RagCache.open(
         store.store,
         model=models.model,
-        method=models.method,
+        method=models.chosen_method(),
         embedder=models.embedder,
         recipe=models.recipe,
         dtype=models.dtype,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +15,7 @@ from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from ragcache import ChunkerConfig, Sampling, StoreConfig
+    from ragcache.fusion.base import FusionMethod
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -44,6 +46,24 @@ def json_object(text: str | None) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise ConfigError(f'--filter {text!r} is not a JSON object; write it like {{"year": 2024}}')
     return value
+
+
+def method_options(texts: Sequence[str]) -> dict[str, Any]:
+    """["ratio=0.15", "mode=fusion"] -> {"ratio": 0.15, "mode": "fusion"}: values are JSON, or else plain text."""
+    found = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not sign or not name.strip():
+            raise ConfigError(f"--option {text!r} is not NAME=VALUE; write it like ratio=0.15")
+        found[name.strip().replace("-", "_")] = _json_or_text(value.strip())
+    return found
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 Json = Annotated[bool, option("--json", "Print JSON and nothing else on standard output.")]
@@ -81,7 +101,14 @@ class ModelOptions:
         str | None,
         option("--model", "Bundled name, directory or hub id; the store's own if not given, mini if it is new."),
     ] = None
-    method: Annotated[str, option("--method", "Fusion method; see `ragcache methods`.")] = "reposition"
+    method: Annotated[
+        str | None,
+        option("--method", "See `ragcache methods`; auto: the cheapest that passed the check; else as trained."),
+    ] = None
+    option: Annotated[
+        list[str] | None,
+        option("--option", "Option of --method, such as ratio=0.15; may be repeated.", metavar="NAME=VALUE"),
+    ] = None
     recipe: Annotated[
         str | None, option("--recipe", "How passages are encoded: isolated or prefix; the method's own if not given.")
     ] = None
@@ -92,6 +119,22 @@ class ModelOptions:
     device: Annotated[str, option("--device", "Where the models run: cpu or cuda.")] = "cpu"
     system: Annotated[str | None, option("--system", "System prompt, before all passages.")] = None
     tenant: Annotated[str, option("--tenant", "Blocks of one tenant are never hits for another.")] = ""
+
+    def chosen_method(self) -> FusionMethod | str | None:
+        """The method asked for, with its options; None for the model's own; "auto" as it is.
+
+        Raises ConfigError naming the option.
+        """
+        options = method_options(self.option or [])
+        if self.method is None:
+            if options:
+                raise ConfigError(f"--option {next(iter(options))}=... needs --method: say whose option it is")
+            return None
+        if self.method == "auto" and not options:
+            return self.method
+        from ragcache.fusion import get_method
+
+        return get_method(self.method, **options)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Timings:
 class Usage:
     """Tokens, as OpenAI counts them.
 
-    prompt_tokens:     all of the prompt
+    prompt_tokens:     all of the prompt, with those that the method put between (link tokens, markers)
     cached_tokens:     of these, tokens whose KV was reused
     completion_tokens: of the answer
     """

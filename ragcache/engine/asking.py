@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Timings, Token, Usage
 from ragcache.engine.blocks import LoadedBlocks, load_or_compute
 from ragcache.errors import ConfigError, ContextTooLongError
+from ragcache.fusion.additions import Additions
 from ragcache.fusion.base import FusionMethod
-from ragcache.fusion.fuse import Fused, fuse
+from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
@@ -28,7 +29,8 @@ UNUSED = "unused"
 class Reader:
     """Answers questions over hits that are already retrieved. Thread-safe.
 
-    The prefix's own block is computed once and kept here: it is the same for all questions.
+    The prefix's own block is computed once and kept here: it is the same for all questions (a method may put tokens of
+    its own behind the prefix, which makes another block).
     """
 
     def __init__(
@@ -45,13 +47,28 @@ class Reader:
         self.kv = kv
         self.documents = documents
         self._eos = eos_token_ids(lm)
-        self._prefix_block: KVBlock | None = None
+        self._prefix_blocks: dict[tuple[int, ...], KVBlock] = {}
         self._lock = threading.Lock()
 
-    def prompt(self, question: str, hits: Sequence[Hit], on_overflow: str) -> tuple[Prompt, int]:
+    def check(self, method: FusionMethod) -> None:
+        """Raises ConfigError when the method cannot read the blocks that this store's encoder makes."""
+        if not method.reuses_blocks:
+            return
+        own = self.encoder
+        recipe = block_recipe(self.lm, method, own.recipe)
+        prefix_ids = [*self.format.prefix_ids, *method.additions(self.lm).behind_prefix] if recipe.sees_prefix else []
+        if recipe != own.recipe or prefix_ids != own.prefix_ids:
+            other = f"{own.recipe}" if recipe != own.recipe else "blocks behind another prefix"
+            raise ConfigError(
+                f"method {method.name!r} needs blocks of recipe {recipe} and the store was opened for {other}; open it "
+                f"with method={method.name!r}"
+            )
+
+    def prompt(self, question: str, hits: Sequence[Hit], method: FusionMethod, on_overflow: str) -> tuple[Prompt, int]:
         """The prompt over as many hits as fit, and how many were left out.
 
-        Raises PromptError (empty question), ContextTooLongError (too long under "error", or without any passage).
+        Raises PromptError (empty question, more passages than the method can read under "error"), ContextTooLongError
+        (too long under "error", or without any passage).
         """
         if on_overflow not in OVERFLOWS:
             raise ConfigError(f"on_overflow {on_overflow!r} is unknown; choose one of {', '.join(OVERFLOWS)}")
@@ -62,15 +79,18 @@ class Reader:
                 f"the question has {len(suffix)} tokens and {self.lm.name} takes {self.lm.max_positions} with its "
                 f"prompt; ask a shorter one"
             )
-        kept = _fitting([len(hit.chunk.token_ids) for hit in hits], room)
+        whole = Prompt(self.format.prefix_ids, [hit.chunk.token_ids for hit in hits], suffix)
+        if hits and on_overflow == "error":
+            method.check(self.lm, whole)
+        added = method.additions(self.lm)
+        kept = _fitting([len(chunk) for chunk in whole.chunk_ids], room, added)
         if kept < len(hits) and on_overflow == "error":
-            total = self.lm.max_positions - room + sum(len(hit.chunk.token_ids) for hit in hits)
+            total = whole.num_tokens + len(added.ids(len(hits)))
             raise ContextTooLongError(
                 f"{len(hits)} passages make a prompt of {total} tokens and {self.lm.name} takes "
                 f'{self.lm.max_positions}; ask for fewer (k={kept}) or pass on_overflow="trim"'
             )
-        chunks = [hit.chunk.token_ids for hit in hits[:kept]]
-        return Prompt(self.format.prefix_ids, chunks, suffix), len(hits) - kept
+        return replace(whole, chunk_ids=whole.chunk_ids[:kept]), len(hits) - kept
 
     def stream(
         self,
@@ -82,7 +102,7 @@ class Reader:
         clock: Clock,
         cancelled: threading.Event | None,
     ) -> Iterator[Event]:
-        prompt, dropped = self.prompt(question, hits, on_overflow)
+        prompt, dropped = self.prompt(question, hits, method, on_overflow)
         hits = hits[: len(hits) - dropped]
         loaded = self._load(hits, method)
         sources = _sources(hits, loaded)
@@ -95,9 +115,10 @@ class Reader:
             self.lm,
             fused.cache,
             fused.next_logits,
-            prompt.num_tokens,
+            fused.next_position,
             sampling,
             eos_ids=self._eos,
+            never=fused.reserved_ids,
             cancelled=cancelled,
         )
         try:
@@ -109,13 +130,13 @@ class Reader:
                     yield Token(piece)
                 if pieces.stopped:
                     break
-            finish = "stop" if pieces.stopped or not _ran_out(tokens, sampling, self.lm, prompt) else "length"
+            finish = "stop" if pieces.stopped or not _ran_out(tokens, sampling, self.lm, fused) else "length"
             if piece := pieces.finish():
                 text += piece
                 yield Token(piece)
         finally:
             fused.cache.release()
-        usage = Usage(prompt.num_tokens, max(0, fused.cached_tokens - loaded.encoded_tokens), tokens)
+        usage = Usage(fused.prompt_tokens, max(0, fused.cached_tokens - loaded.encoded_tokens), tokens)
         yield Done(Answer(text, sources, clock.timings(), usage, method.name, dropped, finish))
 
     def _load(self, hits: Sequence[Hit], method: FusionMethod) -> LoadedBlocks:
@@ -133,17 +154,19 @@ class Reader:
             method,
             loaded.blocks,
             recipe=self.encoder.recipe,
-            prefix_block=self._prefix(),
+            prefix_block=self._prefix(prompt, method),
             reserve_tokens=sampling.max_tokens,
         )
 
-    def _prefix(self) -> KVBlock | None:
-        if not self.format.prefix_ids:
+    def _prefix(self, prompt: Prompt, method: FusionMethod) -> KVBlock | None:
+        behind = method.additions(self.lm).behind_prefix if prompt.chunk_ids else ()
+        ids = (*prompt.prefix_ids, *behind)
+        if not ids:
             return None
         with self._lock:
-            if self._prefix_block is None:
-                self._prefix_block = self.lm.encode([self.format.prefix_ids])[0]
-            return self._prefix_block
+            if ids not in self._prefix_blocks:
+                self._prefix_blocks[ids] = self.lm.encode([ids])[0]
+            return self._prefix_blocks[ids]
 
 
 @dataclass
@@ -179,14 +202,13 @@ def _sources(hits: Sequence[Hit], loaded: LoadedBlocks) -> list[Source]:
     return [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
 
 
-def _fitting(lengths: Sequence[int], room: int) -> int:
-    """How many of the best passages fit, whole."""
-    for count, length in enumerate(lengths):
-        room -= length
-        if room < 0:
-            return count
-    return len(lengths)
+def _fitting(lengths: Sequence[int], room: int, added: Additions) -> int:
+    """How many of the best passages fit, whole, with what the method adds to them."""
+    count = len(lengths) if added.max_chunks is None else min(len(lengths), added.max_chunks)
+    while count and sum(lengths[:count]) + len(added.ids(count)) > room:
+        count -= 1
+    return count
 
 
-def _ran_out(tokens: int, sampling: Sampling, lm: LanguageModel, prompt: Prompt) -> bool:
-    return tokens >= min(sampling.max_tokens, lm.max_positions - prompt.num_tokens)
+def _ran_out(tokens: int, sampling: Sampling, lm: LanguageModel, fused: Fused) -> bool:
+    return tokens >= min(sampling.max_tokens, lm.max_positions - fused.next_position)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -16,9 +16,11 @@ from ragcache.engine.asking import Clock, Reader
 from ragcache.engine.maintenance import DoctorReport, Info, doctor, info
 from ragcache.engine.opening import Store, StoreConfig, absent_embedder, open_embedder, open_model, open_store
 from ragcache.engine.usage import UsageLog
+from ragcache.engine.verdict import AUTO, choose_safe, warn_if_unsafe
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
 from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
@@ -34,7 +36,6 @@ from ragcache.store.filters import Filter
 from ragcache.store.garbage import collect_garbage
 from ragcache.store.records import Document as StoredDocument
 
-DEFAULT_METHOD = "reposition"
 DEFAULT_K = 5
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class RagCache:
         self.config = config
         self._usage = UsageLog(store.layout.root / "usage.json")
         self._lm: LanguageModel | None = None
-        self._method: FusionMethod = get_method(DEFAULT_METHOD)
+        self._method: FusionMethod | None = None
         self._retriever: Retriever | None = None
         self._ingestor: Ingestor | None = None
         self._reader: Reader | None = None
@@ -63,7 +64,7 @@ class RagCache:
         path: str | Path,
         *,
         model: str | Path | LanguageModel | None = None,
-        method: str | FusionMethod = DEFAULT_METHOD,
+        method: str | FusionMethod | None = None,
         embedder: str | Path | Embedder | None = None,
         recipe: str | Recipe | None = None,
         dtype: str | None = None,
@@ -81,9 +82,10 @@ class RagCache:
         """Open the store at `path`, or make one.
 
         model:    bundled name, directory, hub id or a loaded LanguageModel; None: the store's own, "mini" if new
-        method:   fusion method of `ask` and `stream`, with its options as further keyword arguments
+        method:   fusion method of `ask` and `stream`, with its options as further keyword arguments; None: the one that
+                  the model was trained for; "auto": the cheapest that passed `ragcache check`
         embedder: "minilm", "contriever", directory, hub id or an Embedder; None: the store's own, "minilm" if new
-        recipe:   how chunks are encoded; None: the method's first choice
+        recipe:   how chunks are encoded; None: as the model was trained, else the method's first choice
         dtype, device: of the language model
         system, question_format: see `ragcache.prompt.prompt_format`
         chunker, ingest, store: settings of those parts
@@ -95,13 +97,16 @@ class RagCache:
         ModelError, EmbedderError, ConfigError.
         """
         config = store or StoreConfig()
-        chosen = get_method(method, **method_options)
+        chosen = None if method is None or method == AUTO else get_method(method, **method_options)
         opened = open_store(path, config, create=create)
         kb = cls(opened, config)
         try:
-            kb._method = chosen
             if models:
                 kb._load_models(model, embedder, dtype, device)
+                if method == AUTO:
+                    kb._method, recipe = kb._safe_method(recipe)
+                else:
+                    kb._method = kb._warned_of(chosen or get_method(kb.lm.default_method, **method_options))
                 kb._prepare(recipe, system, question_format, chunker, ingest, tenant)
             elif (absent := absent_embedder(opened.documents)) is not None:
                 kb._retriever = Retriever.open(opened.documents, opened.layout.index, absent, kind=config.index)
@@ -133,17 +138,14 @@ class RagCache:
     ) -> None:
         lm, store = self.lm, self.store
         text = prompt_format(lm.tokenizer, system=system, question_format=question_format)
-        encoder = ModelEncoder(lm, self._recipe(recipe), text.prefix_ids, tenant)
+        method = _present(self._method)
+        prefix_ids = text.prefix_ids
+        if method.reuses_blocks:
+            prefix_ids += method.additions(lm).behind_prefix
+        encoder = ModelEncoder(lm, block_recipe(lm, method, recipe), prefix_ids, tenant)
         self._reader = Reader(lm, encoder, text, store.kv, store.documents)
         cut = Chunker(lm.tokenizer, **asdict(chunker)) if chunker else Chunker(lm.tokenizer)
         self._ingestor = Ingestor(store.layout, store.documents, store.kv, self.retriever, cut, encoder, ingest)
-
-    def _recipe(self, recipe: str | Recipe | None) -> Recipe:
-        chosen = Recipe.of(recipe if recipe is not None else self._method.recipes[0])
-        if chosen.name not in self._method.recipes:
-            wanted = " or ".join(self._method.recipes)
-            raise ConfigError(f"method {self._method.name!r} needs recipe {wanted}, not {chosen.name!r}")
-        return chosen
 
     # Parts
 
@@ -234,6 +236,7 @@ class RagCache:
         *,
         hits: Sequence[Hit] | None = None,
         method: str | FusionMethod | None = None,
+        method_options: Mapping[str, Any] | None = None,
         sampling: Sampling | None = None,
         filter: Filter | None = None,
         score_threshold: float | None = None,
@@ -245,6 +248,7 @@ class RagCache:
 
         hits:        passages to read instead of retrieving, best first
         method:      another fusion method than the one the store was opened with
+        method_options: options of `method`, or of the store's own method
         on_overflow: when the passages do not fit the model's context: "error", or "trim" whole passages from the end
                      (`Answer.dropped` says how many)
         cancelled:   set it to stop
@@ -252,13 +256,31 @@ class RagCache:
         Raises PromptError, ContextTooLongError, ConfigError, FilterError, CancelledError.
         """
         reader = _present(self._reader)
-        chosen = self._method if method is None else get_method(method)
-        if chosen.reuses_blocks and reader.encoder.recipe.name not in chosen.recipes:
-            raise ConfigError(f"method {chosen.name!r} needs blocks of recipe {' or '.join(chosen.recipes)}")
+        chosen = self._chosen(method, method_options or {})
+        reader.check(chosen)
         return self._stream(
             reader, question, k, hits, chosen, sampling or Sampling(), filter, score_threshold, mmr_lambda,
             on_overflow, cancelled,
         )  # fmt: skip
+
+    def _chosen(self, method: str | FusionMethod | None, options: Mapping[str, Any]) -> FusionMethod:
+        own = _present(self._method)
+        if method is None:
+            return get_method(own.name, **options) if options else own
+        if method == AUTO:
+            return self._safe_method(_present(self._reader).encoder.recipe)[0]
+        return self._warned_of(get_method(method, **options))
+
+    def _safe_method(self, recipe: str | Recipe | None) -> tuple[FusionMethod, str | Recipe | None]:
+        """What `ragcache check` found to be the cheapest safe method, and the recipe it goes with."""
+        name = None if recipe is None else Recipe.of(recipe).name
+        method, checked = choose_safe(self.store.layout.root, self.lm.fingerprint, name)
+        return method, recipe if recipe is not None else checked
+
+    def _warned_of(self, method: FusionMethod) -> FusionMethod:
+        """The same method, after a warning where it failed the check of this model."""
+        warn_if_unsafe(self.store.layout.root, self.lm.fingerprint, method)
+        return method
 
     def _stream(
         self,
@@ -275,7 +297,7 @@ class RagCache:
         cancelled: threading.Event | None,
     ) -> Iterator[Event]:
         clock = Clock(time.perf_counter())
-        reader.prompt(question, [], on_overflow)  # a question that cannot be asked is not worth a search
+        reader.prompt(question, [], method, on_overflow)  # a question that cannot be asked is not worth a search
         if hits is None:
             hits = self.retrieve(question, k, filter=filter, score_threshold=score_threshold, mmr_lambda=mmr_lambda)
         clock.retrieve_s = time.perf_counter() - clock.started

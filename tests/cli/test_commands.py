@@ -91,6 +91,16 @@ def test_ask_passes_its_options_on(store):
     assert [hit["document_id"] for hit in got["hits"]] == ["club"]
 
 
+def test_ask_passes_the_methods_options_on(store):
+    options = ["--method", "link", "--option", "link_ids=[[65, 66], [67]]", "--k", 2, "--max-tokens", 8, "--json"]
+    got = json_of(invoke("ask", "Which club?", "--store", store, *options))
+    with rc.RagCache.open(store, method="link", link_ids=[[65, 66], [67]]) as kb:
+        expected = kb.ask("Which club?", 2, sampling=rc.Sampling(max_tokens=8))
+        plain = kb.ask("Which club?", 2, method="reposition", sampling=rc.Sampling(max_tokens=8))
+    assert (got["text"], got["method"]) == (expected.text, "link")
+    assert got["usage"]["prompt_tokens"] == plain.usage.prompt_tokens + 3
+
+
 def test_ask_stops_at_a_string(store):
     whole = json_of(invoke("ask", "Where?", "--store", store, "--max-tokens", 12, "--json"))["text"]
     stop = whole[3]

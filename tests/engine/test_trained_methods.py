@@ -1,0 +1,180 @@
+"""Stores over models that were trained for reuse: their own method, its tokens in every count, answers by an oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_model import save_tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ragcache as rc
+from ragcache.errors import ConfigError, ContextTooLongError, PromptError
+from ragcache.models.reuse import ReuseSpec
+
+LINK = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
+REORDERED = ReuseSpec("markers", doc_start_id=258, doc_end_id=259, positions="reordered")
+COMPOSITE = ReuseSpec("markers", doc_start_id=258, doc_end_id=259, positions="composite")
+SPECS = {"link": LINK, "reordered": REORDERED, "composite": COMPOSITE}
+QUESTION = "Where do dogs bark?"
+SHORT = rc.Sampling(max_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    return {name: save_tiny_llama(tmp_path_factory.mktemp(name), reuse=spec) for name, spec in SPECS.items()}
+
+
+@pytest.fixture
+def open_trained(open_kb, directories):
+    def open_one(name, **options):
+        kb = open_kb(model=directories[name], **options)
+        kb.ingest([rc.Document(str(n), text) for n, text in enumerate(TEXTS)])
+        return kb
+
+    return open_one
+
+
+TEXTS = [
+    "Dogs bark at night in the town of Kelbrook.\n",
+    "The cat sat on the mat. It was happy there.\n",
+    "The river Arno rises in the Vale hills.\n",
+    "The rowing club of Kelbrook meets on Monday.\n",
+]
+
+
+def put_together(spec, tokenizer, question, texts):
+    """ids, positions and owner of each token (a chunk's number, or -1 for what sees everything before it), by hand."""
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    parts = [(-1, [tokenizer.bos_token_id, *([264] if spec is LINK else [])])]
+    for rank, text in enumerate(texts):
+        parts.append((rank, ids(text) if spec is LINK else [258, *ids(text), 259]))
+        if spec is LINK:
+            parts.append((-1, [258 + 2 * rank, 259 + 2 * rank]))
+    parts.append((-1, [*([265] if spec is LINK else []), *ids(f"Question: {question}\nAnswer:")]))
+    owners = [owner for owner, part in parts for _ in part]
+    tokens = [id for _, part in parts for id in part]
+    positions = list(range(len(tokens)))
+    if spec is COMPOSITE:
+        longest = max(len(part) for owner, part in parts if owner >= 0)
+        chunks = [n for owner, part in parts if owner >= 0 for n in range(1, 1 + len(part))]
+        positions = [0, *chunks, *range(1 + longest, 1 + longest + len(parts[-1][1]))]
+    return tokens, positions, owners
+
+
+def oracle_answer(directory, spec, question, texts, count):
+    """Token by token, each a plain forward of everything under an explicit mask; added ids are ruled out."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids, positions, owners = put_together(spec, tokenizer, question, texts)
+    size, made = len(ids), []
+    while len(made) < count:
+        owner = torch.tensor(owners)
+        allowed = (owner[:, None] == owner[None, :]) | (owner[:, None] == -1)
+        allowed &= torch.ones_like(allowed).tril()
+        bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[None, None]
+        with torch.no_grad():
+            out = model(input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), attention_mask=bias)
+        logits = out.logits[0, -1]
+        logits[sorted(spec.added_ids)] = -torch.inf
+        token = int(logits.argmax())
+        if token == tokenizer.eos_token_id:
+            break
+        made.append(token)
+        ids, positions, owners = [*ids, token], [*positions, positions[-1] + 1], [*owners, -1]
+    return tokenizer.decode(made), size
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_models_own_method_answers(open_trained, directories, name):
+    kb = open_trained(name)
+    answers = [kb.ask(QUESTION, k=3, sampling=SHORT) for _ in range(2)]
+    texts = [hit.chunk.text for hit in answers[0].hits]
+    expected, size = oracle_answer(directories[name], SPECS[name], QUESTION, texts, SHORT.max_tokens)
+    suffix = len(kb.lm.tokenizer(f"Question: {QUESTION}\nAnswer:", add_special_tokens=False)["input_ids"])
+    computed = suffix + (3 * 2 + 1 if name == "link" else 0)
+    for answer in answers:
+        assert answer.text == expected
+        assert answer.method == SPECS[name].method
+        assert (answer.usage.prompt_tokens, answer.usage.cached_tokens) == (size, size - computed)
+        assert {source.kv for source in answer.hits} == {"memory"}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_blocks_survive_the_store(open_trained, open_kb, name):
+    """What was read from disk in the next process answers as what was made."""
+    kb = open_trained(name)
+    made = kb.ask(QUESTION, k=2, sampling=SHORT)
+    kb.close()
+    again = open_kb(model=kb.lm).ask(QUESTION, k=2, sampling=SHORT)
+    assert again.text == made.text
+    assert {source.kv for source in again.hits} == {"disk"}
+
+
+def test_other_methods_read_a_link_store(open_trained):
+    kb = open_trained("link")
+    for method in ("full", "reposition"):
+        answer = kb.ask(QUESTION, k=2, method=method, sampling=SHORT)
+        assert answer.method == method
+        assert answer.usage.prompt_tokens == kb.ask(QUESTION, k=2, sampling=SHORT).usage.prompt_tokens - 2 - 2 * 2
+    same = kb.ask(QUESTION, k=2, method="link", method_options={"link_tokens": 0}, sampling=SHORT)
+    assert same.text == answer.text
+    assert kb.ask(QUESTION, k=2, method_options={"link_tokens": 0}, sampling=SHORT).text == answer.text
+
+
+def test_blocks_with_markers_are_for_their_method(open_trained, open_kb):
+    kb = open_trained("reordered")
+    assert kb.ask(QUESTION, k=2, method="full", sampling=SHORT).text
+    with pytest.raises(ConfigError, match=r"'reposition' needs blocks of recipe 'isolated'.*markers 258 and 259"):
+        kb.ask(QUESTION, k=2, method="reposition")
+    kb.close()
+    plain = open_kb(model=kb.lm, method="reposition")
+    assert {source.kv for source in plain.ask(QUESTION, k=2, sampling=SHORT).hits} == {"computed"}
+    with pytest.raises(ConfigError, match=r"'markers'.*opened for 'isolated'; open it with method='markers'"):
+        plain.ask(QUESTION, k=2, method="markers")
+
+
+def test_more_passages_than_link_slots(open_trained):
+    kb = open_trained("link")
+    with pytest.raises(PromptError, match=r"4 passages.*3 at most.*k=3"):
+        kb.ask(QUESTION, k=4, sampling=SHORT)
+    trimmed = kb.ask(QUESTION, k=4, on_overflow="trim", sampling=SHORT)
+    assert trimmed.dropped == 1
+    assert trimmed.text == kb.ask(QUESTION, k=3, sampling=SHORT).text
+
+
+def test_link_tokens_count_where_the_context_ends(open_trained):
+    """Passages that fit alone and not with what the method adds to them."""
+    kb = open_trained("link")
+    hits = kb.retrieve(QUESTION, 3)
+    tokens = kb.ask(QUESTION, hits=hits, sampling=SHORT).usage.prompt_tokens
+    kb.lm.max_positions = tokens
+    assert kb.ask(QUESTION, hits=hits, sampling=SHORT).usage.completion_tokens == 0
+    kb.lm.max_positions = tokens - 1
+    with pytest.raises(ContextTooLongError, match=f"prompt of {tokens} tokens.*k=2"):
+        kb.ask(QUESTION, hits=hits, sampling=SHORT)
+    assert kb.ask(QUESTION, hits=hits, on_overflow="trim", sampling=SHORT).dropped == 1
+    assert kb.ask(QUESTION, hits=hits, method="full", sampling=SHORT).usage.prompt_tokens == tokens - 8
+
+
+def test_a_method_without_its_training_is_refused_at_once(kb, open_kb):
+    with pytest.raises(ConfigError, match="no trained link tokens"):
+        kb.ask(QUESTION, method="link")
+    kb.close()
+    with pytest.raises(ConfigError, match="no trained markers"):
+        open_kb(method="markers")
+
+
+def test_the_recipe_follows_the_training(open_kb, tmp_path):
+    spec = ReuseSpec("link", "prefix", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
+    directory = save_tiny_llama(tmp_path / "model", reuse=spec)
+    kb = open_kb(model=directory)
+    kb.ingest(rc.Document("dogs", TEXTS[0]))
+    bos, chunk = kb.lm.tokenizer.bos_token_id, kb.retrieve(QUESTION, 1)[0].chunk
+    (source,) = kb.ask(QUESTION, k=1, sampling=SHORT).hits
+    assert source.kv == "memory"
+    assert source.handle == kb.lm.block_key(chunk.token_ids, rc.Recipe("prefix"), [bos, 264])
+    with pytest.raises(ConfigError, match="another prefix"):
+        kb.ask(QUESTION, k=1, method="reposition")
