@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import corpus_report, decode, ingest, ops, plain, run, ttft
+from benchmarks import corpus_report, decode, ingest, methods, ops, plain, run, ttft
 from benchmarks.corpus_report import Question, recall
 from benchmarks.prose import documents, train_tokenizer
 from benchmarks.reading import Bench, random_prompt
@@ -18,6 +18,7 @@ from benchmarks.report import Goal
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Ratio, Timing, Variant, alternate, ratio
 from ragcache.errors import ConfigError, RagCacheError
+from ragcache.fusion import METHODS
 from ragcache.fusion.fuse import fuse
 from ragcache.retrieval.testing import BagOfWords
 
@@ -72,6 +73,35 @@ def test_floor_and_reposition_leave_the_context_as_it_was(tmp_path: Path) -> Non
         assert torch.equal(bench.floor_logits(), before)
         assert tokens == {int(before.argmax())}
         assert bench.cold_read_bytes is None or bench.cold_read_bytes >= 0
+
+
+TINY_METHODS = ["--shape=toy", "--passages=3", "--tokens=40", "--suffix=5", "--rounds=2", "--long-rounds=1"]
+
+
+def test_methods_lists_what_every_method_computes_and_keeps(tmp_path: Path) -> None:
+    result = methods.main([*TINY_METHODS, "--out", str(tmp_path)])
+    found = written(tmp_path, result.name)
+    rows = [name for name in found["timings"] if not name.startswith(("floor", "transformers"))]
+    assert {row.partition(",")[0] for row in rows} == set(METHODS)
+    assert all(f"{row} / {methods.FULL}" in found["ratios"] for row in rows)
+    # 120 tokens in 3 passages and 5 behind them; the toy shape has 2 layers
+    computed = {row: found["figures"][f"{row}: computed tokens"] for row in rows}
+    assert (computed["full"], computed["reposition"], computed["epic, 16 tokens"]) == (125, 5, 5 + 2 * 16)
+    assert (computed["a3, 0.15"], computed["link, 5 tokens"]) == (5 + 18, 5 + 3 * 5)
+    assert computed["cacheblend, 0.15"] == 125  # layer 0 in full; layer 1 projects all tokens
+    assert found["figures"]["link, 5 tokens: kept tokens"] == 140
+    assert all(0 < found["figures"][f"{row}: kept share"] <= 1 for row in rows)
+    limits = {goal["what"].partition(" / ")[0].partition(":")[0]: goal["limit"] for goal in found["goals"]}
+    assert (limits["a3, 0.15"], limits["cacheblend, 0.15"], limits["epic, 16 tokens"]) == (0.25, 0.25, 0.08)
+    assert not any(goal["applies"] for goal in found["goals"])
+
+
+def test_methods_refuses_to_time_wrong_answers() -> None:
+    bench = methods.Bench(build("toy"), methods.Settings(shape="toy", passages=3, tokens=20, suffix=5))
+    assert max(methods.agreement(bench).values()) < 1e-3
+    bench._link_context._buffers.keys[0].add_(10.0)
+    with pytest.raises(RagCacheError, match="link_floor_error is"):
+        methods.agreement(bench)
 
 
 def test_ingest(tmp_path: Path) -> None:

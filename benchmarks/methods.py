@@ -1,0 +1,238 @@
+"""What every fusion method costs: time against full prefill, tokens computed, tokens kept.
+
+python -m benchmarks.methods
+python -m benchmarks.methods --shape Llama-3.1-8B --dtype bfloat16 --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import plain
+from benchmarks.environment import environment
+from benchmarks.options import add_numbers, add_places, settings_from
+from benchmarks.reading import random_prompt, truncate
+from benchmarks.report import Goal, Result, show, write
+from benchmarks.shapes import SHAPES, Built, build
+from benchmarks.timing import Variant, alternate, ratio, summarise
+from ragcache.errors import RagCacheError
+from ragcache.fusion import METHODS, get_method
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.fuse import Fused, block_recipe, encode, fuse
+from ragcache.kv.block import KVBlock
+from ragcache.kv.identity import Recipe
+from ragcache.models.loading import DTYPES
+
+LINK_TOKENS = 5
+FULL = "transformers: full prefill"
+FLOOR, LINK_FLOOR = "floor: suffix over KV in place", "floor: links and suffix over KV in place"
+LONG_SHARE = 0.1  # a method that runs more of the tokens takes long: it runs in a few of the rounds only
+
+
+@dataclass(frozen=True)
+class Settings:
+    """passages x tokens of context, then suffix tokens. rounds: of short variants; long_rounds: of full prefill and of
+    methods that run many tokens."""
+
+    shape: str = "SmolLM2-135M"
+    dtype: str = "float32"
+    device: str = "cpu"
+    passages: int = 10
+    tokens: int = 500
+    suffix: int = 30
+    rounds: int = 15
+    long_rounds: int = 5
+    threads: int = 0
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"methods-{self.shape}-{self.dtype}-{self.device.partition(':')[0]}-{self.passages}x{self.tokens}"
+
+
+def link_ids(settings: Settings, vocab_size: int) -> list[list[int]]:
+    """Link tokens behind each passage: any ids will do, the work is the same."""
+    generator = torch.Generator().manual_seed(settings.seed + 1)
+    drawn: list[list[int]] = torch.randint(vocab_size, (settings.passages, LINK_TOKENS), generator=generator).tolist()
+    return drawn
+
+
+def chosen_methods(links: Sequence[Sequence[int]]) -> dict[str, FusionMethod]:
+    """Every method by the row it gets, with the options that the goals are stated for; else with its own."""
+    options: dict[str, list[tuple[str, dict[str, Any]]]] = {
+        "link": [(f"link, {LINK_TOKENS} tokens", {"link_ids": links})],
+        "markers": [("markers", {"doc_start_id": 1, "doc_end_id": 2})],
+        "cacheblend": [
+            ("cacheblend, 0.15", {"ratio": 0.15}),
+            ("cacheblend, 0.15, gradual", {"ratio": 0.15, "gradual": True}),
+        ],
+        "epic": [("epic, 16 tokens", {"first_tokens": 16})],
+        "a3": [("a3, 0.15", {"ratio": 0.15})],
+    }
+    rows = [(name, row, given) for name in METHODS for row, given in options.get(name, [(name, {})])]
+    return {row: get_method(name, **given) for name, row, given in rows}
+
+
+class Bench:
+    """One prompt, its blocks under every recipe that a method asks for, and the two floors."""
+
+    def __init__(self, built: Built, settings: Settings) -> None:
+        self.lm, self.plain = built
+        self.prompt = random_prompt(
+            self.lm.vocab_size, settings.passages, settings.tokens, settings.suffix, settings.seed
+        )
+        self._links = link_ids(settings, self.lm.vocab_size)
+        self.methods = chosen_methods(self._links)
+        self._blocks: dict[Recipe, list[KVBlock]] = {}
+        self._context = self.fuse(get_method("reposition")).cache
+        linked = self.fuse(get_method("link", link_ids=self._links))
+        self._link_context, self.link_logits = linked.cache, linked.next_logits
+        self._link_positions = linked.cache.layer_state(0)[2][self.prompt.context_tokens :].clone()
+
+    def fuse(self, method: FusionMethod, **options: Any) -> Fused:
+        blocks = self._in_hand(method) if method.reuses_blocks else None
+        return fuse(self.lm, self.prompt, method, blocks, reserve_tokens=0, **options)
+
+    def first_token(self, method: FusionMethod) -> int:
+        fused = self.fuse(method)
+        token = int(fused.next_logits.argmax())
+        fused.cache.release()
+        return token
+
+    def floor(self) -> int:
+        """The suffix alone: no method can be faster."""
+        truncate(self._context, self.prompt.context_tokens)
+        return int(self.lm.run(self.prompt.suffix_ids, self.prompt.context_tokens, self._context).argmax())
+
+    def link_floor_logits(self) -> Tensor:
+        truncate(self._link_context, self.prompt.context_tokens)
+        ids = [*(id for links in self._links for id in links), *self.prompt.suffix_ids]
+        return self.lm.run(ids, self._link_positions, self._link_context, ordered=False)
+
+    def link_floor(self) -> int:
+        """Link tokens and suffix: `link` cannot be faster."""
+        return int(self.link_floor_logits().argmax())
+
+    def plain_full(self) -> int:
+        return int(plain.full_prefill(self.plain, self.prompt.ids).argmax())
+
+    def _in_hand(self, method: FusionMethod) -> list[KVBlock]:
+        """What a question finds in hand: pinned host memory where blocks have to cross to a GPU."""
+        recipe = block_recipe(self.lm, method)
+        if recipe not in self._blocks:
+            blocks = encode(self.lm, self.prompt, recipe)
+            self._blocks[recipe] = [_pinned(block) for block in blocks] if self.lm.device.type == "cuda" else blocks
+        return self._blocks[recipe]
+
+
+def _pinned(block: KVBlock) -> KVBlock:
+    return replace(block, keys=block.keys.cpu().pin_memory(), values=block.values.cpu().pin_memory())
+
+
+def agreement(bench: Bench) -> dict[str, float]:
+    """Distance from plain transformers where a method must equal full prefill, and of the link floor from `link`: norm
+    of the difference over the norm of the logits.
+
+    A fast wrong answer is no result: raises RagCacheError above 0.001 in float32 (0.1 in half precision).
+    """
+    read = plain.full_prefill(bench.plain, bench.prompt.ids)
+    every = [("full", get_method("full")), *((name, get_method(name, ratio=1)) for name in ("cacheblend", "a3"))]
+    found = {f"{name}_error": _distance(bench.fuse(method).next_logits, read) for name, method in every}
+    found["link_floor_error"] = _distance(bench.link_floor_logits(), bench.link_logits)
+    allowed = 1e-3 if bench.lm.dtype == torch.float32 else 0.1
+    for what, error in found.items():
+        if not error <= allowed:
+            raise RagCacheError(f"{what} is {error:.3g}: what would be timed does not compute what it should")
+    return found
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def token_counts(bench: Bench) -> dict[str, dict[str, float]]:
+    """By row: tokens computed and kept, and their shares of what the model read; means over the layers."""
+    found = {}
+    for row, method in bench.methods.items():
+        fused = bench.fuse(method)
+        computed, kept = statistics.fmean(fused.computed_tokens), statistics.fmean(fused.kept_tokens)
+        shares = {"computed share": computed / fused.prompt_tokens, "kept share": kept / fused.prompt_tokens}
+        found[row] = {"computed tokens": computed, "kept tokens": kept, **shares}
+        fused.cache.release()
+    return found
+
+
+def measure(settings: Settings, arguments: Sequence[str]) -> Result:
+    device = torch.device(settings.device)
+    hardware = environment("benchmarks.methods", arguments, device)
+    bench = Bench(build(settings.shape, settings.dtype, device, seed=settings.seed), settings)
+    checks, counts = agreement(bench), token_counts(bench)
+    samples = alternate(_variants(bench, counts), settings.rounds, settings.long_rounds, device, label="methods")
+    ratios = {f"{row} / {FULL}": ratio(samples, row, FULL) for row in [*bench.methods, FLOOR, LINK_FLOOR]}
+    link = f"link, {LINK_TOKENS} tokens"
+    ratios |= {f"{row} / {floor}": ratio(samples, row, floor) for row, floor in _over_floors(link)}
+    figures = {f"{row}: {what}": value for row, by_what in counts.items() for what, value in by_what.items()}
+    goals = _goals(settings, {what: found.median for what, found in ratios.items()} | figures)
+    return Result(settings.name, settings, hardware, summarise(samples), ratios, {**figures, **checks}, goals)
+
+
+def _variants(bench: Bench, counts: Mapping[str, Mapping[str, float]]) -> list[Variant]:
+    def row(name: str, method: FusionMethod) -> Variant:
+        return Variant(name, lambda: bench.first_token(method), long=counts[name]["computed share"] > LONG_SHARE)
+
+    variants = [row(name, method) for name, method in bench.methods.items()]
+    variants += [Variant(FLOOR, bench.floor), Variant(LINK_FLOOR, bench.link_floor)]
+    return [*variants, Variant(FULL, bench.plain_full, long=True)]
+
+
+def _over_floors(link: str) -> list[tuple[str, str]]:
+    return [("reposition", FLOOR), (link, LINK_FLOOR), (link, FLOOR)]
+
+
+def _goals(settings: Settings, measured: Mapping[str, float]) -> list[Goal]:
+    sizes = (settings.passages, settings.tokens, settings.suffix) == (10, 500, 30)
+    applies = sizes and (settings.shape, settings.dtype, settings.device) == ("SmolLM2-135M", "float32", "cpu")
+    wanted = [
+        (f"a3, 0.15 / {FULL}", 0.25),
+        (f"cacheblend, 0.15 / {FULL}", 0.25),
+        (f"epic, 16 tokens / {FULL}", 0.08),
+        (f"samkv / {FULL}", 0.25),
+        ("samkv: kept share", 0.20),
+        (f"link, {LINK_TOKENS} tokens / {LINK_FLOOR}", 1.15),
+    ]
+    return [Goal(what, "at most", limit, measured[what], applies) for what, limit in wanted if what in measured]
+
+
+def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
+    parser = argparse.ArgumentParser("benchmarks.methods", description=__doc__)
+    default = Settings()
+    parser.add_argument("--shape", choices=SHAPES, default=default.shape)
+    parser.add_argument("--dtype", choices=DTYPES, default=default.dtype)
+    parser.add_argument("--device", default=default.device)
+    add_numbers(parser, default, ("passages", "tokens", "suffix", "rounds", "long_rounds", "threads", "seed"))
+    add_places(parser, None)
+    given = parser.parse_args(arguments)
+    return settings_from(given, Settings), given
+
+
+def main(arguments: Sequence[str] | None = None) -> Result:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    settings, given = parse(arguments)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    result = measure(settings, arguments)
+    write(result, given.out)
+    show(result)
+    return result
+
+
+if __name__ == "__main__":
+    main()
