@@ -1,0 +1,157 @@
+"""The gate finds a broken method and keeps it from being chosen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+
+import ragcache as rc
+from ragcache.engine.verdict import save_verdict
+from ragcache.errors import ConfigError
+from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.check import Check, Thresholds
+from ragcache.evaluation.methods import MethodSpec, all_methods
+from ragcache.evaluation.runner import Runner, RunSettings
+from ragcache.evaluation.store_cases import asked_of, made_from, opened
+from ragcache.fusion import METHODS
+from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled
+from ragcache.fusion.reposition import Reposition
+from ragcache.prompt import prompt_format
+from ragcache.retrieval.testing import BagOfWords
+
+TEXTS = {
+    "cats": "The cat of the baker sat on the old mat by the door. It was happy there.\n",
+    "dogs": "Dogs bark at night in the small town of Kelbrook on the hill.\n",
+    "rivers": "The river Arno rises in the Vale hills and flows into the lake.\n",
+}
+LIMITS = Thresholds(min_top1=0.9, max_kl=0.5, min_same_answer=0.0)
+
+
+@dataclass(frozen=True)
+class Broken(Reposition):
+    """Forgets what the chunks say: their values become zero."""
+
+    name: ClassVar[str] = "broken"
+
+    def prefill(
+        self, lm: rc.LanguageModel, prompt: rc.Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
+    ) -> Prefilled:
+        empty = [replace(block, values=block.values * 0) for block in inputs.chunks]
+        return super().prefill(lm, prompt, replace(inputs, chunks=empty), times, reserve_tokens)
+
+
+@dataclass(frozen=True)
+class Exact(FusionMethod):
+    """Reads everything, and says so under another name: a method that must pass."""
+
+    name: ClassVar[str] = "exact"
+    paper: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+
+    def prefill(
+        self, lm: rc.LanguageModel, prompt: rc.Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
+    ) -> Prefilled:
+        return METHODS["full"]().prefill(lm, prompt, inputs, times, reserve_tokens)
+
+
+@pytest.fixture
+def extra(monkeypatch) -> None:
+    monkeypatch.setitem(METHODS, "broken", Broken)
+    monkeypatch.setitem(METHODS, "exact", Exact)
+
+
+@pytest.fixture
+def runner(tiny) -> Runner:
+    return Runner(tiny, prompt_format(tiny.tokenizer), RunSettings(max_tokens=6, on_overflow="skip"))
+
+
+@pytest.fixture
+def store(tiny, tmp_path):
+    with rc.RagCache.open(tmp_path / "kb", model=tiny, embedder=BagOfWords()) as kb:
+        kb.ingest(rc.Document(name, text) for name, text in TEXTS.items())
+    return tmp_path / "kb"
+
+
+def run(runner: Runner, cases: list[Case], names: tuple[str, ...], limits: Thresholds = LIMITS):
+    check = Check(runner, "tests", cases, [MethodSpec(name, name) for name in ("full", *names)], limits)
+    list(check.scores())
+    return check.finish().verdict
+
+
+def test_a_broken_method_fails_and_auto_does_not_take_it(extra, runner, store, tiny, caplog):
+    with opened(store) as found:
+        cases = made_from(found, questions=8, passages=3)
+    verdict = run(runner, cases, ("broken", "exact"))
+    broken, exact = verdict.methods
+    assert (broken.safe, exact.safe) == (False, True)
+    assert "below 0.9" in broken.reason or "above 0.5" in broken.reason
+    assert broken.computed_share < exact.computed_share  # it would be the cheaper one
+    assert exact.figures["kl_answer"] == 0.0
+    save_verdict(store, verdict)
+    with rc.RagCache.open(store, model=tiny, embedder=BagOfWords(), method="auto") as kb:
+        assert kb.ask("Where do dogs bark?").method == "exact"
+        assert not caplog.records
+        kb.ask("Where do dogs bark?", method="broken")
+    assert "'broken' failed the check" in caplog.records[-1].getMessage()
+
+
+def test_without_a_safe_method_auto_reads_whole_prompts(extra, runner, store, tiny):
+    with opened(store) as found:
+        save_verdict(store, run(runner, made_from(found, questions=4, passages=3), ("broken",)))
+    with rc.RagCache.open(store, model=tiny, embedder=BagOfWords(), method="auto") as kb:
+        assert kb.ask("Where do dogs bark?").method == "full"
+
+
+def test_distances_are_taken_along_the_answer_of_full_prefill(runner):
+    """A gold answer decides about accuracy alone."""
+    passages = tuple(map(Passage, TEXTS.values()))
+    case = Case("a", "Where did the cat sit?", passages, ("nothing like it",))
+    with_gold = run(runner, [case], ("reposition",)).methods[0]
+    without = run(runner, [replace(case, answers=())], ("reposition",)).methods[0]
+    assert with_gold.figures["kl_answer"] == pytest.approx(without.figures["kl_answer"])
+    assert with_gold.figures["accuracy"] == 0.0
+    assert "accuracy" not in without.figures
+
+
+def test_thresholds_decide(runner):
+    case = Case("a", "Where did the cat sit?", tuple(map(Passage, TEXTS.values())), ())
+    strict = run(runner, [case], ("reposition",), Thresholds(1.0, 0.0, 1.0))
+    loose = run(runner, [case], ("reposition",), Thresholds(0.0, 1e9, 0.0))
+    assert strict.methods[0].figures["kl_answer"] == loose.methods[0].figures["kl_answer"]
+    assert not strict.methods[0].safe
+    assert loose.methods[0].safe
+    assert loose.thresholds["max_kl"] == 1e9
+    with pytest.raises(ConfigError, match="min-top1 is 1"):
+        Thresholds(min_top1=1.5)
+
+
+def test_methods_that_cannot_run_are_said_to_be_so(runner):
+    case = Case("a", "Where did the cat sit?", tuple(map(Passage, TEXTS.values())), ())
+    check = Check(runner, "tests", [case], all_methods(), LIMITS)
+    list(check.scores())
+    judged = {found.name: found for found in check.finish().verdict.methods}
+    assert set(judged) == set(METHODS) - {"full"}
+    assert "cannot run" in judged["link"].reason
+    assert not judged["link"].safe
+    assert "cannot run" not in judged["reposition"].reason
+
+
+def test_nothing_that_fits_is_an_error(runner):
+    long = Case("long", "Q?", (Passage("word " * 800),), ())
+    with pytest.raises(ConfigError, match="no question could be measured: long"):
+        run(runner, [long], ("reposition",))
+
+
+def test_questions_over_a_store_read_what_is_retrieved(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("ragcache.evaluation.store_cases.open_embedder", lambda *given: BagOfWords())
+    file = tmp_path / "q.jsonl"
+    rows = [{"question": "Where do dogs bark?"}, {"question": "Own?", "passages": ["Own text."], "answer": "yes"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with opened(store) as found:
+        first, second = asked_of(found, file, passages=2)
+    assert first.passages[0].text == TEXTS["dogs"]
+    assert len(first.passages) == 2
+    assert [p.text for p in second.passages] == ["Own text."]
