@@ -29,7 +29,10 @@ from ragcache.kv.cache import FusedCache
 from ragcache.kv.rope import Rope
 
 NAME = "ragcache"
-SPAN_ROWS = 128  # rows that share one mask: more of them attend to keys that only the last can see
+# Rows that share one mask: more of them attend to keys that only the last can see. A GPU repeats the KV heads for every
+# span and wants few of them.
+CPU_SPAN_ROWS = 128
+GPU_SPAN_ROWS = 1024
 SCORES_AT_ONCE = 1 << 24  # attention weights that are looked at together: 64 MiB
 _sdpa = nn.functional.scaled_dot_product_attention
 
@@ -266,8 +269,9 @@ def _spans(
     if made is not None and torch.equal(made[0], key_positions):
         return made[1]
     spans = []
-    for start in range(0, positions.shape[0], SPAN_ROWS):
-        end = min(start + SPAN_ROWS, positions.shape[0])
+    step = CPU_SPAN_ROWS if positions.device.type == "cpu" else GPU_SPAN_ROWS
+    for start in range(0, positions.shape[0], step):
+        end = min(start + step, positions.shape[0])
         mask = _mask(current, layer, positions, start, end, window)
         num_keys = length if current.cache.adjust else int(mask.any(0).nonzero()[-1]) + 1
         mask = mask[:, :num_keys]
