@@ -1,8 +1,9 @@
 """The attention function of training: inference's own, under the mask of the batch.
 
-Registered under "ragcache_training" through transformers' public AttentionInterface. The batch's `Visibility` reaches
-it as a keyword argument of the model's forward, which is how that interface hands extra arguments on. So sliding
-windows, soft caps and attention sinks follow each layer's own settings in every family.
+Registered under "ragcache_training" through transformers' public AttentionInterface. The mask for layers that see
+everything is the model's `attention_mask`. Layers with a sliding window take theirs from the batch's `Visibility`,
+which reaches them as a keyword argument of the model's forward: that interface hands extra arguments on. So windows,
+soft caps and attention sinks follow each layer's own settings in every family.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
@@ -30,7 +32,7 @@ def training_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | BlockMask | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -40,18 +42,16 @@ def training_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Dense mask on a CPU, FlexAttention on a GPU; shapes as in `ragcache.models.attention.attention`.
 
-    Raises UnsupportedModelError when the model does not hand the batch's visibility on to its layers.
+    Raises UnsupportedModelError when the model does not hand the mask on to its layers.
     """
-    if visibility is None:
+    mask = attention_mask
+    if sliding_window is not None:
+        mask = None if visibility is None else visibility.for_attention(sliding_window, query.dtype)
+    if mask is None:
         family = type(module).__name__
         raise UnsupportedModelError(
-            f"{family} drops extra arguments of forward, so its attention cannot be masked here"
+            f"{family} does not get the masks that its model is given; it cannot be trained here"
         )
-    if query.is_cuda:
-        blocks = visibility.blocks(sliding_window)
-        out, _ = flex_attention_forward(
-            module, query, key, value, blocks, scaling=scaling, softcap=softcap, s_aux=s_aux
-        )
-        return out, None
-    mask = visibility.dense(sliding_window, query.dtype)
-    return attention(module, query, key, value, mask, scaling, sliding_window, softcap, s_aux)
+    if isinstance(mask, BlockMask):
+        return flex_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    return attention(module, query, key, value, mask, scaling, None, softcap, s_aux)

@@ -81,6 +81,10 @@ class Visibility:
             self._blocks[window] = create_block_mask(self.rule(window), batch, None, length, length, device)
         return self._blocks[window]
 
+    def for_attention(self, window: int | None, dtype: torch.dtype) -> Tensor | BlockMask:
+        """What the device's attention takes."""
+        return self.blocks(window) if self.segments.is_cuda else self.dense(window, dtype)
+
     def rule(self, window: int | None) -> Any:
         """FlexAttention's mask_mod: (batch, head, query index, key index) -> bool."""
         segments, positions = self.segments, self.positions

@@ -103,16 +103,28 @@ def answer_loss(
     inner: `model` without what accelerate wraps around it
     batch: see collate
     """
+    labels = batch["labels"].flatten()
+    labels = labels[labels != IGNORED]
+    total = F.cross_entropy(answer_logits(model, inner, batch), labels, reduction="sum")
+    return total / (labels.numel() if num_labels is None else num_labels)
+
+
+def answer_logits(model: nn.Module, inner: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Logits of the labelled tokens, in order: float32 [num_labels, vocab_size]. Arguments as of `answer_loss`."""
     chosen = torch.nonzero(batch["labels"].flatten() != IGNORED).squeeze(-1)
+    visibility = Visibility(batch["segments"], batch["position_ids"])
+    dtype = (
+        torch.get_autocast_dtype(chosen.device.type) if torch.is_autocast_enabled(chosen.device.type) else inner.dtype
+    )
     with narrowed_head(inner, chosen):
-        logits = model(
+        logits: Tensor = model(
             input_ids=batch["input_ids"],
             position_ids=batch["position_ids"],
-            visibility=Visibility(batch["segments"], batch["position_ids"]),
+            attention_mask=visibility.for_attention(None, dtype),
+            visibility=visibility,
             use_cache=False,
         ).logits
-    total = F.cross_entropy(logits[0].float(), batch["labels"].flatten()[chosen], reduction="sum")
-    return total / (chosen.numel() if num_labels is None else num_labels)
+    return logits[0].float()
 
 
 @contextmanager

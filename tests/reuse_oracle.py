@@ -1,0 +1,94 @@
+"""What KVLink's and TurboRAG's papers say a training sequence looks like and who sees whom in it, token by token.
+
+Written from the papers' text: every token says what it is, and `may_see` is a chain of sentences. Nothing of
+`ragcache.training` is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tok(NamedTuple):
+    """part: "prefix", "start", "chunk", "link", "end" or "question"; number: of the chunk or question, from 0."""
+
+    id: int
+    part: str
+    number: int
+    position: int
+
+
+def linked(
+    prefix: Sequence[int],
+    chunks: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]],
+    links: Sequence[Sequence[int]],
+    start: int | None = None,
+    end: int | None = None,
+) -> list[Tok]:
+    """KVLink, figure 4: system, KV-START, each document and its link tokens, KV-END, the user's question."""
+    found: list[tuple[int, str, int]] = [(i, "prefix", 0) for i in prefix]
+    found += [] if start is None else [(start, "start", 0)]
+    for number, chunk in enumerate(chunks):
+        found += [(i, "chunk", number) for i in chunk]
+        found += [(i, "link", number) for i in links[number]]
+    found += [] if end is None else [(end, "end", 0)]
+    tokens = [Tok(*token, position) for position, token in enumerate(found)]
+    return tokens + _questions(questions, len(tokens))
+
+
+def marked(
+    prefix: Sequence[int],
+    chunks: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]],
+    markers: tuple[int, int],
+    composite: bool,
+) -> list[Tok]:
+    """TurboRAG: each document between its markers; composite positions start again at each document."""
+    tokens = [Tok(i, "prefix", 0, position) for position, i in enumerate(prefix)]
+    behind = [len(prefix)]
+    for number, chunk in enumerate(chunks):
+        first = len(prefix) if composite else behind[-1]
+        ids = [markers[0], *chunk, markers[1]]
+        tokens += [Tok(i, "chunk", number, first + offset) for offset, i in enumerate(ids)]
+        behind.append(first + len(ids))
+    return tokens + _questions(questions, max(behind))
+
+
+def together(prefix: Sequence[int], chunks: Sequence[Sequence[int]], questions: Sequence[Sequence[int]]) -> list[Tok]:
+    """Standard encoding: one text. Chunk tokens count as prefix: they see all that stands before them."""
+    ids = [*prefix, *(i for chunk in chunks for i in chunk)]
+    tokens = [Tok(i, "prefix", 0, position) for position, i in enumerate(ids)]
+    return tokens + _questions(questions, len(ids))
+
+
+def _questions(questions: Sequence[Sequence[int]], first: int) -> list[Tok]:
+    return [
+        Tok(i, "question", number, first + offset)
+        for number, ids in enumerate(questions)
+        for offset, i in enumerate(ids)
+    ]
+
+
+def may_see(tokens: Sequence[Tok], query: int, key: int, window: int | None = None) -> bool:
+    """Whether the token at place `query` attends to the token at place `key`."""
+    reader, read = tokens[query], tokens[key]
+    if key > query:
+        return False  # nothing sees what comes later
+    if window is not None and reader.position - read.position >= window:
+        return False
+    if reader.part == "chunk":  # documents keep their local causal attention
+        return read.part == "chunk" and read.number == reader.number
+    if read.part == "question":  # a question is seen by its own tokens only
+        return reader.part == "question" and read.number == reader.number
+    return True  # link tokens, questions and the rest see everything before them
+
+
+def allowed(tokens: Sequence[Tok], window: int | None = None) -> Tensor:
+    """bool [n, n], pair by pair."""
+    places = range(len(tokens))
+    return torch.tensor([[may_see(tokens, query, key, window) for key in places] for query in places])
