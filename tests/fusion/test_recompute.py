@@ -14,6 +14,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
 from ragcache.fusion.recompute import RecomputeMethod
+from ragcache.models import attention
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -122,6 +123,22 @@ def test_probes_show_what_the_layer_would_have_used(family):
         assert torch.equal(projected.value, values[:, :, first:])
         assert projected.query.shape[2] == prompt.num_tokens - first
     assert set(fused.computed_tokens) == {prompt.num_tokens - first}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "smollm3"])
+def test_rows_are_cut_into_spans_without_a_trace(name, tmp_path, monkeypatch):
+    """More rows than share a mask: those that run are scattered, so every span ends at another key."""
+    lm, oracle = rc.load_lm(save_tiny(name, str(tmp_path))), oracle_model(str(tmp_path))
+    prompt = random_prompt(16, chunks=(9, 21, 14))
+    script = _script(lm, prompt, 5, True)
+    monkeypatch.setattr(attention, "CPU_SPAN_ROWS", 4)
+    cut = []
+    spans = attention._spans
+    monkeypatch.setattr(attention, "_spans", lambda *args: cut.append(spans(*args)) or cut[-1])
+    fused = rc.fuse(lm, prompt, method=Scripted(script=script))
+    assert_same(fused.next_logits, blended_logits(oracle, prompt, _chosen(prompt, script)))
+    assert len(cut[0]) == -(-fused.computed_tokens[0] // 4)
+    assert cut[0][0].num_keys < cut[0][-1].num_keys == prompt.num_tokens
 
 
 def test_decoding_goes_on_over_blended_entries(tmp_path):
