@@ -16,6 +16,7 @@ from ragcache.fusion.full import Full
 from ragcache.fusion.link import Link
 from ragcache.fusion.markers import Markers
 from ragcache.fusion.reposition import Reposition
+from ragcache.fusion.samkv import SamKV
 
 METHODS: dict[str, type[FusionMethod]] = {
     "full": Full,
@@ -26,6 +27,7 @@ METHODS: dict[str, type[FusionMethod]] = {
     "cacheblend": CacheBlend,
     "epic": Epic,
     "a3": A3,
+    "samkv": SamKV,
     "ape": Ape,
 }
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache
 
 Adjust = Callable[[Tensor, Tensor], Tensor]
+Merge = Callable[[Tensor, Tensor], Tensor]
 _ROUND = 256
 
 
@@ -103,8 +104,10 @@ class FusedCache(Cache):  # type: ignore[misc]
     fill:     called once a layer, before the layer is first used; places that layer's context
 
     adjust:   changes attention scores after scaling and masking, now and when decoding goes on: a function of
-              (float32 [batch, num_kv_heads, groups, num_tokens, length], key positions int64 [length]) that returns the
-              same shape
+              (float32 [batch, num_kv_heads, groups, num_tokens, length], key positions int64 [length] or
+              [num_kv_heads, length]) that returns the scores' shape
+    merge:    what is written where an entry is replaced: a function of (old, new), both [1, num_kv_heads, num_tokens,
+              head_dim], for keys and for values; the new when absent
     probing:  new keys and values are handed back alone and not kept
     """
 
@@ -118,8 +121,10 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._filled = [fill is None] * pool.shape.num_layers
         self._ran = [0] * pool.shape.num_layers
         self.adjust: Adjust | None = None
+        self.merge: Merge | None = None
         self.probing = False
         self._projected = [0] * pool.shape.num_layers
+        self._head_positions: dict[int, Tensor] = {}
         self._new_positions: Tensor | None = None
         self._slots: Tensor | Sequence[Tensor] | None = None
         self._rows: Tensor | None = None
@@ -164,10 +169,34 @@ class FusedCache(Cache):  # type: ignore[misc]
         """Only these of the announced tokens come from now on: int64 [num_rows]; None: all."""
         self._rows = rows
 
+    def retain(self, layer: int, index: Tensor) -> None:
+        """Drop all of a layer's entries but these: int64 [num_kept], or [num_kv_heads, num_kept] where heads differ.
+
+        What is kept closes up in the order given; decoding goes on behind it.
+        """
+        keys, values, positions = self.layer_state(layer)
+        count = index.shape[-1]
+        by_head = index.expand(keys.shape[1], count)[None, :, :, None]
+        for held in (keys, values):
+            held[:, :, :count] = held.gather(2, by_head.expand(1, -1, -1, held.shape[3]))
+        self.lengths[layer] = count
+        if index.dim() == positions.dim() == 1:
+            self._buffers.positions[layer][:count] = positions[index]
+        else:
+            shape = (keys.shape[1], -1)
+            self._head_positions[layer] = positions.expand(*shape).gather(1, index.expand(*shape))
+
     def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """keys and values, [1, num_kv_heads, length, head_dim], and key positions, int64 [length], of a layer."""
+        """keys and values, [1, num_kv_heads, length, head_dim], and key positions, of a layer.
+
+        Positions are int64 [length], or [num_kv_heads, length] where the heads hold different tokens.
+        """
         keys, values = self._held(layer)
-        return keys, values, self._buffers.positions[layer][: self.lengths[layer]]
+        positions = self._buffers.positions[layer][: self.lengths[layer]]
+        if layer in self._head_positions:
+            retained = self._head_positions[layer]
+            positions = torch.cat([retained, positions[retained.shape[1] :].expand(retained.shape[0], -1)], dim=1)
+        return keys, values, positions
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -188,10 +217,16 @@ class FusedCache(Cache):  # type: ignore[misc]
             keys.copy_(key_states)
             values.copy_(value_states)
         else:
-            slots, dtype = self._running(slots), self._pool.shape.dtype
-            self._buffers.keys[layer_idx].index_copy_(2, slots, key_states.to(dtype))
-            self._buffers.values[layer_idx].index_copy_(2, slots, value_states.to(dtype))
+            slots = self._running(slots)
+            self._replace(self._buffers.keys[layer_idx], slots, key_states)
+            self._replace(self._buffers.values[layer_idx], slots, value_states)
         return self._held(layer_idx)
+
+    def _replace(self, held: Tensor, slots: Tensor, new: Tensor) -> None:
+        new = new.to(held.dtype)
+        if self.merge is not None:
+            new = self.merge(held.index_select(2, slots), new)
+        held.index_copy_(2, slots, new)
 
     def _running(self, by_token: Tensor) -> Tensor:
         return by_token if self._rows is None else by_token[self._rows]

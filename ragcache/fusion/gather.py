@@ -1,0 +1,61 @@
+"""Any of a context's tokens, taken from their blocks and rotated to their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ragcache.fusion.base import Placement
+from ragcache.kv.cache import FusedCache
+from ragcache.models.lm import LanguageModel
+
+
+class Gather:
+    """What sparse methods place with: they keep few tokens, and other ones in each layer.
+
+    A token's slot is its rank among all tokens of the placements. Only the tokens asked for are copied and rotated,
+    and only they leave the device that a block lies on.
+
+    positions: int64 [num_tokens], by slot
+    """
+
+    def __init__(self, lm: LanguageModel, placements: Sequence[Placement]) -> None:
+        self._lm = lm
+        self._blocks = [p.block for p in placements]
+        parts = [torch.arange(p.rotate_from, p.rotate_from + p.block.num_tokens) for p in placements]
+        self.positions = torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).to(lm.device)
+        ends = torch.tensor([block.num_tokens for block in self._blocks], dtype=torch.int64).cumsum(0)
+        self._ends = ends.to(lm.device)
+        self._starts = [end - block.num_tokens for end, block in zip(ends.tolist(), self._blocks, strict=True)]
+
+    @property
+    def slots(self) -> Tensor:
+        """int64: every token's slot."""
+        return torch.arange(self.positions.shape[0], device=self._lm.device)
+
+    def keys(self, layer: int, slots: Tensor) -> Tensor:
+        """Rotated keys of these tokens, [num_kv_heads, num_slots, head_dim]. slots: int64, ascending."""
+        return self._lm.rope.rotate(self._keys(layer, slots), layer, self.positions[slots])
+
+    def place(self, cache: FusedCache, layer: int, slots: Tensor) -> None:
+        """Put these tokens behind what the layer holds. slots: int64, ascending."""
+        keys, values = cache.reserve(layer, self.positions[slots])
+        if not slots.numel():
+            return
+        self._lm.rope.rotate(self._keys(layer, slots), layer, self.positions[slots], out=keys[0])
+        values[0] = self._take([block.values[layer] for block in self._blocks], slots)
+
+    def _keys(self, layer: int, slots: Tensor) -> Tensor:
+        return self._take([block.keys[layer] for block in self._blocks], slots)
+
+    def _take(self, parts: list[Tensor], slots: Tensor) -> Tensor:
+        """Of parts [num_kv_heads, num_tokens, dim], the tokens at these slots."""
+        bounds = [0, *torch.searchsorted(slots, self._ends).tolist()]
+        taken = []
+        for part, start, first, last in zip(parts, self._starts, bounds[:-1], bounds[1:], strict=True):
+            if last > first:
+                index = (slots[first:last] - start).to(part.device)
+                taken.append(part.index_select(1, index).to(self._lm.device, self._lm.dtype))
+        return taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)
