@@ -273,27 +273,30 @@ def _spans(
     for start in range(0, positions.shape[0], step):
         end = min(start + step, positions.shape[0])
         mask = _mask(current, layer, positions, start, end, window)
-        num_keys = length if current.cache.adjust else int(mask.any(0).nonzero()[-1]) + 1
-        mask = mask[:, :num_keys]
+        num_keys = length if current.cache.adjust else int(mask.flatten(0, -2).any(0).nonzero()[-1]) + 1
+        mask = mask[..., :num_keys]
         spans.append(Span(start, end, num_keys, None if bool(mask.all()) else additive(mask, dtype)))
     current.masks[window, length] = (key_positions, spans)
     return spans
 
 
 def _mask(current: FusedPass, layer: int, positions: Tensor, start: int, end: int, window: int | None) -> Tensor:
-    """bool [end - start, length]: what the running rows from `start` to `end` see of all that the layer holds."""
+    """What the running rows from `start` to `end` see of all that the layer holds; see `visible`."""
     _, _, key_positions = current.cache.layer_state(layer)
     mask = visible(positions[start:end], key_positions, window)
     if current.ordered:
         # Placed keys may carry other positions than their slots (raw reuse): all of them are visible.
-        first = key_positions.shape[0] - positions.shape[0] + start
-        mask[:, first:] &= torch.ones_like(mask[:, first:]).tril_()
+        first = key_positions.shape[-1] - positions.shape[0] + start
+        mask[..., first:] &= torch.ones_like(mask[..., first:]).tril_()
     return mask
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """bool [num_queries, num_keys]: keys at or before the query and, in a sliding layer, less than `window` back."""
-    distance = query_positions[:, None] - key_positions[None, :]
+    """bool [num_queries, num_keys]: keys at or before the query and, in a sliding layer, less than `window` back.
+
+    [num_kv_heads, num_queries, num_keys] for key positions [num_kv_heads, num_keys]: after eviction heads may differ.
+    """
+    distance = query_positions[:, None] - key_positions[..., None, :]
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
 
@@ -321,6 +324,8 @@ def _attend(
         # Half-precision matrix products are far faster than the fused kernel on a CPU for a short suffix.
         return _attend_explicitly(query, key, value, mask, causal, scaling, None, None)
     grouped = query.shape[1] != key.shape[1]
+    if type(mask) is Tensor and mask.dim() == 3:
+        mask = mask.repeat_interleave(query.shape[1] // key.shape[1], 0)[None]
     if mask is not None and key.is_cuda and grouped and isinstance(mask, Tensor) and type(mask) is Tensor:
         # A masked grouped call falls back to the slow kernel on CUDA; repeating the heads does not.
         repeats = query.shape[1] // key.shape[1]
@@ -369,7 +374,7 @@ def _weights(
         positions = torch.arange(num_tokens, device=key.device)
         mask = additive(visible(positions, positions, None), scores.dtype)
     if mask is not None:
-        scores += mask
+        scores += mask if mask.dim() == 2 else mask[:, None]
     if adjust is not None:
         scores = adjust(scores)
     if sinks is None:
