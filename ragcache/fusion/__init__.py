@@ -11,8 +11,10 @@ from ragcache.fusion.ape import Ape
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.cacheblend import CacheBlend
 from ragcache.fusion.concat import Concat
+from ragcache.fusion.entropy import Entropy
 from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
+from ragcache.fusion.infllm import InfLLM
 from ragcache.fusion.link import Link
 from ragcache.fusion.markers import Markers
 from ragcache.fusion.reposition import Reposition
@@ -28,7 +30,9 @@ METHODS: dict[str, type[FusionMethod]] = {
     "epic": Epic,
     "a3": A3,
     "samkv": SamKV,
+    "infllm": InfLLM,
     "ape": Ape,
+    "entropy": Entropy,
 }
 
 

@@ -1,4 +1,4 @@
-"""APE, against attention in two parts that are merged by their weights (laws 2 and 5)."""
+"""APE against attention in two parts merged by weight, entropy against weights summed by hand (laws 2 and 5)."""
 
 from __future__ import annotations
 
@@ -102,6 +102,57 @@ def test_ape_leaves_one_chunk_as_full_prefill(family):
     plan = Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n))
     expected = planned_logits(oracle, prompt.ids, plan)[-1]
     assert_same(rc.fuse(lm, prompt, method="ape", temperature=0.4, scale=0.4).next_logits, expected)
+
+
+def selected(oracle, prompt, top_k):
+    """What entropy lets suffix and answer see, layer by layer: the chunks that get most of the suffix's weights."""
+    positions, allowed, _ = layout(prompt, ANSWER)
+    ids, by_layer, kept = [*prompt.ids, *ANSWER], [], []
+    for layer in range(oracle.config.num_hidden_layers):
+        plan = Plan([*by_layer, *[allowed] * (oracle.config.num_hidden_layers - layer)], positions)
+        planned_logits(oracle, ids, plan)
+        drawn = plan.weights[layer][0, :, prompt.context_tokens : prompt.num_tokens].sum((0, 1))
+        start, sums = len(prompt.prefix_ids), []
+        for chunk in prompt.chunk_ids:
+            sums.append((float(drawn[start : start + len(chunk)].sum()), range(start, start + len(chunk))))
+            start += len(chunk)
+        sums.sort(key=lambda pair: -pair[0])
+        mask = allowed.clone()
+        for _, tokens in sums[top_k:]:
+            mask[prompt.context_tokens :, list(tokens)] = False
+        by_layer.append(mask)
+        kept.append(int(mask[prompt.num_tokens - 1].sum()))
+    return Plan(by_layer, positions), tuple(kept)
+
+
+@pytest.mark.parametrize("top_k", [2, 9])
+def test_entropy_attends_to_the_chunks_that_draw_most(family, top_k):
+    lm, oracle = family
+    prompt = random_prompt(15, prefix=4, chunks=(9, 6, 8, 7, 5))
+    plan, kept = selected(oracle, prompt, top_k)
+    expected = planned_logits(oracle, [*prompt.ids, *ANSWER], plan)
+    fused = rc.fuse(lm, prompt, method="entropy", top_k=top_k)
+    assert_same(step_by_step(lm, fused, ANSWER), expected[prompt.num_tokens - 1 :])
+    assert fused.kept_tokens == kept
+    assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
+
+
+def test_entropy_leaves_one_chunk_as_full_prefill(family):
+    lm, oracle = family
+    prompt = random_prompt(16, chunks=(23,))
+    n = prompt.num_tokens
+    plan = Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n))
+    expected = planned_logits(oracle, prompt.ids, plan)[-1]
+    assert_same(rc.fuse(lm, prompt, method="entropy").next_logits, expected)
+
+
+def test_entropy_names_bad_options_and_blocks(tmp_path):
+    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
+    prompt = random_prompt(14)
+    with pytest.raises(ConfigError, match="top_k"):
+        rc.fuse(lm, prompt, method="entropy", top_k=0)
+    with pytest.raises(ConfigError, match="prefix"):
+        rc.fuse(lm, prompt, method="entropy", blocks=rc.encode(lm, prompt))
 
 
 def test_ape_names_bad_options_and_blocks(tmp_path):

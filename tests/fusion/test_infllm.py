@@ -1,0 +1,91 @@
+"""InfLLM, against blocks looked up by loops over plain transformers' own queries and keys (laws 2 and 5)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import block_diagonal, random_prompt, save_tiny
+from formula_oracle import Plan, formula_model, planned_logits
+
+import ragcache as rc
+from ragcache.errors import ConfigError
+
+NAMES = ["llama", "qwen3", "phi3", "mixtral", "mistral-window", "gemma2", "gemma3", "glm4", "smollm3", "gpt_oss"]
+OPTIONS = {"block_size": 4, "top_blocks": 3, "representative_tokens": 2, "initial_tokens": 3, "local_tokens": 6}
+ANSWER = [5, 77, 31]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def family(request, tmp_path_factory):
+    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
+    return rc.load_lm(directory), formula_model(directory)
+
+
+def assert_same(ours, theirs):
+    scale = theirs.abs().max()
+    torch.testing.assert_close(ours / scale, theirs / scale, atol=3e-5, rtol=0)
+
+
+def looked_up(prompt, query, keys):
+    """Context tokens that the best blocks hold, besides those always kept."""
+    groups = query.shape[0] // keys.shape[0]
+    first = len(prompt.prefix_ids) + OPTIONS["initial_tokens"]
+    last = prompt.context_tokens - OPTIONS["local_tokens"]
+    size, found = OPTIONS["block_size"], []
+    for start in range(first, last, size):
+        tokens = list(range(start, min(start + size, last)))
+        scores = (query @ keys[:, tokens].repeat_interleave(groups, 0).transpose(1, 2)).sum((0, 1)).tolist()
+        best = sorted(scores, reverse=True)[: OPTIONS["representative_tokens"]]
+        found.append((sum(best) / len(best), tokens))
+    found.sort(key=lambda pair: -pair[0])
+    middle = [token for _, tokens in found[: OPTIONS["top_blocks"]] for token in tokens]
+    return [*range(first), *middle, *range(last, prompt.context_tokens)]
+
+
+def test_infllm_keeps_the_blocks_that_the_suffix_asks_for(family):
+    lm, oracle = family
+    prompt = random_prompt(21, chunks=(9, 14, 5, 13), suffix=6)
+    n, layers = prompt.num_tokens + len(ANSWER), oracle.config.num_hidden_layers
+    ids, positions = [*prompt.ids, *ANSWER], torch.arange(n)
+    everything = torch.ones(n, n, dtype=torch.bool).tril()
+    everything[: prompt.num_tokens, : prompt.num_tokens] = block_diagonal(prompt)
+    by_layer, kept = [], []
+    for layer in range(layers):
+        plan = Plan([*by_layer, *[everything] * (layers - layer)], positions)
+        planned_logits(oracle, ids, plan)
+        query = plan.queries[layer][0, :, prompt.context_tokens : prompt.num_tokens]
+        seen = looked_up(prompt, query, plan.kv[layer][0][0])
+        mask = everything.clone()
+        mask[prompt.context_tokens :, : prompt.context_tokens] = False
+        mask[prompt.context_tokens :, seen] = True
+        by_layer.append(mask)
+        kept.append(len(seen) + len(prompt.suffix_ids))
+    expected = planned_logits(oracle, ids, Plan(by_layer, positions))[prompt.num_tokens - 1 :]
+    fused = rc.fuse(lm, prompt, method="infllm", **OPTIONS)
+    steps = [lm.run([token], fused.next_position + i, fused.cache) for i, token in enumerate(ANSWER)]
+    assert_same(torch.stack([fused.next_logits, *steps]), expected)
+    assert fused.kept_tokens == tuple(kept)
+    assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
+
+
+def test_enough_blocks_are_reposition(family):
+    lm, oracle = family
+    prompt = random_prompt(22)
+    expected = planned_logits(oracle, prompt.ids, Plan(block_diagonal(prompt), torch.arange(prompt.num_tokens)))[-1]
+    for options in ({**OPTIONS, "top_blocks": 99}, {}):
+        assert_same(rc.fuse(lm, prompt, method="infllm", **options).next_logits, expected)
+
+
+def test_one_chunk_behind_the_prefix_is_kept_whole(family):
+    lm, oracle = family
+    prompt = random_prompt(23, chunks=(40,))
+    n = prompt.num_tokens
+    expected = planned_logits(oracle, prompt.ids, Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n)))[-1]
+    assert_same(rc.fuse(lm, prompt, method="infllm", recipe="prefix", **OPTIONS).next_logits, expected)
+
+
+@pytest.mark.parametrize("option", ["block_size", "top_blocks", "representative_tokens", "initial_tokens"])
+def test_options_out_of_range_are_named(option, tmp_path):
+    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
+    with pytest.raises(ConfigError, match=option):
+        rc.fuse(lm, random_prompt(24), method="infllm", **{option: -1})
