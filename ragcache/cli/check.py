@@ -36,8 +36,8 @@ def check(
     questions: Annotated[int, option("--questions", "Ask so many.", min=1)] = QUESTIONS,
     k: Annotated[int, option("--k", "Passages under a question.", min=2)] = PASSAGES,
     max_tokens: Annotated[int, option("--max-tokens", "Longest answer, in tokens.", min=1)] = 32,
-    min_top1: Annotated[
-        float, option("--min-top1", "Least share of full prefill's answer tokens that the method chooses too.")
+    min_agreement: Annotated[
+        float, option("--min-agreement", "Least share of full prefill's answer tokens that the method chooses too.")
     ] = 0.95,
     max_kl: Annotated[float, option("--max-kl", "Largest mean divergence from full prefill, nats a token.")] = 0.1,
     min_same_answer: Annotated[
@@ -59,7 +59,7 @@ def check(
     from ragcache.evaluation.methods import all_methods, parse_methods
     from ragcache.evaluation.runner import Runner, RunSettings
 
-    limits = Thresholds(min_top1, max_kl, min_same_answer, max_accuracy_drop)
+    limits = Thresholds(min_agreement, max_kl, min_same_answer, max_accuracy_drop)
     specs = parse_methods(methods) if methods else all_methods()
     lm = models.load(*_stored_model(store, database))
     runner = Runner(lm, models.prompt_format(lm), RunSettings(max_tokens, on_overflow="skip"))

@@ -99,14 +99,14 @@ def test_check_keeps_its_verdict_in_the_store(store):
         "--k",
         "2",
     )
-    loose = ("--min-top1", "0", "--max-kl", "1000", "--min-same-answer", "0", "--max-accuracy-drop", "1")
+    loose = ("--min-agreement", "0", "--max-kl", "1000", "--min-same-answer", "0", "--max-accuracy-drop", "1")
     result = invoke(*command, *loose)
     assert result.exit_code == 0, result.output
     assert "auto takes: reposition" in result.stdout
     assert "sentences of the store to be completed" in result.stdout
     (kept,) = json.loads((store / FILE).read_text())["verdicts"].values()
     assert kept["methods"][0]["safe"]
-    strict = invoke(*command, "--min-top1", "1", "--max-kl", "0", "--json")
+    strict = invoke(*command, "--min-agreement", "1", "--max-kl", "0", "--json")
     assert strict.exit_code == 1
     assert json.loads(strict.stdout)["methods"][0]["safe"] is False
     (kept,) = json.loads((store / FILE).read_text())["verdicts"].values()

@@ -18,7 +18,7 @@ DEARER = MethodVerdict("epic", {"first_tokens": 9}, "prefix", True, "", 0.4, {"k
 
 @pytest.fixture
 def verdict(lm) -> Verdict:
-    return Verdict(lm.fingerprint, "tiny", "tests", 10, {"min_top1": 0.95}, (CHEAP, DEARER, SAFE))
+    return Verdict(lm.fingerprint, "tiny", "tests", 10, {"min_agreement": 0.95}, (CHEAP, DEARER, SAFE))
 
 
 def warnings_of(caplog) -> list[str]:

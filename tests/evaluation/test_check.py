@@ -27,7 +27,7 @@ TEXTS = {
     "dogs": "Dogs bark at night in the small town of Kelbrook on the hill.\n",
     "rivers": "The river Arno rises in the Vale hills and flows into the lake.\n",
 }
-LIMITS = Thresholds(min_top1=0.9, max_kl=0.5, min_same_answer=0.0)
+LIMITS = Thresholds(min_agreement=0.9, max_kl=0.5, min_same_answer=0.0)
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def test_thresholds_decide(runner):
     assert not strict.methods[0].safe
     assert loose.methods[0].safe
     assert loose.thresholds["max_kl"] == 1e9
-    with pytest.raises(ConfigError, match="min-top1 is 1"):
-        Thresholds(min_top1=1.5)
+    with pytest.raises(ConfigError, match="min-agreement is 1"):
+        Thresholds(min_agreement=1.5)
 
 
 def test_methods_that_cannot_run_are_said_to_be_so(runner):

@@ -1,0 +1,107 @@
+"""Tables of docs/methods.md out of the results: `python -m benchmarks.pages`.
+
+Sections stand between <!-- NAME: begin --> and <!-- NAME: end -->: `methods` comes from the code, `quality` from
+results/quality.json (`python -m benchmarks.quality`), `costs` from results/methods-*.json (`python -m
+benchmarks.methods`). What was not measured says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ragcache as rc
+from benchmarks.quality import Row, markdown
+from benchmarks.report import RESULTS
+from ragcache.errors import ConfigError
+
+PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
+FULL = "transformers: full prefill"
+
+
+def write_section(page: Path, name: str, lines: Sequence[str]) -> None:
+    """Put `lines` in place of what the section holds. Raises ConfigError where the page has no such section."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    text = page.read_text(encoding="utf-8")
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+        raise ConfigError(f"{page} has no section {begin} ... {end}; put both marks where it goes")
+    before, after = text[: text.index(begin)], text[text.index(end) :]
+    page.write_text("\n".join([before + begin, "", *lines, "", after]), encoding="utf-8")
+
+
+def methods_table() -> list[str]:
+    """Every method that the code knows."""
+    lines = ["| method | what it does | paper | training | recipes | options |", "|---|---|---|---|---|---|"]
+    for one in rc.methods():
+        options = ", ".join(f"`{name}`" for name in one.options) or "-"
+        trained = "needed" if one.needs_training else "none"
+        recipes = ", ".join(one.recipes) if rc.METHODS[one.name].reuses_blocks else "-"
+        lines.append(f"| `{one.name}` | {one.summary} | {one.paper} | {trained} | {recipes} | {options} |")
+    return lines
+
+
+def quality_lines(results: Path) -> list[str]:
+    path = results / "quality.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    rows = found.get("figures", {}).get("rows")
+    if not rows:
+        return ["Not measured: run `python -m benchmarks.quality`."]
+    return [*markdown([Row(**row) for row in rows]), "", *_goal_lines(found), "", _where(found)]
+
+
+def cost_lines(results: Path) -> list[str]:
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("methods-*.json"))]
+    lines = [line for one in found for line in (*_cost_table(one), "")]
+    return lines[:-1] if lines else ["Not measured: run `python -m benchmarks.methods`."]
+
+
+def _cost_table(found: dict[str, Any]) -> Iterator[str]:
+    """Median time, its ratio to full prefill in the same rounds, tokens computed and kept."""
+    settings = found["settings"]
+    sizes = f"{settings['passages']} x {settings['tokens']} tokens, suffix {settings['suffix']}"
+    yield f"{settings['shape']} shape, {settings['dtype']}, {settings['device']}, {sizes}:"
+    yield ""
+    yield "| method | first token, ms | / full prefill | computed | kept |"
+    yield "|---|---|---|---|---|"
+    for name, timing in found["timings"].items():
+        ratio = found["ratios"].get(f"{name} / {FULL}")
+        shares = [found["figures"].get(f"{name}: {what} share") for what in ("computed", "kept")]
+        cells = [f"{1000 * timing['median_s']:.1f}", f"{ratio['median']:.3f}" if ratio else "-"]
+        yield f"| {name} | " + " | ".join([*cells, *(f"{s:.3f}" if s is not None else "-" for s in shares)]) + " |"
+    yield ""
+    yield from (*_goal_lines(found), "", _where(found))
+
+
+def _goal_lines(found: dict[str, Any]) -> Iterator[str]:
+    yield "| goal | limit | measured | |"
+    yield "|---|---|---|---|"
+    for goal in found["goals"]:
+        verdict = ("met" if goal["met"] else "missed") if goal["applies"] else "other sizes than the goal's"
+        yield f"| {goal['what']} | {goal['kind']} {goal['limit']:g} | {goal['measured']:.4g} | {verdict} |"
+
+
+def _where(found: dict[str, Any]) -> str:
+    hardware = found["hardware"]
+    machine = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
+    return f"`{hardware['command']}`, {machine}, torch {hardware['torch']}, {hardware['date'][:10]}."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("benchmarks.pages", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    given = parser.parse_args(arguments)
+    sections = {
+        "methods": methods_table(),
+        "quality": quality_lines(given.results),
+        "costs": cost_lines(given.results),
+    }
+    for name, lines in sections.items():
+        write_section(given.page, name, lines)
+
+
+if __name__ == "__main__":
+    main()

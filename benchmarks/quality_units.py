@@ -1,0 +1,148 @@
+"""The work behind the quality table: a few questions of one cell, read by every method of one checkpoint.
+
+Units are independent, so that processes share them and a run that was stopped goes on with those that are left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import ragcache as rc
+from ragcache.errors import ConfigError
+from ragcache.evaluation.case import Case
+from ragcache.evaluation.methods import MethodSpec
+from ragcache.evaluation.reading import PromptReader, write_answer
+from ragcache.evaluation.registry import RegistrySettings, registry_cases
+from ragcache.prompt import prompt_format
+from ragcache.training.evaluate import MAX_ANSWER_TOKENS
+
+UNIT_QUESTIONS = 50
+
+
+class Cell(NamedTuple):
+    """What a row of the table is about.
+
+    question: "1 hop", "2 hops" or "leaning"
+    position: of the gold passage; -1: anywhere
+    """
+
+    question: str
+    passages: int
+    position: int = -1
+
+    def settings(self, questions: int, seed: int) -> RegistrySettings:
+        kind = "leaning" if self.question == "leaning" else "plain"
+        places = () if self.position < 0 else (self.position,)
+        return RegistrySettings(kind, 2 if self.question == "2 hops" else 1, (self.passages,), places, questions, seed)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Questions `start` to `start + count` of a cell drawn with `seed`, read by `methods` on one checkpoint."""
+
+    directory: str
+    fingerprint: str
+    cell: Cell
+    seed: int
+    start: int
+    count: int
+    methods: tuple[MethodSpec, ...]
+
+    def key(self, method: MethodSpec) -> str:
+        """Names a method's answers: what they depend on, and nothing else."""
+        return json.dumps([self.fingerprint, method.key, *self.cell, self.seed, self.start, self.count])
+
+
+def units_of(
+    directory: str, fingerprint: str, cells: Sequence[Cell], methods: Sequence[MethodSpec], questions: int, seed: int
+) -> Iterator[Unit]:
+    for cell in cells:
+        for start in range(0, questions, UNIT_QUESTIONS):
+            count = min(UNIT_QUESTIONS, questions - start)
+            yield Unit(directory, fingerprint, cell, seed, start, count, tuple(methods))
+
+
+def run_unit(unit: Unit) -> dict[str, list[int]]:
+    """By key: for each question 1 where the whole answer is the expected one, else 0."""
+    lm = _model(unit.directory)
+    form = prompt_format(lm.tokenizer)
+    right: dict[str, list[int]] = {unit.key(spec): [] for spec in unit.methods}
+    for case in _cases(unit.cell, unit.start + unit.count, unit.seed)[unit.start :]:
+        reader = PromptReader(lm, case.prompt(lm.tokenizer, form), MAX_ANSWER_TOKENS)
+        for spec in unit.methods:
+            fused, _ = reader.read(spec.method(), spec.recipe)
+            text = write_answer(lm, fused, MAX_ANSWER_TOKENS).text
+            fused.cache.release()
+            right[unit.key(spec)].append(int(text == case.answers[0]))
+    return right
+
+
+@lru_cache(maxsize=1)
+def _model(directory: str) -> rc.LanguageModel:
+    torch.set_num_threads(1)
+    return rc.load_lm(directory)
+
+
+@lru_cache(maxsize=4)
+def _cases(cell: Cell, questions: int, seed: int) -> list[Case]:
+    return registry_cases(cell.settings(questions, seed))
+
+
+class Answers:
+    """Answers by key, kept in a file of JSON lines. Raises ConfigError for a file that holds something else."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.found: dict[str, list[int]] = {}
+        data = path.read_bytes() if path.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]  # a run that was killed leaves half a line
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                row = json.loads(line)
+                self.found[row["key"]] = [int(one) for one in row["right"]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{path}, line {number}: no answers of a unit ({error}); delete it") from error
+        if len(whole) < len(data):
+            os.truncate(path, len(whole))
+
+    def add(self, right: dict[str, list[int]]) -> None:
+        self.found.update(right)
+        with self.path.open("ab") as file:
+            for key, values in right.items():
+                file.write(json.dumps({"key": key, "right": values}).encode() + b"\n")
+
+    def missing(self, unit: Unit) -> Unit | None:
+        """The unit with the methods whose answers are not there."""
+        left = tuple(spec for spec in unit.methods if unit.key(spec) not in self.found)
+        return Unit(**{**unit.__dict__, "methods": left}) if left else None
+
+    def of(self, units: Sequence[Unit], method: MethodSpec) -> list[int]:
+        """All answers of a method over units, in order."""
+        return [one for unit in units for one in self.found[unit.key(method)]]
+
+
+def answer_all(units: Sequence[Unit], answers: Answers, processes: int) -> Iterator[int]:
+    """Do what is missing; yields how many units are done after each. Units of a checkpoint stay together."""
+    left = [unit for one in units if (unit := answers.missing(one)) is not None]
+    done = len(units) - len(left)
+    yield done
+    if processes < 2 or len(left) < 2:
+        for unit in left:
+            answers.add(run_unit(unit))
+            yield (done := done + 1)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for right in pool.map(run_unit, left):
+            answers.add(right)
+            yield (done := done + 1)

@@ -1,0 +1,115 @@
+"""The quality table at toy size: its arithmetic, its sections, and that a stopped run goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ragcache as rc
+from benchmarks import pages, quality, quality_units
+from benchmarks.pages import write_section
+from benchmarks.quality import MINI_BASE, Cell, cells, markdown, relative
+from benchmarks.quality_units import Answers, Unit, units_of
+from ragcache.errors import ConfigError
+from ragcache.evaluation.methods import MethodSpec
+from ragcache.training.evaluate import MINI
+
+BASE = MINI_BASE if MINI_BASE.is_dir() else MINI
+SPECS = (MethodSpec("full", "full"), MethodSpec("reposition", "reposition"))
+SMALL = ["--questions=3", "--sweep-questions=2", "--passages", "3", "--no-positions", "--processes=1"]
+
+
+def test_relative_is_the_ratio_of_right_answers():
+    ours, theirs = [1] * 80 + [0] * 20, [1] * 90 + [0] * 10
+    ratio, low, high = relative(ours, theirs)
+    assert ratio == pytest.approx(80 / 90)
+    assert low < ratio < high
+    assert relative(theirs, theirs) == (1.0, 1.0, 1.0)  # paired: the same questions are missed
+    unpaired = relative(theirs, list(np.random.default_rng(0).permutation(theirs)))
+    assert unpaired[1] < 1.0 < unpaired[2]
+
+
+def test_cells():
+    main, swept = cells((3, 8, 16), positions=True)
+    assert [cell.question for cell in main] == ["1 hop", "2 hops", "leaning"]
+    assert {(cell.question, cell.passages) for cell in swept if cell.position < 0} == {
+        ("1 hop", 3), ("1 hop", 16), ("2 hops", 3), ("2 hops", 16),
+    }  # fmt: skip
+    assert [cell.position for cell in swept if cell.position >= 0] == list(range(8))
+    assert Cell("2 hops", 5).settings(7, 1).hops == 2
+    assert Cell("leaning", 5).settings(7, 1).kind == "leaning"
+    assert Cell("1 hop", 5, 2).settings(7, 1).positions == (2,)
+
+
+def test_units_cover_every_question_once():
+    units = list(units_of("d", "f", [Cell("1 hop", 8), Cell("2 hops", 8)], SPECS, 120, 0))
+    assert [(unit.start, unit.count) for unit in units] == [(0, 50), (50, 50), (100, 20)] * 2
+    keys = {unit.key(spec) for unit in units for spec in SPECS}
+    assert len(keys) == len(units) * len(SPECS)
+
+
+def test_a_run_writes_its_table_and_goes_on(tmp_path, monkeypatch):
+    arguments = [*SMALL, "--checkpoint", f"base={BASE}", "--methods", "base:reposition,epic", "--out", str(tmp_path)]
+    first = quality.main(arguments)
+    rows = first.figures["rows"]
+    assert {row["method"] for row in rows} == {"full", "reposition", "epic"}
+    assert all(row["low"] <= row["exact_match"] <= row["high"] for row in rows)
+    assert not any(goal.applies for goal in first.goals)
+    path = tmp_path / "quality.answers.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])  # killed while it wrote
+    done: list[Unit] = []
+    run = quality_units.run_unit
+    monkeypatch.setattr(quality_units, "run_unit", lambda unit: done.append(unit) or run(unit))
+    assert quality.main(arguments).figures == first.figures
+    assert 1 <= len(done) <= 2
+    assert path.read_bytes().count(b"\n") == len(lines)
+
+
+def test_the_full_model_answers_most_questions(tmp_path):
+    """Right answers are counted as right, and none as wrong: the bundled model knows nearly all of them."""
+    unit = Unit(str(BASE), "f", Cell("1 hop", 4), 0, 0, 10, SPECS)
+    right = quality_units.run_unit(unit)
+    assert set(right) == {unit.key(spec) for spec in SPECS}
+    assert all(len(values) == 10 and sum(values) >= 8 for values in right.values())
+
+
+def test_answers_that_are_none_are_named(tmp_path: Path):
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps({"key": "k", "right": [1]}) + "\n[]\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        Answers(path)
+
+
+def test_sections_are_written_anew(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- quality: begin -->\nold\n<!-- quality: end -->\nafter\n")
+    write_section(page, "quality", ["| a |", "|---|"])
+    assert page.read_text() == "before\n<!-- quality: begin -->\n\n| a |\n|---|\n\n<!-- quality: end -->\nafter\n"
+    with pytest.raises(ConfigError, match="has no section <!-- costs"):
+        write_section(page, "costs", ["x"])
+
+
+def test_the_page_of_methods_is_up_to_date(tmp_path: Path):
+    """Its table of methods is the one that the command writes, and every method has a part of its own."""
+    page = Path(tmp_path / "methods.md")
+    text = pages.PAGE.read_text(encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
+    write_section(page, "methods", pages.methods_table())
+    assert page.read_text(encoding="utf-8") == text
+    assert set(re.findall(r"^### `(\w+)`", text, re.M)) == set(rc.METHODS)
+
+
+def test_tables_have_even_rows():
+    rows = [
+        quality.Row("base", method, question, 8, -1, 10, 0.9, 0.8, 0.95, 1.0, 0.9, 1.1)
+        for method in ("full", "reposition")
+        for question in quality.QUESTIONS
+    ]
+    table = [line for line in markdown(rows) if line.startswith("|")]
+    assert len(table) == 2 + 2
+    assert len({line.count("|") for line in table}) == 1
