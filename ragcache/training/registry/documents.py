@@ -1,4 +1,4 @@
-"""An entity written down as a passage of two to five sentences, or as two passages of which the second leans on the first."""
+"""An entity written down as a passage of two to five sentences, or as two passages that are one text cut in two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ragcache.training.registry import wording
 from ragcache.training.registry.world import RELATIONS, Entity
 
 MAX_MENTIONS = 4
-MAX_LEANING_FACTS = 1
 CONTINUED = "{n}, continued"
 
 
@@ -43,19 +42,19 @@ def write_document(rng: random.Random, entity: Entity, *, complete: bool = False
 
 
 def write_in_two(rng: random.Random, entity: Entity) -> tuple[Document, Document]:
-    """Write `entity` down and cut the text in two: the second passage says "It ..." and never names its entity.
+    """Write `entity` down and cut the text in mid-sentence, as chunks of a fixed length are cut.
 
-    So chunking leaves it: whose facts it states, only the passage before it tells.
+    The first passage ends in the name, the second begins with what is said of it: only together do they state it.
     """
     relations = list(RELATIONS[entity.kind])
     rng.shuffle(relations)
     cut = rng.randint(1, len(relations) - 1)
-    stated, left = relations[:cut], relations[cut : cut + MAX_LEANING_FACTS]
-    first = " ".join(_fact_sentences(rng, entity, stated))
-    second = " ".join(_leaning_sentences(rng, entity, left))
+    stated, left = relations[:cut], relations[cut]
+    subject, predicate = _subject_and_predicate(rng, entity, left, is_first=False)
+    first = " ".join([*_fact_sentences(rng, entity, stated), capitalised(subject)])
     return (
         Document(entity.name, _title(entity, []), first, tuple(stated), ()),
-        Document(CONTINUED.format(n=entity.name), "", second, tuple(left), ()),
+        Document(CONTINUED.format(n=entity.name), "", f"{predicate}.", (left,), ()),
     )
 
 
@@ -73,21 +72,15 @@ def _fact_sentences(rng: random.Random, entity: Entity, relations: list[str]) ->
     """State one fact a sentence. The first one carries the full name, later ones may make do with the surname."""
     sentences: list[str] = []
     for relation in relations:
-        is_short = bool(sentences) and entity.kind == "person" and rng.random() < 0.6
-        subject = entity.name.split(" ")[-1] if is_short else entity.name
-        stated = rng.choice(wording.PREDICATES[relation]).format(v=entity.facts[relation])
-        sentences.append(capitalised(with_article(f"{subject} {stated}.")))
+        subject, predicate = _subject_and_predicate(rng, entity, relation, is_first=not sentences)
+        sentences.append(capitalised(f"{subject} {predicate}."))
     return sentences
 
 
-def _leaning_sentences(rng: random.Random, entity: Entity, relations: list[str]) -> list[str]:
-    """State one fact a sentence, each about "It", "She", "He" or "The club"."""
-    sentences = []
-    for relation in relations:
-        subject = entity.pronoun if entity.kind == "person" or rng.random() < 0.5 else f"The {entity.kind}"
-        stated = rng.choice(wording.PREDICATES[relation]).format(v=entity.facts[relation])
-        sentences.append(with_article(f"{subject} {stated}."))
-    return sentences
+def _subject_and_predicate(rng: random.Random, entity: Entity, relation: str, *, is_first: bool) -> tuple[str, str]:
+    is_short = not is_first and entity.kind == "person" and rng.random() < 0.6
+    subject = entity.name.split(" ")[-1] if is_short else entity.name
+    return subject, with_article(rng.choice(wording.PREDICATES[relation]).format(v=entity.facts[relation]))
 
 
 def _mention_sentence(rng: random.Random, kind: str, mentions: list[str]) -> str:
