@@ -89,10 +89,10 @@ class BatchMaker:
         question_len = max(len(suffix) + len(answer) - 1 for row in rows for suffix, answer in row.questions)
         contexts, questions, labels = [], [], []
         for row in rows:
-            contexts.append(_padded(row.context, context_len, self._pad))
+            contexts.append(padded(row.context, context_len, self._pad))
             for suffix, answer in row.questions:
-                questions.append(_padded(suffix + answer[:-1], question_len, self._pad))
-                labels.append(_padded([IGNORED] * (len(suffix) - 1) + answer, question_len, IGNORED))
+                questions.append(padded(suffix + answer[:-1], question_len, self._pad))
+                labels.append(padded([IGNORED] * (len(suffix) - 1) + answer, question_len, IGNORED))
         shape = (len(rows), -1, question_len)
         lengths = torch.tensor([len(row.context) for row in rows])
         return PackedBatch(
@@ -238,5 +238,5 @@ def passage_text(rng: random.Random, document: Document) -> str:
     return f"{heading}{text}\n"
 
 
-def _padded(ids: list[int], length: int, filler: int) -> list[int]:
+def padded(ids: list[int], length: int, filler: int) -> list[int]:
     return ids + [filler] * (length - len(ids))

@@ -22,6 +22,7 @@ from ragcache.training.registry import Document, Question, Split, World, answera
 from ragcache.training.registry import write_document as write
 from ragcache.training.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
 
+MINI_BASE = Path(__file__).parent.parent / "mini_base"
 MINI = Path(__file__).parent.parent / "mini"
 WORLD_SIZE = 40
 KINDS = ("plain", "leaning")
@@ -162,17 +163,24 @@ def main() -> None:
     arguments = parser.parse_args()
     model, tokenizer = load(arguments.model)
     for passages in arguments.passages:
-        for hops in (1, 2):
+        for kind, hops in (("plain", 1), ("plain", 2), ("leaning", 1)):
             cases = draw_cases(
                 tokenizer,
                 hops=hops,
+                kind=kind,
                 num_cases=arguments.questions,
                 num_passages=passages,
                 seed=arguments.seed,
                 rare_share=arguments.rare_share,
             )
             share = sum(exact_matches(model, tokenizer, cases)) / len(cases)
-            line = {"passages": passages, "hops": hops, "questions": len(cases), "exact_match": round(share, 4)}
+            line = {
+                "passages": passages,
+                "kind": kind,
+                "hops": hops,
+                "questions": len(cases),
+                "exact_match": round(share, 4),
+            }
             print(json.dumps(line), flush=True)
 
 

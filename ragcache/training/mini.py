@@ -29,7 +29,7 @@ from ragcache.training.batches import BatchMaker
 from ragcache.training.curriculum import STAGES, draw_stage
 from ragcache.training.initial import start_with_induction
 from ragcache.training.optim import Adam, Muon
-from ragcache.training.packed import packed_scores
+from ragcache.training.packed import PackedBatch, packed_scores
 from ragcache.training.tokenizer import BOS, EOS, MAX_LENGTH, PAD, build_tokenizer, save_tokenizer, token_id
 
 
@@ -99,8 +99,8 @@ class Trainer:
         self.device = torch.device(options.device)
         self.out = Path(options.out)
         self.tokenizer = build_tokenizer()
-        self.master = build_model(options, self.tokenizer.get_vocab_size()).to(self.device)
-        self.model = build_model(options, self.tokenizer.get_vocab_size()).to(self.device, torch.bfloat16)
+        self.master = self._start().to(self.device)
+        self.model = copy.deepcopy(self.master).to(torch.bfloat16)
         self.model.model.rotary_emb.inv_freq = self.master.model.rotary_emb.inv_freq  # angles need float32
         named = dict(self.master.named_parameters())
         self.parameters = list(named.values())
@@ -124,7 +124,25 @@ class Trainer:
                 saved = now
         if self.rank == 0:
             self._save_checkpoint(time.monotonic())
-            save_model(self.master, self.tokenizer, self.out)
+            self._save()
+
+    def _start(self) -> Any:
+        """The model to start from, in float32."""
+        return build_model(self.options, self.tokenizer.get_vocab_size())
+
+    def _accuracies(self) -> list[float]:
+        return self.progress.accuracy[: self.progress.stage + 1]
+
+    def _stage_name(self) -> str:
+        return STAGES[self.progress.stage].name
+
+    def _save(self) -> None:
+        save_model(self.master, self.tokenizer, self.out)
+
+    def _draw(self, rng: random.Random) -> tuple[int, PackedBatch]:
+        """The batch of one step, and the stage that it is of."""
+        stage = draw_stage(rng, self.progress.stage)
+        return stage, BatchMaker(self.tokenizer, rng).draw(STAGES[stage])
 
     def _finished(self) -> bool:
         last = self.progress.stage == len(STAGES) - 1
@@ -134,8 +152,8 @@ class Trainer:
     def _step(self) -> None:
         progress = self.progress
         rng = random.Random(f"{self.options.seed}/{self.rank}/{progress.step}")
-        stage = draw_stage(rng, progress.stage)
-        batch = BatchMaker(self.tokenizer, rng).draw(STAGES[stage]).to(self.device)
+        stage, batch = self._draw(rng)
+        batch = batch.to(self.device)
         self._copy_weights()
         scores = packed_scores(self.model, batch)
         scores.loss.backward()  # type: ignore[no-untyped-call]
@@ -189,6 +207,11 @@ class Trainer:
         for stage, (right, asked) in enumerate(totals[:-2].view(-1, 2).tolist()):
             if asked:
                 progress.accuracy[stage] = decay * progress.accuracy[stage] + (1 - decay) * right / asked
+        self._advance()
+
+    def _advance(self) -> None:
+        """Go on to the next stage once this one is learned."""
+        progress = self.progress
         passed = progress.accuracy[progress.stage] >= STAGES[progress.stage].threshold
         if passed and progress.stage_step >= self.options.min_stage_steps:
             progress.stage, progress.stage_step, progress.stage_tokens = progress.stage + 1, 0, 0
@@ -199,9 +222,9 @@ class Trainer:
             "step": progress.step,
             "tokens": progress.tokens,
             "seconds": round(progress.seconds + now - self._started, 1),
-            "stage": STAGES[progress.stage].name,
+            "stage": self._stage_name(),
             "loss": round(sum(self._losses) / len(self._losses), 4),
-            "accuracy": [round(value, 3) for value in progress.accuracy[: progress.stage + 1]],
+            "accuracy": [round(value, 3) for value in self._accuracies()],
         }
         self._losses.clear()
         print(json.dumps(line), flush=True)
@@ -252,25 +275,25 @@ def _below(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
-def _work(rank: int, options: Options, world_size: int, rendezvous: str) -> None:
+def _work(rank: int, trainer: type[Trainer], options: Options, world_size: int, rendezvous: str) -> None:
     if options.device == "cpu":
         torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-    Trainer(options, rank, world_size).run()
+    trainer(options, rank, world_size).run()
     if world_size > 1:
         dist.destroy_process_group()
 
 
-def train(options: Options) -> None:
+def train(options: Options, trainer: type[Trainer] = Trainer) -> None:
     """Run to the end, or on from the last checkpoint in `options.out`."""
     world_size = options.workers if options.device == "cpu" else 1
     if world_size == 1:
-        return _work(0, options, 1, "")
+        return _work(0, trainer, options, 1, "")
     rendezvous = Path(options.out).resolve() / "rendezvous"
     rendezvous.parent.mkdir(parents=True, exist_ok=True)
     rendezvous.unlink(missing_ok=True)
-    spawn(_work, (options, world_size, str(rendezvous)), nprocs=world_size)  # type: ignore[no-untyped-call]
+    spawn(_work, (trainer, options, world_size, str(rendezvous)), nprocs=world_size)  # type: ignore[no-untyped-call]
     return None
 
 

@@ -1,9 +1,8 @@
-"""Training rows for reuse, from the registry: `python -m ragcache.training.mini_reuse_data --out FILE --rows N --seed S`.
+"""Training rows for reuse, from the registry: `python -m ragcache.training.mini_reuse_data --out FILE --rows N`.
 
-One JSON object a line, of the schema that `ragcache train` reads: `{"type": "qa", "passages": [...], "questions": [...]}`.
-Names and wordings of the training split only. A row's questions are all single-hop, all two-hop, or lean on the passage
-before (`batches.draw_leaning`), with some plain ones between. Those last say `"shuffle": false`: a second part must
-stay behind the first.
+One JSON object a line, of the schema that `ragcache train` reads. Names and wordings of the training split only. A
+row's questions are all single-hop, all two-hop, or lean on the passage before (`batches.draw_leaning`), with some plain
+ones between. Those last say `"shuffle": false`: the second half of a sentence must stay behind the first.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ragcache.training.batches import ALIKE_SHARE, WORLD_A_PASSAGE, alike, draw_leaning, passage_text
 from ragcache.training.registry import Document, Question, Split, answerable_questions, draw_world, write_document
@@ -24,30 +24,49 @@ PLAIN_SHARE = 0.2
 """Of the questions of a leaning context: those about what a passage says by itself."""
 
 
+class Row(NamedTuple):
+    """passages: their texts, in order; subjects: the entity that each is about; leaning: whether the order counts."""
+
+    passages: list[str]
+    subjects: list[str]
+    questions: list[Question]
+    leaning: bool
+
+
 def draw_rows(num_rows: int, seed: int) -> Iterator[dict[str, object]]:
     """The same rows for the same seed, in every process."""
     rng = random.Random(f"reuse/{seed}")
     for _ in range(num_rows):
-        kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
-        passages, questions = _leaning_row(rng) if kind == "leaning" else _plain_row(rng, 2 if kind == "two-hop" else 1)
+        row = draw_row(rng, rng.randint(*PASSAGES))
         yield {
             "type": "qa",
-            "passages": [passage_text(rng, passage) for passage in passages],
-            "questions": [{"question": question.text, "answer": question.answer} for question in questions],
-            "shuffle": kind != "leaning",
+            "passages": row.passages,
+            "questions": [{"question": question.text, "answer": question.answer} for question in row.questions],
+            "shuffle": not row.leaning,
         }
 
 
-def _leaning_row(rng: random.Random) -> tuple[list[Document], list[Question]]:
-    context = draw_leaning(rng, rng.randint(*PASSAGES))
+def draw_row(rng: random.Random, passages: int, kind: str | None = None) -> Row:
+    """Questions over about so many passages; kind: of SHARES, None for any."""
+    kind = kind or rng.choices(list(SHARES), list(SHARES.values()))[0]
+    if kind == "leaning":
+        documents, questions = _leaning_row(rng, passages)
+    else:
+        documents, questions = _plain_row(rng, 2 if kind == "two-hop" else 1, passages)
+    texts = [passage_text(rng, document) for document in documents]
+    subjects = [document.id.removesuffix(", continued") for document in documents]
+    return Row(texts, subjects, questions, kind == "leaning")
+
+
+def _leaning_row(rng: random.Random, passages: int) -> tuple[list[Document], list[Question]]:
+    context = draw_leaning(rng, passages)
     pools = [context.plain if rng.random() < PLAIN_SHARE else context.questions for _ in range(NUM_QUESTIONS)]
     return context.passages, _distinct([rng.choice(pool) for pool in pools])
 
 
-def _plain_row(rng: random.Random, hops: int) -> tuple[list[Document], list[Question]]:
+def _plain_row(rng: random.Random, hops: int, passages: int) -> tuple[list[Document], list[Question]]:
     questions: list[Question] = []
     while not questions:
-        passages = rng.randint(max(hops, PASSAGES[0]), PASSAGES[1])
         if rng.random() < ALIKE_SHARE:
             world = draw_world(rng, Split.TRAIN, passages * WORLD_A_PASSAGE)
             chosen = alike(rng, world, hops, passages)

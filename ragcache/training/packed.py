@@ -15,28 +15,40 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+HINT_WEIGHT = 0.3
+"""Of the hints' loss beside that of the answers."""
+
 
 class PackedBatch(NamedTuple):
     """context_ids: [batch, context_len], padded at the end; context_lengths: [batch];
     question_ids and labels: [batch, num_questions, question_len], padded at the end; a label is the token that
-    follows, or -100 where nothing is to be learned."""
+    follows, or -100 where nothing is to be learned.
+
+    segments: [batch, context_len], for contexts whose chunks are read apart: a chunk's number, from 1, for tokens that
+    see that chunk only, 0 for those that see all before them (`ragcache.training.reuse.mask`); None: one text.
+    hidden: [batch], contexts of which the questions see only what no chunk holds (link tokens, say).
+    hints: [num_hints, 4], row, place and two ids: what a context token should hold when half of the layers are done.
+    """
 
     context_ids: Tensor
     context_lengths: Tensor
     question_ids: Tensor
     labels: Tensor
+    segments: Tensor | None = None
+    hidden: Tensor | None = None
+    hints: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.context_ids.numel() + self.question_ids.numel()
 
     def to(self, device: torch.device) -> PackedBatch:
-        return PackedBatch(*(tensor.to(device, non_blocking=True) for tensor in self))
+        return PackedBatch(*(None if t is None else t.to(device, non_blocking=True) for t in self))  # type: ignore[arg-type]
 
 
 class PackedScores(NamedTuple):
-    """loss: mean cross-entropy over labels; right: [batch, num_questions], whether every label is the most likely
-    token, which for an answer is whether greedy decoding gives it exactly."""
+    """loss: mean cross-entropy over labels, and HINT_WEIGHT times that of the hints; right: [batch, num_questions],
+    whether every label is the most likely token, which for an answer is whether greedy decoding gives it exactly."""
 
     loss: Tensor
     right: Tensor
@@ -44,11 +56,14 @@ class PackedScores(NamedTuple):
 
 def packed_scores(model: Any, batch: PackedBatch) -> PackedScores:
     """Run `model` (LlamaForCausalLM) over `batch`."""
-    hidden = packed_hidden(model, batch)
+    states = _states(model, batch)
+    hidden = _questions(model, batch, states[-1])
     labels = batch.labels.flatten()
     chosen = torch.nonzero(labels != -100).squeeze(-1)
     logits = F.linear(hidden.flatten(0, 2)[chosen], model.lm_head.weight).float()
     loss = F.cross_entropy(logits, labels[chosen])
+    if batch.hints is not None:
+        loss = loss + HINT_WEIGHT * _hint_loss(model, states[len(states) // 2 - 1], batch.hints)
     wrong = torch.zeros_like(labels, dtype=torch.bool)
     wrong[chosen] = logits.detach().argmax(-1) != labels[chosen]
     return PackedScores(loss, ~wrong.view(batch.labels.shape).any(-1))
@@ -56,15 +71,34 @@ def packed_scores(model: Any, batch: PackedBatch) -> PackedScores:
 
 def packed_hidden(model: Any, batch: PackedBatch) -> Tensor:
     """Last hidden states of the questions: [batch, num_questions, question_len, hidden_size]."""
-    batch_size, context_len = batch.context_ids.shape
-    shape = batch.question_ids.shape
+    return _questions(model, batch, _states(model, batch)[-1])
+
+
+def _states(model: Any, batch: PackedBatch) -> list[Tensor]:
+    """What each layer leaves, of context and questions: [batch, seq_len, hidden_size] each."""
+    context_len = batch.context_ids.shape[1]
+    num_questions, question_len = batch.question_ids.shape[1:]
     ids = torch.cat([batch.context_ids, batch.question_ids.flatten(1)], dim=1)
     x = F.embedding(ids, model.model.embed_tokens.weight)
     cos, sin = (table.to(x.dtype) for table in _rotary(model, batch))
-    layout = _Layout(context_len, shape[1], shape[2], _context_mask(batch), (cos, sin))
+    layout = _Layout(context_len, num_questions, question_len, _context_mask(batch), _unseen(batch), (cos, sin))
+    states = []
     for layer in model.model.layers:
         x = _layer(layer, x, layout, model.config)
-    return _rms_norm(x[:, context_len:], model.model.norm).view(batch_size, shape[1], shape[2], -1)
+        states.append(x)
+    return states
+
+
+def _questions(model: Any, batch: PackedBatch, last: Tensor) -> Tensor:
+    hidden = _rms_norm(last[:, batch.context_ids.shape[1] :], model.model.norm)
+    return hidden.view(*batch.question_ids.shape, -1)
+
+
+def _hint_loss(model: Any, state: Tensor, hints: Tensor) -> Tensor:
+    """Cross-entropy of reading the hinted ids, equally likely, off `state` as the output head reads the last one."""
+    row, place = hints[:, 0], hints[:, 1]
+    logits = F.linear(_rms_norm(state[row, place], model.model.norm), model.lm_head.weight).float()
+    return -logits.log_softmax(-1).gather(1, hints[:, 2:]).mean()
 
 
 class _Layout(NamedTuple):
@@ -72,14 +106,27 @@ class _Layout(NamedTuple):
     num_questions: int
     question_len: int
     context_mask: Tensor
+    unseen: Tensor
     rotary: tuple[Tensor, Tensor]
 
 
 def _context_mask(batch: PackedBatch) -> Tensor:
-    """Additive mask [batch, 1, 1, context_len] that hides the context's padding from the questions."""
+    """Additive mask [batch, 1, 1, context_len] that hides padding, and what is hidden, from the questions."""
     positions = torch.arange(batch.context_ids.shape[1], device=batch.context_ids.device)
-    padding = positions >= batch.context_lengths[:, None]
-    return torch.zeros(padding.shape, device=padding.device).masked_fill(padding, float("-inf"))[:, None, None]
+    unseen = positions >= batch.context_lengths[:, None]
+    if batch.segments is not None and batch.hidden is not None:
+        unseen = unseen | (batch.hidden[:, None] & (batch.segments > 0))
+    return torch.zeros(unseen.shape, device=unseen.device).masked_fill(unseen, float("-inf"))[:, None, None]
+
+
+def _unseen(batch: PackedBatch) -> Tensor:
+    """[batch or 1, 1, context_len, context_len]: True where a context token (row) does not see another (column)."""
+    n = batch.context_ids.shape[1]
+    future = torch.ones(n, n, dtype=torch.bool, device=batch.context_ids.device).triu(1)[None, None]
+    if batch.segments is None:
+        return future
+    own = batch.segments[:, None, :, None]
+    return future | ((own > 0) & (own != batch.segments[:, None, None, :]))
 
 
 def _rotary(model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -126,17 +173,17 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, layout: _Layout) -> T
     groups = queries.shape[1] // keys.shape[1]
     if groups > 1:
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    context = _attend_in_context(queries, keys, values, layout.context_len)
+    context = _attend_in_context(queries, keys, values, layout.unseen)
     questions = _attend_from_questions(queries, keys, values, layout)
     return torch.cat([context, questions], dim=2).transpose(1, 2).flatten(2)
 
 
-def _attend_in_context(queries: Tensor, keys: Tensor, values: Tensor, n: int) -> Tensor:
-    """Causal attention by plain matrix products: on a CPU, at these lengths, faster than the fused kernel."""
+def _attend_in_context(queries: Tensor, keys: Tensor, values: Tensor, unseen: Tensor) -> Tensor:
+    """Attention by plain matrix products: on a CPU, at these lengths, faster than the fused kernel."""
+    n = unseen.shape[-1]
     queries, keys, values = queries[:, :, :n], keys[:, :, :n], values[:, :, :n]
-    future = torch.ones(n, n, dtype=torch.bool, device=queries.device).triu(1)
     scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-1, -2)
-    attended: Tensor = scores.masked_fill(future, float("-inf")).softmax(-1) @ values
+    attended: Tensor = scores.masked_fill(unseen, float("-inf")).softmax(-1) @ values
     return attended
 
 

@@ -1,0 +1,223 @@
+"""Train the mini model for reuse: `python -m ragcache.training.mini_reuse --out DIR --variant link5`.
+
+Starts from the bundled base and goes on as `ragcache.training.mini` does: rows of the registry
+(`ragcache.training.mini_reuse_data`), the packed forward, two processes on a CPU, checkpoints. Ids, sequences and
+masks are those of `ragcache train`, so the result is laid out as that command's are.
+
+Link tokens need a push: whatever stands in one passage alone, the question can read there, and where two passages must
+be read together a guess among the candidates is so near that a small model stays with it. So in a first stage most
+contexts hide their passages from the questions, which then reach nothing but what link tokens took up; and link tokens
+get hints, half-way up the layers, of what that should be. The stage ends when the answers are right. In the second one
+nothing is hidden or hinted, and the learning rate falls to zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ragcache.models.reuse import ReuseSpec
+from ragcache.training.batches import IGNORED, padded, suffix_text
+from ragcache.training.evaluate import MINI_BASE
+from ragcache.training.mini import Options, Trainer, train
+from ragcache.training.mini_reuse_data import NUM_QUESTIONS, PASSAGES, Row, draw_row
+from ragcache.training.packed import PackedBatch
+from ragcache.training.reuse.layout import Ask, EncodedRow, context_tokens, lay_out
+from ragcache.training.reuse.special_tokens import choose_spec, prepare_model
+from ragcache.training.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
+
+STANDARD, SEPARATE, HIDDEN = range(3)
+"""How a batch is read: as one text, passage by passage, or passage by passage and then hidden from the questions."""
+TAKING_UP, ANSWERING = range(2)
+"""The stages; variants without link tokens have the second one only."""
+TAKING_UP_SHARES = (0.15, 0.2, 0.65)
+"""Of batches read in each way, in the first stage."""
+HIDDEN_PASSAGES = 8
+"""At most, of contexts whose passages are hidden."""
+SLOT_NOISE = 0.1
+"""Of a link token's start about that of slot 0, as a share of their difference."""
+THRESHOLD = 0.75
+"""Of right answers over hidden passages, which ends the first stage."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """reuse, link_tokens: as of `ragcache train`; standard_share: of batches read as one text, in the second stage."""
+
+    reuse: str
+    link_tokens: int = 0
+    standard_share: float = 0.4
+
+
+VARIANTS = {
+    "link5": Variant("link", 5),
+    "link1": Variant("link", 1),
+    "link0": Variant("link", 0),
+    "markers": Variant("markers"),
+    "full": Variant("none", standard_share=1.0),
+}
+
+
+@dataclass(frozen=True)
+class ReuseOptions(Options):
+    """variant: of VARIANTS; base: directory to start from; link_slots: passages with link tokens of their own;
+    batch_passages: of a batch, about; final_tokens: of the second stage; max_tokens: of both at most."""
+
+    variant: str = "link5"
+    base: str = str(MINI_BASE)
+    link_slots: int = PASSAGES[1]
+    batch_passages: int = 20
+    final_tokens: int = 6_000_000
+
+
+class ReuseTrainer(Trainer):
+    """One process of the run. The accuracies of its progress are those of STANDARD, SEPARATE and HIDDEN batches."""
+
+    options: ReuseOptions
+
+    def __init__(self, options: ReuseOptions, rank: int, world_size: int) -> None:
+        has_links = VARIANTS[options.variant].link_tokens > 0
+        super().__init__(replace(options, start_stage=TAKING_UP if has_links else ANSWERING), rank, world_size)
+
+    def _start(self) -> Any:
+        """The base with rows for the new ids."""
+        variant = VARIANTS[self.options.variant]
+        self.fast = AutoTokenizer.from_pretrained(self.options.base)
+        self.spec = choose_spec(
+            self.fast, variant.reuse, variant.link_tokens, self.options.link_slots, positions="reordered"
+        )
+        self.prefix = [token_id(BOS), *self.tokenizer.encode(f"{SYSTEM_LINE}\n").ids]
+        model = AutoModelForCausalLM.from_pretrained(self.options.base, dtype=torch.float32)
+        prepare_model(model, self.spec, self.options.seed)
+        if self.spec is not None and self.spec.link_tokens:
+            start_slots_alike(model.get_input_embeddings().weight, self.spec)
+        return model
+
+    def _save(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.master.to(torch.bfloat16).save_pretrained(self.out)
+        self.fast.save_pretrained(self.out)
+
+    def _finished(self) -> bool:
+        progress = self.progress
+        done = progress.stage == ANSWERING and progress.stage_tokens >= self.options.final_tokens
+        return done or progress.tokens >= self.options.max_tokens
+
+    def _schedule(self) -> float:
+        """Warm-up, constant, then linear to zero over the second stage."""
+        factor = min(1.0, (self.progress.step + 1) / self.options.warmup_steps)
+        if self.progress.stage == ANSWERING:
+            factor *= max(0.0, 1.0 - self.progress.stage_tokens / self.options.final_tokens)
+        return factor
+
+    def _accuracies(self) -> list[float]:
+        return self.progress.accuracy[: HIDDEN + 1]
+
+    def _stage_name(self) -> str:
+        return ("taking up", "answering")[self.progress.stage]
+
+    def _advance(self) -> None:
+        progress = self.progress
+        if progress.stage == TAKING_UP and progress.accuracy[HIDDEN] >= THRESHOLD:
+            progress.stage, progress.stage_step, progress.stage_tokens = ANSWERING, 0, 0
+
+    def _draw(self, rng: random.Random) -> tuple[int, PackedBatch]:
+        reading = self._draw_reading(rng)
+        passages = rng.randint(PASSAGES[0], HIDDEN_PASSAGES if reading == HIDDEN else PASSAGES[1])
+        kind = "leaning" if reading == HIDDEN else None
+        rows = [draw_row(rng, passages, kind) for _ in range(max(2, self.options.batch_passages // passages))]
+        return reading, self._pack(rows, reading)
+
+    def _draw_reading(self, rng: random.Random) -> int:
+        if self.progress.stage == TAKING_UP:
+            return rng.choices((STANDARD, SEPARATE, HIDDEN), TAKING_UP_SHARES)[0]
+        return STANDARD if rng.random() < VARIANTS[self.options.variant].standard_share else SEPARATE
+
+    def _pack(self, rows: list[Row], reading: int) -> PackedBatch:
+        encoded = [self._encode(row) for row in rows]
+        apart = reading != STANDARD and self.spec is not None
+        contexts, segments, lengths = [], [], []
+        for row in encoded:
+            layout = lay_out(row, self.spec, apart)
+            lengths.append(context_tokens(row, self.spec, apart))
+            contexts.append(layout.ids[: lengths[-1]])
+            segments.append(layout.segments[: lengths[-1]])
+        asks = [[[*ask.suffix, *ask.answer] for ask in row.asks] for row in encoded]
+        labels = [[[IGNORED] * len(ask.suffix) + [*ask.answer] for ask in row.asks] for row in encoded]
+        longest = max(len(ids) for row in asks for ids in row) - 1
+        pad = token_id(PAD)
+        return PackedBatch(
+            torch.tensor([padded(ids, max(lengths), pad) for ids in contexts]),
+            torch.tensor(lengths),
+            torch.tensor([[padded(ids[:-1], longest, pad) for ids in row] for row in asks]),
+            torch.tensor([[padded(ids[1:], longest, IGNORED) for ids in row] for row in labels]),
+            torch.tensor([padded(numbers, max(lengths), 0) for numbers in segments]),
+            torch.tensor([reading == HIDDEN for _ in rows]),
+            self._hints(rows, contexts) if apart and self.progress.stage == TAKING_UP else None,
+        )
+
+    def _hints(self, rows: list[Row], contexts: list[list[int]]) -> Tensor:
+        """A link token should hold the name of its passage's entity and, where a sentence was cut, how that ends."""
+        slots = slots_by_id(self.spec)
+        hints = []
+        for number, (row, ids) in enumerate(zip(rows, contexts, strict=True)):
+            names = [self._ids(subject)[-1] for subject in row.subjects]
+            ends = [self._ids(text)[-3] for text in row.passages]  # before the full stop and the newline
+            for place, slot in ((place, slots[i]) for place, i in enumerate(ids) if i in slots):
+                cut = slot > 0 and row.leaning and row.subjects[slot] == row.subjects[slot - 1]
+                hints.append([number, place, names[slot], ends[slot] if cut else names[slot]])
+        return torch.tensor(hints)
+
+    def _encode(self, row: Row) -> EncodedRow:
+        """As many questions in each row; where a row has fewer, some are asked twice."""
+        asked = (row.questions * NUM_QUESTIONS)[:NUM_QUESTIONS]
+        asks = [Ask(self._ids(suffix_text(q.text)), [*self._ids(q.answer), token_id(EOS)]) for q in asked]
+        return EncodedRow("qa", "", self.prefix, [self._ids(text) for text in row.passages], asks, None, False)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).ids
+
+
+@torch.no_grad()
+def start_slots_alike(embeddings: Tensor, spec: ReuseSpec) -> None:
+    """The j-th link token of every slot starts (almost) the same, so that what one slot learns helps all."""
+    first = embeddings[spec.link_ids(0)].clone()
+    for slot in range(1, spec.link_slots):
+        ids = spec.link_ids(slot)
+        embeddings[ids] = first + SLOT_NOISE * (embeddings[ids] - first)
+
+
+def slots_by_id(spec: ReuseSpec | None) -> dict[int, int]:
+    """The slot of each link token."""
+    return {} if spec is None else {i: slot for slot in range(spec.link_slots) for i in spec.link_ids(slot)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = asdict(ReuseOptions(out=""))
+    for name in (
+        "out",
+        "variant",
+        "base",
+        "final_tokens",
+        "max_tokens",
+        "seed",
+        "workers",
+        "device",
+        "muon_lr",
+        "adam_lr",
+    ):
+        flag, value = f"--{name.replace('_', '-')}", defaults[name]
+        choices = list(VARIANTS) if name == "variant" else None
+        parser.add_argument(flag, type=type(value), default=value, required=name == "out", choices=choices)
+    train(ReuseOptions(**vars(parser.parse_args())), ReuseTrainer)
+
+
+if __name__ == "__main__":
+    main()
