@@ -16,7 +16,7 @@ def open_for_care(store: StoreOptions, *, read_only: bool = False) -> RagCache:
     """Without models: for listing, deleting and checking. Raises StoreNotFoundError."""
     from ragcache import RagCache
 
-    _report_warnings()
+    report_warnings()
     return RagCache.open(store.store, store=store.config(read_only=read_only), create=False, models=False)
 
 
@@ -26,11 +26,8 @@ def open_with_models(
     """With models: for asking and ingesting."""
     from ragcache import RagCache
 
-    _report_warnings()
-    if not on_terminal():
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
+    report_warnings()
+    hide_bars_in_pipes()
     return RagCache.open(
         store.store,
         model=models.model,
@@ -47,6 +44,14 @@ def open_with_models(
     )
 
 
-def _report_warnings() -> None:
+def report_warnings() -> None:
     """What the library logs (a damaged block that was dropped, say) goes to standard error as one line each."""
     logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
+
+
+def hide_bars_in_pipes() -> None:
+    """transformers draws bars while it loads: on a terminal only."""
+    if not on_terminal():
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()

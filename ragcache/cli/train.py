@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ragcache.cli.command import command
+from ragcache.cli.opening import hide_bars_in_pipes, report_warnings
 from ragcache.cli.options import Json, option
 from ragcache.cli.output import print_json, say
 from ragcache.errors import ConfigError
@@ -106,6 +107,8 @@ def train(
         from ragcache.training.reuse.trainer import train as run_training
     except ImportError as error:
         raise ConfigError(f"training needs {error.name}; install ragcache[train]") from error
+    report_warnings()
+    hide_bars_in_pipes()
     given: dict[str, Any] = {**vars(reuse), **vars(mixture), **vars(schedule), **vars(run)}
     given["data"] = tuple(reuse.data)
     given["mixture"] = _mixture(given.pop("mix"))

@@ -13,7 +13,7 @@ from ragcache.models.reuse import ReuseSpec
 from ragcache.training.reuse.attention import NAME, register
 from ragcache.training.reuse.collate import collate
 from ragcache.training.reuse.layout import Ask, EncodedRow, lay_out
-from ragcache.training.reuse.trainer import answer_logits, answer_loss
+from ragcache.training.reuse.loss import answer_logits, answer_loss
 
 LINK = ReuseSpec("link", "isolated", 2, 8, 20, 60, 61)
 MARKERS = {

@@ -53,5 +53,6 @@ def training_attention(
             f"{family} does not get the masks that its model is given; it cannot be trained here"
         )
     if isinstance(mask, BlockMask):
-        return flex_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+        out, _ = flex_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+        return out, None
     return attention(module, query, key, value, mask, scaling, None, softcap, s_aux)

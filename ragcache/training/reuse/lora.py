@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -36,3 +39,11 @@ def add_lora(model: PreTrainedModel, spec: ReuseSpec | None, rank: int, alpha: i
 def merge_lora(model: Any) -> Any:
     """The model with its adapter added to its weights; a model without one stays as it is."""
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
+@contextmanager
+def known_warnings_ignored() -> Iterator[None]:
+    """peft says with every checkpoint that it saves the embeddings of a vocabulary that grew, which is as it should."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
+        yield

@@ -84,9 +84,10 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the option that is out of range."""
+        self.batches()
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"steps is {self.steps}; it must be at least 1")
-        if self.epochs <= 0:
+        if not self.epochs > 0:
             raise ConfigError(f"epochs is {self.epochs}; it must be more than 0")
         if self.lora_rank < 0:
             raise ConfigError(f"lora_rank is {self.lora_rank}; it must be at least 0 (0: train all weights)")

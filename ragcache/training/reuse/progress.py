@@ -28,6 +28,8 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if not state.is_world_process_zero:
+            return
         kept = [line for line in read_log(self.out) if line["step"] <= state.global_step]
         self._started = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
         self.out.mkdir(parents=True, exist_ok=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,10 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import AutoConfig, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments, set_seed
 
 from ragcache.errors import ConfigError
 from ragcache.models.loading import DTYPES, load_lm, resolve
@@ -26,19 +22,17 @@ from ragcache.training.reuse.batches import BatchPlan
 from ragcache.training.reuse.collate import DrawnRows, collate
 from ragcache.training.reuse.data import BadLine, Row, read_rows
 from ragcache.training.reuse.encoding import RowEncoder
-from ragcache.training.reuse.layout import IGNORED, EncodedRow
-from ragcache.training.reuse.lora import add_lora, merge_lora
-from ragcache.training.reuse.mask import Visibility
+from ragcache.training.reuse.layout import EncodedRow
+from ragcache.training.reuse.lora import add_lora, known_warnings_ignored, merge_lora
+from ragcache.training.reuse.loss import answer_loss
 from ragcache.training.reuse.options import TrainOptions
 from ragcache.training.reuse.progress import ProgressLog, Show
+from ragcache.training.reuse.run_files import CHECKPOINTS, find_checkpoint, write_options
 from ragcache.training.reuse.special_tokens import choose_spec, prepare_model
 
 logger = logging.getLogger(__name__)
 
 FLEX_BLOCK = 128
-CHECKPOINTS = "checkpoints"
-OPTIONS_FILE = "training_options.json"
-FREE_TO_CHANGE = {"resume", "out", "log_every", "save_every", "keep_checkpoints", "device", "save_dtype"}
 
 
 @dataclass(frozen=True)
@@ -95,55 +89,6 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         return (loss, None) if return_outputs else loss
 
 
-def answer_loss(
-    model: nn.Module, inner: nn.Module, batch: dict[str, Tensor], num_labels: Tensor | int | None = None
-) -> Tensor:
-    """Cross-entropy of the labelled tokens, divided by `num_labels` (None: by their number).
-
-    inner: `model` without what accelerate wraps around it
-    batch: see collate
-    """
-    labels = batch["labels"].flatten()
-    labels = labels[labels != IGNORED]
-    total = F.cross_entropy(answer_logits(model, inner, batch), labels, reduction="sum")
-    return total / (labels.numel() if num_labels is None else num_labels)
-
-
-def answer_logits(model: nn.Module, inner: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Logits of the labelled tokens, in order: float32 [num_labels, vocab_size]. Arguments as of `answer_loss`."""
-    chosen = torch.nonzero(batch["labels"].flatten() != IGNORED).squeeze(-1)
-    visibility = Visibility(batch["segments"], batch["position_ids"])
-    dtype = (
-        torch.get_autocast_dtype(chosen.device.type) if torch.is_autocast_enabled(chosen.device.type) else inner.dtype
-    )
-    with narrowed_head(inner, chosen):
-        logits: Tensor = model(
-            input_ids=batch["input_ids"],
-            position_ids=batch["position_ids"],
-            attention_mask=visibility.for_attention(None, dtype),
-            visibility=visibility,
-            use_cache=False,
-        ).logits
-    return logits[0].float()
-
-
-@contextmanager
-def narrowed_head(model: Any, chosen: Tensor) -> Iterator[None]:
-    """The output head reads `chosen` tokens of the flattened batch only: logits are [1, num_chosen, vocab_size].
-
-    Scales and soft caps that a family applies to its logits follow the head and act on each logit alone.
-    """
-
-    def narrow(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (args[0].flatten(0, 1)[chosen][None], *args[1:])
-
-    handle = model.get_output_embeddings().register_forward_pre_hook(narrow)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     """Train, and save a Hugging Face directory that `ragcache.load_lm` loads.
 
@@ -153,41 +98,26 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     `ragcache.load_lm` does.
     """
     out = Path(options.out)
-    checkpoint = _checkpoint(options, out)
+    checkpoint = find_checkpoint(options, out)
     rows, bad = read_rows(options.data)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     lm = load_lm(options.model, dtype=options.dtype, device=device)
-    model, tokenizer = lm.model, lm.tokenizer
-    spec = choose_spec(tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions)
-    encoded, unfit = encode_rows(RowEncoder(tokenizer, options.encoding(lm.max_positions)), rows)
-    bad = [*bad, *unfit]
+    spec = choose_spec(lm.tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions)
+    encoded, unfit = encode_rows(RowEncoder(lm.tokenizer, options.encoding(lm.max_positions)), rows)
     _check_slots(encoded, spec)
-    for line in bad:
+    for line in (bad := [*bad, *unfit]):
         logger.warning("%s; the line is left out", line)
-    prepare_model(model, spec, options.seed)
-    plan = BatchPlan(
-        encoded,
-        spec,
-        options.batches(),
-        options.seed,
-        num_batches=None if options.steps is None else options.steps * options.accumulate,
-        epochs=options.epochs,
-    )
+    prepare_model(lm.model, spec, options.seed)
     log = ProgressLog(out, show)
-    trainer = ReuseTrainer(
-        model=_trainable(model, spec, options),
-        args=_arguments(options, out, device, len(plan)),
-        train_dataset=DrawnRows(encoded, spec, options.shuffle_passages),
-        callbacks=[log],
-        plan=plan,
-        multiple=FLEX_BLOCK if device.startswith("cuda") else 1,
-    )
-    trainer.remove_callback(PrinterCallback)
-    write_options(options, out)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer = _trainer(options, _trainable(lm.model, spec, options), encoded, spec, log, device)
+    trainer.accelerator.wait_for_everyone()  # all have looked whether `out` is free
     if trainer.is_world_process_zero():
-        model.config.use_cache = True  # the Trainer turns it off
-        _save(trainer.model, tokenizer, _saved_dtype(options), out)
+        write_options(options, out)
+    with known_warnings_ignored():
+        trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.is_world_process_zero():
+        lm.model.config.use_cache = True  # the Trainer turns it off
+        _save(trainer.model, lm.tokenizer, _saved_dtype(options), out)
     return TrainReport(out, trainer.state.global_step, len(encoded), trainer.tokens_seen, log.last_loss, bad)
 
 
@@ -218,10 +148,33 @@ def _trainable(model: PreTrainedModel, spec: ReuseSpec | None, options: TrainOpt
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if options.lora_rank:
+        set_seed(options.seed)  # of the matrices that start random
         return add_lora(model, spec, options.lora_rank, options.lora_alpha)
     model.requires_grad_(True)
     whole: nn.Module = model
     return whole
+
+
+def _trainer(
+    options: TrainOptions,
+    model: nn.Module,
+    rows: Sequence[EncodedRow],
+    spec: ReuseSpec | None,
+    log: ProgressLog,
+    device: str,
+) -> ReuseTrainer:
+    num_batches = None if options.steps is None else options.steps * options.accumulate
+    plan = BatchPlan(rows, spec, options.batches(), options.seed, num_batches=num_batches, epochs=options.epochs)
+    trainer = ReuseTrainer(
+        model=model,
+        args=_arguments(options, log.out, device, len(plan)),
+        train_dataset=DrawnRows(rows, spec, options.shuffle_passages),
+        callbacks=[log],
+        plan=plan,
+        multiple=FLEX_BLOCK if device.startswith("cuda") else 1,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def _arguments(options: TrainOptions, out: Path, device: str, num_batches: int) -> TrainingArguments:
@@ -263,29 +216,3 @@ def _save(model: Any, tokenizer: Any, dtype: torch.dtype, out: Path) -> None:
     merged.set_attn_implementation("sdpa")
     merged.save_pretrained(out)
     tokenizer.save_pretrained(out)
-
-
-def write_options(options: TrainOptions, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / OPTIONS_FILE).write_text(json.dumps(options.to_json(), indent=2) + "\n", encoding="utf-8")
-
-
-def _checkpoint(options: TrainOptions, out: Path) -> str | None:
-    """The checkpoint to go on from. Raises ConfigError when `out` holds another run, or options differ from its own."""
-    written = out / OPTIONS_FILE
-    if not options.resume:
-        if written.exists() or (out / "config.json").exists():
-            raise ConfigError(f"{out} holds a trained model already; resume, or give another directory")
-        return None
-    if not written.exists():
-        raise ConfigError(f"{out} holds no training run to resume; train without resume first")
-    before, now = json.loads(written.read_text(encoding="utf-8")), options.to_json()
-    changed = sorted(name for name in now if name not in FREE_TO_CHANGE and now[name] != before.get(name))
-    if changed:
-        raise ConfigError(
-            f"{out} was trained with {changed[0]}={before.get(changed[0])!r} and now it is {now[changed[0]]!r}; "
-            "resume with the same options"
-        )
-    folder = out / CHECKPOINTS
-    found: str | None = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    return found

@@ -1,0 +1,102 @@
+"""`ragcache train`: options become a run, its report is printed, errors are one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from terminal import invoke
+from tiny_model import save_tiny_llama
+
+from ragcache.models.reuse import ReuseSpec
+from ragcache.training.reuse.options import TrainOptions
+
+LINE = {"type": "qa", "passages": ["Ann lives in Oslo.", "Bob has a boat."], "question": "Where?", "answer": "Oslo"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(LINE) + "\n{}\n", encoding="utf-8")
+    return path
+
+
+def run(base, data, out, *more):
+    return invoke("train", "--model", str(base), "--data", str(data), "--out", str(out), "--device", "cpu", *more)
+
+
+def test_a_run(base, data, tmp_path):
+    out = tmp_path / "out"
+    result = run(base, data, out, "--steps", "2", "--link-tokens", "1", "--link-slots", "3", "--log-every", "1")
+    assert result.exit_code == 0, result.output
+    assert "1 used, 1 left out" in result.stdout
+    assert "step 2 of 2" in result.stderr
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert config["ragcache"] == ReuseSpec("link", "isolated", 1, 3, 258, 261, 262).section()
+    assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_json(base, data, tmp_path):
+    result = run(base, data, tmp_path / "out", "--steps", "1", "--reuse", "none", "--json")
+    report = json.loads(result.stdout)
+    assert (report["steps"], report["rows"]) == (1, 1)
+    assert [line["where"] for line in report["bad"]] == [f"{data}:2"]
+
+
+def test_options_reach_the_run(base, data, tmp_path, monkeypatch):
+    seen = []
+
+    def caught(options, show=None):
+        seen.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ragcache.training.reuse.trainer.train", caught)
+    more = [
+        "--mix",
+        "qa=0.4",
+        "--mix",
+        "text=1",
+        "--keep-order",
+        "--max-length",
+        "90",
+        "--lora-rank",
+        "4",
+        "--seed",
+        "7",
+    ]
+    assert run(base, data, tmp_path / "out", *more, "--reuse", "markers", "--epochs", "2.5").exit_code == 130
+    assert seen == [
+        TrainOptions(
+            model=str(base),
+            data=(data,),
+            out=tmp_path / "out",
+            device="cpu",
+            mixture={"qa": 0.4, "text": 1.0},
+            shuffle_passages=False,
+            max_tokens=90,
+            lora_rank=4,
+            seed=7,
+            reuse="markers",
+            epochs=2.5,
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--link-slots", "1"], "link_slots=2"),
+        (["--separate-share", "2"], "separate_share is 2"),
+        (["--mix", "qa"], "not a share"),
+        (["--resume"], "no training run to resume"),
+    ],
+)
+def test_what_is_wrong_is_said(base, data, tmp_path, more, reason):
+    result = run(base, data, tmp_path / "out", "--steps", "1", *more)
+    assert result.exit_code == 2
+    assert reason in " ".join(result.stderr.replace("│", " ").split())
