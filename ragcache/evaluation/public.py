@@ -22,6 +22,7 @@ from ragcache.evaluation.settings import check_choice
 
 ENDINGS = (".questions.jsonl.gz", ".questions.jsonl", ".jsonl.gz", ".jsonl")
 DISTRACTORS = ("near", "random")
+CORPUS_PASSAGES = 10
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,21 @@ class PublicSettings:
     split:       folder of the questions below the directory
     positions:   where the gold passage goes: "each" in turn (those that the set names, where it names some), "0/4/9",
                  or "given" to leave the order alone; "" is "each" for sets that name positions and "given" for others
-    passages:    of a corpus set, passages a question, gold ones included
+    passages:    passages a question, gold ones included; 0: all that the set brings, and 10 of a corpus
     distractors: of a corpus set, the others: "near" the question by BM25, or "random"
     seed:        of random distractors and of the order of corpus passages
     """
 
     split: str = "dev"
     positions: str = ""
-    passages: int = 10
+    passages: int = 0
     distractors: str = "near"
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_choice("distractors", self.distractors, DISTRACTORS)
-        if self.passages < 1:
-            raise ConfigError(f"passages={self.passages} leaves nothing to read; choose 1 or more")
+        if self.passages < 0:
+            raise ConfigError(f"passages={self.passages} is no number of passages; choose 1 or more, or 0 for all")
 
 
 def public_names(directory: Path, split: str = "dev") -> list[str]:
@@ -82,7 +83,7 @@ def _from_corpus(entries: Sequence[Entry], directory: Path, settings: PublicSett
     corpora: dict[str, _Corpus] = {}
     for entry in entries:
         if entry.case.passages:
-            yield entry
+            yield replace(entry, case=_fewer(entry.case, settings.passages))
             continue
         name = entry.meta.get("corpus")
         if not isinstance(name, str) or not entry.meta.get("gold_ids"):
@@ -90,6 +91,13 @@ def _from_corpus(entries: Sequence[Entry], directory: Path, settings: PublicSett
         if name not in corpora:
             corpora[name] = _Corpus.read(name, directory)
         yield replace(entry, case=corpora[name].fill(entry, settings))
+
+
+def _fewer(case: Case, count: int) -> Case:
+    """The case with `count` of its passages: gold ones first, all in their own order."""
+    ranked = sorted(range(len(case.passages)), key=lambda rank: case.passages[rank].is_gold is not True)
+    kept = sorted(ranked[: count or None])
+    return replace(case, passages=tuple(case.passages[rank] for rank in kept))
 
 
 class _Corpus:
@@ -117,8 +125,9 @@ class _Corpus:
             raise ConfigError(f"{entry.case.id}: corpus {self.name} has no passage {absent[0]!r}")
         rng = random.Random(f"{settings.seed}/{entry.case.id}")
         others = self._others(entry.case.question, rng, settings)
-        gold = gold[: settings.passages]
-        chosen = [*gold, *[one for one in others if one not in entry.meta["gold_ids"]][: settings.passages - len(gold)]]
+        count = settings.passages or CORPUS_PASSAGES
+        gold = gold[:count]
+        chosen = [*gold, *[one for one in others if one not in entry.meta["gold_ids"]][: count - len(gold)]]
         rng.shuffle(chosen)
         passages = tuple(self.passages[one]._replace(is_gold=one in gold) for one in chosen)
         return replace(entry.case, passages=passages)
@@ -143,7 +152,8 @@ def _at_positions(entry: Entry, positions: str) -> list[Case]:
     if positions == "given" or (not positions and not stated):
         return [entry.case]
     if positions in ("", "each"):
-        places = [int(place) for place in stated] if stated else range(len(entry.case.passages))
+        there = range(len(entry.case.passages))
+        places = [int(place) for place in stated if int(place) in there] if stated else list(there)
     else:
         places = _numbers(positions)
     return [entry.case.with_gold_at(place) for place in places]

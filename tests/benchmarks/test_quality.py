@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ragcache as rc
-from benchmarks import pages, quality, quality_units
+from benchmarks import pages, quality, quality_units, random_model
 from benchmarks.pages import write_section
 from benchmarks.quality import MINI_BASE, Cell, cells, markdown, relative
 from benchmarks.quality_units import Answers, Unit, units_of
@@ -113,3 +113,10 @@ def test_tables_have_even_rows():
     table = [line for line in markdown(rows) if line.startswith("|")]
     assert len(table) == 2 + 2
     assert len({line.count("|") for line in table}) == 1
+
+
+def test_a_random_model_of_a_shape_loads_as_any_other(tmp_path: Path):
+    random_model.main([str(tmp_path), "--shape", "toy"])
+    lm = rc.load_lm(tmp_path)
+    assert lm.shape.num_layers == 2
+    assert max(lm.tokenizer("Any text at all.")["input_ids"]) < lm.vocab_size

@@ -159,3 +159,15 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "broken.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_entries(tmp_path / "broken.jsonl.gz")
+
+
+def test_fewer_passages_keep_the_gold_one_and_the_order(directory):
+    rows = [document("a"), document("b"), document("gold", True), document("d")]
+    write(directory / "four.jsonl", {"id": "q", "question": "Q?", "documents": rows})
+    for count, names in ((0, "a b gold d"), (3, "a b gold"), (2, "a gold"), (1, "gold")):
+        (case,) = public_cases("four", directory, PublicSettings(passages=count))
+        assert [p.title for p in case.passages] == names.split()
+    cases = public_cases("nq3", directory, PublicSettings(passages=2))  # position 2 is not there any more
+    assert [case.cell["gold_position"] for case in cases] == [0]
+    with pytest.raises(ConfigError, match="passages=-1"):
+        PublicSettings(passages=-1)
