@@ -58,13 +58,12 @@ class KVBuffers:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for part in (self.keys, self.values, self.positions) for tensor in part)
 
-    def copy_from(self, other: KVBuffers) -> None:
-        """Take over all that `other` holds, which has no more room than this."""
-        count = other.capacity
+    def copy_from(self, other: KVBuffers, count: int) -> None:
+        """Take over the first `count` tokens that `other` holds in every layer."""
         for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
-            mine[:, :, :count] = theirs
+            mine[:, :, :count] = theirs[:, :, :count]
         for mine, theirs in zip(self.positions, other.positions, strict=True):
-            mine[:count] = theirs
+            mine[:count] = theirs[:count]
 
 
 class BufferPool:
@@ -169,6 +168,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         """Only these of the announced tokens come from now on: int64 [num_rows]; None: all."""
         self._rows = rows
 
+    @torch.inference_mode()  # buffers may have been made in a pass
     def retain(self, layer: int, index: Tensor) -> None:
         """Drop all of a layer's entries but these: int64 [num_kept], or [num_kv_heads, num_kept] where heads differ.
 
@@ -185,6 +185,21 @@ class FusedCache(Cache):  # type: ignore[misc]
         else:
             shape = (keys.shape[1], -1)
             self._head_positions[layer] = positions.expand(*shape).gather(1, index.expand(*shape))
+
+    @torch.inference_mode()
+    def shrink(self, room: int) -> None:
+        """After `retain`: move what is left, with room for so many tokens more, to smaller buffers where there are any.
+
+        The large ones go back to the pool while decoding goes on.
+        """
+        needed = max(self.lengths) + room
+        if needed >= self.capacity:
+            return
+        smaller = self._pool.take(needed)
+        if smaller.capacity < self.capacity:
+            self._move_to(smaller)
+        else:
+            self._pool.give(smaller)
 
     def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """keys and values, [1, num_kv_heads, length, head_dim], and key positions, of a layer.
@@ -254,9 +269,10 @@ class FusedCache(Cache):  # type: ignore[misc]
     def _grow(self, needed: int) -> None:
         if needed <= self.capacity:
             return
-        old = self._buffers
-        new = self._pool.take(max(needed, old.capacity + old.capacity // 2))
-        new.copy_from(old)
+        self._move_to(self._pool.take(max(needed, self.capacity + self.capacity // 2)))
+
+    def _move_to(self, new: KVBuffers) -> None:
+        new.copy_from(self._buffers, max(self.lengths))
         self._returns()
         self._buffers = new
         self._returns = weakref.finalize(self, self._pool.give, new)
