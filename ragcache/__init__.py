@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ragcache.engine.opening import StoreConfig
     from ragcache.errors import RagCacheError, UnsupportedModelError
     from ragcache.fusion import METHODS, MethodInfo, methods
+    from ragcache.fusion.eviction import SnapKV
     from ragcache.fusion.fuse import Fused, encode, fuse
     from ragcache.ingest.chunker import ChunkerConfig
     from ragcache.ingest.document import Document
@@ -47,6 +48,7 @@ __all__ = [
     "RagCacheError",
     "Recipe",
     "Sampling",
+    "SnapKV",
     "Source",
     "Sources",
     "StoreConfig",
@@ -83,6 +85,7 @@ _HOMES = {
     "RagCacheError": "ragcache.errors",
     "Recipe": "ragcache.kv.identity",
     "Sampling": "ragcache.models.decoding",
+    "SnapKV": "ragcache.fusion.eviction",
     "Source": "ragcache.engine.answer",
     "Sources": "ragcache.engine.answer",
     "StoreConfig": "ragcache.engine.opening",

@@ -4,39 +4,109 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor, nn
+
 from ragcache.errors import ConfigError
+from ragcache.kv.cache import FusedCache
+from ragcache.models.attention import Attended
 
 POOLINGS = ("avg", "max")
 
 
 @dataclass(frozen=True)
 class SnapKV:
-    """SnapKV's choice (arXiv 2404.14469), in the place that A3's extension gives it: after the first token.
+    """SnapKV's choice (arXiv 2404.14469), at the moment that A3's extension gives it: once the first token is known.
 
-    The last rows of the prefill vote: their attention to each context token, summed over the rows and over the query
-    heads of a KV head, then pooled over neighbours, ranks the tokens. In every layer each KV head keeps its own best.
-    The prefix and all that ran behind the passages (the suffix) are kept beside them.
+    The last rows of the suffix vote: their attention to each of the passages' tokens, summed over rows and over the
+    query heads of a KV head, then pooled over neighbours, ranks the tokens. In every layer each KV head keeps its own
+    best. Kept whole beside them, as A3 has it: the prefix, and all that ran behind the passages (link tokens, suffix).
 
-    budget:  context tokens that each KV head of each layer keeps
-    window:  rows of the suffix that vote; None: all of them
-    kernel:  tokens that are pooled around each token, an odd number; 1: none
+    Chosen here: pooling looks at passages' tokens alone, at the ends at those that there are, so that the prefix, which
+    draws much attention and is kept anyway, lifts nobody. Of equal tokens the first stay: in a sliding layer those out
+    of the window get nothing.
+
+    budget:  passages' tokens that each KV head of each layer keeps
+    window:  rows of the suffix that vote; None: all of them (their weights stand in memory together)
+    kernel:  neighbouring tokens that are pooled, an odd number; 1: no pooling. 5 and "avg" are the authors' program's
     pooling: "avg" or "max" of them
     """
 
     budget: int
     window: int | None = None
-    kernel: int = 7
+    kernel: int = 5
     pooling: str = "avg"
 
     def __post_init__(self) -> None:
         if not _is_whole(self.budget) or self.budget < 1:
-            raise ConfigError(f"the eviction budget is {self.budget!r}; give tokens a layer and KV head, at least 1")
+            raise ConfigError(
+                f"the eviction budget is {self.budget!r}; give the tokens that each layer and KV head keeps, at least 1"
+            )
         if self.window is not None and (not _is_whole(self.window) or self.window < 1):
             raise ConfigError(f"the observation window is {self.window!r}; give rows of the suffix, at least 1")
         if not _is_whole(self.kernel) or self.kernel < 1 or self.kernel % 2 == 0:
             raise ConfigError(f"the pooling kernel is {self.kernel!r}; give an odd number of tokens, 1 for no pooling")
         if self.pooling not in POOLINGS:
             raise ConfigError(f"pooling {self.pooling!r} is unknown; choose one of {', '.join(POOLINGS)}")
+
+    @classmethod
+    def of(cls, given: SnapKV | int) -> SnapKV:
+        """A lone number is the budget. Raises ConfigError for anything else."""
+        return given if isinstance(given, SnapKV) else cls(given)
+
+    def pooled(self, votes: Tensor) -> Tensor:
+        """float32 [num_kv_heads, num_tokens], same shape."""
+        if self.kernel == 1:
+            return votes
+        pad = self.kernel // 2
+        if self.pooling == "max":
+            return nn.functional.max_pool1d(votes, self.kernel, stride=1, padding=pad)
+        return nn.functional.avg_pool1d(votes, self.kernel, stride=1, padding=pad, count_include_pad=False)
+
+
+class Ballot:
+    """Watches a method's passes (`attention.observing`) for the votes, and evicts.
+
+    before: entries that every layer holds in front of the chunks' tokens
+    behind: entries that it holds behind them
+    suffix: rows of the suffix, which are the last of those
+    """
+
+    def __init__(self, choice: SnapKV, before: int, behind: int, suffix: int) -> None:
+        self.choice = choice
+        self._before, self._behind = before, behind
+        self._voters = min(suffix, choice.window or suffix)
+        self._votes: dict[int, Tensor] = {}
+        self._last: dict[int, int] = {}
+
+    def __call__(self, attended: Attended) -> None:
+        """The suffix's rows are the last to come; earlier passes and tokens that catch up have no vote."""
+        last = int(attended.positions[-1])
+        if last < self._last.get(attended.layer, 0):
+            return
+        self._last[attended.layer] = last
+        weights = attended.weights(min(self._voters, attended.query.shape[2]))
+        self._votes[attended.layer] = weights.sum((1, 2))
+
+    @torch.inference_mode()
+    def evict(self, cache: FusedCache, reserve_tokens: int) -> tuple[int, ...]:
+        """Drop what lost, and hand large buffers back. Returns what each layer holds now, of each KV head."""
+        before = tuple(cache.lengths)
+        for layer, votes in self._votes.items():
+            end = votes.shape[1] - self._behind
+            if end - self._before > self.choice.budget:
+                cache.retain(layer, self._kept(votes, end))
+        if tuple(cache.lengths) != before:
+            cache.shrink(reserve_tokens)
+        return tuple(cache.lengths)
+
+    def _kept(self, votes: Tensor, end: int) -> Tensor:
+        """int64 [num_kv_heads, num_kept], ascending."""
+        pooled = self.choice.pooled(votes[:, self._before : end])
+        order = torch.sort(pooled, dim=1, descending=True, stable=True).indices
+        best = order[:, : self.choice.budget].sort(dim=1).values + self._before
+        always = torch.arange(votes.shape[1], device=votes.device).expand(votes.shape[0], -1)
+        return torch.cat([always[:, : self._before], best, always[:, end:]], dim=1)
 
 
 def _is_whole(value: object) -> bool:

@@ -12,10 +12,12 @@ from torch import Tensor
 from ragcache.errors import ConfigError, StaleBlockError
 from ragcache.fusion import get_method
 from ragcache.fusion.additions import NO_ADDITIONS, Additions
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes
+from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled
+from ragcache.fusion.eviction import Ballot, SnapKV
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.identity import Recipe
+from ragcache.models.attention import observing
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt
 
@@ -28,7 +30,7 @@ class Fused:
     cache:       what decoding goes on from
     timings:     seconds by phase
     computed_tokens: tokens that the model ran in each layer, encoding of missing blocks left out
-    kept_tokens:     tokens that each layer holds
+    kept_tokens:     tokens that each layer holds, of each KV head where some were evicted
     encoded_tokens:  tokens of blocks that had to be made for this call
     next_position:   position of the answer's first token
     added_tokens:    tokens that the method put between the prompt's own (link tokens, markers)
@@ -76,6 +78,7 @@ def fuse(
     recipe: str | Recipe | None = None,
     prefix_block: KVBlock | None = None,
     reserve_tokens: int = 64,
+    evict: SnapKV | int | None = None,
     **options: Any,
 ) -> Fused:
     """Fused prefill: put the blocks in place and run the question.
@@ -86,15 +89,18 @@ def fuse(
     prefix_block: the isolated block of the prefix ids (and of what the method puts behind them, such as KVLink's
             KV-START: `method.additions(lm).behind_prefix`); encoded here when None
     reserve_tokens: room to leave in the cache for decoding; it grows beyond that
+    evict:  keep few of the passages' tokens for decoding, after any method: how to choose them, or simply how many in
+            each layer and KV head; `next_logits` are read off before that
     options: the method's own
 
-    Raises ConfigError (method, option, recipe), StaleBlockError (blocks of another model or another prompt),
+    Raises ConfigError (method, option, recipe, evict), StaleBlockError (blocks of another model or another prompt),
     ContextTooLongError, PromptError.
     """
     chosen = get_method(method, **options)
     chosen.check(lm, prompt)
     added = chosen.additions(lm) if prompt.chunk_ids else NO_ADDITIONS
     added_ids = added.ids(len(prompt.chunk_ids))
+    ballot = _ballot(evict, prompt, added)
     lm.check_ids([*prompt.ids, *added_ids], "the prompt")
     known = _recipe_of(blocks or ())
     recipe = _recipe(lm, chosen, recipe if recipe is not None else known, added)
@@ -103,7 +109,10 @@ def fuse(
     times = PhaseTimes()
     prefix_ids = [*prompt.prefix_ids, *added.behind_prefix]
     inputs, encoded = _inputs(lm, prompt, prefix_ids, chosen, recipe, blocks, prefix_block, times)
-    done = chosen.prefill(lm, prompt, inputs, times, reserve_tokens)
+    if ballot is None:
+        done = chosen.prefill(lm, prompt, inputs, times, reserve_tokens)
+    else:
+        done = _prefill_and_evict(chosen, lm, prompt, inputs, times, reserve_tokens, ballot)
     return Fused(
         prompt=prompt,
         next_logits=done.logits,
@@ -116,6 +125,32 @@ def fuse(
         added_tokens=len(added_ids),
         reserved_ids=added.reserved,
     )
+
+
+def _prefill_and_evict(
+    method: FusionMethod,
+    lm: LanguageModel,
+    prompt: Prompt,
+    inputs: Inputs,
+    times: PhaseTimes,
+    reserve_tokens: int,
+    ballot: Ballot,
+) -> Prefilled:
+    with observing(ballot):
+        done = method.prefill(lm, prompt, inputs, times, reserve_tokens)
+    started = time.perf_counter()
+    kept = ballot.evict(done.cache, reserve_tokens)
+    times.prefill_s += time.perf_counter() - started
+    return replace(done, kept_tokens=kept)
+
+
+def _ballot(choice: SnapKV | int | None, prompt: Prompt, added: Additions) -> Ballot | None:
+    if choice is None:
+        return None
+    links = sum(len(ids) for ids in added.links[: len(prompt.chunk_ids)])
+    suffix = len(prompt.suffix_ids)
+    before = len(prompt.prefix_ids) + len(added.behind_prefix)
+    return Ballot(SnapKV.of(choice), before, links + len(added.behind_chunks) + suffix, suffix)
 
 
 def block_recipe(lm: LanguageModel, method: FusionMethod, recipe: str | Recipe | None = None) -> Recipe:

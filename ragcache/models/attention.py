@@ -116,11 +116,13 @@ class Attended:
     """One layer's attention in a fused pass, as it happens.
 
     query:   [1, num_heads, num_rows, head_dim], rotated
+    positions: int64 [num_rows], of the same tokens
     weights: of the last so many rows over all that the layer holds: float32 [num_kv_heads, groups, rows, length]
     """
 
     layer: int
     query: Tensor
+    positions: Tensor
     weights: Callable[[int], Tensor]
 
 
@@ -236,7 +238,7 @@ def _attend_fused(
             mask = additive(_mask(current, layer, positions, num_tokens - rows, num_tokens, window), torch.float32)
             return _weights(query[:, :, -rows:], key, mask, False, scaling, softcap, sinks, adjust)[0]
 
-        observer(Attended(layer, query, weights))
+        observer(Attended(layer, query, positions, weights))
     if current.ordered and window is None:
         causal = num_tokens == length and num_tokens > 1
         plain = softcap is None and sinks is None and adjust is None
