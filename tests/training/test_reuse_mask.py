@@ -80,7 +80,7 @@ def test_flex_attention_has_the_same_mask(drawn, window):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", WINDOWS)
 def test_flex_attention_gives_what_dense_attention_gives(drawn, window):
-    batch = collate([layout for layout, _ in drawn], multiple=128)
+    batch = collate([layout for layout, _ in drawn[:6]], multiple=128)
     visibility = Visibility(batch["segments"], batch["position_ids"])
     size, length = batch["segments"].shape
     query, key, value = torch.randn(3, size, 2, length, 16, generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -163,11 +164,12 @@ def _trainer(
     log: ProgressLog,
     device: str,
 ) -> ReuseTrainer:
-    num_batches = None if options.steps is None else options.steps * options.accumulate
+    together = options.accumulate * int(os.environ.get("WORLD_SIZE", 1))  # batches of a step; torchrun's processes
+    num_batches = None if options.steps is None else options.steps * together
     plan = BatchPlan(rows, spec, options.batches(), options.seed, num_batches=num_batches, epochs=options.epochs)
     trainer = ReuseTrainer(
         model=model,
-        args=_arguments(options, log.out, device, len(plan)),
+        args=_arguments(options, log.out, device, max(1, len(plan) // together)),
         train_dataset=DrawnRows(rows, spec, options.shuffle_passages),
         callbacks=[log],
         plan=plan,
@@ -177,8 +179,7 @@ def _trainer(
     return trainer
 
 
-def _arguments(options: TrainOptions, out: Path, device: str, num_batches: int) -> TrainingArguments:
-    steps = max(1, num_batches // options.accumulate)
+def _arguments(options: TrainOptions, out: Path, device: str, steps: int) -> TrainingArguments:
     arguments = TrainingArguments(
         output_dir=str(out / CHECKPOINTS),
         max_steps=steps,
@@ -195,6 +196,7 @@ def _arguments(options: TrainOptions, out: Path, device: str, num_batches: int) 
         bf16=device.startswith("cuda") if options.precision is None else options.precision == "bfloat16",
         use_cpu=not device.startswith("cuda"),
         dataloader_pin_memory=device.startswith("cuda"),
+        ddp_find_unused_parameters=False,
         report_to="none",
         disable_tqdm=True,
         log_level="warning",
