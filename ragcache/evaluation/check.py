@@ -75,6 +75,9 @@ class Check:
         self, runner: Runner, source: str, cases: Sequence[Case], specs: Sequence[MethodSpec], thresholds: Thresholds
     ) -> None:
         self.runner = Runner(runner.lm, runner.form, replace(runner.settings, reference="full"))
+        evicting = next((spec for spec in specs if spec.evict is not None), None)
+        if evicting is not None:
+            raise ConfigError(f"{evicting.label}: a verdict is about methods, not about eviction; leave evict out")
         self.source = source
         self.cases = list(cases)
         self.thresholds = thresholds

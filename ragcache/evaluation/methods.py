@@ -11,6 +11,7 @@ from ragcache.errors import ConfigError, RagCacheError
 from ragcache.evaluation.settings import split_settings
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.eviction import SnapKV
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt
 
@@ -24,24 +25,29 @@ class MethodSpec:
     label:   what tables call it
     options: of the method, as given
     recipe:  name of the recipe that its blocks are encoded under; None for the method's own choice
+    evict:   tokens of the passages that each layer and KV head keeps for decoding; None for all
     """
 
     label: str
     name: str
     options: tuple[tuple[str, Any], ...] = ()
     recipe: str | None = None
+    evict: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> MethodSpec:
-        """ "[LABEL=]NAME[:option=value...]"; several options are separated by ":". `recipe` goes with every method.
+        """From "[LABEL=]NAME[:option=value...]"; `recipe` and `evict` go with every method.
 
         Raises ConfigError as `get_method` does.
         """
         head, _, tail = text.strip().partition(":")
         label, equals, name = head.rpartition("=")
         settings = split_settings(tail, ":")
-        recipe = settings.pop("recipe", None)
-        spec = cls(label or text.strip(), name, tuple((key, _value(one)) for key, one in settings.items()), recipe)
+        recipe, evict = settings.pop("recipe", None), settings.pop("evict", None)
+        options = tuple((key, _value(one)) for key, one in settings.items())
+        spec = cls(
+            label or text.strip(), name, options, recipe, None if evict is None else SnapKV.of(_value(evict)).budget
+        )
         if equals and not label:
             raise ConfigError(f"{text!r} has no label before the =; write LABEL=METHOD")
         spec._check_recipe(spec.method())
@@ -55,7 +61,13 @@ class MethodSpec:
     def key(self) -> str:
         """The method with its options in one form, however it was written or labelled."""
         options = dict(sorted(self.options))
-        return f"{self.name}{json.dumps(options, sort_keys=True) if options else ''}@{self.recipe or ''}"
+        kept = "" if self.evict is None else f"/{self.evict}"
+        return f"{self.name}{json.dumps(options, sort_keys=True) if options else ''}@{self.recipe or ''}{kept}"
+
+    @property
+    def is_reference(self) -> bool:
+        """Full prefill that forgets nothing: what all others are compared with."""
+        return self.name == FULL and self.evict is None
 
     def _check_recipe(self, method: FusionMethod) -> None:
         if self.recipe is not None and self.recipe not in method.recipes:
@@ -69,7 +81,7 @@ def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:
     """
     parts = [part for text in texts for part in text.split(",") if part.strip()]
     specs = [MethodSpec.parse(part) for part in parts]
-    if FULL not in (spec.name for spec in specs):
+    if not any(spec.is_reference for spec in specs):
         specs = [MethodSpec(FULL, FULL), *specs]
     labels = [spec.label for spec in specs]
     twice = next((label for label in labels if labels.count(label) > 1), None)
@@ -77,7 +89,7 @@ def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:
         raise ConfigError(f"two methods are called {twice!r}; give one a label: LABEL=METHOD:option=value")
     if len({spec.key for spec in specs}) < len(specs):
         raise ConfigError("one method is asked for twice with the same options; leave one out")
-    return sorted(specs, key=lambda spec: spec.name != FULL)
+    return sorted(specs, key=lambda spec: not spec.is_reference)
 
 
 def all_methods() -> list[MethodSpec]:

@@ -43,13 +43,15 @@ class PromptReader:
         self.reserve_tokens = reserve_tokens
         self._encoded: dict[tuple[Recipe, tuple[int, ...]], Encoded] = {}
 
-    def read(self, method: FusionMethod, recipe: str | None) -> tuple[Fused, float]:
+    def read(self, method: FusionMethod, recipe: str | None = None, evict: int | None = None) -> tuple[Fused, float]:
         """Fused prefill over blocks that are in memory, and the seconds that making the blocks took.
+
+        evict: passage tokens that each layer and KV head keeps for decoding; None: all
 
         Raises what `rc.fuse` raises.
         """
         if not method.reuses_blocks:
-            return fuse(self.lm, self.prompt, method, reserve_tokens=self.reserve_tokens), 0.0
+            return fuse(self.lm, self.prompt, method, reserve_tokens=self.reserve_tokens, evict=evict), 0.0
         method.check(self.lm, self.prompt)
         wanted = block_recipe(self.lm, method, recipe)
         found = self._blocks(wanted, method.additions(self.lm).behind_prefix)
@@ -61,6 +63,7 @@ class PromptReader:
             recipe=wanted,
             prefix_block=found.prefix,
             reserve_tokens=self.reserve_tokens,
+            evict=evict,
         )
         return fused, found.encode_s
 

@@ -129,14 +129,14 @@ class Runner:
         """Full prefill of the question alone: what the model knows without being told."""
         prompt = case.prompt_without_passages(self.lm.tokenizer, self.form)
         reader = PromptReader(self.lm, prompt, self.settings.max_tokens + 1)
-        fused, _ = reader.read(MethodSpec(FULL, FULL).method(), None)
+        fused, _ = reader.read(MethodSpec(FULL, FULL).method())
         written = write_answer(self.lm, fused, self.settings.max_tokens, self.settings.stop)
         score = replace(blank, **_costs(fused, 0.0), **answer_scores(written.text, case))
         fused.cache.release()
         return score
 
     def _reference(self, case: Case, reader: PromptReader, blank: Score, full: FusionMethod) -> Reference:
-        fused, _ = reader.read(full, None)
+        fused, _ = reader.read(full)
         written = write_answer(self.lm, fused, self.settings.max_tokens, self.settings.stop)
         ids = self._reference_ids(case, written)
         logits = forced_logits(self.lm, fused, ids)
@@ -163,7 +163,7 @@ class Runner:
         blank: Score,
     ) -> Score:
         try:
-            fused, encode_s = reader.read(method, spec.recipe)
+            fused, encode_s = reader.read(method, spec.recipe, spec.evict)
         except ContextTooLongError as error:
             if self.settings.on_overflow == "error":
                 raise
