@@ -173,6 +173,10 @@ class AnswerOptions:
     on_overflow: Annotated[
         Literal["error", "trim"], option("--on-overflow", "Passages that do not fit: refuse, or leave whole ones out.")
     ] = "error"
+    evict: Annotated[
+        int | None,
+        option("--evict", "After the first token, keep so many of the passages' tokens in each layer and KV head."),
+    ] = None
 
     def sampling(self) -> Sampling:
         from ragcache import Sampling
@@ -188,4 +192,5 @@ class AnswerOptions:
             "score_threshold": self.score_threshold,
             "mmr_lambda": self.mmr_lambda,
             "on_overflow": self.on_overflow,
+            "evict": self.evict,
         }

@@ -12,6 +12,7 @@ from ragcache.engine.blocks import LoadedBlocks, load_or_compute
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.fusion.additions import Additions
 from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
@@ -97,6 +98,7 @@ class Reader:
         question: str,
         hits: Sequence[Hit],
         method: FusionMethod,
+        evict: SnapKV | None,
         sampling: Sampling,
         on_overflow: str,
         clock: Clock,
@@ -107,7 +109,7 @@ class Reader:
         loaded = self._load(hits, method)
         sources = _sources(hits, loaded)
         yield Sources(sources)
-        fused = self._fuse(prompt, method, loaded, sampling)
+        fused = self._fuse(prompt, method, evict, loaded, sampling)
         clock.read(loaded, fused)
         text, tokens, finish = "", 0, "length"
         pieces = TextStream(self.lm.tokenizer, sampling.stop)
@@ -145,9 +147,16 @@ class Reader:
             return LoadedBlocks([], handles, [UNUSED] * len(hits), 0.0, 0.0, 0)
         return load_or_compute(self.encoder, self.kv, self.documents, [hit.chunk for hit in hits])
 
-    def _fuse(self, prompt: Prompt, method: FusionMethod, loaded: LoadedBlocks, sampling: Sampling) -> Fused:
+    def _fuse(
+        self,
+        prompt: Prompt,
+        method: FusionMethod,
+        evict: SnapKV | None,
+        loaded: LoadedBlocks,
+        sampling: Sampling,
+    ) -> Fused:
         if not method.reuses_blocks:
-            return fuse(self.lm, prompt, method, reserve_tokens=sampling.max_tokens)
+            return fuse(self.lm, prompt, method, reserve_tokens=sampling.max_tokens, evict=evict)
         return fuse(
             self.lm,
             prompt,
@@ -156,6 +165,7 @@ class Reader:
             recipe=self.encoder.recipe,
             prefix_block=self._prefix(prompt, method),
             reserve_tokens=sampling.max_tokens,
+            evict=evict,
         )
 
     def _prefix(self, prompt: Prompt, method: FusionMethod) -> KVBlock | None:

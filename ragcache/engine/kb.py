@@ -20,6 +20,7 @@ from ragcache.engine.verdict import AUTO, choose_safe, warn_if_unsafe
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
 from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.document import Document
@@ -53,6 +54,7 @@ class RagCache:
         self._usage = UsageLog(store.layout.root / "usage.json")
         self._lm: LanguageModel | None = None
         self._method: FusionMethod | None = None
+        self._evict: SnapKV | None = None
         self._retriever: Retriever | None = None
         self._ingestor: Ingestor | None = None
         self._reader: Reader | None = None
@@ -65,6 +67,7 @@ class RagCache:
         *,
         model: str | Path | LanguageModel | None = None,
         method: str | FusionMethod | None = None,
+        evict: SnapKV | int | None = None,
         embedder: str | Path | Embedder | None = None,
         recipe: str | Recipe | None = None,
         dtype: str | None = None,
@@ -84,6 +87,8 @@ class RagCache:
         model:    bundled name, directory, hub id or a loaded LanguageModel; None: the store's own, "mini" if new
         method:   fusion method of `ask` and `stream`, with its options as further keyword arguments; None: the one that
                   the model was trained for; "auto": the cheapest that passed `ragcache check`
+        evict:    of the passages' tokens, what each layer and KV head keeps once the first token of an answer is known:
+                  a budget or a SnapKV; None: all of them
         embedder: "minilm", "contriever", directory, hub id or an Embedder; None: the store's own, "minilm" if new
         recipe:   how chunks are encoded; None: as the model was trained, else the method's first choice
         dtype, device: of the language model
@@ -98,8 +103,10 @@ class RagCache:
         """
         config = store or StoreConfig()
         chosen = None if method is None or method == AUTO else get_method(method, **method_options)
+        choice = None if evict is None else SnapKV.of(evict)
         opened = open_store(path, config, create=create)
         kb = cls(opened, config)
+        kb._evict = choice
         try:
             if models:
                 kb._load_models(model, embedder, dtype, device)
@@ -237,6 +244,7 @@ class RagCache:
         hits: Sequence[Hit] | None = None,
         method: str | FusionMethod | None = None,
         method_options: Mapping[str, Any] | None = None,
+        evict: SnapKV | int | None = None,
         sampling: Sampling | None = None,
         filter: Filter | None = None,
         score_threshold: float | None = None,
@@ -249,6 +257,7 @@ class RagCache:
         hits:        passages to read instead of retrieving, best first
         method:      another fusion method than the one the store was opened with
         method_options: options of `method`, or of the store's own method
+        evict:       as for `open`; None: what the store was opened with
         on_overflow: when the passages do not fit the model's context: "error", or "trim" whole passages from the end
                      (`Answer.dropped` says how many)
         cancelled:   set it to stop
@@ -258,8 +267,9 @@ class RagCache:
         reader = _present(self._reader)
         chosen = self._chosen(method, method_options or {})
         reader.check(chosen)
+        choice = self._evict if evict is None else SnapKV.of(evict)
         return self._stream(
-            reader, question, k, hits, chosen, sampling or Sampling(), filter, score_threshold, mmr_lambda,
+            reader, question, k, hits, chosen, choice, sampling or Sampling(), filter, score_threshold, mmr_lambda,
             on_overflow, cancelled,
         )  # fmt: skip
 
@@ -289,6 +299,7 @@ class RagCache:
         k: int,
         hits: Sequence[Hit] | None,
         method: FusionMethod,
+        evict: SnapKV | None,
         sampling: Sampling,
         filter: Filter | None,
         score_threshold: float | None,
@@ -301,7 +312,7 @@ class RagCache:
         if hits is None:
             hits = self.retrieve(question, k, filter=filter, score_threshold=score_threshold, mmr_lambda=mmr_lambda)
         clock.retrieve_s = time.perf_counter() - clock.started
-        yield from reader.stream(question, hits, method, sampling, on_overflow, clock, cancelled)
+        yield from reader.stream(question, hits, method, evict, sampling, on_overflow, clock, cancelled)
 
     def _drop_deleted(self) -> None:
         """What another process deleted may be in this one's memory still (law 10)."""

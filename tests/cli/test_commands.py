@@ -101,6 +101,14 @@ def test_ask_passes_the_methods_options_on(store):
     assert got["usage"]["prompt_tokens"] == plain.usage.prompt_tokens + 3
 
 
+def test_ask_passes_eviction_on(store):
+    got = json_of(invoke("ask", "Which club?", "--store", store, "--max-tokens", 12, "--evict", 5, "--json"))
+    with rc.RagCache.open(store) as kb:
+        expected = kb.ask("Which club?", evict=5, sampling=rc.Sampling(max_tokens=12))
+        plain = kb.ask("Which club?", sampling=rc.Sampling(max_tokens=12))
+    assert got["text"] == expected.text != plain.text
+
+
 def test_ask_stops_at_a_string(store):
     whole = json_of(invoke("ask", "Where?", "--store", store, "--max-tokens", 12, "--json"))["text"]
     stop = whole[3]

@@ -57,6 +57,7 @@ def test_an_option_wins_over_the_environment(store):
     [
         (["ask", ""], 1, "the question is empty"),
         (["ask", "hi", "--k", "0"], 2, "k is 0"),
+        (["ask", "hi", "--evict", "0"], 2, "the eviction budget is 0"),
         (["ask", "hi", "--method", "telepathy"], 2, "telepathy"),
         (["ask", "hi", "--method", "link"], 2, "no trained link tokens"),
         (["ask", "hi", "--method", "link", "--option", "link-tokens=many"], 2, "'many'"),

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError, ContextTooLongError, PromptError
+from ragcache.models.decoding import decode
 
 QUESTIONS = [
     "Where do dogs bark?",
@@ -67,6 +68,29 @@ def test_an_answer_is_what_plain_transformers_says(kb, oracle, question, method)
     assert answer.text == greedy(model, tokenizer, prompt, allowed, SHORT.max_tokens)
     assert answer.usage.prompt_tokens == n
     assert answer.usage.cached_tokens == (0 if method == "full" else prompt.context_tokens)
+
+
+def test_an_answer_after_eviction_is_decoded_from_what_is_kept(kb, open_kb, lm, oracle):
+    """Which tokens those are is proved in tests/fusion/test_snapkv.py."""
+    _, tokenizer = oracle
+    question, choice = QUESTIONS[0], rc.SnapKV(12, kernel=3)
+    answer = kb.ask(question, k=3, evict=choice, sampling=SHORT)
+    fused = rc.fuse(lm, oracle_prompt(tokenizer, question, answer.hits), evict=choice)
+    ids = decode(lm, fused.cache, fused.next_logits, fused.next_position, SHORT, eos_ids=[tokenizer.eos_token_id])
+    assert answer.text == tokenizer.decode(list(ids))
+    assert answer.text != kb.ask(question, k=3, sampling=SHORT).text
+    assert kb.ask(question, k=3, evict=10_000, sampling=SHORT).text == kb.ask(question, k=3, sampling=SHORT).text
+    other = open_kb(evict=choice)
+    assert other.ask(question, k=3, sampling=SHORT).text == answer.text
+    assert other.ask(question, k=3, evict=10_000, sampling=SHORT).text != answer.text
+
+
+def test_a_bad_eviction_budget_is_refused_at_once(kb, open_kb, tmp_path):
+    with pytest.raises(ConfigError, match="eviction budget is 0"):
+        kb.stream(QUESTIONS[0], evict=0)
+    with pytest.raises(ConfigError, match="eviction budget is -1"):
+        open_kb(tmp_path / "none", evict=-1)
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("sampling", [SHORT, rc.Sampling(max_tokens=12, temperature=1.0, seed=4)])
