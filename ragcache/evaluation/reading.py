@@ -106,14 +106,22 @@ def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequenc
 def forced_logits(lm: LanguageModel, fused: Fused, ids: Sequence[int]) -> Tensor:
     """Logits that predict each of `ids` when the ones before it are given: float32 [len(ids), vocab_size].
 
-    They run one by one, as in decoding. The cache is left as it was found.
+    The cache is left as it was found.
     """
+    first = fused.next_logits[None]
+    if len(ids) < 2:
+        return first
     held = list(fused.cache.lengths)
-    rows = [fused.next_logits]
-    for offset, token in enumerate(ids[:-1]):
-        rows.append(lm.run([token], fused.next_position + offset, fused.cache))
+    others = lm.run(ids[:-1], fused.next_position, fused.cache, num_logits=len(ids) - 1)
     _take_back(fused.cache, held)
-    return torch.stack(rows)
+    return torch.cat([first, others])
+
+
+def would_write(lm: LanguageModel, fused: Fused, ids: Sequence[int]) -> bool:
+    """Whether the greedy answer begins with these ids: one pass over them all tells, without writing."""
+    logits = forced_logits(lm, fused, ids).clone()
+    logits[:, sorted(fused.reserved_ids)] = -torch.inf
+    return logits.argmax(-1).tolist() == list(ids)
 
 
 def _take_back(cache: FusedCache, lengths: Sequence[int]) -> None:

@@ -171,6 +171,7 @@ class LanguageModel:
         slots: Tensor | Sequence[Tensor] | None = None,
         ordered: bool | None = None,
         before_layer: BeforeLayer | None = None,
+        num_logits: int | None = None,
     ) -> Tensor:
         """Run tokens over what the cache holds; their keys and values join it.
 
@@ -180,7 +181,8 @@ class LanguageModel:
         ordered:   the tokens come after everything in the cache, in order, and see all of it; otherwise they see the
                    entries at or before their own position. None: ordered unless `slots` are given
         before_layer: decides before each layer which of the tokens go on; see layerwise.BeforeLayer
-        Returns the last token's logits, float32 [vocab_size]. `cache.computed_tokens` counts what ran.
+        num_logits: of so many last tokens; None: of the last one, without an axis of its own
+        Returns logits, float32 [vocab_size] or [num_logits, vocab_size]. `cache.computed_tokens` counts what ran.
         """
         ids = torch.as_tensor(ids, device=self.device)
         if isinstance(positions, int):
@@ -194,9 +196,9 @@ class LanguageModel:
                     position_ids=positions[None],
                     past_key_values=cache,
                     use_cache=True,
-                    logits_to_keep=1,
+                    logits_to_keep=num_logits or 1,
                 )
         finally:
             CURRENT.reset(token)
-        logits: Tensor = out.logits[0, -1].float()
-        return logits
+        logits: Tensor = out.logits[0].float()
+        return logits[-1] if num_logits is None else logits
