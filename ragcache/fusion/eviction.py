@@ -27,7 +27,8 @@ class SnapKV:
     of the window get nothing.
 
     budget:  passages' tokens that each KV head of each layer keeps
-    window:  rows of the suffix that vote; None: all of them (their weights stand in memory together)
+    window:  rows of the suffix that vote; None: all of them. Their attention weights are computed once more, and stand
+             in memory together, a layer at a time: a small window makes the vote of a long suffix cheap
     kernel:  neighbouring tokens that are pooled, an odd number; 1: no pooling. 5 and "avg" are the authors' program's
     pooling: "avg" or "max" of them
     """
