@@ -7,7 +7,7 @@ masks are those of `ragcache train`, so the result is laid out as that command's
 Link tokens need a push: whatever stands in one passage alone, the question can read there, and where two passages must
 be read together a guess among the candidates is so near that a small model stays with it. So in a first stage most
 contexts hide their passages from the questions, which then reach nothing but what link tokens took up; and link tokens
-get hints, half-way up the layers, of what that should be. The stage ends when the answers are right. In the second one
+get hints, half-way up the layers, of what that should be. The stage ends when most answers are right. In the second one
 nothing is hidden or hinted, and the learning rate falls to zero.
 """
 
@@ -67,13 +67,15 @@ VARIANTS = {
 @dataclass(frozen=True)
 class ReuseOptions(Options):
     """variant: of VARIANTS; base: directory to start from; link_slots: passages with link tokens of their own;
-    batch_passages: of a batch, about; final_tokens: of the second stage; max_tokens: of both at most."""
+    batch_passages: of a batch, about; first_tokens: of the first stage at most; final_tokens: of the second;
+    max_tokens: of both at most."""
 
     variant: str = "link5"
     base: str = str(MINI_BASE)
     link_slots: int = PASSAGES[1]
     batch_passages: int = 20
-    final_tokens: int = 6_000_000
+    first_tokens: int = 4_000_000
+    final_tokens: int = 9_000_000
 
 
 class ReuseTrainer(Trainer):
@@ -124,7 +126,8 @@ class ReuseTrainer(Trainer):
 
     def _advance(self) -> None:
         progress = self.progress
-        if progress.stage == TAKING_UP and progress.accuracy[HIDDEN] >= THRESHOLD:
+        learned = progress.accuracy[HIDDEN] >= THRESHOLD or progress.stage_tokens >= self.options.first_tokens
+        if progress.stage == TAKING_UP and learned:
             progress.stage, progress.stage_step, progress.stage_tokens = ANSWERING, 0, 0
 
     def _draw(self, rng: random.Random) -> tuple[int, PackedBatch]:

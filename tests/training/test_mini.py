@@ -1,4 +1,4 @@
-"""The bundled mini model answers held-out questions, loaded as any Hugging Face directory is."""
+"""The bundled models answer held-out questions: as any Hugging Face directory, and the linked one over reused KV."""
 
 from __future__ import annotations
 
@@ -6,22 +6,72 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ragcache as rc
+from ragcache.models.decoding import Sampling, decode, eos_token_ids
 from ragcache.prompt import prompt_format
-from ragcache.training.evaluate import MINI, draw_cases, exact_matches, load
+from ragcache.training.evaluate import MAX_ANSWER_TOKENS, MINI, MINI_BASE, draw_cases, exact_matches, load
 from ragcache.training.tokenizer import build_tokenizer
+
+BUNDLE_BYTES = 40_000_000
+KINDS = {"single": {"hops": 1}, "two-hop": {"hops": 2}, "leaning": {"kind": "leaning"}}
+
+
+@pytest.fixture(scope="module", params=[MINI_BASE, MINI], ids=["base", "linked"])
+def mini(request):
+    return load(request.param)
 
 
 @pytest.fixture(scope="module")
-def mini():
-    return load(MINI)
+def linked():
+    return rc.load_lm("mini")
 
 
-@pytest.mark.parametrize(("hops", "num_cases", "least"), [(1, 100, 0.97), (2, 60, 0.92)])
+@pytest.fixture(scope="module")
+def base():
+    return rc.load_lm("mini-base")
+
+
+def share_right(lm, method, kind, num_cases):
+    """Of held-out questions over eight passages."""
+    _, tokenizer = load(MINI_BASE)
+    cases = draw_cases(tokenizer, num_cases=num_cases, **KINDS[kind])
+    never = frozenset() if lm.reuse is None else lm.reuse.added_ids
+    return sum(answer(lm, tokenizer, case, method, never) == case.answer for case in cases) / num_cases
+
+
+def answer(lm, tokenizer, case, method, never):
+    prompt = rc.Prompt(case.prefix_ids, case.chunk_ids, case.suffix_ids)
+    fused = rc.fuse(lm, prompt, method=method, reserve_tokens=MAX_ANSWER_TOKENS)
+    sampling = Sampling(max_tokens=MAX_ANSWER_TOKENS)
+    ids = decode(
+        lm, fused.cache, fused.next_logits, fused.next_position, sampling, eos_ids=eos_token_ids(lm), never=never
+    )
+    text = tokenizer.decode(list(ids), skip_special_tokens=True)
+    fused.cache.release()
+    return text
+
+
+@pytest.mark.parametrize(("hops", "num_cases", "least"), [(1, 60, 0.95), (2, 40, 0.92)])
 def test_answers_over_eight_passages(mini, hops, num_cases, least):
     model, tokenizer = mini
     cases = draw_cases(tokenizer, hops=hops, num_cases=num_cases)
     assert all(len(case.chunk_ids) == 8 for case in cases)
     assert sum(exact_matches(model, tokenizer, cases)) / num_cases >= least
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_cases", "least"), [("single", 60, 0.95), ("two-hop", 40, 0.9), ("leaning", 40, 0.9)]
+)
+def test_link_tokens_answer_over_eight_passages(linked, kind, num_cases, least):
+    assert linked.default_method == "link"
+    assert share_right(linked, "link", kind, num_cases) >= least
+
+
+def test_the_base_reads_cut_sentences_together_only(base):
+    """What link tokens are for: read apart, the halves of a sentence tell nothing."""
+    assert base.reuse is None
+    assert share_right(base, "full", "leaning", 30) >= 0.9
+    assert share_right(base, "reposition", "leaning", 30) <= 0.6
 
 
 def test_without_the_gold_passages_it_cannot_answer(mini):
@@ -62,7 +112,8 @@ def test_the_engine_makes_the_prompt_of_a_case(mini):
 
 
 def test_the_files_are_those_of_this_recipe():
-    assert (MINI / "tokenizer.json").read_text(encoding="utf-8") == build_tokenizer().to_str(pretty=True)
-    model = AutoModelForCausalLM.from_pretrained(MINI, dtype="auto")
-    assert model.dtype == torch.bfloat16
-    assert sum(path.stat().st_size for path in MINI.rglob("*") if path.is_file()) < 12_000_000
+    assert (MINI_BASE / "tokenizer.json").read_text(encoding="utf-8") == build_tokenizer().to_str(pretty=True)
+    for directory in (MINI_BASE, MINI):
+        assert AutoModelForCausalLM.from_pretrained(directory, dtype="auto").dtype == torch.bfloat16
+    files = [path for directory in (MINI_BASE, MINI) for path in directory.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < BUNDLE_BYTES
