@@ -13,7 +13,16 @@ import ragcache as rc
 from ragcache.training.batches import IGNORED
 from ragcache.training.evaluate import MINI_BASE
 from ragcache.training.mini import train
-from ragcache.training.mini_reuse import HIDDEN, SEPARATE, STANDARD, ReuseOptions, ReuseTrainer
+from ragcache.training.mini_reuse import (
+    ANSWERING,
+    HIDDEN,
+    SEPARATE,
+    STANDARD,
+    TAKING_UP,
+    THRESHOLD,
+    ReuseOptions,
+    ReuseTrainer,
+)
 from ragcache.training.mini_reuse_data import draw_row, draw_rows
 from ragcache.training.packed import packed_hidden, packed_scores
 from ragcache.training.registry import is_held_out
@@ -124,10 +133,24 @@ def test_rows_are_the_same_each_time():
 def test_the_result_loads_for_its_method(variant, method, tmp_path, capsys):
     options = ReuseOptions(out=str(tmp_path), variant=variant, workers=1, max_tokens=2000, log_every=1)
     train(options, ReuseTrainer)
-    assert json.loads(capsys.readouterr().out.splitlines()[0])["stage"] == variant
+    stage = "taking up" if variant == "link5" else "answering"
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["stage"] == stage
     lm = rc.load_lm(tmp_path)
     assert lm.default_method == method
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
+
+
+def test_the_first_stage_ends_once_learned_or_after_its_tokens(tmp_path):
+    made = trainer(tmp_path, first_tokens=100)
+    made.progress.stage_tokens = 99
+    made._advance()
+    assert made.progress.stage == TAKING_UP
+    made.progress.accuracy[HIDDEN] = THRESHOLD
+    made._advance()
+    assert (made.progress.stage, made.progress.stage_tokens) == (ANSWERING, 0)
+    made.progress.stage, made.progress.stage_tokens, made.progress.accuracy[HIDDEN] = TAKING_UP, 100, 0.0
+    made._advance()
+    assert made.progress.stage == ANSWERING
 
 
 @pytest.mark.usefixtures("one_thread")
