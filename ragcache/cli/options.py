@@ -21,8 +21,8 @@ UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, 
 
 
 def option(flag: str, help: str, **more: Any) -> Any:
-    """An option `--some-name` with the environment variable RAGCACHE_SOME_NAME."""
-    variable = "RAGCACHE_" + flag.removeprefix("--").replace("-", "_").upper()
+    """An option `--some-name` (or `--some-name/--no-some-name`) with the environment variable RAGCACHE_SOME_NAME."""
+    variable = "RAGCACHE_" + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
     return typer.Option(flag, envvar=variable, help=help, **more)
 
 
