@@ -171,7 +171,7 @@ def _sweep(title: str, rows: Sequence[Row], by: str) -> list[str]:
 
 
 def goals(checkpoints: Sequence[Checkpoint], rows: Sequence[Row]) -> list[Goal]:
-    """What issue 3 asks for; stated for 8 passages and 1,000 questions."""
+    """Stated for 8 passages and 1,000 questions."""
     main = {(r.checkpoint, r.method, r.question): r for r in rows if r.passages == PASSAGES and r.position < 0}
     found: list[Goal] = []
 
