@@ -30,9 +30,8 @@ from benchmarks.report import RESULTS, Goal, Result, show, write
 from ragcache.errors import ConfigError
 from ragcache.evaluation.intervals import RESAMPLES, wilson
 from ragcache.evaluation.methods import FULL, MethodSpec, default_methods, parse_methods
-from ragcache.training.evaluate import MINI
+from ragcache.training.evaluate import MINI, MINI_BASE
 
-MINI_BASE = MINI.parent / "mini_base"
 QUESTIONS = ("1 hop", "2 hops", "leaning")
 PASSAGES = 8
 SWEPT_PASSAGES = (3, 4, 6, 8, 10, 12, 14, 16)

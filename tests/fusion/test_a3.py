@@ -7,7 +7,16 @@ import math
 import pytest
 import torch
 from blend_oracle import blended_logits
-from families import FAMILIES, block_diagonal, masks_of, oracle_logits, oracle_model, random_prompt, save_tiny
+from families import (
+    FAMILIES,
+    assert_same,
+    block_diagonal,
+    masks_of,
+    oracle_logits,
+    oracle_model,
+    random_prompt,
+    save_tiny,
+)
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -29,11 +38,6 @@ def load(tmp_path_factory):
         return loaded[family]
 
     return by_name
-
-
-def assert_same(ours, theirs):
-    scale = theirs.abs().max()
-    torch.testing.assert_close(ours / scale, theirs / scale, atol=2e-5, rtol=0)
 
 
 @torch.no_grad()

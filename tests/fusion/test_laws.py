@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, block_diagonal, oracle_logits, oracle_model, random_prompt, save_tiny
+from families import FAMILIES, assert_same, block_diagonal, oracle_logits, oracle_model, random_prompt, save_tiny
 
 import ragcache as rc
 
@@ -13,11 +13,6 @@ import ragcache as rc
 def family(request, tmp_path_factory):
     directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
     return rc.load_lm(directory), oracle_model(directory)
-
-
-def assert_same(ours, theirs):
-    scale = theirs.abs().max()
-    torch.testing.assert_close(ours / scale, theirs / scale, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("seed", range(3))

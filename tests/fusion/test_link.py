@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, SMALL, VOCAB, oracle_logits_of, oracle_model, random_prompt, save_tiny, tiny_config
+from families import (
+    FAMILIES,
+    SMALL,
+    VOCAB,
+    assert_same,
+    oracle_logits_of,
+    oracle_model,
+    random_prompt,
+    save_tiny,
+    tiny_config,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ragcache as rc
@@ -35,11 +45,6 @@ def trained(request, tmp_path_factory):
     config.ragcache = TRAINED.section()
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return rc.load_lm(directory), oracle_model(str(directory))
-
-
-def assert_same(ours, theirs):
-    scale = theirs.abs().max()
-    torch.testing.assert_close(ours / scale, theirs / scale, atol=2e-5, rtol=0)
 
 
 def figure_2(parts):

@@ -9,6 +9,7 @@ import torch
 from families import (
     FAMILIES,
     VOCAB,
+    assert_same,
     block_diagonal,
     oracle_logits_of,
     oracle_model,
@@ -44,11 +45,6 @@ def trained(directory, positions):
     config.ragcache = ReuseSpec("markers", **GIVEN, positions=positions).section()
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return rc.load_lm(directory), oracle_model(str(directory))
-
-
-def assert_same(ours, theirs):
-    scale = theirs.abs().max()
-    torch.testing.assert_close(ours / scale, theirs / scale, atol=2e-5, rtol=0)
 
 
 def with_markers(prompt):

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from blend_oracle import blended_logits
-from families import FAMILIES, oracle_logits, oracle_model, random_prompt, save_tiny
+from families import FAMILIES, assert_same, oracle_logits, oracle_model, random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -21,11 +21,6 @@ from ragcache.models import attention
 def family(request, tmp_path_factory):
     directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
     return rc.load_lm(directory), oracle_model(directory)
-
-
-def assert_same(ours, theirs):
-    scale = theirs.abs().max()
-    torch.testing.assert_close(ours / scale, theirs / scale, atol=2e-5, rtol=0)
 
 
 @dataclass(frozen=True)
