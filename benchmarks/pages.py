@@ -1,8 +1,8 @@
-"""Tables of docs/methods.md out of the results: `python -m benchmarks.pages`.
+"""Tables of docs/methods.md and docs/results.md out of the results: `python -m benchmarks.pages`.
 
 Sections stand between <!-- NAME: begin --> and <!-- NAME: end -->: `methods` comes from the code, `quality` from
 results/quality.json (`python -m benchmarks.quality`), `costs` from results/methods-*.json (`python -m
-benchmarks.methods`). What was not measured says so.
+benchmarks.methods`), `public` from results/eval/MODEL/*.json (`ragcache eval`). What was not measured says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from benchmarks.quality import Row, markdown
 from benchmarks.report import RESULTS
 from ragcache.errors import ConfigError
 
-PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
+DOCS = Path(__file__).parent.parent / "docs"
+METHODS_PAGE = "methods.md"
+RESULTS_PAGE = "results.md"
 FULL = "transformers: full prefill"
 
 
@@ -75,6 +77,30 @@ def _cost_table(found: dict[str, Any]) -> Iterator[str]:
     yield from (*_goal_lines(found), "", _where(found))
 
 
+def public_lines(results: Path) -> list[str]:
+    """A table for each model that `ragcache eval` read the public sets with."""
+    found = [_public_table(directory) for directory in sorted((results / "eval").glob("*")) if directory.is_dir()]
+    lines = [line for table in found for line in (*table, "")]
+    return lines[:-1] if lines else ["Not measured: run `ragcache eval`."]
+
+
+def _public_table(directory: Path) -> Iterator[str]:
+    """By set: the answers of full prefill, and how far each method is from it along the reference answer."""
+    sets = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))]
+    rows = [{row["method"]: row for row in one["rows"] if not row["cell"]} for one in sets]
+    methods = [name for name in rows[0] if name not in {"no passages", "full"}]
+    yield f"`{directory.name}`; of each method, top-1 agreement with full prefill / KL from it, in nats a token:"
+    yield ""
+    yield "| set | questions | tokens | accuracy, full | " + " | ".join(f"`{name}`" for name in methods) + " |"
+    yield "|---|---|---|---|" + "---|" * len(methods)
+    for one, row in zip(sets, rows, strict=True):
+        full, agreement = row["full"], [row[name]["quality"] for name in methods]
+        tokens = f"{full['costs']['prompt_tokens']:,.0f}"
+        cells = [str(full["questions"]), tokens, f"{full['quality']['accuracy']['mean']:.2f}"]
+        cells += [f"{of['top1_answer']['mean']:.2f} / {of['kl_answer']['mean']:.2f}" for of in agreement]
+        yield f"| `{one['data']}` | " + " | ".join(cells) + " |"
+
+
 def _goal_lines(found: dict[str, Any]) -> Iterator[str]:
     yield "| goal | limit | measured | |"
     yield "|---|---|---|---|"
@@ -92,15 +118,16 @@ def _where(found: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("benchmarks.pages", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--docs", type=Path, default=DOCS)
     given = parser.parse_args(arguments)
     sections = {
-        "methods": methods_table(),
-        "quality": quality_lines(given.results),
-        "costs": cost_lines(given.results),
+        (METHODS_PAGE, "methods"): methods_table(),
+        (METHODS_PAGE, "quality"): quality_lines(given.results),
+        (METHODS_PAGE, "costs"): cost_lines(given.results),
+        (RESULTS_PAGE, "public"): public_lines(given.results),
     }
-    for name, lines in sections.items():
-        write_section(given.page, name, lines)
+    for (page, name), lines in sections.items():
+        write_section(given.docs / page, name, lines)
 
 
 if __name__ == "__main__":

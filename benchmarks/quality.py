@@ -6,12 +6,14 @@ python -m benchmarks.pages                                       # then put the 
 
 The first checkpoint is the base that the others were trained from. Every method reads the same prompts, cut into
 prefix, passages and question, and decodes greedily. An answer counts when its whole text is the expected one; a two-hop
-answer names the entity in between as well. Answers are kept in quality.answers.jsonl: run it again to go on.
+answer names the entity in between as well. Answers are kept in quality.answers.jsonl: run it again to go on. Rows of a
+checkpoint that is no longer at hand stay in the table with --keep LABEL.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +39,7 @@ PASSAGES = 8
 SWEPT_PASSAGES = (3, 4, 6, 8, 10, 12, 14, 16)
 STATED_QUESTIONS = 1000
 RATIO_METHODS = ("cacheblend", "a3")  # of the goal on training-free methods at 15 %
+SWEPT_METHODS = (FULL, "reposition", *RATIO_METHODS, "epic")  # and a checkpoint's own
 RATIO = 0.15
 
 
@@ -81,7 +84,7 @@ def load_checkpoint(text: str, chosen: Mapping[str, str]) -> Checkpoint:
     own = [MethodSpec(name, name) for name in dict.fromkeys((FULL, "reposition", lm.default_method))]
     usable = default_methods(lm) if lm.reuse is None else own
     methods = parse_methods([chosen[label]]) if label in chosen else usable
-    swept = [spec for spec in methods if spec.name in {FULL, "reposition", lm.default_method, *RATIO_METHODS}]
+    swept = [spec for spec in methods if spec.name in {*SWEPT_METHODS, lm.default_method}]
     return Checkpoint(label, directory, lm.fingerprint, tuple(methods), tuple(swept))
 
 
@@ -147,24 +150,31 @@ def markdown(rows: Sequence[Row]) -> list[str]:
         lines.append(f"| {label} | `{method}` | " + " | ".join(_cell(own[q]) for q in QUESTIONS if q in own) + " |")
     for question in QUESTIONS[:2]:
         found = [row for row in rows if row.question == question and row.position < 0]
-        lines += _sweep(f"By number of passages, {question}:", found, "passages")
-    return lines + _sweep("By position of the gold passage, 1 hop:", [r for r in rows if r.position >= 0], "position")
+        lines += _sweep(f"By number of passages, {question}", found, "passages")
+    return lines + _sweep("By position of the gold passage, 1 hop", [r for r in rows if r.position >= 0], "position")
 
 
 def _cell(row: Row) -> str:
-    return f"{row.exact_match:.3f} [{row.low:.3f}, {row.high:.3f}] ({row.relative:.3f})"
+    return f"{_share(row)} ({row.relative:.3f})"
+
+
+def _share(row: Row) -> str:
+    return f"{row.exact_match:.3f} [{row.low:.3f}, {row.high:.3f}]"
 
 
 def _sweep(title: str, rows: Sequence[Row], by: str) -> list[str]:
     columns = sorted({getattr(row, by) for row in rows})
     if len(columns) < 2:
         return []
-    lines = ["", title, "", "| checkpoint | method | " + " | ".join(map(str, columns)) + " |"]
+    counts = sorted({row.questions for row in rows})
+    asked = " or ".join(f"{count:,}" for count in counts)
+    lines = ["", f"{title}, {asked} questions a cell:", ""]
+    lines.append("| checkpoint | method | " + " | ".join(map(str, columns)) + " |")
     lines.append("|---|---|" + "---|" * len(columns))
     for label, method in dict.fromkeys((row.checkpoint, row.method) for row in rows):
         own = {getattr(r, by): r for r in rows if (r.checkpoint, r.method) == (label, method)}
         if len(own) > 1:
-            shares = (f"{own[c].exact_match:.3f}" if c in own else "-" for c in columns)
+            shares = (_share(own[c]) if c in own else "-" for c in columns)
             lines.append(f"| {label} | `{method}` | " + " | ".join(shares) + " |")
     return lines
 
@@ -196,6 +206,18 @@ def goals(checkpoints: Sequence[Checkpoint], rows: Sequence[Row]) -> list[Goal]:
     return found
 
 
+def kept_rows(path: Path, labels: Sequence[str], seed: int) -> list[Row]:
+    """Rows of these checkpoints in an earlier run's file. Raises ConfigError where it has none of this seed."""
+    if not labels:
+        return []
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    rows = [Row(**row) for row in found.get("figures", {}).get("rows", ()) if row["checkpoint"] in labels]
+    missing = sorted(set(labels) - {row.checkpoint for row in rows})
+    if missing or found["settings"]["seed"] != seed:
+        raise ConfigError(f"{path} has no rows of {', '.join(missing or labels)} with seed {seed}; leave --keep out")
+    return rows
+
+
 def default_checkpoints() -> list[str]:
     """The bundled base, and the bundled model where it was trained on from it."""
     return [f"base={MINI_BASE}", f"link5={MINI}"] if MINI_BASE.is_dir() else [f"base={MINI}"]
@@ -205,6 +227,13 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.quality", description=__doc__)
     parser.add_argument("--checkpoint", action="append", metavar="LABEL=DIR", help="the base first; may be repeated")
     parser.add_argument("--methods", action="append", default=[], metavar="LABEL:A,B", help="of one checkpoint")
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="LABEL",
+        help="its rows stay as they are in --out, unless it is read anew",
+    )
     parser.add_argument("--questions", type=int, default=STATED_QUESTIONS, help="a cell")
     parser.add_argument("--sweep-questions", type=int, default=500, help="a cell of another size or fixed position")
     parser.add_argument("--passages", type=int, nargs="*", default=list(SWEPT_PASSAGES), help="sizes to sweep over")
@@ -221,6 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     where = environment("benchmarks.quality", given, torch.device("cpu"))
     chosen = dict(one.split(":", 1) for one in options.methods)
     checkpoints = [load_checkpoint(text, chosen) for text in options.checkpoint or default_checkpoints()]
+    gone = [label for label in options.keep if label not in {one.label for one in checkpoints}]
+    kept = kept_rows(options.out / "quality.json", gone, options.seed)
     answers = Answers(options.out / "quality.answers.jsonl")
     table = Table(checkpoints, answers, options.seed)
     main_cells, swept_cells = cells(options.passages, not options.no_positions)
@@ -235,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     for done in answer_all(units, answers, options.processes):
         print(f"\r{done} of {len(units)} units", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    rows = [row for cell, count, swept in sizes for row in table.rows(cell, count, swept=swept)]
+    rows = [row for cell, count, swept in sizes for row in table.rows(cell, count, swept=swept)] + kept
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     figures = {"rows": [asdict(row) for row in rows]}
     result = Result("quality", settings, where, {}, {}, figures, goals(checkpoints, rows))

@@ -234,25 +234,30 @@ class Trainer:
         self.progress.seconds += now - self._started
         self._started = now
         self.out.mkdir(parents=True, exist_ok=True)
-        state = {f"model/{name}": p.detach() for name, p in self.master.named_parameters()}
-        state |= {f"muon/{name}": tensor for name, tensor in self.muon.state_dict().items()}
-        state |= {f"adam/{name}": tensor for name, tensor in self.adam.state_dict().items()}
         metadata = {"progress": json.dumps(asdict(self.progress)), "options": json.dumps(asdict(self.options))}
         target = self.out / "checkpoint.safetensors"
-        save_file(state, target.with_suffix(".new"), metadata)
+        save_file(self._state(), target.with_suffix(".new"), metadata)
         os.replace(target.with_suffix(".new"), target)
+
+    def _state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds."""
+        state = {f"model/{name}": p.detach() for name, p in self.master.named_parameters()}
+        state |= {f"muon/{name}": tensor for name, tensor in self.muon.state_dict().items()}
+        return state | {f"adam/{name}": tensor for name, tensor in self.adam.state_dict().items()}
 
     def _resume(self) -> None:
         path = self.out / "checkpoint.safetensors"
         if not path.exists():
             return
-        state = load_file(path)
         self.progress = Progress(**json.loads(read_metadata(path)["progress"]))
+        self._load(load_file(path))
+
+    def _load(self, state: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, parameter in self.master.named_parameters():
                 parameter.copy_(state[f"model/{name}"])
-        self.muon.load_state_dict(_below(state, "muon/"))
-        self.adam.load_state_dict(_below(state, "adam/"))
+        self.muon.load_state_dict(below(state, "muon/"))
+        self.adam.load_state_dict(below(state, "adam/"))
 
 
 def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
@@ -271,7 +276,7 @@ def read_metadata(path: Path) -> dict[str, str]:
         return file.metadata()  # type: ignore[no-any-return]
 
 
-def _below(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def below(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 

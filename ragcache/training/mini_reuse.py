@@ -9,11 +9,16 @@ be read together a guess among the candidates is so near that a small model stay
 contexts hide their passages from the questions, which then reach nothing but what link tokens took up; and link tokens
 get hints, half-way up the layers, of what that should be. The stage ends when most answers are right. In the second one
 nothing is hidden or hinted, and the learning rate falls to zero.
+
+That costs single-hop answers, so a third stage settles: half of its contexts are asked single-hop questions, half are
+read as one text, the learning rate falls to zero once more, from a lower one, and what is saved is a running average of
+the weights. To settle a model that has been through the first two: `--base DIR --start-stage settling`.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ragcache.models.reuse import ReuseSpec
 from ragcache.training.batches import IGNORED, padded, suffix_text
 from ragcache.training.evaluate import MINI_BASE
-from ragcache.training.mini import Options, Trainer, train
+from ragcache.training.mini import Options, Trainer, below, train
 from ragcache.training.mini_reuse_data import NUM_QUESTIONS, PASSAGES, Row, draw_row
 from ragcache.training.packed import PackedBatch
 from ragcache.training.reuse.layout import Ask, EncodedRow, context_tokens, lay_out
@@ -34,10 +39,15 @@ from ragcache.training.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
 
 STANDARD, SEPARATE, HIDDEN = range(3)
 """How a batch is read: as one text, passage by passage, or passage by passage and then hidden from the questions."""
-TAKING_UP, ANSWERING = range(2)
-"""The stages; variants without link tokens have the second one only."""
+STAGES = ("taking-up", "answering", "settling")
+"""Variants without link tokens start with the second one."""
+TAKING_UP, ANSWERING, SETTLING = range(len(STAGES))
 TAKING_UP_SHARES = (0.15, 0.2, 0.65)
 """Of batches read in each way, in the first stage."""
+SETTLING_SHARES = {"single": 0.5, "two-hop": 0.2, "leaning": 0.3}
+"""Of contexts by what is asked, in the third stage; in the others, those of the rows."""
+SETTLING_STANDARD_SHARE = 0.5
+"""Of batches read as one text, in the third stage."""
 HIDDEN_PASSAGES = 8
 """At most, of contexts whose passages are hidden."""
 SLOT_NOISE = 0.1
@@ -68,7 +78,8 @@ VARIANTS = {
 class ReuseOptions(Options):
     """variant: of VARIANTS; base: directory to start from; link_slots: passages with link tokens of their own;
     batch_passages: of a batch, about; first_tokens: of the first stage at most; final_tokens: of the second;
-    max_tokens: of both at most."""
+    settling_tokens: of the third; max_tokens: of all at most; settling_rate: learning rate that the third starts with,
+    as a share of the run's; average_decay: of the weights' average, a step; start_stage: of STAGES."""
 
     variant: str = "link5"
     base: str = str(MINI_BASE)
@@ -76,6 +87,9 @@ class ReuseOptions(Options):
     batch_passages: int = 20
     first_tokens: int = 4_000_000
     final_tokens: int = 9_000_000
+    settling_tokens: int = 4_000_000
+    settling_rate: float = 0.3
+    average_decay: float = 0.997
 
 
 class ReuseTrainer(Trainer):
@@ -84,11 +98,14 @@ class ReuseTrainer(Trainer):
     options: ReuseOptions
 
     def __init__(self, options: ReuseOptions, rank: int, world_size: int) -> None:
-        has_links = VARIANTS[options.variant].link_tokens > 0
-        super().__init__(replace(options, start_stage=TAKING_UP if has_links else ANSWERING), rank, world_size)
+        self.average: list[Tensor] = []
+        """Of the weights over the third stage, in the order of `parameters`; empty before it."""
+        if VARIANTS[options.variant].link_tokens == 0:
+            options = replace(options, start_stage=max(options.start_stage, ANSWERING))
+        super().__init__(options, rank, world_size)
 
     def _start(self) -> Any:
-        """The base with rows for the new ids."""
+        """The base with rows for the new ids, unless it has them."""
         variant = VARIANTS[self.options.variant]
         self.fast = AutoTokenizer.from_pretrained(self.options.base)
         self.spec = choose_spec(
@@ -97,50 +114,78 @@ class ReuseTrainer(Trainer):
         self.prefix = [token_id(BOS), *self.tokenizer.encode(f"{SYSTEM_LINE}\n").ids]
         model = AutoModelForCausalLM.from_pretrained(self.options.base, dtype=torch.float32)
         prepare_model(model, self.spec, self.options.seed)
-        if self.spec is not None and self.spec.link_tokens:
+        if self.spec is not None and self.spec.link_tokens and self.options.start_stage == TAKING_UP:
             start_slots_alike(model.get_input_embeddings().weight, self.spec)
         return model
 
+    @torch.no_grad()
     def _save(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
+        if self.average:
+            torch._foreach_copy_(self.parameters, self.average)
         self.master.to(torch.bfloat16).save_pretrained(self.out)
         self.fast.save_pretrained(self.out)
 
     def _finished(self) -> bool:
         progress = self.progress
-        done = progress.stage == ANSWERING and progress.stage_tokens >= self.options.final_tokens
+        done = progress.stage == SETTLING and progress.stage_tokens >= self.options.settling_tokens
         return done or progress.tokens >= self.options.max_tokens
 
     def _schedule(self) -> float:
-        """Warm-up, constant, then linear to zero over the second stage."""
-        factor = min(1.0, (self.progress.step + 1) / self.options.warmup_steps)
-        if self.progress.stage == ANSWERING:
-            factor *= max(0.0, 1.0 - self.progress.stage_tokens / self.options.final_tokens)
-        return factor
+        """Constant in the first stage, linear to zero over each of the others; warm-up wherever it starts or rises."""
+        progress, options = self.progress, self.options
+        start = options.settling_rate if progress.stage == SETTLING else 1.0
+        tokens = (math.inf, options.final_tokens, options.settling_tokens)[progress.stage]
+        steps = progress.stage_step if progress.stage == SETTLING else progress.step
+        warmed = min(1.0, (steps + 1) / options.warmup_steps)
+        return start * warmed * max(0.0, 1.0 - progress.stage_tokens / tokens)
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        super()._update()
+        if self.progress.stage == SETTLING:
+            self.average = self.average or [p.detach().clone() for p in self.parameters]
+            torch._foreach_lerp_(self.average, self.parameters, 1.0 - self.options.average_decay)
+
+    def _state(self) -> dict[str, Tensor]:
+        return super()._state() | {f"average/{i:03d}": tensor for i, tensor in enumerate(self.average)}
+
+    def _load(self, state: dict[str, Tensor]) -> None:
+        super()._load(state)
+        self.average = [tensor for _, tensor in sorted(below(state, "average/").items())]
 
     def _accuracies(self) -> list[float]:
         return self.progress.accuracy[: HIDDEN + 1]
 
     def _stage_name(self) -> str:
-        return ("taking up", "answering")[self.progress.stage]
+        return STAGES[self.progress.stage]
 
     def _advance(self) -> None:
-        progress = self.progress
-        learned = progress.accuracy[HIDDEN] >= THRESHOLD or progress.stage_tokens >= self.options.first_tokens
-        if progress.stage == TAKING_UP and learned:
-            progress.stage, progress.stage_step, progress.stage_tokens = ANSWERING, 0, 0
+        progress, options = self.progress, self.options
+        learned = progress.accuracy[HIDDEN] >= THRESHOLD or progress.stage_tokens >= options.first_tokens
+        done = (learned, progress.stage_tokens >= options.final_tokens, False)[progress.stage]
+        if done:
+            progress.stage, progress.stage_step, progress.stage_tokens = progress.stage + 1, 0, 0
 
     def _draw(self, rng: random.Random) -> tuple[int, PackedBatch]:
         reading = self._draw_reading(rng)
         passages = rng.randint(PASSAGES[0], HIDDEN_PASSAGES if reading == HIDDEN else PASSAGES[1])
-        kind = "leaning" if reading == HIDDEN else None
+        kind = "leaning" if reading == HIDDEN else self._draw_kind(rng)
         rows = [draw_row(rng, passages, kind) for _ in range(max(2, self.options.batch_passages // passages))]
         return reading, self._pack(rows, reading)
 
     def _draw_reading(self, rng: random.Random) -> int:
         if self.progress.stage == TAKING_UP:
             return rng.choices((STANDARD, SEPARATE, HIDDEN), TAKING_UP_SHARES)[0]
-        return STANDARD if rng.random() < VARIANTS[self.options.variant].standard_share else SEPARATE
+        share = VARIANTS[self.options.variant].standard_share
+        if self.progress.stage == SETTLING:
+            share = max(share, SETTLING_STANDARD_SHARE)
+        return STANDARD if rng.random() < share else SEPARATE
+
+    def _draw_kind(self, rng: random.Random) -> str | None:
+        if self.progress.stage < SETTLING:
+            return None
+        return rng.choices(list(SETTLING_SHARES), list(SETTLING_SHARES.values()))[0]
 
     def _pack(self, rows: list[Row], reading: int) -> PackedBatch:
         encoded = [self._encode(row) for row in rows]
@@ -208,7 +253,11 @@ def main() -> None:
         "out",
         "variant",
         "base",
+        "start_stage",
         "final_tokens",
+        "settling_tokens",
+        "settling_rate",
+        "average_decay",
         "max_tokens",
         "seed",
         "workers",
@@ -217,9 +266,12 @@ def main() -> None:
         "adam_lr",
     ):
         flag, value = f"--{name.replace('_', '-')}", defaults[name]
-        choices = list(VARIANTS) if name == "variant" else None
+        choices = {"variant": list(VARIANTS), "start_stage": list(STAGES)}.get(name)
+        if name == "start_stage":
+            value = STAGES[value]
         parser.add_argument(flag, type=type(value), default=value, required=name == "out", choices=choices)
-    train(ReuseOptions(**vars(parser.parse_args())), ReuseTrainer)
+    given = vars(parser.parse_args())
+    train(ReuseOptions(**{**given, "start_stage": STAGES.index(given["start_stage"])}), ReuseTrainer)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,19 @@ def test_a_run_writes_its_table_and_goes_on(tmp_path, monkeypatch):
     assert path.read_bytes().count(b"\n") == len(lines)
 
 
+def test_rows_of_a_checkpoint_that_is_gone_are_kept(tmp_path):
+    arguments = [*SMALL, "--checkpoint", f"base={BASE}", "--methods", "base:full", "--out", str(tmp_path)]
+    first = quality.main([*arguments, "--checkpoint", f"gone={BASE}", "--methods", "gone:full"])
+    gone = [row for row in first.figures["rows"] if row["checkpoint"] == "gone"]
+    second = quality.main([*arguments, "--keep", "gone", "--keep", "base"])
+    assert [row for row in second.figures["rows"] if row["checkpoint"] == "gone"] == gone
+    assert len(second.figures["rows"]) == len(first.figures["rows"])
+    with pytest.raises(ConfigError, match="no rows of other"):
+        quality.main([*arguments, "--keep", "other"])
+    with pytest.raises(ConfigError, match="no rows of gone with seed 1"):
+        quality.main([*arguments, "--keep", "gone", "--seed", "1"])
+
+
 def test_the_full_model_answers_most_questions(tmp_path):
     """Right answers are counted as right, and none as wrong: the bundled model knows nearly all of them."""
     unit = Unit(str(BASE), "f", Cell("1 hop", 4), 0, 0, 10, SPECS)
@@ -97,11 +110,32 @@ def test_sections_are_written_anew(tmp_path: Path):
 def test_the_page_of_methods_is_up_to_date(tmp_path: Path):
     """Its table of methods is the one that the command writes, and every method has a part of its own."""
     page = Path(tmp_path / "methods.md")
-    text = pages.PAGE.read_text(encoding="utf-8")
+    text = (pages.DOCS / pages.METHODS_PAGE).read_text(encoding="utf-8")
     page.write_text(text, encoding="utf-8")
     write_section(page, "methods", pages.methods_table())
     assert page.read_text(encoding="utf-8") == text
     assert set(re.findall(r"^### `(\w+)`", text, re.M)) == set(rc.METHODS)
+
+
+def test_pages_are_written_out_of_the_results(tmp_path: Path):
+    """The committed pages hold what the committed results say."""
+    for name in (pages.METHODS_PAGE, pages.RESULTS_PAGE):
+        (tmp_path / name).write_text((pages.DOCS / name).read_text(encoding="utf-8"), encoding="utf-8")
+    pages.main(["--docs", str(tmp_path)])
+    for name in (pages.METHODS_PAGE, pages.RESULTS_PAGE):
+        assert (tmp_path / name).read_text(encoding="utf-8") == (pages.DOCS / name).read_text(encoding="utf-8")
+    assert pages.public_lines(tmp_path) == ["Not measured: run `ragcache eval`."]
+
+
+def test_sweeps_state_questions_and_intervals():
+    rows = [
+        quality.Row("base", "full", "1 hop", passages, -1, count, 0.9, 0.8, 0.95, 1.0, 0.9, 1.1)
+        for passages, count in ((3, 300), (8, 1000), (16, 300))
+    ]
+    text = "\n".join(markdown(rows))
+    assert "By number of passages, 1 hop, 300 or 1,000 questions a cell:" in text
+    assert "| base | `full` | 0.900 [0.800, 0.950] | 0.900 [0.800, 0.950] | 0.900 [0.800, 0.950] |" in text
+    assert "By position" not in text
 
 
 def test_tables_have_even_rows():

@@ -7,16 +7,18 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.training.batches import IGNORED
-from ragcache.training.evaluate import MINI_BASE
+from ragcache.training.evaluate import MINI, MINI_BASE
 from ragcache.training.mini import train
 from ragcache.training.mini_reuse import (
     ANSWERING,
     HIDDEN,
     SEPARATE,
+    SETTLING,
     STANDARD,
     TAKING_UP,
     THRESHOLD,
@@ -133,7 +135,7 @@ def test_rows_are_the_same_each_time():
 def test_the_result_loads_for_its_method(variant, method, tmp_path, capsys):
     options = ReuseOptions(out=str(tmp_path), variant=variant, workers=1, max_tokens=2000, log_every=1)
     train(options, ReuseTrainer)
-    stage = "taking up" if variant == "link5" else "answering"
+    stage = "taking-up" if variant == "link5" else "answering"
     assert json.loads(capsys.readouterr().out.splitlines()[0])["stage"] == stage
     lm = rc.load_lm(tmp_path)
     assert lm.default_method == method
@@ -153,9 +155,52 @@ def test_the_first_stage_ends_once_learned_or_after_its_tokens(tmp_path):
     assert made.progress.stage == ANSWERING
 
 
+def test_the_second_stage_leads_to_the_third_and_that_to_the_end(tmp_path):
+    made = trainer(tmp_path, start_stage=ANSWERING, final_tokens=1000, settling_tokens=2000, warmup_steps=10)
+    made.progress.step, made.progress.stage_step, made.progress.stage_tokens = 500, 500, 750
+    assert made._schedule() == pytest.approx(0.25)
+    made.progress.stage_tokens = 1000
+    made._advance()
+    assert (made.progress.stage, made.progress.stage_step, made.progress.stage_tokens) == (SETTLING, 0, 0)
+    assert made._schedule() == pytest.approx(made.options.settling_rate / 10)  # warmed up again
+    made.progress.stage_step, made.progress.stage_tokens = 100, 1000
+    made._advance()
+    assert made.progress.stage == SETTLING
+    assert made._schedule() == pytest.approx(made.options.settling_rate / 2)
+    assert not made._finished()
+    made.progress.stage_tokens = 2000
+    assert made._finished()
+
+
+@pytest.mark.parametrize("variant", ["link5", "link0"])
+def test_variants_start_where_they_are_told_to(variant, tmp_path):
+    first = TAKING_UP if variant == "link5" else ANSWERING
+    assert trainer(tmp_path, variant).progress.stage == first
+    assert trainer(tmp_path, variant, start_stage=SETTLING).progress.stage == SETTLING
+
+
 @pytest.mark.usefixtures("one_thread")
-def test_a_resumed_run_for_reuse_equals_an_uninterrupted_one(tmp_path):
-    options = ReuseOptions(out=str(tmp_path / "whole"), workers=1, max_tokens=20_000)
+def test_settling_keeps_the_rows_of_its_base_and_saves_the_average(tmp_path):
+    made = trainer(tmp_path, base=str(MINI), start_stage=SETTLING)
+    bundled = load_file(MINI / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(made.master.get_input_embeddings().weight, bundled.float())
+    expected = [p.detach().clone() for p in made.parameters]
+    for step in range(3):
+        made._step()
+        if step == 0:
+            expected = [p.detach().clone() for p in made.parameters]
+        expected = [a + (p.detach() - a) * 0.003 for a, p in zip(expected, made.parameters, strict=True)]
+    assert not torch.equal(made.average[0], made.parameters[0])
+    made._save()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for parameter, average in zip(saved.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter, average, atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("stage", [TAKING_UP, SETTLING])
+def test_a_resumed_run_for_reuse_equals_an_uninterrupted_one(stage, tmp_path):
+    options = ReuseOptions(out=str(tmp_path / "whole"), workers=1, max_tokens=20_000, start_stage=stage)
     train(options, ReuseTrainer)
     stopped = StoppedTrainer(ReuseOptions(**{**vars(options), "out": str(tmp_path / "resumed")}), 0, 1)
     stopped.run()
