@@ -9,10 +9,13 @@ if TYPE_CHECKING:
     from ragcache.engine.answer import Answer, Done, Source, Sources, Timings, Token, Usage
     from ragcache.engine.kb import RagCache
     from ragcache.engine.opening import StoreConfig
-    from ragcache.errors import RagCacheError, UnsupportedModelError
+    from ragcache.engine.passage import Passage
+    from ragcache.errors import RagCacheError, UnknownHandleError, UnsupportedModelError
     from ragcache.fusion import METHODS, MethodInfo, methods
+    from ragcache.fusion.base import FusionMethod
     from ragcache.fusion.eviction import SnapKV
     from ragcache.fusion.fuse import Fused, encode, fuse
+    from ragcache.fusion.recompute import Context, RecomputeMethod
     from ragcache.ingest.chunker import ChunkerConfig
     from ragcache.ingest.document import Document
     from ragcache.ingest.pipeline import IngestConfig
@@ -22,31 +25,37 @@ if TYPE_CHECKING:
     from ragcache.models.decoding import Sampling
     from ragcache.models.lm import LanguageModel
     from ragcache.models.loading import load_lm
-    from ragcache.prompt import Prompt
+    from ragcache.prompt import Prompt, prompt_format
     from ragcache.retrieval.embedder import Embedder, load_embedder
     from ragcache.retrieval.retriever import Hit
+    from ragcache.store.records import Chunk
 
 __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
     "Answer",
+    "Chunk",
     "ChunkerConfig",
+    "Context",
     "Document",
     "Done",
     "Embedder",
     "Fused",
+    "FusionMethod",
     "Hit",
     "IngestConfig",
     "IngestReport",
     "KVBlock",
     "LanguageModel",
     "MethodInfo",
+    "Passage",
     "ProgressEvent",
     "Prompt",
     "RagCache",
     "RagCacheError",
     "Recipe",
+    "RecomputeMethod",
     "Sampling",
     "SnapKV",
     "Source",
@@ -54,6 +63,7 @@ __all__ = [
     "StoreConfig",
     "Timings",
     "Token",
+    "UnknownHandleError",
     "UnsupportedModelError",
     "Usage",
     "encode",
@@ -61,17 +71,21 @@ __all__ = [
     "load_embedder",
     "load_lm",
     "methods",
+    "prompt_format",
 ]
 
 # Where each public name lives. Modules are imported at first use: torch and transformers take seconds, and
 # `ragcache --help` needs neither.
 _HOMES = {
     "Answer": "ragcache.engine.answer",
+    "Chunk": "ragcache.store.records",
     "ChunkerConfig": "ragcache.ingest.chunker",
+    "Context": "ragcache.fusion.recompute",
     "Document": "ragcache.ingest.document",
     "Done": "ragcache.engine.answer",
     "Embedder": "ragcache.retrieval.embedder",
     "Fused": "ragcache.fusion.fuse",
+    "FusionMethod": "ragcache.fusion.base",
     "Hit": "ragcache.retrieval.retriever",
     "IngestConfig": "ragcache.ingest.pipeline",
     "IngestReport": "ragcache.ingest.report",
@@ -79,11 +93,13 @@ _HOMES = {
     "LanguageModel": "ragcache.models.lm",
     "METHODS": "ragcache.fusion",
     "MethodInfo": "ragcache.fusion",
+    "Passage": "ragcache.engine.passage",
     "ProgressEvent": "ragcache.ingest.report",
     "Prompt": "ragcache.prompt",
     "RagCache": "ragcache.engine.kb",
     "RagCacheError": "ragcache.errors",
     "Recipe": "ragcache.kv.identity",
+    "RecomputeMethod": "ragcache.fusion.recompute",
     "Sampling": "ragcache.models.decoding",
     "SnapKV": "ragcache.fusion.eviction",
     "Source": "ragcache.engine.answer",
@@ -91,6 +107,7 @@ _HOMES = {
     "StoreConfig": "ragcache.engine.opening",
     "Timings": "ragcache.engine.answer",
     "Token": "ragcache.engine.answer",
+    "UnknownHandleError": "ragcache.errors",
     "UnsupportedModelError": "ragcache.errors",
     "Usage": "ragcache.engine.answer",
     "encode": "ragcache.fusion.fuse",
@@ -98,6 +115,7 @@ _HOMES = {
     "load_embedder": "ragcache.retrieval.embedder",
     "load_lm": "ragcache.models.loading",
     "methods": "ragcache.fusion",
+    "prompt_format": "ragcache.prompt",
 }
 
 

@@ -9,6 +9,7 @@
     │   └── UnsupportedModelError       a model whose keys cannot be moved exactly
     ├── EmbedderError                   the embedding model is absent or damaged
     ├── CancelledError                  the caller gave up
+    ├── TraceError                      a recorded trace that cannot be read or written: file, line, reason
     ├── StoreError
     │   ├── StoreNotFoundError
     │   ├── StoreMismatchError          made by another model, embedder or schema version
@@ -21,10 +22,12 @@
     │   ├── BlockError
     │   │   ├── DamagedBlockError       bytes do not match their checksum, or cannot be parsed
     │   │   ├── StaleBlockError         another fingerprint, recipe or prefix
-    │   │   └── MissingBlockError
+    │   │   ├── MissingBlockError
+    │   │   └── UnencodableBlockError   numbers that the store's codec cannot keep
     │   ├── DamagedIndexError
     │   ├── FilterError                 a metadata filter that cannot be evaluated
-    │   └── NoSuchDocumentError
+    │   ├── NoSuchDocumentError
+    │   └── UnknownHandleError          a passage without text whose handle or id names nothing here
     └── IngestError
         ├── ReaderError                 one file could not be read: path and reason
         ├── DuplicateDocumentError
@@ -76,6 +79,16 @@ class EmbedderError(RagCacheError):
 
 class CancelledError(RagCacheError):
     """The caller cancelled the request."""
+
+
+class TraceError(RagCacheError):
+    """A trace cannot be read or written. `path`, `line` (None for the whole file) and `reason` say which and why."""
+
+    def __init__(self, path: str | os.PathLike[str], reason: str, line: int | None = None) -> None:
+        self.path = os.fspath(path)
+        self.line = line
+        self.reason = reason
+        super().__init__(f"{self.path}{'' if line is None else f', line {line}'}: {reason}")
 
 
 class StoreError(RagCacheError):
@@ -130,6 +143,10 @@ class MissingBlockError(BlockError):
     """A handle names a block that no tier holds."""
 
 
+class UnencodableBlockError(BlockError):
+    """A block holds NaN, infinities or a dtype that the store's codec cannot encode."""
+
+
 class DamagedIndexError(StoreError):
     """The vector index on disk cannot be read; it is rebuilt from SQL."""
 
@@ -140,6 +157,10 @@ class FilterError(StoreError):
 
 class NoSuchDocumentError(StoreError):
     """No document has this id."""
+
+
+class UnknownHandleError(StoreError):
+    """A passage came without its text, and neither its handle nor its id names a chunk of this store."""
 
 
 class IngestError(RagCacheError):

@@ -6,9 +6,9 @@ same at every rank and behind every prefix, and its KV block can be reused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from ragcache.errors import ConfigError, PromptError
 
@@ -59,6 +59,13 @@ class Prompt:
         return [*self.prefix_ids, *(i for chunk in self.chunk_ids for i in chunk), *self.suffix_ids]
 
 
+class PromptEnds(NamedTuple):
+    """Ids before the chunks and behind them."""
+
+    prefix_ids: Sequence[int]
+    suffix_ids: Sequence[int]
+
+
 @dataclass(frozen=True)
 class PromptFormat:
     """How a question becomes prefix and suffix ids around the chunks.
@@ -72,8 +79,12 @@ class PromptFormat:
     tail: str
     question_format: str
 
+    def asked(self, question: str) -> str:
+        """The question as the model reads it."""
+        return self.question_format.replace("{question}", question)
+
     def suffix_text(self, question: str) -> str:
-        return self.question_format.replace("{question}", question) + self.tail
+        return self.asked(question) + self.tail
 
     def suffix_ids(self, tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
         """Raises PromptError when the question is empty or holds nothing but white space."""
@@ -89,31 +100,45 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def prompt_format(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    system: str | None = None,
-    question_format: str | None = None,
-    history: Sequence[dict[str, str]] = (),
+    tokenizer: PreTrainedTokenizerBase, *, system: str | None = None, question_format: str | None = None
 ) -> PromptFormat:
-    """Split the tokenizer's chat template at the context, which opens the last user message.
+    """Split the tokenizer's chat template at the context, which opens the user message.
 
     Without a template: BOS (where the tokenizer has one), the system text and a newline before the context; the
-    question and "\\nAnswer:" behind it. `history` holds earlier turns (role, content), which go before the context.
-    A tokenizer may state its own question format as `init_kwargs["ragcache_question_format"]`.
+    question and "\\nAnswer:" behind it. A tokenizer may state its own question format as
+    `init_kwargs["ragcache_question_format"]`.
 
     Raises ConfigError when the question format has no {question}, or the template drops or repeats the user message.
     """
     question_format = _question_format(tokenizer, question_format)
-    if tokenizer.chat_template is None:
-        bos = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
-        head = "".join(f"{turn['content']}\n" for turn in history)
-        text = (f"{system}\n" if system else "") + head
-        return PromptFormat((*bos, *encode_text(tokenizer, text)), "\nAnswer:", question_format)
-    text = _render(tokenizer, system, history)
-    if text.count(CONTEXT_MARK) != 1:
-        raise ConfigError("the chat template does not render the user message exactly once; pass a tokenizer that does")
-    head, tail = text.split(CONTEXT_MARK)
-    return PromptFormat(tuple(encode_text(tokenizer, head)), tail, question_format)
+    head, tail = _halves(tokenizer, [*system_turn(system), {"role": "user", "content": CONTEXT_MARK}])
+    return PromptFormat(tuple(_opening_ids(tokenizer, head)), tail, question_format)
+
+
+def conversation_ends(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> PromptEnds:
+    """Split a conversation (role, content) at CONTEXT_MARK, which stands in one of its turns.
+
+    Without the mark all ids are suffix. Raises PromptError when the chat template refuses the turns or loses the mark.
+    """
+    try:
+        if not any(CONTEXT_MARK in turn["content"] for turn in turns):
+            return PromptEnds((), _opening_ids(tokenizer, _render(tokenizer, turns)))
+        head, tail = _halves(tokenizer, turns)
+    except ConfigError as error:
+        raise PromptError(str(error)) from error
+    return PromptEnds(_opening_ids(tokenizer, head), encode_text(tokenizer, tail))
+
+
+def text_ends(tokenizer: PreTrainedTokenizerBase, head: str, tail: str | None) -> PromptEnds:
+    """Raw text around chunks, no template; without chunks (tail None) all of it is suffix. BOS comes first where the
+    tokenizer has one and the text does not begin with it."""
+    first = [] if head.startswith(tokenizer.bos_token or " ") else _bos(tokenizer)
+    ids = [*first, *encode_text(tokenizer, head)]
+    return PromptEnds((), ids) if tail is None else PromptEnds(ids, encode_text(tokenizer, tail))
+
+
+def system_turn(system: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}] if system else []
 
 
 def _question_format(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
@@ -124,11 +149,31 @@ def _question_format(tokenizer: PreTrainedTokenizerBase, given: str | None) -> s
     return chosen
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, system: str | None, history: Sequence[dict[str, str]]) -> str:
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    messages += [*history, {"role": "user", "content": CONTEXT_MARK}]
+def _halves(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+    text = _render(tokenizer, turns)
+    if text.count(CONTEXT_MARK) != 1:
+        raise ConfigError("the chat template does not render the user message exactly once; pass a tokenizer that does")
+    head, tail = text.split(CONTEXT_MARK)
+    return head, tail
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> str:
+    if tokenizer.chat_template is None:  # a line a turn
+        return "\n".join([*(turn["content"] for turn in turns), "Answer:"])
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: str = tokenizer.apply_chat_template(
+            [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=True
+        )
     except Exception as error:  # templates raise whatever they like (jinja2's TemplateError, mostly)
         raise ConfigError(f"the model's chat template refuses these messages: {error}") from error
     return text
+
+
+def _opening_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of the beginning of a rendered prompt. A template writes BOS itself; where there is none, it is put first."""
+    ids = encode_text(tokenizer, text)
+    return ids if tokenizer.chat_template is not None else [*_bos(tokenizer), *ids]
+
+
+def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]

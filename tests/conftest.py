@@ -9,3 +9,34 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+from tiny_model import save_tiny_llama
+
+import ragcache as rc
+from ragcache.retrieval.testing import BagOfWords
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def lm(model_directory) -> rc.LanguageModel:
+    return rc.load_lm(model_directory)
+
+
+@pytest.fixture
+def open_kb(tmp_path, lm):
+    """Opens the test's store, as often as wanted, and closes what was opened."""
+    opened = []
+
+    def open_one(path: Path = tmp_path / "kb", **options) -> rc.RagCache:
+        kb = rc.RagCache.open(path, **{"model": lm, "embedder": BagOfWords(), **options})
+        opened.append(kb)
+        return kb
+
+    yield open_one
+    for kb in opened:
+        kb.close()

@@ -20,8 +20,9 @@ LAYERS = [
     {"engine"},
     {""},  # the package's front: `from ragcache import RagCache`
     {"training"},
-    {"evaluation"},
-    {"server", "cli"},
+    {"evaluation", "planning"},
+    {"server"},
+    {"cli"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -67,3 +68,22 @@ def test_the_engine_names_no_implementation():
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
         classes = {cls.__name__ for cls in (*METHODS.values(), *CODECS.values())} | {"MemoryTier", "DiskTier"}
         assert not imported & classes, path
+
+
+OUTSIDE = [
+    *PACKAGE.parent.glob("integrations/langchain/langchain_ragcache/**/*.py"),
+    *PACKAGE.parent.glob("integrations/llama-index/llama_index/**/*.py"),
+    *PACKAGE.parent.glob("apps/chatbot/**/*.py"),
+    *PACKAGE.parent.glob("examples/**/*.py"),
+]
+
+
+def test_integrations_apps_and_examples_see_public_names_only():
+    assert len(OUTSIDE) > 20
+    public = {"ragcache", "ragcache.errors"}
+    for path in OUTSIDE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            seen = {name for name in names if name.split(".")[0] == "ragcache"}
+            assert seen <= public, f"{path}: {seen - public}"

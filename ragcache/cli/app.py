@@ -12,12 +12,16 @@ from ragcache.cli.check import check
 from ragcache.cli.demo import demo
 from ragcache.cli.documents import delete, ingest, list_documents
 from ragcache.cli.evaluate import evaluate
+from ragcache.cli.plan import plan
+from ragcache.cli.serve import serve
+from ragcache.cli.simulate import simulate
 from ragcache.cli.train import train
 
 COMMANDS = {
     "ingest": ingest,
     "ask": ask,
     "chat": chat,
+    "serve": serve,
     "list": list_documents,
     "delete": delete,
     "info": info,
@@ -26,6 +30,8 @@ COMMANDS = {
     "eval": evaluate,
     "check": check,
     "train": train,
+    "plan": plan,
+    "simulate": simulate,
     "demo": demo,
 }
 

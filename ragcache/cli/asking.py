@@ -10,8 +10,9 @@ import typer
 
 from ragcache.cli.command import command
 from ragcache.cli.opening import open_with_models
-from ragcache.cli.options import AnswerOptions, Json, ModelOptions, StoreOptions
+from ragcache.cli.options import AnswerOptions, Json, ModelOptions, StoreOptions, option
 from ragcache.cli.output import print_json, say, say_error, seconds_text
+from ragcache.cli.serve import AddressOptions, run_page
 from ragcache.errors import RagCacheError
 
 if TYPE_CHECKING:
@@ -38,11 +39,21 @@ def ask(
 
 
 @command
-def chat(store: StoreOptions, models: ModelOptions, answer: AnswerOptions) -> None:
+def chat(
+    store: StoreOptions,
+    models: ModelOptions,
+    answer: AnswerOptions,
+    address: AddressOptions,
+    web: Annotated[bool, option("--web", "Chat in a web page: the API and the page, on --host and --port.")] = False,
+) -> None:
     """Ask one question after another. Each stands for itself: passages are read, earlier questions are not.
 
-    Ctrl-C ends an answer, /exit or Ctrl-D the chat.
+    Ctrl-C ends an answer, /exit or Ctrl-D the chat. With --web a page takes the terminal's place, where a conversation
+    goes on from its earlier questions; Ctrl-C ends the server.
     """
+    if web:
+        run_page(store, models, answer, address)
+        return
     options = answer.stream_options()
     with open_with_models(store, models) as kb:
         for question in _questions():

@@ -85,12 +85,33 @@ class StoreOptions:
     memory: Annotated[
         int, option("--memory", "Budget of the host-memory tier.", parser=size, metavar="SIZE", show_default="2GiB")
     ] = 2 * 2**30
+    codec: Annotated[
+        str, option("--codec", "How new KV blocks are kept: raw, int8, int4, fp8 or cachegen; all are read.")
+    ] = "raw"
+    eviction: Annotated[
+        str, option("--eviction", "What the memory tier gives up when it is full: lru, lfu, gdsf or pgdsf.")
+    ] = "lru"
+    admission: Annotated[
+        str, option("--admission", "What may take its place: all, or what is asked for more often (tinylfu).")
+    ] = "all"
+    trace: Annotated[
+        Path | None, option("--trace", "Append every access to blocks to this file, for `ragcache simulate`; no text.")
+    ] = None
     index: Annotated[Literal["flat", "hnsw"], option("--index", "Kind of vector index; flat is exact.")] = "flat"
 
     def config(self, *, read_only: bool = False) -> StoreConfig:
         from ragcache import StoreConfig
 
-        return StoreConfig(self.database, self.memory, index=self.index, read_only=read_only)
+        return StoreConfig(
+            self.database,
+            self.memory,
+            codec=self.codec,
+            eviction=self.eviction,
+            index=self.index,
+            read_only=read_only,
+            admission=self.admission,
+            trace=self.trace,
+        )
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from ragcache.codecs.base import Codec
+from ragcache.codecs.cachegen import CacheGenCodec
+from ragcache.codecs.fp8 import Fp8Codec
+from ragcache.codecs.kivi import Int4Codec, Int8Codec
 from ragcache.codecs.raw import RawCodec
 from ragcache.errors import ConfigError
 
-CODECS: dict[str, type[Codec]] = {"raw": RawCodec}
+CODECS: dict[str, type[Codec]] = {
+    "raw": RawCodec,
+    "int8": Int8Codec,
+    "int4": Int4Codec,
+    "fp8": Fp8Codec,
+    "cachegen": CacheGenCodec,
+}
 
 
 def get_codec(name: str) -> Codec:
@@ -16,4 +25,4 @@ def get_codec(name: str) -> Codec:
     return CODECS[name]()
 
 
-__all__ = ["CODECS", "Codec", "RawCodec", "get_codec"]
+__all__ = ["CODECS", "CacheGenCodec", "Codec", "Fp8Codec", "Int4Codec", "Int8Codec", "RawCodec", "get_codec"]

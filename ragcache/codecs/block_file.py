@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.codecs.container import read_container, write_container
-from ragcache.errors import DamagedBlockError, SchemaVersionError
+from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
 
 FORMAT_VERSION = 1
@@ -16,9 +18,9 @@ FORMAT_VERSION = 1
 def write_block(path: Path, key: str, block: KVBlock, codec: Codec) -> KVBlock:
     """Store a block under its key and return it as it will be read back (another one where the codec is lossy).
 
-    Raises StoreFullError, StoreReadOnlyError.
+    Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError.
     """
-    tensors = codec.encode(block)
+    tensors = encode_block(key, block, codec)
     metadata = {
         "format_version": str(FORMAT_VERSION),
         "key": key,
@@ -28,6 +30,14 @@ def write_block(path: Path, key: str, block: KVBlock, codec: Codec) -> KVBlock:
     }
     write_container(path, tensors, metadata)
     return codec.decode(tensors)
+
+
+def encode_block(key: str, block: KVBlock, codec: Codec) -> dict[str, Tensor]:
+    """The codec's tensors of a block. Raises UnencodableBlockError that names the block."""
+    try:
+        return codec.encode(block)
+    except UnencodableBlockError as error:
+        raise UnencodableBlockError(f"block {key} cannot be stored with codec {codec.name!r}: {error}") from error
 
 
 def read_block(path: Path, key: str) -> KVBlock:

@@ -52,11 +52,16 @@ class Usage:
     prompt_tokens:     all of the prompt, with those that the method put between (link tokens, markers)
     cached_tokens:     of these, tokens whose KV was reused
     completion_tokens: of the answer
+    created_tokens:    of blocks that no tier held and that were computed for this question
+    computed_tokens:   prompt tokens that the model ran for this question, in the layer where it ran most: the suffix,
+                       what the method adds or recomputes, and created_tokens
     """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    created_tokens: int = 0
+    computed_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Timings, Token, Usage
 from ragcache.engine.blocks import LoadedBlocks, load_or_compute
@@ -14,24 +16,41 @@ from ragcache.fusion.additions import Additions
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
-from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.encoder import BlockEncoder, ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
 from ragcache.models.lm import LanguageModel
-from ragcache.prompt import Prompt, PromptFormat
+from ragcache.prompt import Prompt, PromptEnds, PromptFormat
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 
 OVERFLOWS = ("error", "trim")
 UNUSED = "unused"
+PREFIX_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How one prompt is read and answered; see `RagCache.stream`."""
+
+    method: FusionMethod
+    evict: SnapKV | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    on_overflow: str = "error"
+    cancelled: threading.Event | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_overflow not in OVERFLOWS:
+            raise ConfigError(f"on_overflow {self.on_overflow!r} is unknown; choose one of {', '.join(OVERFLOWS)}")
 
 
 class Reader:
-    """Answers questions over hits that are already retrieved. Thread-safe.
+    """Answers prompts over hits that are already retrieved. Thread-safe.
 
-    The prefix's own block is computed once and kept here: it is the same for all questions (a method may put tokens of
-    its own behind the prefix, which makes another block).
+    The store's prefix is the same for all questions, so its own block is computed once and kept here; a method may put
+    tokens of its own behind it, which makes another block, and a conversation may bring a prefix of its own. The last
+    few are kept.
     """
 
     def __init__(
@@ -48,7 +67,7 @@ class Reader:
         self.kv = kv
         self.documents = documents
         self._eos = eos_token_ids(lm)
-        self._prefix_blocks: dict[tuple[int, ...], KVBlock] = {}
+        self._prefix_blocks: OrderedDict[tuple[int, ...], KVBlock] = OrderedDict()
         self._lock = threading.Lock()
 
     def check(self, method: FusionMethod) -> None:
@@ -65,27 +84,29 @@ class Reader:
                 f"with method={method.name!r}"
             )
 
-    def prompt(self, question: str, hits: Sequence[Hit], method: FusionMethod, on_overflow: str) -> tuple[Prompt, int]:
+    def question_ends(self, question: str) -> PromptEnds:
+        """Raises PromptError (empty question)."""
+        return PromptEnds(self.format.prefix_ids, self.format.suffix_ids(self.lm.tokenizer, question))
+
+    def prompt(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> tuple[Prompt, int]:
         """The prompt over as many hits as fit, and how many were left out.
 
-        Raises PromptError (empty question, more passages than the method can read under "error"), ContextTooLongError
-        (too long under "error", or without any passage).
+        Raises PromptError (more passages than the method can read under "error"), ContextTooLongError (too long under
+        "error", or without any passage).
         """
-        if on_overflow not in OVERFLOWS:
-            raise ConfigError(f"on_overflow {on_overflow!r} is unknown; choose one of {', '.join(OVERFLOWS)}")
-        suffix = self.format.suffix_ids(self.lm.tokenizer, question)
-        room = self.lm.max_positions - len(self.format.prefix_ids) - len(suffix)
+        method = reading.method
+        room = self.lm.max_positions - len(ends.prefix_ids) - len(ends.suffix_ids)
         if room < 0:
             raise ContextTooLongError(
-                f"the question has {len(suffix)} tokens and {self.lm.name} takes {self.lm.max_positions} with its "
-                f"prompt; ask a shorter one"
+                f"the question has {len(ends.suffix_ids)} tokens, {len(ends.prefix_ids)} come before it, and "
+                f"{self.lm.name} takes {self.lm.max_positions}; ask a shorter one"
             )
-        whole = Prompt(self.format.prefix_ids, [hit.chunk.token_ids for hit in hits], suffix)
-        if hits and on_overflow == "error":
+        whole = Prompt(ends.prefix_ids, [hit.chunk.token_ids for hit in hits], ends.suffix_ids)
+        if hits and reading.on_overflow == "error":
             method.check(self.lm, whole)
         added = method.additions(self.lm)
         kept = _fitting([len(chunk) for chunk in whole.chunk_ids], room, added)
-        if kept < len(hits) and on_overflow == "error":
+        if kept < len(hits) and reading.on_overflow == "error":
             total = whole.num_tokens + len(added.ids(len(hits)))
             raise ContextTooLongError(
                 f"{len(hits)} passages make a prompt of {total} tokens and {self.lm.name} takes "
@@ -93,24 +114,16 @@ class Reader:
             )
         return replace(whole, chunk_ids=whole.chunk_ids[:kept]), len(hits) - kept
 
-    def stream(
-        self,
-        question: str,
-        hits: Sequence[Hit],
-        method: FusionMethod,
-        evict: SnapKV | None,
-        sampling: Sampling,
-        on_overflow: str,
-        clock: Clock,
-        cancelled: threading.Event | None,
-    ) -> Iterator[Event]:
-        prompt, dropped = self.prompt(question, hits, method, on_overflow)
+    def stream(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock) -> Iterator[Event]:
+        method, sampling = reading.method, reading.sampling
+        prompt, dropped = self.prompt(ends, hits, reading)
         hits = hits[: len(hits) - dropped]
-        loaded = self._load(hits, method)
+        prefix = self._prefix(prompt, method)
+        loaded = self._load(prompt, hits, method, prefix.block)
         sources = _sources(hits, loaded)
         yield Sources(sources)
-        fused = self._fuse(prompt, method, evict, loaded, sampling)
-        clock.read(loaded, fused)
+        fused = self._fuse(prompt, reading, loaded, prefix.block)
+        clock.read(loaded, fused, prefix.encode_s)
         text, tokens, finish = "", 0, "length"
         pieces = TextStream(self.lm.tokenizer, sampling.stop)
         steps = decode(
@@ -121,7 +134,7 @@ class Reader:
             sampling,
             eos_ids=self._eos,
             never=fused.reserved_ids,
-            cancelled=cancelled,
+            cancelled=reading.cancelled,
         )
         try:
             for token in steps:
@@ -138,45 +151,66 @@ class Reader:
                 yield Token(piece)
         finally:
             fused.cache.release()
-        usage = Usage(fused.prompt_tokens, max(0, fused.cached_tokens - loaded.encoded_tokens), tokens)
+        created = prefix.created_tokens + loaded.encoded_tokens
+        computed = max(fused.computed_tokens) + fused.encoded_tokens + created
+        cached = max(0, fused.prompt_tokens - computed)
+        usage = Usage(fused.prompt_tokens, cached, tokens, created, computed)
         yield Done(Answer(text, sources, clock.timings(), usage, method.name, dropped, finish))
 
-    def _load(self, hits: Sequence[Hit], method: FusionMethod) -> LoadedBlocks:
+    def _load(self, prompt: Prompt, hits: Sequence[Hit], method: FusionMethod, prefix: KVBlock | None) -> LoadedBlocks:
         if not method.reuses_blocks:
             handles = [self.encoder.key(hit.chunk.token_ids) for hit in hits]
             return LoadedBlocks([], handles, [UNUSED] * len(hits), 0.0, 0.0, 0)
-        return load_or_compute(self.encoder, self.kv, self.documents, [hit.chunk for hit in hits])
+        own = self.encoder
+        encoder: BlockEncoder = own
+        ids = self._prefix_ids(prompt, method)
+        if passing := own.recipe.sees_prefix and ids != own.prefix_ids:
+            encoder = ModelEncoder(self.lm, own.recipe, ids, own.tenant, prefix_block=prefix)
+        return load_or_compute(encoder, self.kv, self.documents, [hit.chunk for hit in hits], passing=passing)
 
-    def _fuse(
-        self,
-        prompt: Prompt,
-        method: FusionMethod,
-        evict: SnapKV | None,
-        loaded: LoadedBlocks,
-        sampling: Sampling,
-    ) -> Fused:
-        if not method.reuses_blocks:
-            return fuse(self.lm, prompt, method, reserve_tokens=sampling.max_tokens, evict=evict)
+    def _fuse(self, prompt: Prompt, reading: Reading, loaded: LoadedBlocks, prefix: KVBlock | None) -> Fused:
+        reserve, evict = reading.sampling.max_tokens, reading.evict
+        if not reading.method.reuses_blocks:
+            return fuse(self.lm, prompt, reading.method, reserve_tokens=reserve, evict=evict)
         return fuse(
             self.lm,
             prompt,
-            method,
+            reading.method,
             loaded.blocks,
             recipe=self.encoder.recipe,
-            prefix_block=self._prefix(prompt, method),
-            reserve_tokens=sampling.max_tokens,
+            prefix_block=prefix,
+            reserve_tokens=reserve,
             evict=evict,
         )
 
-    def _prefix(self, prompt: Prompt, method: FusionMethod) -> KVBlock | None:
-        behind = method.additions(self.lm).behind_prefix if prompt.chunk_ids else ()
-        ids = (*prompt.prefix_ids, *behind)
-        if not ids:
-            return None
+    def _prefix(self, prompt: Prompt, method: FusionMethod) -> _Prefix:
+        ids = tuple(self._prefix_ids(prompt, method))
+        if not ids or not method.reuses_blocks:
+            return _Prefix()
         with self._lock:
-            if ids not in self._prefix_blocks:
-                self._prefix_blocks[ids] = self.lm.encode([ids])[0]
-            return self._prefix_blocks[ids]
+            if ids in self._prefix_blocks:
+                self._prefix_blocks.move_to_end(ids)
+                return _Prefix(self._prefix_blocks[ids])
+        started = time.perf_counter()
+        block = self.lm.encode([ids])[0]  # outside the lock: another asker must not wait for a long conversation
+        with self._lock:
+            self._prefix_blocks[ids] = block
+            while len(self._prefix_blocks) > PREFIX_BLOCKS:
+                self._prefix_blocks.popitem(last=False)
+        return _Prefix(block, len(ids), time.perf_counter() - started)
+
+    def _prefix_ids(self, prompt: Prompt, method: FusionMethod) -> list[int]:
+        """With what the method puts behind the prefix."""
+        behind = method.additions(self.lm).behind_prefix if prompt.chunk_ids else ()
+        return [*prompt.prefix_ids, *behind]
+
+
+class _Prefix(NamedTuple):
+    """The prefix's block; tokens and seconds spent on it now."""
+
+    block: KVBlock | None = None
+    created_tokens: int = 0
+    encode_s: float = 0.0
 
 
 @dataclass
@@ -188,11 +222,11 @@ class Clock:
     _ttft_s: float | None = None
     _phases: dict[str, float] = field(default_factory=dict)
 
-    def read(self, loaded: LoadedBlocks, fused: Fused) -> None:
+    def read(self, loaded: LoadedBlocks, fused: Fused, prefix_s: float) -> None:
         times = fused.timings
         self._phases = {
             "load_s": loaded.load_s,
-            "encode_s": loaded.encode_s + times.encode_s,
+            "encode_s": prefix_s + loaded.encode_s + times.encode_s,
             "place_s": times.place_s,
             "prefill_s": times.prefill_s,
         }

@@ -35,9 +35,17 @@ class LoadedBlocks:
 
 
 def load_or_compute(
-    encoder: BlockEncoder, kv_store: KVStore, documents: DocumentStore, chunks: Sequence[Chunk]
+    encoder: BlockEncoder,
+    kv_store: KVStore,
+    documents: DocumentStore,
+    chunks: Sequence[Chunk],
+    *,
+    passing: bool = False,
 ) -> LoadedBlocks:
-    """One block a chunk. What no tier holds is computed from the chunk's ids and kept.
+    """One block a chunk. What no tier holds is computed from the chunk's ids and kept: on disk for the store's own
+    chunks, in this process's memory for others, which no deletion would ever find.
+
+    passing: the encoder is not the store's own (another prefix): keep in memory only
 
     The name of a block follows from what it depends on, so a block made under another model, recipe or prefix is not
     found here, however it is named in the document store (law 8).
@@ -52,7 +60,12 @@ def load_or_compute(
         made = encoder.encode([chunks[rank].token_ids for rank in missing.values()])
         computed = dict(zip(missing, made, strict=True))
         for handle, block in computed.items():
-            _keep(kv_store, documents, chunks[missing[handle]], handle, block)
+            chunk = chunks[missing[handle]]
+            # What is kept is read here too: with a lossy codec the first answer is then like all later ones.
+            if passing or not chunk.is_stored:
+                computed[handle] = kv_store.remember(handle, block)
+            else:
+                computed[handle] = _keep(kv_store, documents, chunk, handle, block)
     return LoadedBlocks(
         blocks=[computed[handle] if hit is None else hit.block for handle, hit in zip(handles, found, strict=True)],
         handles=handles,
@@ -63,10 +76,14 @@ def load_or_compute(
     )
 
 
-def _keep(kv_store: KVStore, documents: DocumentStore, chunk: Chunk, handle: str, block: KVBlock) -> None:
-    """Store a computed block. A store that cannot take it costs the next question time, never this one its answer."""
+def _keep(kv_store: KVStore, documents: DocumentStore, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
+    """Store a computed block and return it as stored.
+
+    A store that cannot take it costs the next question time, never this one its answer.
+    """
+    stored = block
     try:
-        kv_store.put(handle, block)
+        stored = kv_store.put(handle, block)
         if chunk.handle != handle:
             documents.set_handle(chunk.id, handle)
     except NoSuchDocumentError:
@@ -74,4 +91,5 @@ def _keep(kv_store: KVStore, documents: DocumentStore, chunk: Chunk, handle: str
             kv_store.delete(handle)
     except (StoreReadOnlyError, StoreFullError, StoreBusyError) as error:
         log.warning("the block of chunk %s is kept in memory only: %s", chunk.id, error)
-        kv_store.remember(handle, block)
+        stored = kv_store.remember(handle, block)
+    return stored

@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.engine.aio import AsyncTwins
 from ragcache.engine.answer import Answer, Done, Event
-from ragcache.engine.asking import Clock, Reader
+from ragcache.engine.asking import Clock, Reader, Reading
+from ragcache.engine.conversation import Conversation, completion_ends
+from ragcache.engine.estimate import PrefillRate, measure_prefill
 from ragcache.engine.maintenance import DoctorReport, Info, doctor, info
 from ragcache.engine.opening import Store, StoreConfig, absent_embedder, open_embedder, open_model, open_store
+from ragcache.engine.passage import Passage, find_passages
 from ragcache.engine.usage import UsageLog
 from ragcache.engine.verdict import AUTO, choose_safe, warn_if_unsafe
 from ragcache.errors import ConfigError
@@ -27,21 +34,23 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.report import IngestReport, Progress
+from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.identity import Recipe
 from ragcache.models.decoding import Sampling
 from ragcache.models.lm import LanguageModel
-from ragcache.prompt import prompt_format
+from ragcache.prompt import PromptEnds, encode_text, prompt_format
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.store.filters import Filter
 from ragcache.store.garbage import collect_garbage
+from ragcache.store.records import Chunk
 from ragcache.store.records import Document as StoredDocument
 
 DEFAULT_K = 5
 T = TypeVar("T")
 
 
-class RagCache:
+class RagCache(AsyncTwins):
     """A knowledge base: one store, one language model, one embedder.
 
     Use `RagCache.open`. Thread-safe: several threads may ask while one ingests; several processes may open one store,
@@ -49,6 +58,7 @@ class RagCache:
     """
 
     def __init__(self, store: Store, config: StoreConfig) -> None:
+        super().__init__()
         self.store = store
         self.config = config
         self._usage = UsageLog(store.layout.root / "usage.json")
@@ -58,7 +68,11 @@ class RagCache:
         self._retriever: Retriever | None = None
         self._ingestor: Ingestor | None = None
         self._reader: Reader | None = None
+        self._whole: WholeTexts | None = None
+        self._system: str | None = None
         self._generation = -1
+        self._prefill_rate: PrefillRate | None = None
+        self._measuring = threading.Lock()
 
     @classmethod
     def open(
@@ -151,6 +165,8 @@ class RagCache:
             prefix_ids += method.additions(lm).behind_prefix
         encoder = ModelEncoder(lm, block_recipe(lm, method, recipe), prefix_ids, tenant)
         self._reader = Reader(lm, encoder, text, store.kv, store.documents)
+        self._whole = WholeTexts(lm.tokenizer)
+        self._system = system
         cut = Chunker(lm.tokenizer, **asdict(chunker)) if chunker else Chunker(lm.tokenizer)
         self._ingestor = Ingestor(store.layout, store.documents, store.kv, self.retriever, cut, encoder, ingest)
 
@@ -165,6 +181,26 @@ class RagCache:
     def retriever(self) -> Retriever:
         return _present(self._retriever)
 
+    @property
+    def embedder(self) -> Embedder:
+        return self.retriever.embedder
+
+    @property
+    def method(self) -> str:
+        """Name of the fusion method that questions are read with, unless they name another."""
+        return _present(self._method).name
+
+    def count_tokens(self, text: str) -> int:
+        """Of the language model, no special ones added."""
+        return len(encode_text(self.lm.tokenizer, text))
+
+    def full_prefill_estimate_s(self, num_tokens: int) -> float:
+        """Seconds that a full prefill of so many tokens takes here, by two short ones, run at the first call."""
+        with self._measuring:
+            if self._prefill_rate is None:
+                self._prefill_rate = measure_prefill(self.lm)
+        return self._prefill_rate.seconds(num_tokens)
+
     # Documents
 
     def ingest(
@@ -172,21 +208,24 @@ class RagCache:
         inputs: Iterable[str | os.PathLike[str] | Document] | str | os.PathLike[str] | Document,
         *,
         kv: str = "eager",
+        split: bool = True,
         progress: Progress | bool | None = None,
         timeout_s: float = 30.0,
     ) -> IngestReport:
         """Store files, folders and Document objects; see `Ingestor.ingest`.
 
+        split:    False makes every document one passage, kept as it is, whose chunk's id is the document's
         progress: a callback of ProgressEvents, or True for bars on the terminal
         """
         given = [inputs] if isinstance(inputs, str | os.PathLike | Document) else inputs
         ingestor = _present(self._ingestor)
+        chunker = None if split else self._whole
         if progress is not True:
-            return ingestor.ingest(given, kv=kv, progress=progress or None, timeout_s=timeout_s)
+            return ingestor.ingest(given, kv=kv, chunker=chunker, progress=progress or None, timeout_s=timeout_s)
         from ragcache.ingest.progress_bars import progress_bars
 
         with progress_bars() as bars:
-            return ingestor.ingest(given, kv=kv, progress=bars, timeout_s=timeout_s)
+            return ingestor.ingest(given, kv=kv, chunker=chunker, progress=bars, timeout_s=timeout_s)
 
     def delete(self, ids: Iterable[str] | str, *, timeout_s: float = 30.0) -> list[str]:
         """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found."""
@@ -212,66 +251,155 @@ class RagCache:
         """Documents whose metadata pass the filter, by id."""
         return self.store.documents.documents(filter, limit=limit, offset=offset)
 
+    def document(self, id: str) -> StoredDocument | None:
+        return self.store.documents.document(id)
+
+    def chunks(self, ids: Iterable[str]) -> list[Chunk]:
+        """The chunks of these chunk ids, in their order; an id that is not there is left out."""
+        return self.store.documents.chunks(ids)
+
+    def chunks_of(self, document_id: str) -> list[Chunk]:
+        """A document's chunks in order; none for an unknown document."""
+        return self.store.documents.chunks_of(document_id)
+
+    def vectors(self, ids: Iterable[str]) -> NDArray[np.float32]:
+        """The embeddings of `chunks(ids)`: float32 [n, dimension]."""
+        return self.store.documents.vectors(ids, self.embedder.dimension)
+
     # Questions
 
     def retrieve(
         self,
-        question: str,
+        question: str | NDArray[np.float32],
         k: int = DEFAULT_K,
         *,
         filter: Filter | None = None,
         score_threshold: float | None = None,
         mmr_lambda: float | None = None,
+        fetch_k: int | None = None,
     ) -> list[Hit]:
-        """The k chunks nearest to the question, best first; see `Retriever.retrieve`."""
+        """The k chunks nearest to the question (text, or its vector), best first; see `Retriever.retrieve`."""
         self._drop_deleted()
-        return self.retriever.retrieve(
-            question, k, filter=filter, score_threshold=score_threshold, mmr_lambda=mmr_lambda
-        )
+        options = {"filter": filter, "score_threshold": score_threshold, "mmr_lambda": mmr_lambda, "fetch_k": fetch_k}
+        if isinstance(question, str):
+            return self.retriever.retrieve(question, k, **options)  # type: ignore[arg-type]
+        return self.retriever.retrieve_by_vector(question, k, **options)  # type: ignore[arg-type]
 
     def ask(self, question: str, k: int = DEFAULT_K, **options: Any) -> Answer:
         """Answer a question from the store. Options as for `stream`; the same events, collected."""
-        for event in self.stream(question, k, **options):
-            if isinstance(event, Done):
-                return event.answer
-        raise ConfigError("the stream ended without an answer")  # a Reader that breaks its contract
+        return _answer(self.stream(question, k, **options))
 
     def stream(
         self,
         question: str,
         k: int = DEFAULT_K,
         *,
-        hits: Sequence[Hit] | None = None,
+        hits: Sequence[Hit | Passage] | None = None,
+        filter: Filter | None = None,
+        score_threshold: float | None = None,
+        mmr_lambda: float | None = None,
+        **reading: Any,
+    ) -> Iterator[Event]:
+        """Sources, then tokens, then the whole answer.
+
+        hits:    passages to read instead of retrieving, best first
+        reading: how to read and answer:
+            method:      another fusion method than the one the store was opened with
+            method_options: options of `method`, or of the store's own method
+            evict:       as for `open`; None: what the store was opened with
+            sampling:    a `Sampling`; greedy when None
+            on_overflow: when the passages do not fit the model's context: "error", or "trim" whole passages from the
+                         end (`Answer.dropped` says how many)
+            cancelled:   a threading.Event; set it to stop
+
+        Raises PromptError, ContextTooLongError, ConfigError, FilterError, UnknownHandleError, CancelledError.
+        """
+        chosen = self._reading(**reading)
+
+        def find() -> Sequence[Hit | Passage]:
+            if hits is not None:
+                return hits
+            return self.retrieve(question, k, filter=filter, score_threshold=score_threshold, mmr_lambda=mmr_lambda)
+
+        return self._stream(lambda reader: reader.question_ends(question), find, chosen)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Answer:
+        """Answer a conversation. Options as for `stream_chat`; the same events, collected."""
+        return _answer(self.stream_chat(messages, **options))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        passages: Sequence[Hit | Passage] | None = None,
+        k: int | None = None,
+        filter: Filter | None = None,
+        score_threshold: float | None = None,
+        mmr_lambda: float | None = None,
+        **reading: Any,
+    ) -> Iterator[Event]:
+        """Go on with a conversation: sources, then tokens, then the whole answer.
+
+        messages: {"role": "system" | "user" | "assistant", "content": text, or a list of texts and passages}. Passages
+                  (of the last message that has any) are read where they stand; only white space may be between them
+        passages: instead, passages to put in front of the last user message (of the first one where the store's blocks
+                  are encoded behind its prefix)
+        k:        instead, how many passages to retrieve for the last user message and put there
+        reading:  as for `stream`
+
+        Without passages and k the model answers from the conversation alone. Raises what `stream` raises.
+        """
+        conversation = Conversation(messages)
+        given = sum((conversation.has_passages, passages is not None, k is not None))
+        if given > 1:
+            raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
+        chosen = self._reading(**reading)
+        tokenizer = self.lm.tokenizer
+        if passages is None and k is None:
+            written, inline = conversation.as_written(tokenizer, self._system)
+            return self._stream(lambda reader: written, lambda: inline, chosen)
+
+        def find() -> Sequence[Hit | Passage]:
+            if passages is not None:
+                return passages
+            return self.retrieve(
+                conversation.question,
+                DEFAULT_K if k is None else k,
+                filter=filter,
+                score_threshold=score_threshold,
+                mmr_lambda=mmr_lambda,
+            )
+
+        def ends(reader: Reader) -> PromptEnds:
+            first = reader.encoder.recipe.sees_prefix
+            return conversation.around_passages(tokenizer, reader.format, self._system, first=first)
+
+        return self._stream(ends, find, chosen)
+
+    def complete(self, parts: str | Sequence[str | Hit | Passage], **options: Any) -> Answer:
+        """Continue a raw prompt. Options as for `stream_completion`; the same events, collected."""
+        return _answer(self.stream_completion(parts, **options))
+
+    def stream_completion(self, parts: str | Sequence[str | Hit | Passage], **reading: Any) -> Iterator[Event]:
+        """Continue raw text, passages where they stand in it; no chat template. `reading`, errors: as for `stream`."""
+        chosen = self._reading(**reading)
+        ends, inline = completion_ends(self.lm.tokenizer, parts)
+        return self._stream(lambda reader: ends, lambda: inline, chosen)
+
+    def _reading(
+        self,
+        *,
         method: str | FusionMethod | None = None,
         method_options: Mapping[str, Any] | None = None,
         evict: SnapKV | int | None = None,
         sampling: Sampling | None = None,
-        filter: Filter | None = None,
-        score_threshold: float | None = None,
-        mmr_lambda: float | None = None,
         on_overflow: str = "error",
         cancelled: threading.Event | None = None,
-    ) -> Iterator[Event]:
-        """Sources, then tokens, then the whole answer.
-
-        hits:        passages to read instead of retrieving, best first
-        method:      another fusion method than the one the store was opened with
-        method_options: options of `method`, or of the store's own method
-        evict:       as for `open`; None: what the store was opened with
-        on_overflow: when the passages do not fit the model's context: "error", or "trim" whole passages from the end
-                     (`Answer.dropped` says how many)
-        cancelled:   set it to stop
-
-        Raises PromptError, ContextTooLongError, ConfigError, FilterError, CancelledError.
-        """
-        reader = _present(self._reader)
+    ) -> Reading:
         chosen = self._chosen(method, method_options or {})
-        reader.check(chosen)
+        _present(self._reader).check(chosen)
         choice = self._evict if evict is None else SnapKV.of(evict)
-        return self._stream(
-            reader, question, k, hits, chosen, choice, sampling or Sampling(), filter, score_threshold, mmr_lambda,
-            on_overflow, cancelled,
-        )  # fmt: skip
+        return Reading(chosen, choice, sampling or Sampling(), on_overflow, cancelled)
 
     def _chosen(self, method: str | FusionMethod | None, options: Mapping[str, Any]) -> FusionMethod:
         own = _present(self._method)
@@ -294,25 +422,17 @@ class RagCache:
 
     def _stream(
         self,
-        reader: Reader,
-        question: str,
-        k: int,
-        hits: Sequence[Hit] | None,
-        method: FusionMethod,
-        evict: SnapKV | None,
-        sampling: Sampling,
-        filter: Filter | None,
-        score_threshold: float | None,
-        mmr_lambda: float | None,
-        on_overflow: str,
-        cancelled: threading.Event | None,
+        ends_of: Callable[[Reader], PromptEnds],
+        find: Callable[[], Sequence[Hit | Passage]],
+        reading: Reading,
     ) -> Iterator[Event]:
         clock = Clock(time.perf_counter())
-        reader.prompt(question, [], method, on_overflow)  # a question that cannot be asked is not worth a search
-        if hits is None:
-            hits = self.retrieve(question, k, filter=filter, score_threshold=score_threshold, mmr_lambda=mmr_lambda)
+        reader = _present(self._reader)
+        ends = ends_of(reader)
+        reader.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
+        hits = find_passages(find(), self.store.documents, _present(self._whole))
         clock.retrieve_s = time.perf_counter() - clock.started
-        yield from reader.stream(question, hits, method, evict, sampling, on_overflow, clock, cancelled)
+        yield from reader.stream(ends, hits, reading, clock)
 
     def _drop_deleted(self) -> None:
         """What another process deleted may be in this one's memory still (law 10)."""
@@ -332,6 +452,7 @@ class RagCache:
 
     def close(self) -> None:
         """Write down the hit counts and let go of everything."""
+        self._threads.close()
         if not self.config.read_only:
             self._usage.record(self.store.kv.stats())
         self.store.close()
@@ -343,6 +464,13 @@ class RagCache:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _answer(events: Iterator[Event]) -> Answer:
+    for event in events:
+        if isinstance(event, Done):
+            return event.answer
+    raise ConfigError("the stream ended without an answer")  # a Reader that breaks its contract
 
 
 def _present(part: T | None) -> T:

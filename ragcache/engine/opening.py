@@ -26,7 +26,7 @@ class StoreConfig:
 
     database:     SQLAlchemy URL; SQLite inside the store's directory when None
     memory_bytes: budget of the host-memory tier
-    codec, eviction: see KVStore
+    codec, eviction, admission, trace: see KVStore
     index:        "flat" (exact) or "hnsw"
     read_only:    nothing is written, not even computed blocks
     """
@@ -37,6 +37,8 @@ class StoreConfig:
     eviction: str = "lru"
     index: str = "flat"
     read_only: bool = False
+    admission: str = "all"
+    trace: str | Path | None = None
 
 
 class Store(NamedTuple):
@@ -67,6 +69,8 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
             memory_bytes=config.memory_bytes,
             codec=config.codec,
             eviction=config.eviction,
+            admission=config.admission,
+            trace=config.trace,
             read_only=config.read_only,
         )
         undo.pop_all()

@@ -143,13 +143,16 @@ def consecutive(blocks: Sequence[KVBlock]) -> list[Placement]:
 
 
 class Placer:
-    """Rotates and copies one layer of every block into a cache, all blocks in one go, one behind the other."""
+    """Rotates and copies one layer of every block into a cache, one behind the other, from whatever device they are on.
+
+    An encoded block decodes straight into its place: nobody ever holds it decoded.
+    """
 
     def __init__(self, lm: LanguageModel, placements: Sequence[Placement]) -> None:
         self._lm = lm
         placements = [p for p in placements if p.block.num_tokens]
-        self._keys = [p.block.keys.unbind(0) for p in placements]
-        self._values = [p.block.values.unbind(0) for p in placements]
+        self._blocks = [p.block for p in placements]
+        self._lengths = [block.num_tokens for block in self._blocks]
         ranges = [(p.rotate_from, p.rotate_from + p.block.num_tokens) for p in placements]
         parts = [torch.arange(start, end, device=lm.device) for start, end in ranges]
         self.positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=lm.device)
@@ -161,12 +164,14 @@ class Placer:
         self._scratch = torch.empty(size, dtype=lm.dtype, device=lm.device)
 
     def place(self, cache: FusedCache, layer: int) -> None:
-        if not self._keys:
+        if not self._blocks:
             return
         keys, values = cache.reserve(layer, self.positions)
-        _join([block[layer] for block in self._keys], self._scratch)
+        for block, place in zip(self._blocks, torch.split(self._scratch, self._lengths, dim=1), strict=True):
+            block.copy_keys(layer, place)
         self._lm.rope.turn(self._scratch[None], self._angles_of(layer), keys)
-        _join([block[layer] for block in self._values], values[0])
+        for block, place in zip(self._blocks, torch.split(values[0], self._lengths, dim=1), strict=True):
+            block.copy_values(layer, place)
 
     def _angles_of(self, layer: int) -> Angles | None:
         rope = self._lm.rope
@@ -178,12 +183,6 @@ class Placer:
             where = self._first if self._first is not None else self.positions
             self._angles[kind] = rope.angles(layer, where, self.positions.shape[0] if consecutive else 0)
         return self._angles[kind]
-
-
-def _join(parts: list[Tensor], out: Tensor) -> None:
-    """Lay parts [num_kv_heads, num_tokens, dim] side by side in `out`, from whatever device they are on."""
-    for part, place in zip(parts, torch.split(out, [part.shape[1] for part in parts], dim=1), strict=True):
-        place.copy_(part, non_blocking=True)
 
 
 def prefill_over(

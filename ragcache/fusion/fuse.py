@@ -228,8 +228,8 @@ def _check_blocks(
         pairs.append(("the prefix", prefix, len(prefix_ids)))
     shape = lm.shape
     for what, block, num_tokens in pairs:
-        layers, heads, tokens, width = block.keys.shape
-        if (layers, heads, width, block.values.shape[3]) != (
+        layers, heads, tokens, width = block.key_shape
+        if (layers, heads, width, block.value_shape[3]) != (
             shape.num_layers,
             shape.num_kv_heads,
             shape.key_dim,

@@ -45,10 +45,10 @@ class Gather:
         if not slots.numel():
             return
         self._lm.rope.rotate(self._keys(layer, slots), layer, self.positions[slots], out=keys[0])
-        values[0] = self._take([block.values[layer] for block in self._blocks], slots)
+        values[0] = self._take([block.layer_values(layer) for block in self._blocks], slots)
 
     def _keys(self, layer: int, slots: Tensor) -> Tensor:
-        return self._take([block.keys[layer] for block in self._blocks], slots)
+        return self._take([block.layer_keys(layer) for block in self._blocks], slots)
 
     def _take(self, parts: list[Tensor], slots: Tensor) -> Tensor:
         """Of parts [num_kv_heads, num_tokens, dim], the tokens at these slots."""

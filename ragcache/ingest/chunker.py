@@ -75,6 +75,9 @@ class Chunker:
         """What the chunks depend on besides text and tokenizer; part of a document's content hash."""
         return {"chunker": 1, **asdict(self.config)}
 
+    def chunk_id(self, document_id: str, ordinal: int) -> str:
+        return f"{document_id}#{ordinal}"
+
     def split(self, text: str) -> list[TextChunk]:
         """The chunks of a document, in order; none for white space."""
         text = text.replace("\r\n", "\n").replace("\r", "\n").strip()

@@ -19,8 +19,8 @@ class BlockEncoder(Protocol):
         """Padded tokens that are best encoded together."""
         ...
 
-    def check(self, token_ids: Sequence[int]) -> None:
-        """Raises PromptError or ContextTooLongError when the model cannot read this chunk."""
+    def check(self, token_ids: Sequence[int], where: str) -> None:
+        """Raises PromptError or ContextTooLongError when the model cannot read this chunk; where: of which document."""
         ...
 
     def key(self, token_ids: Sequence[int]) -> str:
@@ -36,21 +36,29 @@ class ModelEncoder:
     """Blocks of one language model under one recipe, prefix and tenant."""
 
     def __init__(
-        self, lm: LanguageModel, recipe: str | Recipe = "isolated", prefix_ids: Sequence[int] = (), tenant: str = ""
+        self,
+        lm: LanguageModel,
+        recipe: str | Recipe = "isolated",
+        prefix_ids: Sequence[int] = (),
+        tenant: str = "",
+        *,
+        prefix_block: KVBlock | None = None,
     ) -> None:
+        """prefix_block: of prefix_ids, where the caller has it; else it is encoded at first use."""
         self.lm = lm
         self.recipe = Recipe.of(recipe)
         self.prefix_ids = list(prefix_ids) if self.recipe.sees_prefix else []
         self.tenant = tenant
-        self._prefix_block: KVBlock | None = None
+        self._prefix_block = prefix_block
         self._lock = threading.Lock()
 
     @property
     def batch_tokens(self) -> int:
         return self.lm.batch_tokens
 
-    def check(self, token_ids: Sequence[int]) -> None:
-        self.lm.check_ids([*self.prefix_ids, *self.recipe.marked(token_ids)], "a chunk (behind the shared prefix)")
+    def check(self, token_ids: Sequence[int], where: str) -> None:
+        ids = [*self.prefix_ids, *self.recipe.marked(token_ids)]
+        self.lm.check_ids(ids, f"{where}: a chunk{' (behind the shared prefix)' if self.prefix_ids else ''}")
 
     def key(self, token_ids: Sequence[int]) -> str:
         return self.lm.block_key(token_ids, self.recipe, self.prefix_ids, self.tenant)

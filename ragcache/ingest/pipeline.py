@@ -22,6 +22,7 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import BlockEncoder
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.run import IngestRun
+from ragcache.ingest.whole import WholeTexts
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
 from ragcache.store.garbage import collect_garbage
@@ -70,6 +71,7 @@ class Ingestor:
         inputs: Iterable[str | os.PathLike[str] | Document],
         *,
         kv: str = "eager",
+        chunker: Chunker | WholeTexts | None = None,
         progress: Progress | None = None,
         timeout_s: float = 30.0,
     ) -> IngestReport:
@@ -80,6 +82,7 @@ class Ingestor:
         finishes: it computes only what is not on disk.
 
         kv: "eager" computes KV blocks now; "lazy" leaves them to the first use
+        chunker: cuts these inputs; None: the ingestor's own
         timeout_s: how long to wait for another writer
 
         Raises StoreBusyError, StoreReadOnlyError, StoreFullError, ConfigError; what was committed stays.
@@ -87,7 +90,7 @@ class Ingestor:
         if kv not in KV_MODES:
             raise ConfigError(f"kv={kv!r} is unknown; choose one of {', '.join(KV_MODES)}")
         with self.layout.writer(timeout_s):
-            return IngestRun(self, eager=kv == "eager", progress=progress)(inputs)
+            return IngestRun(self, chunker or self.chunker, eager=kv == "eager", progress=progress)(inputs)
 
     def delete(self, ids: Iterable[str], *, timeout_s: float = 30.0) -> list[str]:
         """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found.

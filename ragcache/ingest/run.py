@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import DuplicateDocumentError, IngestError, PromptError, ReaderError
-from ragcache.ingest.chunker import TextChunk
+from ragcache.ingest.chunker import Chunker, TextChunk
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers import SourceFile, find_files, read_file
 from ragcache.ingest.report import Failure, IngestReport, Progress, ProgressEvent
+from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.block import KVBlock
 from ragcache.models.encoding import plan_batches
 from ragcache.store.records import Chunk, NewChunk, NewDocument
@@ -48,14 +49,17 @@ class Prepared:
 class IngestRun:
     """One call of `Ingestor.ingest`."""
 
-    def __init__(self, ingestor: Ingestor, *, eager: bool, progress: Progress | None) -> None:
+    def __init__(
+        self, ingestor: Ingestor, chunker: Chunker | WholeTexts, *, eager: bool, progress: Progress | None
+    ) -> None:
         self.to = ingestor
+        self.chunker = chunker
         self.eager = eager
         self.progress = progress or _silent
         self.report = IngestReport()
         self._known = ingestor.documents.content_hashes()
         self._seen: set[str] = set()
-        self._settings = ingestor.chunker.settings
+        self._settings = chunker.settings
         self._done = {"embed": 0, "encode": 0, "commit": 0}
         self._total = dict(self._done)
         self._saved_at = time.monotonic()
@@ -138,9 +142,9 @@ class IngestRun:
             if self._known.get(document.id) == content_hash:
                 return self._prepare_unchanged(document, content_hash)
             with self._timed("chunk_s"):
-                chunks = self.to.chunker.split(document.text)
+                chunks = self.chunker.split(document.text)
             for chunk in chunks:
-                self.to.encoder.check(chunk.token_ids)
+                self.to.encoder.check(chunk.token_ids, document.where)
         except (IngestError, PromptError) as error:
             self._fail(document.where, error)
             return None
@@ -209,7 +213,7 @@ class IngestRun:
         document = one.document
         chunks = [
             NewChunk(
-                f"{document.id}#{ordinal}", chunk.text, chunk.token_ids, vector,
+                self.chunker.chunk_id(document.id, ordinal), chunk.text, chunk.token_ids, vector,
                 handle=key if self.eager or key in self.to.kv else None,
                 metadata={"headings": list(chunk.headings)} if chunk.headings else {},
             )

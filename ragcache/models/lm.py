@@ -153,7 +153,7 @@ class LanguageModel:
             return []
         block = block or self.encode([prefix_ids])[0]
         return [
-            (self.rope.rotate(block.keys[layer], layer, 0)[None], block.values[layer][None])
+            (self.rope.rotate(block.layer_keys(layer), layer, 0)[None], block.layer_values(layer)[None])
             for layer in range(self.shape.num_layers)
         ]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import ConfigError, DamagedIndexError, PromptError
+from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.index import SearchResult, VectorIndex
 from ragcache.retrieval.mmr import maximal_marginal_relevance
@@ -86,7 +86,8 @@ class Retriever:
                          hits are then in the order chosen
         fetch_k:         candidates that MMR chooses from; 5 * k when None
 
-        Raises PromptError (empty question), ConfigError (numbers out of range), FilterError.
+        Raises PromptError (empty question), ConfigError (numbers out of range), FilterError (also where nothing passes
+        the filter because no chunk has a field that it names).
         """
         if not query.strip():
             raise PromptError("the question is empty; ask something")
@@ -169,7 +170,19 @@ class Retriever:
             chunks = self.documents.chunks_by_vector_ids(found.ids.tolist())
             if len(chunks) == len(found.ids):
                 break
+        if where and not allowed:
+            self._refuse_unknown_fields(where)
         return found, chunks
+
+    def _refuse_unknown_fields(self, where: Filter) -> None:
+        """A filter that nothing passes because of a misspelt field should not look like an empty store."""
+        unknown, known = self.documents.unknown_fields(where)
+        shown = [name for name in known if not name.startswith("_")]  # the others are some framework's own
+        if unknown and len(self.index):
+            raise FilterError(
+                f"no passage has metadata field {' or '.join(map(repr, unknown))}, so none passes the filter; "
+                f"fields that passages have: {', '.join(shown[:20]) or 'none'}"
+            )
 
     def _diversify(self, found: SearchResult, k: int, mmr_lambda: float) -> SearchResult:
         rows, vectors = self.index.vectors_present(found.ids)

@@ -8,13 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from sqlalchemy import Connection, delete, exists, func, insert, literal, select, update
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import Column, Connection, delete, exists, func, insert, literal, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ragcache.errors import DuplicateDocumentError, NoSuchDocumentError
 from ragcache.store import properties, rows
 from ragcache.store.database import Database
-from ragcache.store.filters import Filter, compile_filter
+from ragcache.store.filters import Filter, compile_filter, field_names, fields_of
 from ragcache.store.records import Chunk, Counts, Document, NewChunk, NewDocument, VectorBatch
 from ragcache.store.schema import chunks, counters, documents, garbage
 from ragcache.store.validation import check_document
@@ -151,6 +153,15 @@ class DocumentStore:
             row = connection.execute(rows.select_chunks().where(chunks.c.id == id)).mappings().one_or_none()
         return None if row is None else rows.chunk(row)
 
+    def chunks(self, ids: Iterable[str]) -> list[Chunk]:
+        """The chunks of these ids, in their order. An id that is not there is left out."""
+        return self._chunks_by(chunks.c.id, list(ids))
+
+    def chunks_by_handle(self, handles: Iterable[str]) -> list[Chunk]:
+        """A chunk for each of these handles, in their order: several chunks of one text share one, and any will do. A
+        handle that no chunk refers to is left out."""
+        return self._chunks_by(chunks.c.handle, list(handles))
+
     def chunks_of(self, document_id: str) -> list[Chunk]:
         """A document's chunks in order; none for an unknown document."""
         query = rows.select_chunks().where(chunks.c.document_id == document_id).order_by(chunks.c.ordinal)
@@ -159,13 +170,7 @@ class DocumentStore:
 
     def chunks_by_vector_ids(self, ids: Iterable[int]) -> list[Chunk]:
         """The chunks of these vector ids, in their order. An id that is no longer there is left out."""
-        wanted = [int(id) for id in ids]
-        found: dict[int, Chunk] = {}
-        with self._db.read() as connection:
-            for part in _parts(wanted):
-                query = rows.select_chunks().where(chunks.c.vector_id.in_(part))
-                found.update((row["vector_id"], rows.chunk(row)) for row in connection.execute(query).mappings())
-        return [found[id] for id in wanted if id in found]
+        return self._chunks_by(chunks.c.vector_id, [int(id) for id in ids])
 
     def pending_chunks(self, limit: int | None = None) -> list[Chunk]:
         """Chunks without a handle, oldest first."""
@@ -182,6 +187,25 @@ class DocumentStore:
             query = query.where(compile_filter(where, chunks.c.metadata, self._db.dialect))
         with self._db.read() as connection:
             return set(connection.scalars(query))
+
+    def unknown_fields(self, where: Filter) -> tuple[list[str], list[str]]:
+        """Fields of the filter that no chunk's metadata has, and all the fields that there are; both sorted."""
+        with self._db.read() as connection:
+            known = set(connection.scalars(field_names(chunks.c.metadata, self._db.dialect)))
+        return sorted(fields_of(where) - known), sorted(known)
+
+    def vectors(self, chunk_ids: Iterable[str], dimension: int) -> NDArray[np.float32]:
+        """Embeddings of `chunks(chunk_ids)`: float32 [n, dimension]."""
+        wanted = list(chunk_ids)
+        found: dict[str, NDArray[np.float32]] = {}
+        with self._db.read() as connection:
+            for part in _parts(wanted):
+                query = select(chunks.c.id, chunks.c.vector_id, chunks.c.embedding).where(chunks.c.id.in_(part))
+                read = connection.execute(query).mappings().all()
+                if read:
+                    found.update(zip((row["id"] for row in read), rows.vector_batch(read).vectors, strict=True))
+        present = [found[id] for id in wanted if id in found]
+        return np.stack(present) if present else np.empty((0, dimension), np.float32)
 
     def all_vectors(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[VectorBatch]:
         """Embeddings of the chunks whose vector id is above `after`, by rising id, all from one state of the database.
@@ -232,6 +256,16 @@ class DocumentStore:
             query = select(func.count(), func.coalesce(func.sum(chunks.c.num_tokens), 0)).select_from(chunks)
             num_chunks, num_tokens = connection.execute(query).one()
         return Counts(int(num_documents or 0), int(num_chunks), int(num_tokens))
+
+    def _chunks_by(self, column: Column[Any], wanted: Sequence[Any]) -> list[Chunk]:
+        if not wanted:  # every question over retrieved passages comes by here with nothing to look up
+            return []
+        found: dict[Any, Chunk] = {}
+        with self._db.read() as connection:
+            for part in _parts(wanted):
+                query = rows.select_chunks().where(column.in_(part))
+                found.update((row[column.name], rows.chunk(row)) for row in connection.execute(query).mappings())
+        return [found[value] for value in wanted if value in found]
 
     def _bind(self, connection: Connection, name: str, value: object) -> None:
         bound = properties.read_all(connection)

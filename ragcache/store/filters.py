@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Text, and_, cast, exists, false, func, literal, not_, or_, true
+from sqlalchemy import Column, Text, and_, cast, exists, false, func, literal, not_, or_, select, true
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.sql.elements import ColumnElement
 
@@ -112,6 +112,27 @@ _TERMS: dict[str, type[_Terms]] = {"sqlite": _SQLiteTerms, "postgresql": _Postgr
 def compile_filter(where: Filter, column: ColumnElement[Any], dialect: str) -> Condition:
     """The SQL condition under which the JSON object in `column` passes the filter; never NULL. Raises FilterError."""
     return _Compiler(_TERMS[dialect](column)).filter(where, 0)
+
+
+def field_names(column: Column[Any], dialect: str) -> Any:
+    """A query for the distinct keys of the JSON objects in `column`."""
+    if dialect == "sqlite":
+        entry = func.json_each(column).table_valued("key")
+        return select(entry.c.key).select_from(column.table).join(entry, true()).distinct()
+    return select(func.jsonb_object_keys(column)).distinct()
+
+
+def fields_of(where: Filter) -> set[str]:
+    """The metadata fields that a valid filter names."""
+    found: set[str] = set()
+    for name, value in where.items():
+        if name in ("$and", "$or"):
+            found.update(*(fields_of(part) for part in value))
+        elif name == "$not":
+            found |= fields_of(value)
+        else:
+            found.add(name)
+    return found
 
 
 class _Compiler:

@@ -19,6 +19,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.store.eviction import get_policy
 from ragcache.store.key_locks import KeyLocks
 from ragcache.store.tiers import DiskTier, MemoryTier, Tier
+from ragcache.store.trace import TraceWriter
 
 DEFAULT_MEMORY_BYTES = 2 * 1024**3
 LEFTOVER_AGE_S = 3600.0
@@ -58,10 +59,13 @@ class KVStore:
     memory_bytes: budget of the memory tier
     codec:        how new blocks are written; blocks of every known codec are read
     eviction:     name of the memory tier's policy
+    admission:    "all", or "tinylfu": what the memory tier keeps in place of something else
+    trace:        file to which every access is appended (see ragcache/store/trace.py); None records nothing
     read_only:    `put`, `delete` and `sweep` raise StoreReadOnlyError; damaged blocks are not served, but stay on disk
 
     Safe to call from several threads; several processes may share one root. Every block returned stays valid after it
-    is evicted or deleted. Raises ConfigError for an unknown codec or policy, or a key that is no block key.
+    is evicted or deleted. Raises ConfigError for an unknown codec or policy, or a key that is no block key;
+    TraceError when the trace cannot be written.
     """
 
     def __init__(
@@ -71,35 +75,46 @@ class KVStore:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         codec: str = "raw",
         eviction: str = "lru",
+        admission: str = "all",
+        trace: str | Path | None = None,
         read_only: bool = False,
     ) -> None:
         self.root = Path(root)
         self.read_only = read_only
         self._disk = DiskTier(self.root, get_codec(codec))
         # Fastest first. Everything below is written for any number of tiers of which the last is durable.
-        self._tiers: tuple[Tier, ...] = (MemoryTier(memory_bytes, get_policy(eviction)), self._disk)
+        self._tiers: tuple[Tier, ...] = (MemoryTier(memory_bytes, get_policy(eviction, admission)), self._disk)
+        self._trace = None if trace is None else TraceWriter(Path(trace))
         self._key_locks = KeyLocks()
         self._readers = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="ragcache-read")
         self._hits: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
 
-    def put(self, key: str, block: KVBlock) -> None:
+    def put(self, key: str, block: KVBlock) -> KVBlock:
         """Hold a block in every tier, the durable one first: on return it is flushed to the device.
 
-        Faster tiers hold what the durable one will give back, so that a block is the same from every tier (law 6).
-        Raises StoreFullError, StoreReadOnlyError; then no tier holds anything new.
+        Faster tiers hold what the durable one will give back, so that a block is the same from every tier (law 6); it
+        is returned, so that a block's first use can be like all later ones.
+        Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError; then no tier holds anything new.
         """
         self._refuse_if_read_only()
         with self._key_locks.hold(key):
-            for tier in reversed(self._tiers):
-                block = tier.put(key, block) or block
+            written = self._disk.put(key, block)
+            self._promote(key, written, len(self._tiers) - 1)
+        self._record_made(key, written)
+        return written
 
-    def remember(self, key: str, block: KVBlock) -> None:
-        """Hold a block in this process alone: for a store that cannot be written, or is full."""
-        self._disk.path(key)
+    def remember(self, key: str, block: KVBlock) -> KVBlock:
+        """Hold a block in this process alone: for a store that cannot be written, or is full.
+
+        It is held, and returned, as the durable tier would have given it back. Raises UnencodableBlockError.
+        """
+        recoded = self._disk.recoded(key, block)
         with self._key_locks.hold(key):
-            self._promote(key, block, len(self._tiers) - 1)
+            self._promote(key, recoded, len(self._tiers) - 1)
+        self._record_made(key, recoded)
+        return recoded
 
     def get(self, key: str) -> Loaded | None:
         """The block from the fastest tier that has it, kept in the faster ones from now on; None when no tier has it.
@@ -108,18 +123,17 @@ class KVStore:
         version wrote the block: it stays.
         """
         self._disk.path(key)
-        with self._key_locks.hold(key):
-            loaded = self._load(key)
-        self._count(loaded)
+        loaded = self._get(key)
+        self._record([key], [loaded])
         return loaded
 
     def get_many(self, keys: Sequence[str]) -> list[Loaded | None]:
         """`get` for several keys, in their order; files are read ahead together and verified on several threads."""
         wanted = [key for key in dict.fromkeys(keys) if key not in self._tiers[0]]
         self._disk.prefetch(wanted)
-        if len(wanted) <= 1:
-            return [self.get(key) for key in keys]
-        return list(self._readers.map(self.get, keys))
+        found = [self._get(key) for key in keys] if len(wanted) <= 1 else list(self._readers.map(self._get, keys))
+        self._record(keys, found)
+        return found
 
     def locate(self, key: str) -> str | None:
         """The name of the fastest tier that has the block. Changes nothing and verifies nothing."""
@@ -181,6 +195,8 @@ class KVStore:
         self._readers.shutdown()
         for tier in self._tiers:
             tier.close()
+        if self._trace is not None:
+            self._trace.close()
 
     def __enter__(self) -> Self:
         return self
@@ -189,6 +205,21 @@ class KVStore:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _get(self, key: str) -> Loaded | None:
+        with self._key_locks.hold(key):
+            loaded = self._load(key)
+        self._count(loaded)
+        return loaded
+
+    def _record(self, keys: Sequence[str], found: Sequence[Loaded | None]) -> None:
+        if self._trace is not None:
+            sizes = [None if one is None else (one.block.num_bytes, one.block.num_tokens, one.tier) for one in found]
+            self._trace.asked(keys, sizes)
+
+    def _record_made(self, key: str, block: KVBlock) -> None:
+        if self._trace is not None:
+            self._trace.made(key, block.num_bytes, block.num_tokens)
 
     def _load(self, key: str) -> Loaded | None:
         for level, tier in enumerate(self._tiers):

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+NOT_STORED = -1
+
 
 @dataclass(frozen=True)
 class NewDocument:
@@ -65,7 +67,7 @@ class Chunk:
 
     ordinal:   place in its document, from 0
     metadata:  the document's with the chunk's own on top
-    vector_id: the chunk's name in the vector index; never given to another chunk
+    vector_id: the chunk's name in the vector index; never given to another chunk; NOT_STORED for a passage from outside
     source, title: the document's
     """
 
@@ -88,6 +90,10 @@ class Chunk:
     @property
     def state(self) -> str:
         return "ready" if self.handle else "pending"
+
+    @property
+    def is_stored(self) -> bool:
+        return self.vector_id != NOT_STORED
 
 
 class VectorBatch(NamedTuple):

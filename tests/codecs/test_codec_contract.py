@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from blocks import DTYPES, make_block, make_key
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.codecs.block_file import read_block, write_block
-from ragcache.errors import ConfigError, DamagedBlockError
+from ragcache.codecs.container import read_container, write_container
+from ragcache.errors import ConfigError, DamagedBlockError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
+
+LOSSY = sorted(set(CODECS) - {"raw"})
 
 
 @pytest.fixture(params=sorted(CODECS))
@@ -77,3 +83,152 @@ def test_raw_keeps_every_bit() -> None:
 def test_unknown_codec_names_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'zip'.*raw"):
         get_codec("zip")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 130])
+@pytest.mark.parametrize("dims", [(1, 1), (3, 5), (64, 64), (80, 130)], ids=str)
+def test_any_number_of_tokens_and_any_width(codec: Codec, num_tokens: int, dims: tuple[int, int]) -> None:
+    block = random_block(num_tokens, dims, torch.bfloat16)
+    decoded = codec.decode(codec.encode(block))
+    assert (decoded.key_shape, decoded.value_shape) == (block.keys.shape, block.values.shape)
+    assert (decoded.keys.shape, decoded.values.shape) == (block.keys.shape, block.values.shape)
+    assert largest_difference(block, decoded) <= codec.error_bound(block)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_is_what_the_whole_block_holds(codec: Codec, dtype: torch.dtype) -> None:
+    """Wherever it is written: into part of a wider tensor, and into other dtypes by way of the block's own."""
+    decoded = codec.decode(codec.encode(random_block(70, (6, 8), dtype)))
+    for layer in range(decoded.num_layers):
+        for out_dtype in (dtype, torch.float32, torch.bfloat16):
+            keys, values = (torch.full((2, 90, width), -7, dtype=out_dtype) for width in (6, 8))
+            decoded.copy_keys(layer, keys[:, 10:80])
+            decoded.copy_values(layer, values[:, 10:80])
+            assert torch.equal(keys[:, 10:80], decoded.keys[layer].to(out_dtype))
+            assert torch.equal(values[:, 10:80], decoded.values[layer].to(out_dtype))
+            assert all(bool((one[:, :10] == -7).all() and (one[:, 80:] == -7).all()) for one in (keys, values))
+        assert torch.equal(decoded.layer_keys(layer), decoded.keys[layer])
+        assert torch.equal(decoded.layer_values(layer), decoded.values[layer])
+
+
+def test_a_copy_is_the_same_block_in_bytes_of_its_own(codec: Codec) -> None:
+    encoded = codec.decode(codec.encode(random_block(40, (8, 8), torch.float32)))
+    given: list[torch.Tensor] = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        given.append(tensor)
+        return tensor.clone()
+
+    copy = encoded.map(copied)
+    assert copy.num_bytes == encoded.num_bytes == sum(tensor.nbytes for tensor in given)
+    before = copy.keys.clone(), copy.values.clone()
+    for tensor in given:
+        tensor.view(-1).view(torch.uint8).zero_()
+    assert torch.equal(copy.keys, before[0])
+    assert torch.equal(copy.values, before[1])
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_what_cannot_be_kept_is_refused_by_the_blocks_name(name: str, bad: float, part: str, tmp_path: Path) -> None:
+    block = make_block(1)
+    getattr(block, part)[1, 0, 3, 2] = bad
+    with pytest.raises(UnencodableBlockError, match=f"block {make_key(1)} .*{name}.*{part} of layer 1"):
+        write_block(tmp_path / "block", make_key(1), block, get_codec(name))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_other_dtypes_empty_dimensions_and_huge_numbers_are_refused(name: str) -> None:
+    codec = get_codec(name)
+    wrong = [torch.zeros(2, 2, 5, 4, dtype=torch.float64), torch.zeros(2, 2, 5, 0), torch.zeros(0, 2, 5, 4)]
+    for numbers in [*wrong, torch.zeros(2, 0, 5, 4), torch.full((1, 1, 1, 1), 3e38)]:
+        with pytest.raises(UnencodableBlockError):
+            codec.encode(KVBlock(numbers, numbers))
+    mixed = torch.zeros(2, 2, 5, 4)
+    with pytest.raises(UnencodableBlockError):
+        codec.encode(KVBlock(mixed, mixed.bfloat16()))
+
+
+def test_every_missing_foreign_or_misshapen_tensor_is_damage(codec: Codec) -> None:
+    tensors = codec.encode(random_block(9, (4, 6), torch.float32))
+    changes = [{**tensors, "more": torch.zeros(1)}, {**tensors, "keys.more": torch.zeros(1)}]
+    for name, tensor in tensors.items():
+        changes += [
+            {other: kept for other, kept in tensors.items() if other != name},
+            {**tensors, name: tensor[None]},
+            {**tensors, name: tensor.new_zeros((3, 3))},
+        ]
+        if codec.name != "raw":
+            changes.append({**tensors, name: tensor.to(torch.int32)})
+    for changed in changes:
+        with pytest.raises(DamagedBlockError):
+            codec.decode(changed)
+
+
+def test_damaged_and_foreign_bytes_are_found_and_newer_versions_named(codec: Codec, tmp_path: Path) -> None:
+    path, key, rng = tmp_path / "block", make_key(1), random.Random(1)
+    write_block(path, key, make_block(1), codec)
+    data = path.read_bytes()
+    for position in range(0, len(data), 13):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged if position % 2 else damaged[:position])
+        with pytest.raises(DamagedBlockError):
+            read_block(path, key)
+    path.write_bytes(data)
+    with pytest.raises(DamagedBlockError):
+        read_block(path, make_key(2))
+    tensors, metadata = read_container(path)
+    write_container(path, tensors, {**metadata, "codec_version": str(codec.version + 1)})
+    with pytest.raises(SchemaVersionError, match=f"{codec.name}.*use the version that wrote it"):
+        read_block(path, key)
+
+
+def test_another_codecs_tensors_are_damage(codec: Codec) -> None:
+    for name in sorted(set(CODECS) - {codec.name}):
+        with pytest.raises(DamagedBlockError):
+            codec.decode(get_codec(name).encode(random_block(9, (8, 8), torch.float32)))
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_tokens=st.integers(1, 140),
+    dims=st.tuples(st.integers(1, 70), st.integers(1, 140)),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([1e-7, 1e-3, 1.0, 30.0, 60000.0]),
+    offset=st.sampled_from([0.0, 1.0, -50.0]),
+    shape=st.sampled_from(["normal", "heavy", "constant", "steps", "zero"]),
+)
+def test_no_number_is_further_off_than_the_bound(
+    name: str, seed: int, num_tokens: int, dims: tuple[int, int], dtype: torch.dtype, scale: float, offset: float,
+    shape: str,
+) -> None:  # fmt: skip
+    """Law 6. Channels that are large, far from zero, constant, or that drift from token to token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(width: int) -> torch.Tensor:
+        noise = torch.randn(2, 2, num_tokens, width, generator=generator)
+        kinds = {
+            "normal": noise,
+            "heavy": noise**3 * torch.randn(2, 2, 1, width, generator=generator).exp(),
+            "constant": noise[:, :, :1].expand_as(noise),
+            "steps": noise.cumsum(2),
+            "zero": torch.zeros_like(noise),
+        }
+        limit = min(60000.0, torch.finfo(dtype).max)
+        return ((kinds[shape] + offset) * scale).clamp(-limit, limit).to(dtype)
+
+    block, codec = KVBlock(numbers(dims[0]), numbers(dims[1])), get_codec(name)
+    decoded = codec.decode(codec.encode(block))
+    assert bool(decoded.keys.isfinite().all() and decoded.values.isfinite().all())
+    assert largest_difference(block, decoded) <= codec.error_bound(block)
+
+
+def random_block(num_tokens: int, dims: tuple[int, int], dtype: torch.dtype) -> KVBlock:
+    generator = torch.Generator().manual_seed(num_tokens)
+    keys, values = (torch.randn(2, 2, num_tokens, width, generator=generator).to(dtype) for width in dims)
+    return KVBlock(keys, values)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from families import block_diagonal
+from plain_oracle import greedy
 from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -40,23 +41,6 @@ def oracle_prompt(tokenizer, question, hits):
     return rc.Prompt([tokenizer.bos_token_id], chunks, ids(f"Question: {question}\nAnswer:"))
 
 
-def greedy(model, tokenizer, prompt, allowed, count):
-    """Token by token, each a plain forward of everything under an explicit mask."""
-    ids, made = list(prompt.ids), []
-    while len(made) < count:
-        n = len(ids)
-        mask = torch.ones(n, n, dtype=torch.bool).tril()
-        mask[: allowed.shape[0], : allowed.shape[0]] = allowed
-        bias = torch.zeros(n, n).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
-        with torch.no_grad():
-            token = int(model(input_ids=torch.tensor([ids]), attention_mask=bias).logits[0, -1].argmax())
-        if token == tokenizer.eos_token_id:
-            break
-        ids.append(token)
-        made.append(token)
-    return tokenizer.decode(made)
-
-
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("method", ["full", "reposition"])
 def test_an_answer_is_what_plain_transformers_says(kb, oracle, question, method):
@@ -67,7 +51,13 @@ def test_an_answer_is_what_plain_transformers_says(kb, oracle, question, method)
     allowed = torch.ones(n, n, dtype=torch.bool).tril() if method == "full" else block_diagonal(prompt)
     assert answer.text == greedy(model, tokenizer, prompt, allowed, SHORT.max_tokens)
     assert answer.usage.prompt_tokens == n
-    assert answer.usage.cached_tokens == (0 if method == "full" else prompt.context_tokens)
+    prefix = len(prompt.prefix_ids)  # computed by the first question, kept for the others
+    reused = 0 if method == "full" else prompt.context_tokens
+    assert answer.usage.cached_tokens == max(0, reused - prefix)
+    assert answer.usage.created_tokens == (prefix if reused else 0)
+    again = kb.ask(question, k=3, method=method, sampling=SHORT)
+    assert (again.usage.cached_tokens, again.usage.created_tokens) == (reused, 0)
+    assert again.usage.computed_tokens == n - reused
 
 
 def test_an_answer_after_eviction_is_decoded_from_what_is_kept(kb, open_kb, lm, oracle):

@@ -142,7 +142,9 @@ def test_lazy_blocks_are_computed_at_first_use(open_kb):
     assert [hit.kv for hit in second.hits] == ["memory"]
     assert first.text == second.text
     assert [d.state for d in kb.documents()] == ["ready"]
-    assert (first.usage.cached_tokens, second.usage.cached_tokens) == (1, 1 + len(second.hits[0].chunk.token_ids))
+    tokens = len(second.hits[0].chunk.token_ids)  # and BOS, the prefix
+    assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 1 + tokens)
+    assert (first.usage.created_tokens, second.usage.created_tokens) == (1 + tokens, 0)
 
 
 def test_a_read_only_store_answers_and_writes_nothing(kb, open_kb):

@@ -90,6 +90,7 @@ def oracle_answer(directory, spec, question, texts, count):
 @pytest.mark.parametrize("name", SPECS)
 def test_the_models_own_method_answers(open_trained, directories, name):
     kb = open_trained(name)
+    kb.ask(QUESTION, k=3, sampling=SHORT)  # computes the prefix's block
     answers = [kb.ask(QUESTION, k=3, sampling=SHORT) for _ in range(2)]
     texts = [hit.chunk.text for hit in answers[0].hits]
     expected, size = oracle_answer(directories[name], SPECS[name], QUESTION, texts, SHORT.max_tokens)
@@ -99,6 +100,7 @@ def test_the_models_own_method_answers(open_trained, directories, name):
         assert answer.text == expected
         assert answer.method == SPECS[name].method
         assert (answer.usage.prompt_tokens, answer.usage.cached_tokens) == (size, size - computed)
+        assert answer.usage.computed_tokens == computed
         assert {source.kv for source in answer.hits} == {"memory"}
 
 

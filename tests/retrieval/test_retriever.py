@@ -227,3 +227,15 @@ def test_readers_beside_a_writer_always_get_k_living_chunks(retriever, database)
     assert not errors, errors
     assert retriever.refresh() in (True, False)
     assert retriever.index.ids == retriever.documents.vector_ids()
+
+
+def test_a_filter_that_nothing_passes_for_a_misspelt_field_says_so(retriever, documents):
+    with pytest.raises(FilterError, match=r"no passage has metadata field 'twon'.*have: number, town"):
+        retriever.retrieve("river", filter={"$or": [{"twon": "Osby"}, {"$not": {"number": {"$gte": 0}}}]})
+    assert retriever.retrieve("river", filter={"town": "Nowhere"}) == []
+    assert len(retriever.retrieve("river", filter={"twon": {"$exists": False}})) == 5
+    documents.delete_documents([f"d{n}" for n in range(len(TEXTS))])
+    assert retriever.retrieve("river", filter={"twon": "Osby"}) == []
+    put(documents, "bare", ["A river."])
+    with pytest.raises(FilterError, match="have: none"):
+        retriever.retrieve("river", filter={"town": "Osby"})

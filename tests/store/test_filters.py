@@ -205,3 +205,9 @@ def test_malformed_filters_are_refused(store: DocumentStore, bad: Any, reason: s
         store.vector_ids(bad)
     with pytest.raises(FilterError, match=reason):
         store.documents(bad)
+
+
+def test_the_fields_that_no_metadata_has_are_named(store: DocumentStore) -> None:
+    fill(store, [{"a": 1, "b'": {"nested": 2}}, {"c": None}])
+    where = {"$and": [{"a": 1, "d": 2}, {"$not": {"nested": 3}}, {"$or": [{"b'": {"$gt": 1}}, {"c": None}]}]}
+    assert store.unknown_fields(where) == (["d", "nested"], ["a", "b'", "c"])

@@ -1,19 +1,40 @@
-"""Eviction policies by name."""
+"""Eviction policies and admission filters by name."""
 
 from __future__ import annotations
 
 from ragcache.errors import ConfigError
+from ragcache.store.eviction.admission import CountMinSketch, TinyLFU
 from ragcache.store.eviction.base import Entry, EvictionPolicy
+from ragcache.store.eviction.gdsf import GDSF, PGDSF, PrefillCost
+from ragcache.store.eviction.lfu import LFU
 from ragcache.store.eviction.lru import LRU
 
-POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU}
+POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "lfu": LFU, "gdsf": GDSF, "pgdsf": PGDSF}
+ADMISSIONS: dict[str, type[TinyLFU] | None] = {"all": None, "tinylfu": TinyLFU}
 
 
-def get_policy(name: str) -> EvictionPolicy:
-    """A fresh policy. Raises ConfigError that names those there are."""
+def get_policy(name: str, admission: str = "all") -> EvictionPolicy:
+    """A fresh policy, behind an admission filter unless all are admitted. Raises ConfigError that names those there
+    are."""
     if name not in POLICIES:
         raise ConfigError(f"eviction policy {name!r} is unknown; choose one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]()
+    if admission not in ADMISSIONS:
+        raise ConfigError(f"admission filter {admission!r} is unknown; choose one of {', '.join(ADMISSIONS)}")
+    policy, admit = POLICIES[name](), ADMISSIONS[admission]
+    return policy if admit is None else admit(policy)
 
 
-__all__ = ["LRU", "POLICIES", "Entry", "EvictionPolicy", "get_policy"]
+__all__ = [
+    "ADMISSIONS",
+    "GDSF",
+    "LFU",
+    "LRU",
+    "PGDSF",
+    "POLICIES",
+    "CountMinSketch",
+    "Entry",
+    "EvictionPolicy",
+    "PrefillCost",
+    "TinyLFU",
+    "get_policy",
+]

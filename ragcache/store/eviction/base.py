@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 
@@ -26,7 +26,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def touch(self, key: str) -> None:
-        """An entry was used. An unknown key is ignored."""
+        """An entry was asked for. A key that is not held changes no order (an admission filter counts it)."""
 
     @abstractmethod
     def remove(self, key: str) -> None:
@@ -35,4 +35,12 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def victims(self) -> Iterator[str]:
         """All keys held, the one least worth keeping first. Changes nothing: the tier takes as many as it needs (and
-        may pass over some), then calls `remove` for each."""
+        may pass over some), then calls `evict` for each."""
+
+    def evict(self, key: str) -> None:
+        """An entry left to make room: `remove`, and what the policy learns from it."""
+        self.remove(key)
+
+    def admits(self, key: str, victims: Sequence[str]) -> bool:
+        """Whether a newcomer is worth these entries, which would have to go for it. Changes nothing."""
+        return True

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from ragcache.codecs import Codec
 from ragcache.codecs.atomic import flush_directory, is_leftover
-from ragcache.codecs.block_file import read_block, write_block
+from ragcache.codecs.block_file import encode_block, read_block, write_block
 from ragcache.errors import ConfigError, MissingBlockError, translate_os_errors
 from ragcache.kv.block import KVBlock
 from ragcache.store.tiers.base import Tier, Usage
@@ -42,9 +42,17 @@ class DiskTier(Tier):
         return self.root / key[:2] / key[2:4] / f"{key}{SUFFIX}"
 
     def put(self, key: str, block: KVBlock) -> KVBlock:
-        """Written whole and flushed when this returns. Raises StoreFullError, StoreReadOnlyError; then nothing is left
-        behind, and an earlier file of the key is still there."""
+        """Written whole and flushed when this returns.
+
+        Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError; then nothing is left behind, and an earlier
+        file of the key is still there.
+        """
         return write_block(self.path(key), key, block, self._codec)
+
+    def recoded(self, key: str, block: KVBlock) -> KVBlock:
+        """The block as `put` would return it, with nothing written. Raises UnencodableBlockError."""
+        self.path(key)
+        return self._codec.decode(encode_block(key, block, self._codec))
 
     def get(self, key: str) -> KVBlock | None:
         """Tensors alias the mapped file where the codec lets them. Raises DamagedBlockError, SchemaVersionError."""

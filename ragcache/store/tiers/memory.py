@@ -22,8 +22,8 @@ class MemoryTier(Tier):
     mapped file are not host memory (the kernel may drop them), and a slice of a batch would keep the batch alive.
 
     budget_bytes is never exceeded, not for a moment: room is made and reserved before the copy begins. A block larger
-    than the budget is not kept, and nothing is evicted for it. What is evicted while an answer still uses it lives on
-    outside the budget until the answer lets go of it.
+    than the budget, or not worth what would have to go for it, is not kept, and nothing is evicted for it. What is
+    evicted while an answer still uses it lives on outside the budget until the answer lets go of it.
     """
 
     name: ClassVar[str] = "memory"
@@ -43,7 +43,7 @@ class MemoryTier(Tier):
         if not self._reserve(key, block.num_bytes):
             return None
         try:
-            held = KVBlock(_private_copy(block.keys), _private_copy(block.values))
+            held = block.map(_private_copy)
         except BaseException:
             self._release(block.num_bytes)
             raise
@@ -83,9 +83,10 @@ class MemoryTier(Tier):
         with self._lock:
             self._forget(key)
             victims = self._victims(self._used_bytes + num_bytes - self.budget_bytes)
-            if victims is None:
+            if victims is None or not self._policy.admits(key, victims):
                 return False
             for victim in victims:
+                self._policy.evict(victim)
                 self._forget(victim)
             self.evictions += len(victims)
             self._used_bytes += num_bytes

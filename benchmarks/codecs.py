@@ -1,0 +1,306 @@
+"""What each codec saves and what it costs: sizes, rates, fidelity on the bundled model, time to first token.
+
+python -m benchmarks.codecs --rounds 0       # sizes, rates, fidelity on 100 held-out questions of each kind
+python -m benchmarks.codecs --questions 0    # times to first token over 10 passages of 500 tokens; other file
+
+Sizes are against the same block in bfloat16: normal numbers of published shapes, which are the worst case of an
+entropy coder, and the bundled model's own KV of joined passages. Fidelity is against the same prompt read over raw
+blocks. Rates are of one thread over bytes in bfloat16; decoding is into place, layer by layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import ragcache as rc
+from benchmarks.environment import environment
+from benchmarks.files import drop_page_cache, file_system
+from benchmarks.quality_units import Cell, answers
+from benchmarks.reading import random_prompt
+from benchmarks.report import RESULTS, Goal, Result, show, write
+from benchmarks.shapes import SHAPES, build
+from benchmarks.timing import Variant, alternate, ratio, summarise
+from ragcache.codecs import CODECS, get_codec
+from ragcache.evaluation.registry import registry_cases
+from ragcache.fusion import get_method
+from ragcache.fusion.fuse import block_recipe
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.kv.block import KVBlock
+from ragcache.prompt import prompt_format
+from ragcache.store.kv_store import KVStore
+from ragcache.training.evaluate import MAX_ANSWER_TOKENS
+
+LOSSY = [name for name in CODECS if name != "raw"]
+QUESTIONS = ("1 hop", "2 hops", "leaning")
+PASSAGES = 8
+SIZES = {"int8": 0.52, "int4": 0.29, "cachegen": 0.22}
+AGREEMENT = {"int8": 0.995, "int4": 0.98, "cachegen": 0.97}
+STATED_QUESTIONS = 300
+SIZED_SHAPES = ("SmolLM2-135M", "Llama-3.1-8B")
+SIZED_TOKENS = (256, 300, 500)
+
+
+@dataclass
+class Fidelity:
+    """Over all questions: share with raw's first token, KL(raw || codec) at it in nats, right answers."""
+
+    questions: int = 0
+    agreed: int = 0
+    kl_sum: float = 0.0
+    kl_max: float = 0.0
+    right: int = 0
+
+    def add(self, raw: torch.Tensor, logits: torch.Tensor, right: bool) -> None:
+        ours, theirs = logits.double().log_softmax(-1), raw.double().log_softmax(-1)
+        kl = max(0.0, float((theirs.exp() * (theirs - ours)).sum()))
+        self.questions += 1
+        self.agreed += int(raw.argmax() == logits.argmax())
+        self.kl_sum += kl
+        self.kl_max = max(self.kl_max, kl)
+        self.right += int(right)
+
+    def to_json(self) -> dict[str, float]:
+        return {
+            "questions": self.questions,
+            "top1_agreement": self.agreed / self.questions,
+            "kl_mean": self.kl_sum / self.questions,
+            "kl_max": self.kl_max,
+            "exact_match": self.right / self.questions,
+        }
+
+
+def fidelity(lm: rc.LanguageModel, questions: int, seed: int) -> dict[str, Fidelity]:
+    """By codec. Every codec reads the same prompts, by the model's own method."""
+    method, form = get_method(lm.default_method), prompt_format(lm.tokenizer)
+    recipe = block_recipe(lm, method)
+    found = {name: Fidelity() for name in CODECS}
+    for kind in QUESTIONS:
+        for number, case in enumerate(registry_cases(Cell(kind, PASSAGES).settings(questions, seed)), 1):
+            prompt = case.prompt(lm.tokenizer, form)
+            blocks = lm.encode(prompt.chunk_ids, recipe, prompt.prefix_ids)
+            raw = None
+            for name in CODECS:  # raw comes first
+                codec = get_codec(name)
+                coded = [codec.decode(codec.encode(block)) for block in blocks]
+                fused = rc.fuse(lm, prompt, method, coded, recipe=recipe, reserve_tokens=MAX_ANSWER_TOKENS)
+                raw = fused.next_logits.clone() if raw is None else raw
+                found[name].add(raw, fused.next_logits, answers(lm, fused, case.answers[0]))
+                fused.cache.release()
+            print(f"\r{kind}: {number} of {questions}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return found
+
+
+def normal_block(shape: str, num_tokens: int, dtype: torch.dtype, seed: int, layers: int | None = None) -> KVBlock:
+    """Normal numbers in a published model's shape."""
+    config = SHAPES[shape]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    size = (layers or config["num_hidden_layers"], config["num_key_value_heads"], num_tokens, head_dim)
+    generator = torch.Generator().manual_seed(seed)
+    return KVBlock(*(torch.randn(size, generator=generator).to(dtype) for _ in range(2)))
+
+
+def sizes(lm: rc.LanguageModel, seed: int) -> dict[str, dict[str, float]]:
+    """By codec and block: encoded bytes, the file's header left out, over the block's in bfloat16."""
+    blocks = {
+        f"{shape}, {tokens} tokens": normal_block(shape, tokens, torch.bfloat16, seed, layers=6)
+        for shape in SIZED_SHAPES
+        for tokens in SIZED_TOKENS
+    }
+    case = registry_cases(Cell("1 hop", 16).settings(1, seed))[0]
+    prompt = case.prompt(lm.tokenizer, prompt_format(lm.tokenizer))
+    for tokens in SIZED_TOKENS:
+        ids = [one for chunk in prompt.chunk_ids for one in chunk][:tokens]
+        own = lm.encode([ids])[0]
+        blocks[f"mini, {len(ids)} tokens"] = own.map(lambda tensor: tensor.bfloat16())
+    measured = {}
+    for name in LOSSY:
+        codec = get_codec(name)
+        ratios = {what: codec.decode(codec.encode(block)).num_bytes / block.num_bytes for what, block in blocks.items()}
+        measured[name] = ratios
+    return measured
+
+
+def rates(rounds: int, seed: int) -> dict[str, dict[str, float]]:
+    """MB/s of bytes in bfloat16, by codec; the best of all rounds, as others use the machine too."""
+    block = normal_block("SmolLM2-135M", 500, torch.bfloat16, seed)
+    out = torch.empty(block.keys.shape[1:], dtype=torch.bfloat16)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = {}
+    for name in CODECS:
+        codec = get_codec(name)
+        tensors = codec.encode(block)
+        decoded = codec.decode(tensors)
+
+        def place(decoded: KVBlock = decoded) -> None:
+            for layer in range(decoded.num_layers):
+                decoded.copy_keys(layer, out)
+                decoded.copy_values(layer, out)
+
+        megabytes = block.num_bytes / 1e6
+        found[name] = {
+            "encode_mb_per_s": megabytes / min(_seconds(lambda codec=codec: codec.encode(block), rounds)),  # type: ignore[misc]
+            "decode_mb_per_s": megabytes / min(_seconds(place, rounds)),
+        }
+    torch.set_num_threads(threads)
+    return found
+
+
+def _seconds(work: Callable[[], Any], rounds: int) -> list[float]:
+    taken = []
+    for _ in range(max(rounds, 5)):
+        started = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - started)
+    return taken
+
+
+class Reader:
+    """Time to first token of one prompt over stores of one codec: blocks in the memory tier, and on a cold disk."""
+
+    def __init__(self, lm: rc.LanguageModel, prompt: rc.Prompt, blocks: Sequence[KVBlock], codec: str, root: Path):
+        self.lm, self.prompt, self.root, self.codec = lm, prompt, root, codec
+        encoder = ModelEncoder(lm)
+        self.keys = [encoder.key(ids) for ids in prompt.chunk_ids]
+        self.budget = 4 * sum(block.num_bytes for block in blocks)
+        self.store, self.cold = self._open(), self._open()
+        for key, block in zip(self.keys, blocks, strict=True):
+            self.store.put(key, block)
+
+    def _open(self) -> KVStore:
+        return KVStore(self.root, memory_bytes=self.budget, codec=self.codec)
+
+    def forget(self) -> None:
+        self.cold.close()
+        self.cold = self._open()
+        gc.collect()
+        drop_page_cache(self.root)
+
+    def memory(self) -> int:
+        return self._first_token(self.store)
+
+    def disk(self) -> int:
+        return self._first_token(self.cold)
+
+    def _first_token(self, store: KVStore) -> int:
+        blocks = [loaded.block for loaded in store.get_many(self.keys) if loaded is not None]
+        fused = rc.fuse(self.lm, self.prompt, "reposition", blocks, reserve_tokens=0)
+        token = int(fused.next_logits.argmax())
+        fused.cache.release()
+        return token
+
+
+def first_tokens(options: argparse.Namespace, root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Timings and ratios to raw. Blocks hold normal numbers: speed does not depend on what was learnt."""
+    lm = build(options.shape, "float32", seed=options.seed).lm
+    prompt = random_prompt(lm.vocab_size, options.passages, options.tokens, 30, options.seed)
+    blocks = [normal_block(options.shape, options.tokens, lm.dtype, seed) for seed in range(options.passages)]
+    readers = {name: Reader(lm, prompt, blocks, name, root / name) for name in CODECS}
+    variants = [Variant(f"{name}: memory tier", reader.memory) for name, reader in readers.items()]
+    variants += [Variant(f"{name}: cold disk", reader.disk, reader.forget) for name, reader in readers.items()]
+    samples = alternate(variants, options.rounds, options.rounds, lm.device, label="codecs")
+    pairs = [(f"{name}: {place}", f"raw: {place}") for name in LOSSY for place in ("memory tier", "cold disk")]
+    return dict(summarise(samples)), {f"{a} / {b}": ratio(samples, a, b) for a, b in pairs}
+
+
+def goals(figures: dict[str, Any], ratios: dict[str, Any], stated: bool) -> list[Goal]:
+    found = [
+        Goal(f"{name}, bytes / bfloat16, {what}", "at most", SIZES[name], measured, True)
+        for name in SIZES
+        for what, measured in figures["sizes"][name].items()
+    ]
+    for name, limit in AGREEMENT.items() if "fidelity" in figures else ():
+        own = figures["fidelity"][name]
+        enough = own["questions"] >= STATED_QUESTIONS
+        found.append(Goal(f"{name}, first token as with raw", "at least", limit, own["top1_agreement"], enough))
+    if ratios:
+        found.append(
+            Goal(
+                "int8 from memory / raw", "at most", 1.25, ratios["int8: memory tier / raw: memory tier"].median, stated
+            )
+        )
+        found += [
+            Goal(
+                f"{n} from a cold disk / raw", "at most", 1.0, ratios[f"{n}: cold disk / raw: cold disk"].median, stated
+            )
+            for n in LOSSY
+        ]
+    return found
+
+
+def markdown(figures: dict[str, Any], ratios: dict[str, Any]) -> list[str]:
+    lines = [
+        "| codec | bytes / bfloat16 | encode MB/s | decode MB/s | first token as raw | KL mean | exact match "
+        "| TTFT memory / raw | TTFT cold disk / raw |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in CODECS:
+        own, rate = figures.get("fidelity", {}).get(name), figures["rates"][name]
+        encoded = "-" if name == "raw" else f"{rate['encode_mb_per_s']:.0f}"
+        sized = statistics.mean(figures["sizes"][name].values()) if name in figures["sizes"] else 1.0
+        ttft = [ratios.get(f"{name}: {place} / raw: {place}") for place in ("memory tier", "cold disk")]
+        lines.append(
+            f"| `{name}` | {sized:.3f} | {encoded} | {rate['decode_mb_per_s']:.0f} "
+            + (
+                f"| {own['top1_agreement']:.4f} | {own['kl_mean']:.1e} | {own['exact_match']:.3f} | "
+                if own
+                else "| - | - | - | "
+            )
+            + " | ".join("-" if one is None else f"{one.median:.2f}" for one in ttft)
+            + " |"
+        )
+    return lines
+
+
+def parse(given: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("benchmarks.codecs", description=__doc__)
+    parser.add_argument("--questions", type=int, default=100, help="of each kind; 0 leaves fidelity out")
+    parser.add_argument("--rounds", type=int, default=10, help="of timing; 0 leaves times to first token out")
+    parser.add_argument("--shape", choices=SHAPES, default="SmolLM2-135M", help="of the model that is timed")
+    parser.add_argument("--passages", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workdir", type=Path, help="where stores are written; a temporary directory if not given")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args(given)
+
+
+def main(arguments: Sequence[str] | None = None) -> Result:
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parse(given)
+    where = environment("benchmarks.codecs", given, torch.device("cpu"))
+    lm = rc.load_lm("mini")
+    figures: dict[str, Any] = {"sizes": sizes(lm, options.seed), "rates": rates(options.rounds, options.seed)}
+    with tempfile.TemporaryDirectory(dir=options.workdir, prefix="ragcache-codecs-") as directory:
+        timings, ratios = first_tokens(options, Path(directory)) if options.rounds else ({}, {})
+        figures["file_system"] = file_system(Path(directory))
+    if options.questions:
+        measured = fidelity(lm, options.questions, options.seed)
+        figures["fidelity"] = {name: own.to_json() for name, own in measured.items()}
+    sized = (options.shape, options.passages, options.tokens) == ("SmolLM2-135M", 10, 500)
+    settings = {name: value for name, value in vars(options).items() if name not in ("out", "workdir")}
+    name = "codecs" if options.questions else "codecs-ttft"
+    result = Result(name, settings, where, timings, ratios, figures, goals(figures, ratios, sized))
+    write(result, options.out)
+    lines = markdown(figures, ratios)
+    (options.out / f"{name}.md").write_text("\n".join(lines) + "\n")
+    show(Result(result.name, None, where, timings, ratios, {}, result.goals))
+    Console(width=180).print("\n".join(lines), highlight=False)
+    return result
+
+
+if __name__ == "__main__":
+    main()

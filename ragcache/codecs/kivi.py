@@ -1,0 +1,108 @@
+"""Whole numbers of a few bits, as KIVI quantises a KV cache (2402.02750).
+
+Keys have channels with large numbers, the same ones in every token, so they are quantised by channel, in groups of
+tokens; values have none, and the error of one token must not depend on the others, so they are quantised by token, in
+groups of channels. Keys are kept before RoPE here, which would mix each pair of channels with the position. KIVI keeps
+the last tokens of a growing cache exact; a stored block does not grow, and has no such rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ragcache.codecs.affine import group_size, num_groups, parameter_dtype, quantise, restore
+from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, expect, unit_roundoff
+
+_GROUPED = {"keys": 2, "values": 3}  # of [num_layers, num_kv_heads, num_tokens, head_dim]
+
+
+class KiviCodec(LayerCodec):
+    """Codes, one scale and one zero point a group.
+
+    bits:    of a code: 8, or 4, two of which share a byte
+    largest: numbers in a group at most: of tokens for keys, of channels for values
+
+    Tensors, for keys and for values: `codes`, uint8 [num_layers, num_kv_heads, num_tokens, head_dim], with 4 bits half
+    as many rows; `scales` and `zeros`, [num_layers, num_kv_heads, groups, head_dim] for keys, [num_layers,
+    num_kv_heads, num_tokens, groups] for values, float16 unless the numbers are too large for it.
+
+    Bound: half a group's scale, and the rounding of the result to the block's dtype.
+    """
+
+    part_names: ClassVar[frozenset[str]] = frozenset({"codes", "scales", "zeros"})
+    bits: ClassVar[int]
+    largest: ClassVar[dict[Part, int]]
+
+    def encode_part(self, part: Part, numbers: Tensor) -> dict[str, Tensor]:
+        dim, levels, dtype = _GROUPED[part], 2**self.bits - 1, parameter_dtype(numbers)
+        size = group_size(numbers.shape[dim], self.largest[part])
+        layers = [quantise(layer.float(), dim - 1, size, levels, dtype) for layer in numbers]
+        codes, scales, zeros = (torch.stack(tensors) for tensors in zip(*layers, strict=True))
+        return {"codes": pack(codes) if self.bits == 4 else codes, "scales": scales, "zeros": zeros}
+
+    def check_part(self, part: Part, tensors: Mapping[str, Tensor], spec: BlockSpec) -> None:
+        shape = spec.shape(part)
+        dim = _GROUPED[part]
+        groups = num_groups(shape[dim], self.largest[part])
+        rows = -(-shape[2] * self.bits // 8)
+        expect(tensors, "codes", (*shape[:2], rows, shape[3]), torch.uint8)
+        for name in ("scales", "zeros"):
+            expect(tensors, name, (*shape[:dim], groups, *shape[dim + 1 :]), torch.float16, torch.float32)
+
+    def decode_part(self, part: Part, tensors: Mapping[str, Tensor], layer: int, out: Tensor) -> None:
+        codes, scales, zeros = (
+            tensors[name][layer].to(out.device, non_blocking=True) for name in ("codes", "scales", "zeros")
+        )
+        if self.bits == 4:
+            unpack(codes, out)
+        else:
+            out.copy_(codes)
+        dim = _GROUPED[part] - 1
+        restore(out, dim, group_size(out.shape[dim], self.largest[part]), scales.float(), zeros.float())
+
+    def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
+        scales, zeros = tensors["scales"].double(), tensors["zeros"].double()
+        if not scales.numel():
+            return 0.0
+        highest = zeros.abs() + scales * (2**self.bits - 1)
+        return float((scales * (0.5 + 2.0**-12) + highest * unit_roundoff(dtype)).max())
+
+
+class Int8Codec(KiviCodec):
+    """8 bits. Groups are large: a channel's own range in a whole passage, or a token's in a whole head, is enough."""
+
+    name: ClassVar[str] = "int8"
+    version: ClassVar[int] = 1
+    bits: ClassVar[int] = 8
+    largest: ClassVar[dict[Part, int]] = {"keys": 512, "values": 128}
+
+
+class Int4Codec(KiviCodec):
+    """4 bits in groups of 64: 4.5 bits a number with their scales and zero points."""
+
+    name: ClassVar[str] = "int4"
+    version: ClassVar[int] = 1
+    bits: ClassVar[int] = 4
+    largest: ClassVar[dict[Part, int]] = {"keys": 64, "values": 64}
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Two codes a byte: the first half of the tokens below, the second half above.
+
+    [..., num_tokens, dim] -> [..., ceil(num_tokens / 2), dim]. Halves instead of neighbours: both directions then move
+    whole runs of bytes.
+    """
+    half = -(-codes.shape[-2] // 2)
+    packed = codes[..., :half, :].clone()
+    packed[..., : codes.shape[-2] - half, :] |= codes[..., half:, :] << 4
+    return packed
+
+
+def unpack(packed: Tensor, out: Tensor) -> None:
+    half = packed.shape[-2]
+    out[..., :half, :] = packed & 15
+    out[..., half:, :] = (packed >> 4)[..., : out.shape[-2] - half, :]

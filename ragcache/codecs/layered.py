@@ -1,0 +1,226 @@
+"""Codecs that decode one layer at a time, and the blocks that they give.
+
+Such a block stays in its codec's bytes wherever it is held, and a layer's keys or values are decoded straight into the
+place where attention reads them. What is read from a disk, held in memory or sent to another device is the codec's
+bytes alone.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ragcache.codecs.base import Codec
+from ragcache.errors import DamagedBlockError, UnencodableBlockError
+from ragcache.kv.block import KVBlock
+
+Part = Literal["keys", "values"]
+PARTS: tuple[Part, Part] = ("keys", "values")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# The largest number that is encoded: differences of two such numbers are finite in float32.
+LARGEST = 2.0**126
+_LARGEST_HALF = 65504.0
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """Shape and dtype of the block that was encoded; in a file, the tensors `shape` (int64 [5]) and `like` (empty)."""
+
+    num_layers: int
+    num_kv_heads: int
+    num_tokens: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, block: KVBlock) -> BlockSpec:
+        layers, heads, tokens, width = block.key_shape
+        return cls(layers, heads, tokens, width, block.value_shape[3], block.dtype)
+
+    def shape(self, part: Part) -> tuple[int, int, int, int]:
+        width = self.key_dim if part == "keys" else self.value_dim
+        return self.num_layers, self.num_kv_heads, self.num_tokens, width
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        sizes = [self.num_layers, self.num_kv_heads, self.num_tokens, self.key_dim, self.value_dim]
+        return {"shape": torch.tensor(sizes, dtype=torch.int64), "like": torch.empty(0, dtype=self.dtype)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> BlockSpec:
+        """Raises DamagedBlockError."""
+        sizes, like = tensors.get("shape"), tensors.get("like")
+        if sizes is None or sizes.shape != (5,) or sizes.dtype != torch.int64 or bool((sizes < 0).any()):
+            raise DamagedBlockError("an encoded block's shape is five numbers")
+        if like is None or like.shape != (0,) or like.dtype not in FLOATS:
+            raise DamagedBlockError("an encoded block says which of float32, bfloat16 and float16 it was")
+        layers, heads, tokens, key_dim, value_dim = sizes.tolist()
+        return cls(layers, heads, tokens, key_dim, value_dim, like.dtype)
+
+
+class LayerCodec(Codec):
+    """A codec of keys and values apart and layer by layer. Subclasses write what one part of one layer becomes.
+
+    part_names: of the tensors that `encode_part` returns
+
+    All arithmetic is in float32, one IEEE operation a step, so that every process and device decodes the same bits.
+    """
+
+    part_names: ClassVar[frozenset[str]]
+
+    @abstractmethod
+    def encode_part(self, part: Part, numbers: Tensor) -> dict[str, Tensor]:
+        """Tensors that stand for `numbers`, float [num_layers, num_kv_heads, num_tokens, dim], finite, on the CPU."""
+
+    @abstractmethod
+    def check_part(self, part: Part, tensors: Mapping[str, Tensor], spec: BlockSpec) -> None:
+        """Raises DamagedBlockError where these tensors are not what `encode_part` returns for such a block."""
+
+    @abstractmethod
+    def decode_part(self, part: Part, tensors: Mapping[str, Tensor], layer: int, out: Tensor) -> None:
+        """Write a layer to `out`, float32 [num_kv_heads, num_tokens, dim], contiguous or not, on any device."""
+
+    @abstractmethod
+    def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
+        """The largest error of what these tensors decode to, rounding to the block's dtype included."""
+
+    def encode(self, block: KVBlock) -> dict[str, Tensor]:
+        """Raises UnencodableBlockError for NaN, infinities, numbers beyond 2^126 and dtypes that are no float."""
+        found = dict(BlockSpec.of(block).to_tensors())
+        for part in PARTS:
+            numbers = _encodable(part, block)
+            found |= {f"{part}.{name}": tensor for name, tensor in self.encode_part(part, numbers).items()}
+        return found
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> KVBlock:
+        return EncodedBlock(self, tensors)
+
+    def error_bound(self, block: KVBlock) -> float:
+        encoded = EncodedBlock(self, self.encode(block))
+        return max(self.part_bound(part, encoded.part(part), block.dtype) for part in PARTS)
+
+
+class EncodedBlock(KVBlock):
+    """A KV block in its codec's tensors. `keys` and `values` decode all layers, `copy_keys` and the like one.
+
+    num_bytes counts the encoded bytes: they are what is held.
+
+    Raises DamagedBlockError when the tensors are not the codec's.
+    """
+
+    def __init__(self, codec: LayerCodec, tensors: Mapping[str, Tensor]) -> None:
+        self._codec = codec
+        self._tensors = dict(tensors)
+        self._spec = BlockSpec.from_tensors(tensors)
+        self._parts = {part: _of_part(part, tensors) for part in PARTS}
+        object.__setattr__(self, "recipe", None)  # the block's field is frozen
+        if tensors.keys() != {"shape", "like"} | {f"{part}.{name}" for part in PARTS for name in codec.part_names}:
+            raise DamagedBlockError(f"a block of codec {codec.name!r} does not hold the tensors {sorted(tensors)}")
+        for part in PARTS:
+            codec.check_part(part, self._parts[part], self._spec)
+
+    def __repr__(self) -> str:
+        return f"EncodedBlock({self._codec.name}, keys {tuple(self.key_shape)}, {self.dtype}, {self.num_bytes} bytes)"
+
+    def part(self, part: Part) -> Mapping[str, Tensor]:
+        """The encoded tensors of keys or values, by the codec's names."""
+        return self._parts[part]
+
+    @property
+    def keys(self) -> Tensor:
+        return self._decoded("keys")
+
+    @property
+    def values(self) -> Tensor:
+        return self._decoded("values")
+
+    @property
+    def key_shape(self) -> torch.Size:
+        return torch.Size(self._spec.shape("keys"))
+
+    @property
+    def value_shape(self) -> torch.Size:
+        return torch.Size(self._spec.shape("values"))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._spec.dtype
+
+    def layer_keys(self, layer: int) -> Tensor:
+        return self._layer("keys", layer)
+
+    def layer_values(self, layer: int) -> Tensor:
+        return self._layer("values", layer)
+
+    def copy_keys(self, layer: int, out: Tensor) -> None:
+        self._copy("keys", layer, out)
+
+    def copy_values(self, layer: int, out: Tensor) -> None:
+        self._copy("values", layer, out)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
+        return EncodedBlock(self._codec, {name: change(tensor) for name, tensor in self._tensors.items()})
+
+    def _copy(self, part: Part, layer: int, out: Tensor) -> None:
+        if self.dtype == out.dtype == torch.float32:
+            self._codec.decode_part(part, self._parts[part], layer, out)
+            return
+        exact = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        self._codec.decode_part(part, self._parts[part], layer, exact)
+        if self.dtype == torch.float16:  # a grid may reach beyond the largest float16, though no number did
+            exact.clamp_(-_LARGEST_HALF, _LARGEST_HALF)
+        out.copy_(exact.to(self.dtype))  # the block's dtype first: `out` gets what the decoded block would give
+
+    def _layer(self, part: Part, layer: int) -> Tensor:
+        out = torch.empty(self._spec.shape(part)[1:], dtype=self.dtype)
+        self._copy(part, layer, out)
+        return out
+
+    def _decoded(self, part: Part) -> Tensor:
+        out = torch.empty(self._spec.shape(part), dtype=self.dtype)
+        for layer, place in enumerate(out.unbind(0)):
+            self._copy(part, layer, place)
+        return out
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding a float32 result to `dtype`, with some for the float32 steps before."""
+    return torch.finfo(dtype).eps / 2 + 2.0**-22
+
+
+def expect(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:
+    """The tensor of this name. Raises DamagedBlockError where it is absent, or of another shape or dtype."""
+    found = tensors.get(name)
+    if found is None or tuple(found.shape) != shape or found.dtype not in dtypes:
+        is_ = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
+        raise DamagedBlockError(f"{name} of an encoded block is {is_}, not {' or '.join(map(str, dtypes))} {shape}")
+    return found
+
+
+def _of_part(part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{part}."): tensor for name, tensor in tensors.items() if name.startswith(f"{part}.")}
+
+
+def _encodable(part: Part, block: KVBlock) -> Tensor:
+    numbers = (block.keys if part == "keys" else block.values).detach().cpu()
+    if numbers.dtype not in FLOATS or numbers.dtype != block.dtype:
+        raise UnencodableBlockError(f"{part} are {numbers.dtype}; float32, bfloat16 and float16 can be encoded")
+    if not min(numbers.shape[0], numbers.shape[1], numbers.shape[3]):
+        raise UnencodableBlockError(f"{part} have no layers, heads or channels: {tuple(numbers.shape)}")
+    # NaN fails every comparison.
+    if numbers.numel() and not bool(numbers.float().abs().amax() <= LARGEST):
+        layer = next(i for i, one in enumerate(numbers.float()) if not bool((one.abs() <= LARGEST).all()))
+        raise UnencodableBlockError(
+            f"{part} of layer {layer} hold NaN, an infinity or a number beyond {LARGEST:.0e}, which only codec 'raw' "
+            "keeps; a model in float16 may have overflowed: load it with dtype bfloat16 or float32"
+        )
+    return numbers

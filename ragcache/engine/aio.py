@@ -1,0 +1,124 @@
+"""Asking from an event loop: the work runs in threads, and the loop is never blocked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+from ragcache.engine.answer import Answer, Event
+from ragcache.errors import CancelledError
+from ragcache.ingest.report import IngestReport
+from ragcache.retrieval.retriever import Hit
+
+T = TypeVar("T")
+THREADS = 16
+_END = object()
+
+
+class Threads:
+    """A pool of its own: streams last for seconds, and would starve whatever else uses the loop's default one."""
+
+    def __init__(self, threads: int = THREADS) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ragcache-async")
+
+    async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """What the function returns. It is run with the caller's context variables."""
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, lambda: context.run(function, *args, **options)
+        )
+
+    async def call_cancellable(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """`call` for a function that takes `cancelled`: an Event, set when the caller's task is cancelled."""
+        cancelled = options.pop("cancelled", None) or threading.Event()
+        try:
+            return await self.call(function, *args, cancelled=cancelled, **options)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def iterate(self, function: Callable[..., Iterator[T]], *args: Any, **options: Any) -> AsyncIterator[T]:
+        """What the iterator gives that the function returns; `cancelled` as for `call_cancellable`, set when the caller
+        stops early."""
+        cancelled = options.pop("cancelled", None) or threading.Event()
+        loop = asyncio.get_running_loop()
+        items: asyncio.Queue[tuple[object, BaseException | None]] = asyncio.Queue()
+
+        def send(item: object, error: BaseException | None = None) -> None:
+            try:
+                loop.call_soon_threadsafe(items.put_nowait, (item, error))
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                cancelled.set()
+
+        def produce() -> None:
+            try:
+                for item in function(*args, cancelled=cancelled, **options):
+                    send(item)
+            except BaseException as error:
+                send(_END, error)
+            else:
+                send(_END)
+
+        context = contextvars.copy_context()
+        running = self._pool.submit(context.run, produce)
+        running.add_done_callback(lambda done: send(_END, CancelledError("closed")) if done.cancelled() else None)
+        try:
+            while True:
+                item, error = await items.get()
+                if error is not None:
+                    raise error
+                if item is _END:
+                    return
+                yield cast(T, item)
+        finally:
+            cancelled.set()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class AsyncTwins:
+    """The engine's calls for an event loop. Arguments and errors are those of the call without the "a"."""
+
+    def __init__(self) -> None:
+        self._threads = Threads()
+
+    async def aingest(self, *args: Any, **options: Any) -> IngestReport:
+        return await self._threads.call(self._own("ingest"), *args, **options)
+
+    async def adelete(self, *args: Any, **options: Any) -> list[str]:
+        return await self._threads.call(self._own("delete"), *args, **options)
+
+    async def aretrieve(self, *args: Any, **options: Any) -> list[Hit]:
+        return await self._threads.call(self._own("retrieve"), *args, **options)
+
+    async def aask(self, question: str, *args: Any, **options: Any) -> Answer:
+        """Cancelling the task stops the work."""
+        return await self._threads.call_cancellable(self._own("ask"), question, *args, **options)
+
+    async def achat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Answer:
+        """Cancelling the task stops the work."""
+        return await self._threads.call_cancellable(self._own("chat"), messages, **options)
+
+    async def acomplete(self, parts: Any, **options: Any) -> Answer:
+        """Cancelling the task stops the work."""
+        return await self._threads.call_cancellable(self._own("complete"), parts, **options)
+
+    def astream(self, question: str, *args: Any, **options: Any) -> AsyncIterator[Event]:
+        """Closing the iterator stops the work."""
+        return self._threads.iterate(self._own("stream"), question, *args, **options)
+
+    def astream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> AsyncIterator[Event]:
+        """Closing the iterator stops the work."""
+        return self._threads.iterate(self._own("stream_chat"), messages, **options)
+
+    def astream_completion(self, parts: Any, **options: Any) -> AsyncIterator[Event]:
+        """Closing the iterator stops the work."""
+        return self._threads.iterate(self._own("stream_completion"), parts, **options)
+
+    def _own(self, name: str) -> Callable[..., Any]:
+        return getattr(self, name)  # type: ignore[no-any-return]

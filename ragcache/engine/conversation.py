@@ -1,0 +1,134 @@
+"""Messages with passages in them, as prompt ends and passages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ragcache.engine.passage import Passage
+from ragcache.errors import PromptError
+from ragcache.prompt import CONTEXT_MARK, PromptEnds, PromptFormat, conversation_ends, system_turn, text_ends
+from ragcache.retrieval.retriever import Hit
+
+ROLES = ("system", "user", "assistant")
+Given = Passage | Hit
+Part = str | Given
+
+
+@dataclass(frozen=True)
+class Turn:
+    role: str
+    parts: tuple[Part, ...]
+
+    @property
+    def has_passages(self) -> bool:
+        return any(not isinstance(part, str) for part in self.parts)
+
+    @property
+    def text(self) -> str:
+        """All of the turn as text, passages included."""
+        return "".join(_text(part) for part in self.parts)
+
+
+class Conversation:
+    """Turns of a chat: {"role": "system" | "user" | "assistant", "content": text or list of texts and passages}.
+
+    Raises PromptError naming the message that cannot be read.
+    """
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self.turns = [_turn(rank, message) for rank, message in enumerate(messages)]
+        users = [turn for turn in self.turns if turn.role == "user"]
+        if not users:
+            raise PromptError("there is no user message; end the conversation with a question")
+        if not users[-1].text.strip():
+            raise PromptError("the question is empty; ask something")
+
+    @property
+    def question(self) -> str:
+        """The text of the last user message."""
+        return next(turn.text for turn in reversed(self.turns) if turn.role == "user").strip()
+
+    @property
+    def has_passages(self) -> bool:
+        return any(turn.has_passages for turn in self.turns)
+
+    def as_written(self, tokenizer: PreTrainedTokenizerBase, system: str | None) -> tuple[PromptEnds, list[Given]]:
+        """Ends around the passages of the last turn that has any, and these passages; earlier ones are plain text.
+
+        system: text of a system message where the conversation has none
+        """
+        carrier = max((rank for rank, turn in enumerate(self.turns) if turn.has_passages), default=None)
+        passages: list[Given] = []
+        texts = [turn.text for turn in self.turns]
+        if carrier is not None:
+            head, passages, tail = split_parts(self.turns[carrier].parts)
+            texts[carrier] = f"{head}{CONTEXT_MARK}{tail}"
+        return conversation_ends(tokenizer, self._rendered(texts, system)), passages
+
+    def around_passages(
+        self, tokenizer: PreTrainedTokenizerBase, form: PromptFormat, system: str | None, *, first: bool
+    ) -> PromptEnds:
+        """Ends around passages in front of the last user turn, or the first. Questions are in the store's format.
+
+        In front of the last turn they stand next to the question. In front of the first one they stay behind the
+        store's own prefix, which matters where blocks were encoded behind it.
+        """
+        users = [rank for rank, turn in enumerate(self.turns) if turn.role == "user"]
+        marked = users[0] if first else users[-1]
+        texts = [form.asked(turn.text.strip()) if turn.role == "user" else turn.text for turn in self.turns]
+        texts[marked] = CONTEXT_MARK + texts[marked]
+        return conversation_ends(tokenizer, self._rendered(texts, system))
+
+    def _rendered(self, texts: Sequence[str], system: str | None) -> list[dict[str, str]]:
+        turns = [{"role": turn.role, "content": text} for turn, text in zip(self.turns, texts, strict=True)]
+        return turns if any(turn.role == "system" for turn in self.turns) else [*system_turn(system), *turns]
+
+
+def completion_ends(tokenizer: PreTrainedTokenizerBase, parts: str | Sequence[Part]) -> tuple[PromptEnds, list[Given]]:
+    """Ends around the passages of a raw prompt, and these passages. Raises PromptError."""
+    turn = _turn(0, {"role": "user", "content": parts})
+    if not turn.text.strip():
+        raise PromptError("the prompt is empty; write something")
+    if not turn.has_passages:
+        return text_ends(tokenizer, turn.text, None), []
+    head, passages, tail = split_parts(turn.parts)
+    return text_ends(tokenizer, head, tail), passages
+
+
+def split_parts(parts: Sequence[Part]) -> tuple[str, list[Given], str]:
+    """Text before the passages, the passages, text behind them. White space between passages is dropped: each ends with
+    a newline of its own. Raises PromptError for other text between them, which could not be reused."""
+    places = [place for place, part in enumerate(parts) if not isinstance(part, str)]
+    first, last = places[0], places[-1]
+    for part in parts[first:last]:
+        if isinstance(part, str) and part.strip():
+            raise PromptError(
+                f"{part[:40]!r} stands between two passages; put it before, behind or into a passage, so that the "
+                "passages' KV can be reused"
+            )
+    head, tail = ("".join(_text(part) for part in side) for side in (parts[:first], parts[last + 1 :]))
+    return head, [part for part in parts if not isinstance(part, str)], tail
+
+
+def _turn(rank: int, message: Mapping[str, Any]) -> Turn:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in ROLES:
+        raise PromptError(f"message {rank} has role {role!r}; roles are {', '.join(ROLES)}")
+    content = message.get("content")
+    parts = (content,) if isinstance(content, str) else content
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, Part) for part in parts):
+        raise PromptError(f"the content of message {rank} is neither text nor a list of texts and passages")
+    if any(CONTEXT_MARK in part for part in parts if isinstance(part, str)):
+        raise PromptError(f"message {rank} holds the private character sequence that marks the place of passages")
+    return Turn(str(role), tuple(parts))
+
+
+def _text(part: Part) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.text if isinstance(part, Passage) else part.chunk.text
+    return f"{text.rstrip()}\n"

@@ -1,0 +1,160 @@
+"""A trace as arrays: recorded by a store, or generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.errors import ConfigError, TraceError
+from ragcache.store.trace import Access, read_trace
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Accesses:
+    """blocks:     [accesses], the number of the block that was asked for, requests after one another
+    starts:     [requests + 1], where each request begins in `blocks`
+    num_bytes, num_tokens: [number of blocks]
+    """
+
+    blocks: Ints
+    starts: Ints
+    num_bytes: Ints
+    num_tokens: Ints
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def requests(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def equal_sizes(self) -> bool:
+        return len(self.num_bytes) == 0 or bool((self.num_bytes == self.num_bytes[0]).all())
+
+
+def recorded(path: Path) -> Accesses:
+    """A file that a store wrote. Raises TraceError naming the line that is wrong, or the file when it is empty."""
+    found = from_accesses(read_trace(path))
+    if not len(found):
+        raise TraceError(path, "there is no access in it")
+    return found
+
+
+def from_accesses(accesses: Iterable[Access]) -> Accesses:
+    """Requests in the order in which they appear first; lines of requests that ran at once may be mixed. A block's size
+    is the last one that was seen."""
+    numbers: dict[str, int] = {}
+    sizes: list[tuple[int, int]] = []
+    requests: dict[str, list[int]] = {}
+    for access in accesses:
+        number = numbers.setdefault(access.handle, len(numbers))
+        size = (access.num_bytes, access.num_tokens)
+        if number == len(sizes):
+            sizes.append(size)
+        else:
+            sizes[number] = size
+        requests.setdefault(access.request, []).append(number)
+    lengths = [len(blocks) for blocks in requests.values()]
+    return Accesses(
+        np.array([number for blocks in requests.values() for number in blocks], dtype=np.int64),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        np.array([size for size, _ in sizes], dtype=np.int64),
+        np.array([tokens for _, tokens in sizes], dtype=np.int64),
+    )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A stream of requests, the same for the same seed.
+
+    requests, k:  so many requests, each for k different blocks
+    blocks:       in the corpus
+    zipf:         the block of popularity rank r is drawn in proportion to r ** -zipf
+    drift:        after every so many requests the hottest block becomes the coldest and all others move up one rank;
+                  0: popularity stays
+    session:      requests in a session, on average (geometric), 16 sessions running at once; 1: none
+    sticky:       chance that a request takes a block from the one before it in its session
+    tokens:       of a block, from the least to the most, evenly
+    bytes_per_token: of a block
+
+    Raises ConfigError naming the option.
+    """
+
+    requests: int = 200_000
+    k: int = 5
+    blocks: int = 100_000
+    zipf: float = 0.8
+    drift: int = 0
+    session: float = 1.0
+    sticky: float = 0.5
+    tokens: tuple[int, int] = (256, 256)
+    bytes_per_token: int = 131072
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for option, value, least in (
+            ("requests", self.requests, 1),
+            ("k", self.k, 1),
+            ("blocks", self.blocks, 1),
+            ("drift", self.drift, 0),
+            ("session", self.session, 1),
+            ("bytes-per-token", self.bytes_per_token, 1),
+            ("seed", self.seed, 0),
+        ):
+            if not least <= value < float("inf"):
+                raise ConfigError(f"--{option} is {value}; give {least} or more")
+        if not 0 <= self.zipf <= 10:
+            raise ConfigError(f"--zipf is {self.zipf:g}; give an exponent from 0 (all alike) to 10")
+        if not 0 <= self.sticky <= 1:
+            raise ConfigError(f"--sticky is {self.sticky:g}; give a chance from 0 to 1")
+        if not 1 <= self.tokens[0] <= self.tokens[1]:
+            raise ConfigError(f"--chunk-tokens is {self.tokens[0]}-{self.tokens[1]}; give 1 or more, the least first")
+
+
+SESSIONS_AT_ONCE = 16
+DRAWS = 3  # a block drawn twice in a request is left out; so many draws for each that is wanted
+
+
+def generated(workload: Workload) -> Accesses:
+    """Where popularity is so steep that k different blocks do not turn up, a request has fewer."""
+    random = np.random.default_rng(workload.seed)
+    num_tokens = random.integers(workload.tokens[0], workload.tokens[1] + 1, workload.blocks)
+    weights = np.arange(1, workload.blocks + 1, dtype=np.float64) ** -workload.zipf
+    cumulated = np.cumsum(weights)
+    wanted = workload.requests * workload.k * DRAWS
+    drawn = np.searchsorted(cumulated, random.random(wanted) * cumulated[-1], side="right").astype(np.int64)
+    if workload.drift:
+        drawn += np.repeat(np.arange(workload.requests) // workload.drift, workload.k * DRAWS)
+    # Popularity is not to follow the blocks' numbers, by which a store is filled.
+    names = random.permutation(workload.blocks)
+    drawn = names[drawn % workload.blocks]
+    requests = _requests(workload, drawn.reshape(workload.requests, -1).tolist(), random)
+    return Accesses(
+        np.array([block for request in requests for block in request], dtype=np.int64),
+        np.concatenate([[0], np.cumsum([len(request) for request in requests])]).astype(np.int64),
+        num_tokens * workload.bytes_per_token,
+        num_tokens,
+    )
+
+
+def _requests(workload: Workload, fresh: list[list[int]], random: np.random.Generator) -> list[list[int]]:
+    """Each request's different blocks, those that it takes over from its session first."""
+    found = []
+    before: list[list[int]] = [[] for _ in range(SESSIONS_AT_ONCE)]
+    chosen: list[Any] = random.integers(0, SESSIONS_AT_ONCE, workload.requests).tolist()
+    ends: list[Any] = (random.random(workload.requests) < 1 / workload.session).tolist()
+    kept: list[Any] = (random.random((workload.requests, workload.k)) < workload.sticky).tolist()
+    for draws, session, end, keep in zip(fresh, chosen, ends, kept, strict=True):
+        taken = [block for block, stays in zip(before[session], keep, strict=False) if stays]
+        request = list(dict.fromkeys(taken + draws))[: workload.k]
+        before[session] = [] if end else request
+        found.append(request)
+    return found

@@ -1,0 +1,188 @@
+"""Replays a trace against tiers without a model: the stores' own policies over numbers instead of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.planning.accesses import Accesses
+from ragcache.planning.rates import Rates
+from ragcache.store.eviction import PGDSF, Entry, EvictionPolicy, PrefillCost, TinyLFU, get_policy
+from ragcache.store.eviction.admission import CountMinSketch
+
+
+class SimulatedTier:
+    """What a tier would hold. budget_bytes: None keeps everything, and then needs no policy.
+
+    The rules are the memory tier's: room is made before a block comes in; one that is larger than the budget, or not
+    worth what would have to go for it, is not kept, and nothing is evicted for it.
+    """
+
+    def __init__(self, name: str, budget_bytes: int | None, policy: EvictionPolicy | None = None) -> None:
+        self.name = name
+        self.held: dict[str, Entry] = {}
+        self.used_bytes = 0
+        self.hits = 0
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self.evictions = 0
+        self._budget = 0 if budget_bytes is None else budget_bytes
+        self._policy = policy if budget_bytes is not None else None
+
+    def get(self, entry: Entry) -> bool:
+        if self._policy is not None:
+            self._policy.touch(entry.key)
+        if entry.key not in self.held:
+            return False
+        self.hits += 1
+        self.read_bytes += entry.num_bytes
+        return True
+
+    def put(self, entry: Entry) -> bool:
+        """Whether it is kept now. It replaces one of the same key."""
+        self.delete(entry.key)
+        if self._policy is not None:
+            if not self._make_room(entry, self._policy):
+                return False
+            self._policy.insert(entry)
+        self.held[entry.key] = entry
+        self.used_bytes += entry.num_bytes
+        self.written_bytes += entry.num_bytes
+        return True
+
+    def delete(self, key: str) -> None:
+        entry = self.held.pop(key, None)
+        if entry is not None:
+            self.used_bytes -= entry.num_bytes
+            if self._policy is not None:
+                self._policy.remove(key)
+
+    def _make_room(self, entry: Entry, policy: EvictionPolicy) -> bool:
+        excess, victims = self.used_bytes + entry.num_bytes - self._budget, []
+        if excess > 0:
+            for key in policy.victims():
+                victims.append(key)
+                excess -= self.held[key].num_bytes
+                if excess <= 0:
+                    break
+        if excess > 0 or not policy.admits(entry.key, victims):
+            return False
+        for key in victims:
+            policy.evict(key)
+            self.used_bytes -= self.held.pop(key).num_bytes
+        self.evictions += len(victims)
+        return True
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """memory_bytes, and disk_bytes: None keeps every block, as the disk tier does.
+
+    eager: every block is on disk before the first request, as far as they fit; else each is computed when it is asked
+    for first
+    """
+
+    memory_bytes: int
+    disk_bytes: int | None = None
+    eager: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """What happened. hits, read_bytes, written_bytes and evictions by tier; ttft_s: [requests]."""
+
+    accesses: int
+    computed: int
+    computed_tokens: int
+    hits: dict[str, int]
+    read_bytes: dict[str, int]
+    written_bytes: dict[str, int]
+    evictions: dict[str, int]
+    ttft_s: NDArray[np.float64] = field(repr=False)
+
+
+def make_policy(name: str, admission: str, rates: Rates, blocks_in_budget: int) -> EvictionPolicy:
+    """A store's policy, with the cost of recomputation from the rates and a sketch that fits the number of blocks.
+
+    Raises ConfigError.
+    """
+    policy = get_policy(name)
+    get_policy(name, admission)  # refuses a name that is unknown
+    if isinstance(policy, PGDSF):
+        one, two = rates.prefill_s(1), rates.prefill_s(2)
+        quadratic = (two - 2 * one) / 2
+        policy = PGDSF(PrefillCost(one - quadratic, quadratic))
+    return policy if admission == "all" else TinyLFU(policy, CountMinSketch(max(1 << 16, blocks_in_budget)))
+
+
+def replay(
+    trace: Accesses, budgets: Budgets, policy: str, admission: str, rates: Rates, question_tokens: int = 30
+) -> Replayed:
+    """Requests one after another, as a store serves them: all lookups, each promoting what it finds to the faster tier,
+    then the blocks that no tier had, which go to the durable tier first."""
+    entries = [
+        Entry(str(number), num_bytes, num_tokens)
+        for number, (num_bytes, num_tokens) in enumerate(
+            zip(trace.num_bytes.tolist(), trace.num_tokens.tolist(), strict=True)
+        )
+    ]
+    count = len(entries)
+    memory = SimulatedTier("memory", budgets.memory_bytes, make_policy(policy, admission, rates, count))
+    disk = SimulatedTier("disk", budgets.disk_bytes, make_policy(policy, admission, rates, count))
+    if budgets.eager:
+        for entry in entries:
+            disk.put(entry)
+        disk.written_bytes = disk.evictions = 0
+    seconds, computed, tokens = _serve(trace, entries, memory, disk, rates, question_tokens)
+    tiers = (memory, disk)
+    return Replayed(
+        accesses=len(trace),
+        computed=computed,
+        computed_tokens=tokens,
+        hits={tier.name: tier.hits for tier in tiers},
+        read_bytes={tier.name: tier.read_bytes for tier in tiers},
+        written_bytes={tier.name: tier.written_bytes for tier in tiers},
+        evictions={tier.name: tier.evictions for tier in tiers},
+        ttft_s=seconds,
+    )
+
+
+def _serve(
+    trace: Accesses,
+    entries: Sequence[Entry],
+    memory: SimulatedTier,
+    disk: SimulatedTier,
+    rates: Rates,
+    question_tokens: int,
+) -> tuple[NDArray[np.float64], int, int]:
+    """Seconds to the first token of every request; blocks and tokens that were computed."""
+    place_s, read_s = 1 / rates.memory_bytes_s, 1 / rates.disk_bytes_s
+    floor_s = rates.prefill_s(question_tokens)
+    compute_s = {tokens: rates.prefill_s(tokens) for tokens in np.unique(trace.num_tokens).tolist()}
+    blocks, starts = trace.blocks.tolist(), trace.starts.tolist()
+    ttft = np.empty(trace.requests)
+    computed = computed_tokens = 0
+    for request in range(trace.requests):
+        seconds = floor_s
+        missing: dict[str, Entry] = {}
+        for number in blocks[starts[request] : starts[request + 1]]:
+            entry = entries[number]
+            seconds += entry.num_bytes * place_s
+            if memory.get(entry):
+                continue
+            if disk.get(entry):
+                seconds += entry.num_bytes * read_s
+                memory.put(entry)
+            else:
+                computed += 1
+                missing[entry.key] = entry
+        for entry in missing.values():
+            seconds += compute_s[entry.num_tokens]
+            computed_tokens += entry.num_tokens
+            disk.put(entry)
+            memory.put(entry)
+        ttft[request] = seconds
+    return ttft, computed, computed_tokens

@@ -1,0 +1,141 @@
+"""What a store was asked for, as JSON lines: handles, sizes and tiers, no text.
+
+    {"at": 1763714400.25, "request": "9f3a11c2.7", "handle": "0c5f...", "bytes": 131072, "tokens": 256, "tier": "disk"}
+
+at:      Unix seconds
+request: the same for blocks that were asked for together, as one question's are
+handle:  names the block. It is a hash; equal passages under one model and tenant have equal handles
+bytes:   of the block in host memory
+tier:    which had it; "computed" where none had and it was made
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ragcache.errors import TraceError
+
+log = logging.getLogger(__name__)
+COMPUTED = "computed"
+MOST_AWAITED = 1 << 16  # of blocks that were asked for and not made yet; some never are
+
+
+class Access(NamedTuple):
+    """One block that was asked for."""
+
+    request: str
+    handle: str
+    num_bytes: int
+    num_tokens: int
+    tier: str
+    at: float
+
+
+class TraceWriter:
+    """Appends to a file, which several processes may share: every line is one write.
+
+    A trace that cannot be written any more ends with a warning; it costs no question its answer. Safe to call from
+    several threads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises TraceError when the file cannot be opened for appending."""
+        self.path = path
+        try:
+            self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise TraceError(path, f"cannot be written ({error.strerror}); name another file") from error
+        self._run = os.urandom(4).hex()
+        self._requests = count()
+        self._awaited: dict[str, tuple[str, float]] = {}  # handle -> request and time at which no tier had it
+        self._lock = threading.Lock()
+
+    def asked(self, handles: Sequence[str], found: Sequence[tuple[int, int, str] | None]) -> None:
+        """Blocks were asked for together: bytes, tokens and tier of each, or None where no tier had it. The line of
+        such a one is written when the block is made, and so has a size."""
+        at = time.time()
+        with self._lock:
+            request = f"{self._run}.{next(self._requests)}"
+            for handle, one in zip(handles, found, strict=True):
+                if one is None:
+                    self._awaited[handle] = (request, at)
+                else:
+                    self._write(Access(request, handle, *one, at))
+            while len(self._awaited) > MOST_AWAITED:
+                del self._awaited[next(iter(self._awaited))]
+
+    def made(self, handle: str, num_bytes: int, num_tokens: int) -> None:
+        """A block came in. It is an access only when it was asked for before: ingestion is none."""
+        with self._lock:
+            awaited = self._awaited.pop(handle, None)
+            if awaited is not None:
+                self._write(Access(awaited[0], handle, num_bytes, num_tokens, COMPUTED, awaited[1]))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+
+    def _write(self, access: Access) -> None:
+        if self._file is None:
+            return
+        line = json.dumps(_fields(access)) + "\n"
+        try:
+            os.write(self._file, line.encode())
+        except OSError as error:
+            log.warning("%s: the trace ends here, since it cannot be written (%s)", self.path, error.strerror)
+            os.close(self._file)
+            self._file = None
+
+
+def read_trace(path: Path) -> Iterator[Access]:
+    """The accesses of a file, in its order. Raises TraceError naming the line that is none, and why."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _access(path, number, line)
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(path, f"cannot be read ({error})") from error
+
+
+def _fields(access: Access) -> dict[str, Any]:
+    return {
+        "at": round(access.at, 6),
+        "request": access.request,
+        "handle": access.handle,
+        "bytes": access.num_bytes,
+        "tokens": access.num_tokens,
+        "tier": access.tier,
+    }
+
+
+def _access(path: Path, number: int, line: str) -> Access:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(path, f"not JSON ({error})", number) from error
+    if not isinstance(fields, dict):
+        raise TraceError(path, "not a JSON object", number)
+    try:
+        texts = [fields[name] for name in ("request", "handle", "tier")]
+        sizes = [fields[name] for name in ("bytes", "tokens")]
+        at = fields["at"]
+    except KeyError as error:
+        raise TraceError(path, f"it has no {error.args[0]!r}", number) from error
+    if not all(isinstance(text, str) and text for text in texts):
+        raise TraceError(path, "'request', 'handle' and 'tier' are texts that are not empty", number)
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise TraceError(path, "'bytes' and 'tokens' are whole numbers, 0 or more", number)
+    if type(at) not in (int, float) or not abs(at) < float("inf"):
+        raise TraceError(path, "'at' is a number of seconds", number)
+    return Access(texts[0], texts[1], sizes[0], sizes[1], texts[2], float(at))

@@ -1,0 +1,113 @@
+"""Blocks that were written by the first version of each codec are read to the same bits, in every process.
+
+`python tests/codecs/test_frozen.py` writes the files of codecs that have none yet; what is there stays as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from blocks import DTYPES, make_key
+from torch import Tensor
+
+from ragcache.codecs import CODECS, get_codec
+from ragcache.codecs.block_file import read_block, write_block
+from ragcache.codecs.container import read_container, write_container
+from ragcache.kv.block import KVBlock
+
+FROZEN = Path(__file__).parent / "frozen"
+KEY = make_key(1)
+
+
+def plain_block(dtype: torch.dtype, num_tokens: int = 13, dim: int = 6) -> KVBlock:
+    """The same numbers on every machine: fractions of whole numbers, no random generator."""
+
+    def numbers(factor: int) -> Tensor:
+        counted = torch.arange(4 * 2 * num_tokens * dim, dtype=torch.float64).view(4, 2, num_tokens, dim)
+        return ((counted * factor % 1009) / 128 - 3.5).to(dtype)
+
+    return KVBlock(numbers(377), numbers(211))
+
+
+def name_of(codec: str, dtype: torch.dtype) -> str:
+    return f"{codec}-v1-{str(dtype).removeprefix('torch.')}"
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_frozen_block_is_read_to_the_same_bits(codec: str, dtype: torch.dtype) -> None:
+    block = read_block(FROZEN / f"{name_of(codec, dtype)}.safetensors", KEY)
+    expected = read_container(FROZEN / f"{name_of(codec, dtype)}.decoded").tensors
+    assert (block.dtype, block.keys.dtype) == (dtype, dtype)
+    assert torch.equal(block.keys, expected["keys"])
+    assert torch.equal(block.values, expected["values"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("codec", sorted(set(CODECS) - {"cachegen"}))
+def test_the_same_block_is_written_to_the_same_bytes(codec: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """But for cachegen: another version of zstandard may compress the same codes differently."""
+    assert get_codec(codec).version == 1, "freeze the new version's files, too"
+    write_block(tmp_path / "block", KEY, plain_block(dtype), get_codec(codec))
+    assert (tmp_path / "block").read_bytes() == (FROZEN / f"{name_of(codec, dtype)}.safetensors").read_bytes()
+
+
+def test_cachegens_codes_are_the_same_whatever_compresses_them() -> None:
+    for dtype in DTYPES:
+        frozen = read_container(FROZEN / f"{name_of('cachegen', dtype)}.safetensors").tensors
+        written = get_codec("cachegen").encode(plain_block(dtype))
+        for name in frozen.keys() - {"keys.stream", "values.stream", "keys.ends", "values.ends"}:
+            assert torch.equal(frozen[name], written[name])
+
+
+PROCESS = """
+import hashlib, sys
+from pathlib import Path
+import torch
+from ragcache.codecs import CODECS, get_codec
+from ragcache.codecs.block_file import write_block
+from test_frozen import KEY, digest, plain_block
+torch.set_num_threads(int(sys.argv[2]))
+for name in sorted(CODECS):
+    path = Path(sys.argv[1]) / name
+    block = write_block(path, KEY, plain_block(torch.bfloat16, 200, 64), get_codec(name))
+    print(name, digest(block.keys), digest(block.values), hashlib.sha256(path.read_bytes()).hexdigest())
+"""
+
+
+def test_processes_and_numbers_of_threads_agree_on_every_bit(tmp_path: Path) -> None:
+    """Bytes written and numbers read, by hash."""
+    said = []
+    for threads in ("1", "2"):
+        directory = tmp_path / threads
+        directory.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", PROCESS, str(directory), threads],
+            env={"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        said.append(done.stdout)
+    assert said[0] == said[1]
+    assert len(said[0].splitlines()) == len(CODECS)
+
+
+def freeze() -> None:
+    for codec in CODECS:
+        for dtype in DTYPES:
+            path = FROZEN / f"{name_of(codec, dtype)}.safetensors"
+            if not path.exists():
+                block = write_block(path, KEY, plain_block(dtype), get_codec(codec))
+                write_container(path.with_suffix(".decoded"), {"keys": block.keys, "values": block.values}, {})
+
+
+if __name__ == "__main__":
+    freeze()

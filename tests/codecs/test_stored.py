@@ -1,0 +1,142 @@
+"""Encoded blocks through tiers, fusion, the engine and the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from blocks import DTYPES, make_block, make_key
+from tiny_model import save_tiny_llama
+
+import ragcache as rc
+from ragcache.cli.options import StoreOptions
+from ragcache.codecs import CODECS, get_codec
+from ragcache.errors import UnencodableBlockError
+from ragcache.fusion import METHODS
+from ragcache.kv.block import KVBlock
+from ragcache.retrieval.testing import BagOfWords
+from ragcache.store.kv_store import KVStore
+
+KEY = make_key(1)
+LOSSY = sorted(set(CODECS) - {"raw"})
+TEXTS = {"cats": "The cat sat on the mat. It was happy.\n", "dogs": "Dogs bark at night in the town of Kelbrook.\n"}
+SHORT = rc.Sampling(max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory: pytest.TempPathFactory) -> rc.LanguageModel:
+    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("tiny")))
+
+
+def open_kb(path: Path, lm: rc.LanguageModel, codec: str) -> rc.RagCache:
+    return rc.RagCache.open(path, model=lm, embedder=BagOfWords(), store=rc.StoreConfig(codec=codec))
+
+
+def ingest(kb: rc.RagCache, names: list[str], **options: str) -> None:
+    kb.ingest((rc.Document(name, TEXTS[name]) for name in names), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_block_is_bit_identical_from_every_tier(codec: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Law 6: as returned by `put` and `remember`, from memory, from disk, and promoted."""
+    block = make_block(1, num_tokens=40, dtype=dtype)
+    with KVStore(tmp_path / "kv", codec=codec) as store, KVStore(tmp_path / "other", codec=codec) as other:
+        loads = [store.put(KEY, block), other.remember(KEY, block)]
+        loads += [found.block for found in (store.get(KEY), other.get(KEY)) if found]
+        assert store.locate(KEY) == other.locate(KEY) == "memory"
+    with KVStore(tmp_path / "kv", memory_bytes=0) as mapped, KVStore(tmp_path / "kv") as promoting:
+        loads += [found.block for found in (mapped.get(KEY), promoting.get(KEY), promoting.get(KEY)) if found]
+    expected = get_codec(codec).decode(get_codec(codec).encode(block))
+    assert len(loads) == 7
+    assert all(one.equal(expected) for one in loads)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_memory_holds_the_codecs_bytes(codec: str, tmp_path: Path) -> None:
+    block = make_block(1, num_tokens=400, layers=8)
+    encoded = get_codec(codec).decode(get_codec(codec).encode(block)).num_bytes
+    assert encoded < 0.75 * block.num_bytes
+    with KVStore(tmp_path / "kv", codec=codec, memory_bytes=3 * encoded) as store:
+        for number in range(4):
+            store.put(make_key(number), make_block(1, num_tokens=400, layers=8))
+        assert store.stats().bytes_by_tier["memory"] == 3 * encoded
+        assert store.stats().evictions == 1
+
+
+def test_a_store_reads_blocks_of_every_codec(tmp_path: Path) -> None:
+    block = make_block(1, num_tokens=30)
+    for number, codec in enumerate(sorted(CODECS)):
+        with KVStore(tmp_path / "kv", codec=codec) as store:
+            store.put(make_key(number), block)
+    for codec in CODECS:
+        with KVStore(tmp_path / "kv", codec=codec) as store:
+            for number, written in enumerate(sorted(CODECS)):
+                found = store.get(make_key(number))
+                assert found is not None
+                assert found.block.equal(get_codec(written).decode(get_codec(written).encode(block)))
+                store.verify(make_key(number))
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_what_cannot_be_kept_is_in_no_tier(codec: str, tmp_path: Path) -> None:
+    block = make_block(1)
+    block.values[0, 0, 0, 0] = float("nan")
+    with KVStore(tmp_path / "kv", codec=codec) as store:
+        for keep in (store.put, store.remember):
+            with pytest.raises(UnencodableBlockError, match=KEY):
+                keep(KEY, block)
+        assert store.locate(KEY) is None
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("reposition", {}), ("concat", {}), ("cacheblend", {"ratio": 0.3}), ("a3", {}), ("epic", {}), ("samkv", {}),
+     ("infllm", {}), ("ape", {}), ("entropy", {}), ("link", {"link_ids": [[3, 4], [5, 6], [7, 8]]})],
+)  # fmt: skip
+def test_fusing_encoded_blocks_is_fusing_the_decoded(
+    lm: rc.LanguageModel, codec: str, method: str, options: dict[str, object]
+) -> None:
+    """To the last bit, though each layer is decoded into its place only when it is needed."""
+    generator = torch.Generator().manual_seed(0)
+    chunks = [torch.randint(250, (count,), generator=generator).tolist() for count in (40, 1, 25)]
+    prompt = rc.Prompt(prefix_ids=[1, 2], chunk_ids=chunks, suffix_ids=[9, 10, 11])
+    recipe = METHODS[method].recipes[0]
+    coder = get_codec(codec)
+    encoded = [coder.decode(coder.encode(block)) for block in lm.encode(chunks, recipe, prompt.prefix_ids)]
+    decoded = [KVBlock(block.keys, block.values) for block in encoded]
+    one = rc.fuse(lm, prompt, method=method, blocks=encoded, recipe=recipe, **options)
+    other = rc.fuse(lm, prompt, method=method, blocks=decoded, recipe=recipe, **options)
+    assert torch.equal(one.next_logits, other.next_logits)
+    assert one.kept_tokens == other.kept_tokens
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_every_answer_reads_what_the_store_keeps(codec: str, lm: rc.LanguageModel, tmp_path: Path) -> None:
+    """With blocks computed at first use: the first answer has the logits of those from memory and from disk."""
+    with open_kb(tmp_path / "kb", lm, codec) as kb:
+        ingest(kb, sorted(TEXTS), kv="lazy")
+        answers = [kb.ask("Where is the cat?", k=2, sampling=SHORT) for _ in range(2)]
+    with open_kb(tmp_path / "kb", lm, codec) as kb:
+        answers.append(kb.ask("Where is the cat?", k=2, sampling=SHORT))
+        report = kb.doctor()
+    assert [{hit.kv for hit in answer.hits} for answer in answers] == [{"computed"}, {"memory"}, {"disk"}]
+    assert len({answer.text for answer in answers}) == 1
+    assert report.sound
+
+
+def test_a_store_goes_on_with_another_codec(lm: rc.LanguageModel, tmp_path: Path) -> None:
+    with open_kb(tmp_path / "kb", lm, "int4") as kb:
+        ingest(kb, ["cats"])
+    with open_kb(tmp_path / "kb", lm, "raw") as kb:
+        ingest(kb, ["dogs"])
+        answer = kb.ask("Where is the cat?", k=2, sampling=SHORT)
+        assert {hit.kv for hit in answer.hits} <= {"disk", "memory"}
+        assert kb.doctor().sound
+
+
+def test_the_command_line_names_the_codec() -> None:
+    assert StoreOptions(codec="int8").config().codec == "int8"
+    assert StoreOptions().config().codec == "raw"

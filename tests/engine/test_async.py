@@ -1,0 +1,109 @@
+"""The engine from an event loop: same answers, a loop that runs on, work that stops when nobody wants it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+import ragcache as rc
+from ragcache.errors import CancelledError, PromptError
+
+SHORT = rc.Sampling(max_tokens=8)
+QUESTION = "Where do dogs bark?"
+TURNS = [{"role": "user", "content": QUESTION}]
+
+
+async def events(stream):
+    return [event async for event in stream]
+
+
+async def test_async_twins_answer_alike(kb):
+    assert [hit.chunk.id for hit in await kb.aretrieve(QUESTION, 2)] == [h.chunk.id for h in kb.retrieve(QUESTION, 2)]
+    assert (await kb.aask(QUESTION, 2, sampling=SHORT)).text == kb.ask(QUESTION, 2, sampling=SHORT).text
+    assert (await kb.achat(TURNS, k=2, sampling=SHORT)).text == kb.chat(TURNS, k=2, sampling=SHORT).text
+    assert (await kb.acomplete("Once", sampling=SHORT)).text == kb.complete("Once", sampling=SHORT).text
+    streams = [
+        (kb.astream(QUESTION, 2, sampling=SHORT), kb.stream(QUESTION, 2, sampling=SHORT)),
+        (kb.astream_chat(TURNS, k=2, sampling=SHORT), kb.stream_chat(TURNS, k=2, sampling=SHORT)),
+        (kb.astream_completion("Once", sampling=SHORT), kb.stream_completion("Once", sampling=SHORT)),
+    ]
+    for one, other in streams:
+        found, expected = await events(one), list(other)
+        assert found[1:-1] == expected[1:-1]
+        assert (type(found[0]), found[-1].answer.text) == (rc.Sources, expected[-1].answer.text)
+    assert (await kb.aingest(rc.Document("new", "A new text."))).added == ["new"]
+    assert await kb.adelete(["new", "absent"]) == ["new"]
+
+
+async def test_many_at_once(kb):
+    expected = kb.ask(QUESTION, 2, sampling=SHORT).text
+    found = await asyncio.gather(*(kb.aask(QUESTION, 2, sampling=SHORT) for _ in range(40)))
+    assert {answer.text for answer in found} == {expected}
+
+
+@pytest.fixture
+def slow_model(lm):
+    """Every pass takes at least 20 ms: long enough for a loop to be seen going on."""
+    hook = lm.model.get_input_embeddings().register_forward_hook(lambda *_: time.sleep(0.02))
+    yield
+    hook.remove()
+
+
+@pytest.mark.usefixtures("slow_model")
+async def test_the_loop_runs_on(kb):
+    ticks = 0
+
+    async def tick():
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    ticking = asyncio.create_task(tick())
+    seen = [ticks async for _ in kb.astream(QUESTION, 2, sampling=SHORT)]
+    await kb.aask(QUESTION, 2, sampling=SHORT)
+    ticking.cancel()
+    assert ticks > 2 * len(seen)  # a blocked loop ticks once an event at most
+
+
+async def test_errors_reach_the_caller(kb):
+    with pytest.raises(PromptError, match="empty"):
+        await kb.aask(" ")
+    with pytest.raises(PromptError, match="no user message"):
+        await events(kb.astream_chat([]))
+
+
+async def test_a_closed_stream_stops_the_work(kb):
+    long = rc.Sampling(max_tokens=100_000)
+    stream = kb.astream(QUESTION, 1, sampling=long)
+    await anext(stream)
+    await stream.aclose()
+    task = asyncio.create_task(kb.aask(QUESTION, 1, sampling=long))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(kb.close)  # waits for the threads: it would hang, had they gone on
+
+
+async def test_a_stream_that_waits_when_the_store_is_closed_ends(kb):
+    kb._threads._pool._max_workers = 1
+    long = rc.Sampling(max_tokens=100_000)
+    running = kb.astream(QUESTION, 1, sampling=long)
+    await anext(running)
+    waiting = asyncio.create_task(events(kb.astream(QUESTION, 1, sampling=SHORT)))
+    await asyncio.sleep(0.05)
+    closing = asyncio.create_task(asyncio.to_thread(kb.close))
+    with pytest.raises(CancelledError):
+        await waiting
+    await running.aclose()
+    await closing
+
+
+def test_the_estimate_of_full_prefill_grows_with_its_length(kb):
+    few, many = kb.full_prefill_estimate_s(100), kb.full_prefill_estimate_s(1000)
+    assert 0 < few < many
+    assert many >= 9.99 * few
+    assert kb.count_tokens("abc") == len(kb.lm.tokenizer("abc", add_special_tokens=False)["input_ids"])

@@ -1,0 +1,256 @@
+"""Conversations, raw prompts and given passages against plain transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import block_diagonal
+from plain_oracle import greedy
+from tiny_model import save_tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ragcache as rc
+from ragcache.errors import ConfigError, ContextTooLongError, NoSuchDocumentError, PromptError
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+SHORT = rc.Sampling(max_tokens=8)
+CATS, DOGS = "The cat sat on the mat. It was happy there.\n", "Dogs bark at night in the town of Kelbrook.\n"
+NEW = "Nobody stored this passage before."
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("chatty"), chat_template=CHAT)
+
+
+@pytest.fixture(scope="module")
+def lm(chatty):
+    return rc.load_lm(chatty)
+
+
+@pytest.fixture(scope="module")
+def oracle(chatty):
+    model = AutoModelForCausalLM.from_pretrained(chatty, dtype=torch.float32, attn_implementation="eager").eval()
+    return model, AutoTokenizer.from_pretrained(chatty)
+
+
+def reading(oracle, pieces, *, causal=False):
+    """What plain transformers answers to head, passages and tail, given as text, each tokenised alone."""
+    model, tokenizer = oracle
+    head, *passages, tail = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
+    prompt = rc.Prompt(head, passages, tail)
+    n = prompt.num_tokens
+    allowed = torch.ones(n, n, dtype=torch.bool).tril() if causal else block_diagonal(prompt)
+    return greedy(model, tokenizer, prompt, allowed, SHORT.max_tokens)
+
+
+def bos(oracle):
+    return oracle[1].bos_token
+
+
+def user(*parts):
+    return {"role": "user", "content": list(parts) if len(parts) > 1 else parts[0]}
+
+
+def test_one_question_as_a_chat_is_the_question_asked(kb):
+    for question in ("Where do dogs bark?", "Is the cat happy?"):
+        asked, chatted = kb.ask(question, k=3, sampling=SHORT), kb.chat([user(question)], k=3, sampling=SHORT)
+        assert (chatted.text, chatted.usage.prompt_tokens) == (asked.text, asked.usage.prompt_tokens)
+        assert [hit.chunk.id for hit in chatted.hits] == [hit.chunk.id for hit in asked.hits]
+
+
+def test_retrieved_passages_stand_before_the_last_question(kb, oracle):
+    turns = [user("Where do dogs bark?"), {"role": "assistant", "content": "In Kelbrook."}, user("Is the cat happy?")]
+    answer = kb.chat(turns, k=2, sampling=SHORT)
+    assert [hit.chunk.id for hit in answer.hits] == [hit.chunk.id for hit in kb.retrieve("Is the cat happy?", 2)]
+    head = f"{bos(oracle)}[user]Question: Where do dogs bark?[end][assistant]In Kelbrook.[end][user]"
+    passages = [hit.chunk.text for hit in answer.hits]
+    assert answer.text == reading(oracle, [head, *passages, "Question: Is the cat happy?[end][assistant]"])
+
+
+def test_passages_are_read_where_they_stand(kb, oracle):
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        user("Context: ", rc.Passage("Old news."), "Old question?"),
+        {"role": "assistant", "content": "Yes."},
+        user("Use this:\n", rc.Passage(CATS.strip()), "  ", rc.Passage(NEW), "\nWhat now?"),
+    ]
+    answer = kb.chat(turns, sampling=SHORT)
+    head = (
+        f"{bos(oracle)}[system]Be brief.[end][user]Context: Old news.\nOld question?[end][assistant]Yes.[end][user]"
+        "Use this:\n"
+    )
+    assert answer.text == reading(oracle, [head, CATS, f"{NEW}\n", "\nWhat now?[end][assistant]"])
+    assert [hit.chunk.text.rstrip() for hit in answer.hits] == [CATS.strip(), NEW]
+
+
+def test_a_plain_chat_reads_the_conversation_alone(kb, oracle):
+    answer = kb.chat([user("Say something.")], sampling=SHORT)
+    assert answer.text == reading(oracle, [f"{bos(oracle)}[user]Say something.", "[end][assistant]"], causal=True)
+    assert (answer.hits, answer.usage.cached_tokens) == ([], 0)
+    assert answer.usage.computed_tokens == answer.usage.prompt_tokens
+
+
+def test_a_raw_prompt_is_continued(kb, oracle):
+    assert kb.complete("Once upon", sampling=SHORT).text == reading(
+        oracle, [f"{bos(oracle)}Once", " upon"], causal=True
+    )
+    parts = ["Facts: ", rc.Passage(DOGS), rc.Passage(CATS), "So:"]
+    expected = reading(oracle, [f"{bos(oracle)}Facts: ", DOGS, CATS, "So:"])
+    assert kb.complete(parts, sampling=SHORT).text == expected
+    assert kb.complete([f"{bos(oracle)}Facts: ", *parts[1:]], sampling=SHORT).text == expected
+
+
+def test_a_store_behind_a_prefix_keeps_passages_there(open_kb, tmp_path, oracle):
+    kb = open_kb(tmp_path / "prefixed", recipe="prefix", system="Be brief.")
+    kb.ingest(rc.Document("cats", CATS))
+    turns = [user("One?"), {"role": "assistant", "content": "Yes."}, user("The cat?")]
+    kb.chat(turns, k=1, sampling=SHORT)
+    answer = kb.chat(turns, k=1, sampling=SHORT)
+    head = f"{bos(oracle)}[system]Be brief.[end][user]"
+    tail = "Question: One?[end][assistant]Yes.[end][user]Question: The cat?[end][assistant]"
+    assert answer.text == reading(oracle, [head, CATS, tail], causal=True)
+    assert answer.hits[0].kv == "memory"
+    assert answer.usage.created_tokens == 0
+
+
+def test_blocks_behind_another_prefix_are_computed_for_it(open_kb, tmp_path, oracle):
+    kb = open_kb(tmp_path / "prefixed", recipe="prefix", system="Be brief.")
+    kb.ingest(rc.Document("cats", CATS))
+    turns = [{"role": "system", "content": "Shout."}, user("The cat?")]
+    first, second = (kb.chat(turns, k=1, sampling=SHORT) for _ in range(2))
+    expected = reading(
+        oracle, [f"{bos(oracle)}[system]Shout.[end][user]", CATS, "Question: The cat?[end][assistant]"], causal=True
+    )
+    assert first.text == second.text == expected
+    assert (first.hits[0].kv, second.hits[0].kv) == ("computed", "memory")
+    own = kb.chunks(["cats#0"])[0].handle
+    assert first.hits[0].handle != own
+    assert own in kb.store.kv
+    assert set(kb.store.kv.keys()) == {own}
+
+
+# Given passages
+
+
+def test_a_passage_is_found_by_its_text_id_or_handle(kb):
+    chunk = kb.chunks(["dogs#0"])[0]
+    given = {
+        "text": rc.Passage(DOGS.strip()),
+        "id": rc.Passage(id="dogs#0"),
+        "handle": rc.Passage(handle=chunk.handle),
+        "all": rc.Passage(DOGS, "dogs#0", chunk.handle, score=0.5),
+        "wrong handle": rc.Passage(DOGS, handle="0" * 64),
+        "unknown id": rc.Passage(DOGS, id="mine"),
+    }
+    for name, passage in given.items():
+        source = kb.ask("Where?", hits=[passage], sampling=SHORT).hits[0]
+        assert (source.handle, source.kv) == (chunk.handle, "memory"), name
+        assert source.chunk.text.strip() == DOGS.strip()
+        assert source.chunk.id == ("" if name in ("text", "wrong handle") else passage.id or "dogs#0"), name
+    assert kb.ask("Where?", hits=[given["all"]], sampling=SHORT).hits[0].score == 0.5
+
+
+def test_an_altered_text_is_what_is_read(kb, oracle):
+    chunk = kb.chunks(["dogs#0"])[0]
+    answer = kb.chat([user(rc.Passage(NEW, "dogs#0", chunk.handle), "What?")], sampling=SHORT)
+    assert answer.text == reading(oracle, [f"{bos(oracle)}[user]", f"{NEW}\n", "What?[end][assistant]"])
+    assert answer.hits[0].handle != chunk.handle
+
+
+def test_a_passage_from_outside_is_kept_in_memory_only(kb):
+    on_disk = set(kb.store.kv.keys())
+    first, second = (kb.ask("Where?", hits=[rc.Passage(NEW)], sampling=SHORT) for _ in range(2))
+    assert first.text == second.text
+    assert (first.hits[0].kv, second.hits[0].kv) == ("computed", "memory")
+    tokens = len(first.hits[0].chunk.token_ids)
+    assert first.usage.created_tokens >= tokens
+    assert second.usage.created_tokens == 0
+    assert second.usage.computed_tokens == first.usage.computed_tokens - first.usage.created_tokens
+    assert set(kb.store.kv.keys()) == on_disk
+
+
+def test_an_evicted_block_is_computed_again_and_a_deleted_passage_read_from_its_text(kb):
+    hit = kb.retrieve("Where do dogs bark?", 1)[0]
+    expected = kb.ask("Where?", hits=[hit], sampling=SHORT).text
+    kb.store.kv.delete(hit.handle)
+    again = kb.ask("Where?", hits=[rc.Passage(DOGS, hit.chunk.id, hit.handle)], sampling=SHORT)
+    assert (again.text, again.hits[0].kv) == (expected, "computed")
+    assert hit.handle in set(kb.store.kv.keys())
+    kb.delete("dogs")
+    after = kb.ask("Where?", hits=[rc.Passage(DOGS, hit.chunk.id, hit.handle)], sampling=SHORT)
+    assert (after.text, after.hits[0].kv) == (expected, "computed")
+    assert hit.handle not in set(kb.store.kv.keys())
+
+
+@pytest.mark.parametrize("passage", [rc.Passage(id="gone#0"), rc.Passage(handle="0" * 64), rc.Passage(" ", "gone#0")])
+def test_without_text_an_unknown_passage_is_refused(kb, passage):
+    with pytest.raises(rc.UnknownHandleError, match=f"passage 0 .*{passage.id or passage.handle}.*send the text"):
+        kb.ask("Where?", hits=[passage])
+
+
+def test_another_tenants_handle_serves_nothing(open_kb, tmp_path, kb):
+    other = open_kb(tmp_path / "other", tenant="b")
+    chunk = kb.chunks(["dogs#0"])[0]
+    with pytest.raises(rc.UnknownHandleError):
+        other.ask("Where?", hits=[rc.Passage(handle=chunk.handle)])
+    source = other.ask("Where?", hits=[rc.Passage(DOGS, handle=chunk.handle)], sampling=SHORT).hits[0]
+    assert source.kv == "computed"
+    assert source.handle != chunk.handle
+
+
+BAD_MESSAGES = [
+    ([], "no user message"),
+    ([{"role": "assistant", "content": "Hm."}], "no user message"),
+    ([{"role": "tool", "content": "x"}], "message 0 has role 'tool'"),
+    ([user("a"), "b"], "message 1 has role None"),
+    ([{"role": "user", "content": None}], "content of message 0"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "content of message 0"),
+    ([user("  ")], "question is empty"),
+    ([user("\ue000ragcache-context\ue000")], "private character"),
+    ([user(rc.Passage("a"), "between", rc.Passage("b"), "?")], "'between' stands between two passages"),
+    ([user(rc.Passage(" "), "?")], "passage 0 has no text"),
+]
+
+
+@pytest.mark.parametrize(("messages", "reason"), BAD_MESSAGES)
+def test_bad_messages_are_named(kb, messages, reason):
+    with pytest.raises(PromptError, match=reason):
+        kb.chat(messages)
+
+
+def test_passages_come_from_one_place(kb):
+    with pytest.raises(ConfigError, match="exclude each other"):
+        kb.chat([user(rc.Passage("a"), "?")], k=2)
+    with pytest.raises(ConfigError, match="on_overflow 'drop'"):
+        kb.chat([user("?")], on_overflow="drop")
+
+
+def test_a_conversation_longer_than_the_context_is_refused(kb):
+    with pytest.raises(ContextTooLongError, match="takes"):
+        kb.chat([user("word " * 4000)], k=2)
+
+
+# Documents that are passages already
+
+
+def test_whole_documents_keep_text_and_id(kb):
+    text = "  # Not a heading to cut at\n\nand\r\nthe rest  \n\n"
+    report = kb.ingest([rc.Document("mine", text, {"a": 1}), rc.Document("long", "word " * 4000)], split=False)
+    assert report.added == ["mine"]
+    assert [failure.source for failure in report.failed] == ["long"]
+    (chunk,) = kb.chunks_of("mine")
+    assert (chunk.id, chunk.text, chunk.metadata) == ("mine", text, {"a": 1})
+    assert chunk.token_ids == kb.lm.tokenizer(text.rstrip() + "\n", add_special_tokens=False)["input_ids"]
+    assert kb.ingest(rc.Document("mine", text, {"a": 1}), split=False).unchanged == ["mine"]
+    assert kb.ask("What?", hits=[rc.Passage(text)], sampling=SHORT).hits[0].kv in ("memory", "disk")
+    assert [one.id for one in kb.chunks(["mine", "nothing", "cats#0"])] == ["mine", "cats#0"]
+    vectors = kb.vectors(["cats#0", "mine"])
+    assert (vectors == kb.embedder.embed([CATS, text])).all()
+    assert kb.vectors(["nothing"]).shape == (0, kb.embedder.dimension)
+    assert kb.delete("mine") == ["mine"]
+    with pytest.raises(NoSuchDocumentError):
+        kb.store.documents.set_handle("mine", None)

@@ -1,0 +1,22 @@
+"""Answers of plain transformers, token by token."""
+
+from __future__ import annotations
+
+import torch
+
+
+def greedy(model, tokenizer, prompt, allowed, count):
+    """Token by token, each a plain forward of everything under an explicit mask."""
+    ids, made = list(prompt.ids), []
+    while len(made) < count:
+        n = len(ids)
+        mask = torch.ones(n, n, dtype=torch.bool).tril()
+        mask[: allowed.shape[0], : allowed.shape[0]] = allowed
+        bias = torch.zeros(n, n).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
+        with torch.no_grad():
+            token = int(model(input_ids=torch.tensor([ids]), attention_mask=bias).logits[0, -1].argmax())
+        if token == tokenizer.eos_token_id:
+            break
+        ids.append(token)
+        made.append(token)
+    return tokenizer.decode(made)

@@ -1,0 +1,314 @@
+"""The simulator against a model that knows no policies, against real stores, and Belady's rule against trying all."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blocks import make_block, make_key
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache.errors import ConfigError, TraceError
+from ragcache.planning.accesses import Accesses, Workload, from_accesses, generated, recorded
+from ragcache.planning.optimum import next_uses, optimum
+from ragcache.planning.rates import Rates
+from ragcache.planning.replay import Budgets, replay
+from ragcache.planning.simulate import simulate
+from ragcache.store.eviction import ADMISSIONS, POLICIES, CountMinSketch
+from ragcache.store.kv_store import KVStore
+from ragcache.store.trace import Access
+
+RATES = Rates(1000.0, 0.2, 1e4, 1e3)
+REQUESTS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=25)
+SIZES = st.lists(st.sampled_from([1, 2, 4, 8]), min_size=6, max_size=6)
+
+
+def make_trace(requests: list[list[int]], sizes: list[int]) -> Accesses:
+    """Block n has sizes[n] bytes and as many tokens."""
+    blocks = [block for request in requests for block in request]
+    starts = np.cumsum([0, *(len(request) for request in requests)])
+    return Accesses(np.array(blocks), starts, np.array(sizes), np.array(sizes))
+
+
+class Model:
+    """A tier as lists and formulas: nothing of the policies' code. Each entry: [uses, last use, clock at that use]."""
+
+    def __init__(self, budget: int | None, policy: str, filtered: bool, sizes: list[int]) -> None:
+        self.budget, self.policy, self.filtered, self.sizes = budget, policy, filtered, sizes
+        self.held: dict[int, list] = {}
+        self.asked = [0] * len(sizes)
+        self.clock, self.time = 0.0, 0
+
+    def rank(self, block: int) -> tuple:
+        uses, last, clock = self.held[block]
+        size = self.sizes[block]
+        cost = size * 0.8 / 1000 + size**2 * 0.2 / 1000 / 1000
+        worth = {"lru": 0, "lfu": uses, "gdsf": clock + uses / size, "pgdsf": clock + uses * cost / size}[self.policy]
+        return worth, last
+
+    def get(self, block: int) -> bool:
+        self.time += 1
+        self.asked[block] = min(15, self.asked[block] + 1)
+        if block in self.held:
+            self.held[block] = [self.held[block][0] + 1, self.time, self.clock]
+        return block in self.held
+
+    def put(self, block: int) -> None:
+        self.time += 1
+        self.held.pop(block, None)
+        if self.budget is not None:
+            room, victims = self.budget - sum(self.sizes[b] for b in self.held), []
+            for victim in sorted(self.held, key=self.rank):
+                if room >= self.sizes[block]:
+                    break
+                victims.append(victim)
+                room += self.sizes[victim]
+            outweighed = self.asked[block] > sum(self.asked[v] for v in victims)
+            if room < self.sizes[block] or (self.filtered and victims and not outweighed):
+                return
+            for victim in victims:
+                self.clock = max(self.clock, self.rank(victim)[0])
+                del self.held[victim]
+        self.held[block] = [1, self.time, self.clock]
+
+
+def model_of(requests, sizes, memory_bytes, disk_bytes, eager, policy, filtered):
+    """Where each access was served from, and each request's seconds."""
+    memory, disk = (Model(budget, policy, filtered, sizes) for budget in (memory_bytes, disk_bytes))
+    if eager:
+        for block in range(len(sizes)):
+            disk.put(block)
+    origins, seconds = [], []
+    for request in requests:
+        wait = 30 * 0.8 / 1000 + 30**2 * 0.2 / 1000 / 1000
+        missing = []
+        for block in request:
+            wait += sizes[block] / 1e4
+            if memory.get(block):
+                origins.append("memory")
+            elif disk.get(block):
+                origins.append("disk")
+                wait += sizes[block] / 1e3
+                memory.put(block)
+            else:
+                origins.append("computed")
+                missing.append(block)
+        for block in dict.fromkeys(missing):
+            wait += sizes[block] * 0.8 / 1000 + sizes[block] ** 2 * 0.2 / 1000 / 1000
+            disk.put(block)
+            memory.put(block)
+        seconds.append(wait)
+    return origins, seconds
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=120, deadline=None)
+@given(
+    requests=REQUESTS,
+    sizes=SIZES,
+    memory_bytes=st.integers(0, 20),
+    disk_bytes=st.none() | st.integers(0, 25),
+    eager=st.booleans(),
+)
+def test_a_replay_equals_a_model(policy, admission, requests, sizes, memory_bytes, disk_bytes, eager):
+    done = replay(make_trace(requests, sizes), Budgets(memory_bytes, disk_bytes, eager), policy, admission, RATES)
+    origins, seconds = model_of(requests, sizes, memory_bytes, disk_bytes, eager, policy, admission != "all")
+    blocks = [block for request in requests for block in request]
+    for tier in ("memory", "disk"):
+        served = [sizes[block] for block, origin in zip(blocks, origins, strict=True) if origin == tier]
+        assert (done.hits[tier], done.read_bytes[tier]) == (len(served), sum(served))
+    assert done.computed == origins.count("computed")
+    np.testing.assert_allclose(done.ttft_s, seconds, rtol=1e-9)
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_replay_equals_the_store_that_recorded_it(policy, admission, eager, tmp_path):
+    """A real store with tensors writes the trace; the replay serves every access from the same tier."""
+    random, sizes = np.random.default_rng(1), [3, 5, 7, 4, 6, 9]
+    unit = make_block(0, num_tokens=1).num_bytes
+    requests = [list(dict.fromkeys((random.zipf(1.6, 3) % 6).tolist())) for _ in range(60)]
+    trace_path = tmp_path / "trace.jsonl"
+    with KVStore(
+        tmp_path / "kv", memory_bytes=14 * unit, eviction=policy, admission=admission, trace=trace_path
+    ) as store:
+        if eager:
+            for number, tokens in enumerate(sizes):
+                store.put(make_key(number), make_block(number, num_tokens=tokens))
+            store._tiers[0].close()
+        for request in requests:
+            for block in request:
+                if store.get(make_key(block)) is None:  # one by one: `get_many` reads on several threads
+                    store.put(make_key(block), make_block(block, num_tokens=sizes[block]))
+        stats = store.stats()
+    trace = recorded(trace_path)
+    assert len(trace) == sum(len(request) for request in requests)
+    done = replay(trace, Budgets(14 * unit, None, eager), policy, admission, RATES)
+    assert done.hits == stats.hits_by_tier
+    assert done.computed == stats.misses
+    assert done.evictions["memory"] <= stats.evictions  # the store's count has its filling
+
+
+@cache
+def _holdings(sizes: tuple[int, ...], budget: int) -> tuple[frozenset[int], ...]:
+    every = range(len(sizes))
+    subsets = (frozenset(some) for count in range(len(sizes) + 1) for some in combinations(every, count))
+    return tuple(held for held in subsets if sum(sizes[block] for block in held) <= budget)
+
+
+def best_hits(blocks: list[int], sizes: tuple[int, ...], budget: int) -> int:
+    """The most hits of all schedules: after every access, every subset that fits of what was held and the newcomer."""
+    best = {frozenset(): 0}
+    for block in blocks:
+        following: dict[frozenset, int] = {}
+        for held, hits in best.items():
+            now, there = hits + (block in held), held | {block}
+            for kept in _holdings(sizes, budget):
+                if kept <= there and following.get(kept, -1) < now:
+                    following[kept] = now
+        best = following
+    return max(best.values())
+
+
+@settings(max_examples=80, deadline=None)
+@given(blocks=st.lists(st.integers(0, 4), min_size=1, max_size=16), budget=st.integers(0, 6))
+def test_belady_is_the_optimum_for_equal_sizes(blocks, budget):
+    found = optimum(make_trace([blocks], [2] * 5), budget)
+    assert found == (best_hits(blocks, (2,) * 5, budget), found.hits, True)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    blocks=st.lists(st.integers(0, 4), min_size=1, max_size=14),
+    sizes=st.lists(st.integers(1, 4), min_size=5, max_size=5).filter(lambda sizes: len(set(sizes)) > 1),
+    budget=st.integers(0, 8),
+)
+def test_for_unequal_sizes_the_optimum_lies_between(blocks, sizes, budget):
+    found = optimum(make_trace([blocks], sizes), budget)
+    assert not found.exact
+    assert found.hits <= best_hits(blocks, tuple(sizes), budget) <= found.bound
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=REQUESTS, sizes=SIZES, memory_bytes=st.integers(8, 20))
+def test_no_policy_exceeds_the_bound(requests, sizes, memory_bytes):
+    for outcome in simulate(make_trace(requests, sizes), [Budgets(memory_bytes)], list(POLICIES), list(ADMISSIONS)):
+        assert outcome.hit_rate["memory"] <= outcome.bound_rate + 1e-12
+        assert sum(outcome.hit_rate.values()) + outcome.computed_rate == pytest.approx(1)
+
+
+@given(blocks=st.lists(st.integers(0, 5), max_size=30))
+def test_next_uses(blocks):
+    expected = [
+        next((later for later in range(place + 1, len(blocks)) if blocks[later] == block), len(blocks))
+        for place, block in enumerate(blocks)
+    ]
+    assert next_uses(np.array(blocks, dtype=np.int64)).tolist() == expected
+
+
+def test_percentiles_are_those_of_requests():
+    requests = [[0]] * 96 + [[1]] * 4
+    trace = make_trace(requests, [1, 8])
+    (outcome,) = simulate(trace, [Budgets(0)], ["lru"], rates=RATES, question_tokens=0)
+    assert outcome.ttft_s == pytest.approx(
+        {"p50": 1 / 1e4 + 1 / 1e3, "p95": 1 / 1e4 + 1 / 1e3, "p99": 8 / 1e4 + 8 / 1e3}
+    )
+
+
+def test_streams_are_the_same_for_the_same_seed():
+    workload = Workload(requests=300, blocks=50, k=3, session=4.0, drift=10, tokens=(100, 500))
+    one, again, other = generated(workload), generated(workload), generated(Workload(**(vars(workload) | {"seed": 1})))
+    assert one.blocks.tolist() == again.blocks.tolist() != other.blocks.tolist()
+    assert one.num_bytes.tolist() == (one.num_tokens * 131072).tolist()
+    assert 100 <= one.num_tokens.min() < one.num_tokens.max() <= 500
+    for request in range(one.requests):
+        blocks = one.blocks[one.starts[request] : one.starts[request + 1]].tolist()
+        assert 1 <= len(blocks) == len(set(blocks)) <= 3
+
+
+def test_popularity_is_zipfs():
+    """With one block a request draws are independent: shares by rank are within five standard errors."""
+    found = generated(Workload(requests=40_000, k=1, blocks=8, zipf=1.2))
+    shares = np.sort(np.bincount(found.blocks, minlength=8) / 40_000)[::-1]
+    expected = np.arange(1, 9) ** -1.2
+    expected /= expected.sum()
+    assert (np.abs(shares - expected) < 5 * np.sqrt(expected / 40_000)).all()
+
+
+def test_drift_makes_the_hottest_block_the_coldest():
+    """10 blocks, one step in the middle: the second hottest leads, the hottest is last."""
+    found = generated(Workload(requests=20_000, k=1, blocks=10, zipf=1.0, drift=10_000))
+    before, after = (np.bincount(half, minlength=10) for half in np.split(found.blocks, 2))
+    assert np.argsort(-after)[0] == np.argsort(-before)[1]
+    assert np.argmin(after) == np.argmax(before)
+
+
+def test_sessions_read_passages_again():
+    def hits(session: float) -> float:
+        trace = generated(Workload(requests=2000, blocks=5000, k=4, zipf=0.2, session=session, sticky=0.8))
+        return replay(trace, Budgets(400 * 256 * 131072), "lru", "all", RATES).hits["memory"] / len(trace)
+
+    assert hits(10.0) > hits(1.0) + 0.4
+
+
+def test_recorded_requests_that_ran_at_once_are_told_apart():
+    lines = [("r1", "a", 4), ("r2", "b", 8), ("r1", "c", 2), ("r2", "a", 5)]
+    trace = from_accesses(Access(request, handle, size, size, "disk", 0.0) for request, handle, size in lines)
+    assert trace.blocks.tolist() == [0, 2, 1, 0]
+    assert trace.starts.tolist() == [0, 2, 4]
+    assert trace.num_bytes.tolist() == [5, 8, 2], "the last size counts"
+
+
+def test_an_empty_trace_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(TraceError, match=r"empty\.jsonl: there is no access"):
+        recorded(tmp_path / "empty.jsonl")
+    with pytest.raises(ConfigError, match="no access"):
+        list(simulate(from_accesses([]), [Budgets(1)], ["lru"]))
+
+
+@pytest.mark.parametrize("budget", [-1, 1, 7])
+def test_a_budget_below_one_block_is_refused(budget):
+    with pytest.raises(ConfigError, match="smallest has 8"):
+        list(simulate(make_trace([[0]], [8]), [Budgets(budget)], ["lru"]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "option"),
+    [
+        ({"requests": 0}, "--requests is 0"),
+        ({"k": 0}, "--k is 0"),
+        ({"blocks": 0}, "--blocks is 0"),
+        ({"drift": -1}, "--drift is -1"),
+        ({"session": 0.5}, "--session is 0.5"),
+        ({"session": float("nan")}, "--session is nan"),
+        ({"zipf": -0.1}, "--zipf is -0.1"),
+        ({"sticky": 1.5}, "--sticky is 1.5"),
+        ({"tokens": (5, 4)}, "--chunk-tokens is 5-4"),
+        ({"bytes_per_token": 0}, "--bytes-per-token is 0"),
+        ({"seed": -1}, "--seed is -1"),
+    ],
+)
+def test_bad_streams_name_the_option(fields, option):
+    with pytest.raises(ConfigError, match=option):
+        Workload(**fields)
+
+
+def test_a_sketch_of_the_simulator_has_room_for_every_block():
+    """Else the replay of a large trace would turn away by collisions that a store of that size has not."""
+    sketch = CountMinSketch(1 << 16)
+    for number in range(1000):
+        sketch.add(str(number))
+    assert sum(sketch.estimate(str(number)) for number in range(1000)) == 1000
+
+
+def test_outcomes_are_json(tmp_path: Path):
+    (outcome,) = simulate(make_trace([[0, 1], [0]], [4, 8]), [Budgets(8)], ["gdsf"])
+    assert json.loads(json.dumps(outcome.to_json(), allow_nan=False))["optimum_exact"] is False
