@@ -1,0 +1,122 @@
+// The server's HTTP API.
+
+import { serverEvents } from "./sse.js";
+
+/** An answer of the server that is an error. */
+export class ApiError extends Error {
+  /**
+   * @param {number} status HTTP status; 0 where the error came inside a stream
+   * @param {{message?: string, type?: string, param?: string | null, code?: string | number | null}} body
+   * @param {number | null} retryAfter_s when to try again, where the server said so
+   */
+  constructor(status, body, retryAfter_s = null) {
+    super(body.message || `The server answered with status ${status}.`);
+    this.name = "ApiError";
+    this.status = status;
+    this.code = String(body.code ?? "");
+    this.retryAfter_s = retryAfter_s;
+  }
+}
+
+/** No answer, or one that broke off. */
+export class ConnectionError extends Error {
+  /** @param {string} message */
+  constructor(message) {
+    super(message);
+    this.name = "ConnectionError";
+  }
+}
+
+export class Api {
+  /** @param {import("./keyring.js").Keyring} keyring */
+  constructor(keyring) {
+    this.keyring = keyring;
+  }
+
+  /**
+   * @param {string} path below the page's own address
+   * @param {RequestInit} [init]
+   * @returns {Promise<any>} the JSON of the answer. Raises ApiError, ConnectionError
+   */
+  async json(path, init) {
+    const answer = await this.#fetch(path, init);
+    return unbroken(() => answer.json(), init?.signal);
+  }
+
+  /**
+   * @param {string} path
+   * @param {unknown} body sent as JSON
+   * @param {AbortSignal} [signal]
+   */
+  post(path, body, signal) {
+    return this.json(path, jsonRequest(body, signal));
+  }
+
+  /**
+   * Post, and read the answer as server-sent events. Raises ApiError, ConnectionError.
+   * @param {string} path
+   * @param {unknown} body FormData, or sent as JSON
+   * @param {AbortSignal} [signal]
+   * @returns {AsyncGenerator<import("./sse.js").ServerEvent>}
+   */
+  async *events(path, body, signal) {
+    const init = body instanceof FormData ? { method: "POST", body, signal } : jsonRequest(body, signal);
+    const answer = await this.#fetch(path, { ...init, headers: { ...init.headers, Accept: "text/event-stream" } });
+    if (!answer.body) return;
+    const events = serverEvents(answer.body);
+    try {
+      for (;;) {
+        const { done, value } = await unbroken(() => events.next(), signal);
+        if (done) return;
+        yield value;
+      }
+    } finally {
+      await events.return(undefined);
+    }
+  }
+
+  /**
+   * @param {string} path
+   * @param {RequestInit} [init]
+   * @returns {Promise<Response>}
+   */
+  async #fetch(path, init = {}) {
+    const url = new URL(path, document.baseURI);
+    for (;;) {
+      const { key } = this.keyring;
+      const headers = new Headers(init.headers);
+      if (key) headers.set("Authorization", `Bearer ${key}`);
+      const answer = await unbroken(() => fetch(url, { ...init, headers }), init.signal);
+      if (answer.ok) return answer;
+      if (answer.status !== 401 || !(await this.keyring.renew(key))) throw await apiError(answer);
+    }
+  }
+}
+
+/** @param {unknown} body @param {AbortSignal} [signal] @returns {RequestInit} */
+function jsonRequest(body, signal) {
+  return { method: "POST", body: JSON.stringify(body), signal, headers: { "Content-Type": "application/json" } };
+}
+
+/** @param {Response} answer */
+async function apiError(answer) {
+  const body = await answer.json().catch(() => ({}));
+  const retryAfter = Number(answer.headers.get("Retry-After"));
+  return new ApiError(answer.status, body?.error ?? {}, retryAfter > 0 ? retryAfter : null);
+}
+
+/**
+ * Browsers report a connection that fails or breaks as a TypeError; an abort stays what it is.
+ * @template T
+ * @param {() => Promise<T>} run
+ * @param {AbortSignal | null} [signal]
+ * @returns {Promise<T>}
+ */
+async function unbroken(run, signal) {
+  try {
+    return await run();
+  } catch (error) {
+    if (signal?.aborted || !(error instanceof TypeError)) throw error;
+    throw new ConnectionError("The server does not answer.");
+  }
+}

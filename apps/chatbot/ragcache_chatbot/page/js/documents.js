@@ -1,0 +1,61 @@
+// The server's documents: list, add, delete.
+
+import { ApiError, ConnectionError } from "./api.js";
+
+/**
+ * @typedef {{id: string, title: string, source: string, chunks: number, tokens: number, state: string}} Document
+ */
+
+/**
+ * What an upload came to.
+ * @typedef {{added: string[], updated: string[], unchanged: string[], failed: {source: string, error: string}[]}} Report
+ */
+
+/** @typedef {{stage: string, done: number, total: number, item: string}} Progress */
+
+export class Documents {
+  /** @param {import("./api.js").Api} api */
+  constructor(api) {
+    this.api = api;
+  }
+
+  /**
+   * @param {number} offset
+   * @param {number} limit
+   * @returns {Promise<{data: Document[], total: number}>}
+   */
+  list(offset, limit) {
+    return this.api.json(`v1/documents?limit=${limit}&offset=${offset}`);
+  }
+
+  /** @param {string} id @returns {Promise<Document>} */
+  get(id) {
+    return this.api.json(path(id));
+  }
+
+  /** @param {string} id */
+  delete(id) {
+    return this.api.json(path(id), { method: "DELETE" });
+  }
+
+  /**
+   * @param {Iterable<File>} files
+   * @param {(progress: Progress) => void} onProgress
+   * @param {AbortSignal} signal
+   * @returns {Promise<Report>}
+   */
+  async add(files, onProgress, signal) {
+    const form = new FormData();
+    for (const file of files) form.append("files", file, file.name);
+    for await (const { event, data } of this.api.events("v1/documents", form, signal)) {
+      const said = JSON.parse(data);
+      if (event === "progress") onProgress(said);
+      else if (event === "done") return said;
+      else if (event === "error") throw new ApiError(0, said.error ?? said);
+    }
+    throw new ConnectionError("The connection broke before the upload was complete.");
+  }
+}
+
+/** @param {string} id */
+const path = (id) => `v1/documents/${encodeURIComponent(id)}`;

@@ -1,0 +1,65 @@
+// Puts the parts of the page together.
+
+import { Api } from "./api.js";
+import { Composer } from "./composer.js";
+import { confirmed } from "./confirm.js";
+import { Conversation } from "./conversation.js";
+import { Documents } from "./documents.js";
+import { DocumentsView } from "./documents-view.js";
+import { byId } from "./dom.js";
+import { showHints } from "./hints.js";
+import { Keyring } from "./keyring.js";
+import { preparePanels } from "./panels.js";
+import { Settings } from "./settings.js";
+import { StoreView } from "./store-view.js";
+import { Talk } from "./talk.js";
+import { UploadView } from "./upload-view.js";
+
+const api = new Api(new Keyring());
+const settings = new Settings();
+const store = new StoreView(api);
+let model = "";
+
+const talk = new Talk(api, new Conversation(), settings, {
+  model: () => model,
+  busy: (busy) => composer.busy(busy),
+  answered: () => void refreshStore(),
+});
+const ask = (/** @type {string} */ question) => void talk.ask(question);
+const composer = new Composer({ ask, stop: () => talk.stop(), busy: () => talk.busy });
+
+const documents = new Documents(api);
+const list = new DocumentsView(documents, () => void refreshStore());
+new UploadView(documents, ({ added, updated }) => {
+  void list.refresh([...added, ...updated]);
+  void refreshStore();
+});
+
+async function refreshStore() {
+  const figures = await store.refresh();
+  if (!figures) return;
+  model = figures.model;
+  byId("served").textContent = figures.model;
+  showHints(figures, ask);
+  await offerMethods(figures.method);
+}
+
+/** @param {string} own */
+async function offerMethods(own) {
+  if (byId("method").options.length > 1) return;
+  const { data } = await api.json("v1/methods");
+  settings.offer(data, own);
+}
+
+async function newConversation() {
+  const text = "The questions and answers that this browser keeps are removed. Documents stay.";
+  if (talk.conversation.turns.length && !(await confirmed("Start a new conversation?", text, "New conversation"))) return;
+  talk.clear();
+  composer.write("");
+}
+
+byId("new-conversation").addEventListener("click", () => void newConversation());
+preparePanels();
+void refreshStore();
+void list.refresh();
+byId("question").focus();

@@ -1,0 +1,185 @@
+// The conversation as it happens: asking, stopping, asking again, measuring.
+
+import { announce, SpokenAnswer } from "./announcer.js";
+import { askStreaming, measureFullPrefill } from "./chat.js";
+import { byId } from "./dom.js";
+import { explain } from "./errors.js";
+import { TurnView } from "./turn-view.js";
+
+const CLOCK_MS = 100;
+const NEAR_END_PX = 120;
+
+/** @typedef {import("./conversation.js").Turn} Turn */
+
+export class Talk {
+  /** @type {TurnView[]} */
+  #views = [];
+  /** @type {AbortController | null} */
+  #running = null;
+
+  /**
+   * @param {import("./api.js").Api} api
+   * @param {import("./conversation.js").Conversation} conversation
+   * @param {import("./settings.js").Settings} settings
+   * @param {{model: () => string, busy: (busy: boolean) => void, answered: () => void}} page
+   *   model: what requests name; busy: an answer is coming, or is not any more; answered: the store was used
+   */
+  constructor(api, conversation, settings, page) {
+    this.api = api;
+    this.conversation = conversation;
+    this.settings = settings;
+    this.page = page;
+    for (const turn of conversation.turns) this.#show(turn);
+    this.#showWelcome();
+    toEnd();
+    addEventListener("pagehide", () => this.#save());
+  }
+
+  get busy() {
+    return this.#running !== null;
+  }
+
+  /** @param {string} question @param {{earlier?: boolean, trim?: boolean}} [change] what is asked unlike the settings */
+  async ask(question, change = {}) {
+    if (this.busy) return;
+    const { method, methodName, earlier, k } = this.settings;
+    const turn = this.conversation.add(question, { method: methodName, earlier, trim: false, ...change });
+    const view = this.#show(turn);
+    toEnd();
+    this.#running = new AbortController();
+    this.page.busy(true);
+    announce("Reading");
+    const messages = this.conversation.messages(turn);
+    const ask = { model: this.page.model(), messages, method, k, trim: turn.trim };
+    await this.#follow(view, askStreaming(this.api, ask, this.#running.signal));
+    this.#running = null;
+    this.page.busy(false);
+    this.page.answered();
+    this.#save();
+  }
+
+  stop() {
+    this.#running?.abort();
+  }
+
+  /** @param {Turn} turn the last one @param {{earlier?: boolean, trim?: boolean}} change */
+  again(turn, change) {
+    if (this.busy) return;
+    this.conversation.remove(turn);
+    this.#views.pop()?.node.remove();
+    byId("question").focus();
+    void this.ask(turn.question, change);
+  }
+
+  clear() {
+    this.stop();
+    this.conversation.clear();
+    this.#views = [];
+    byId("turns").replaceChildren();
+    this.#showWelcome();
+    this.#save();
+    announce("New conversation");
+  }
+
+  /** Read the prompt of a turn once more with nothing reused. @param {TurnView} view */
+  async #measure(view) {
+    const { turn, prefill } = view;
+    Object.assign(prefill, { measuring: true, trouble: "" });
+    view.updatePrefill();
+    try {
+      turn.full = await measureFullPrefill(this.api, this.page.model(), this.conversation.messages(turn), turn.sources ?? []);
+      announce("Full prefill measured");
+    } catch (error) {
+      const { message, advice } = explain(error);
+      prefill.trouble = `${message} ${advice}`;
+    }
+    prefill.measuring = false;
+    view.updatePrefill();
+    this.#save();
+  }
+
+  /** @param {TurnView} view @param {AsyncGenerator<import("./chat.js").ChatEvent>} events */
+  async #follow(view, events) {
+    const { turn } = view;
+    const spoken = new SpokenAnswer();
+    const clock = this.#startClock(view);
+    try {
+      for await (const event of events) {
+        if (event.text) clock.stop();
+        this.#take(view, event);
+        spoken.add(event.text ?? "");
+      }
+      turn.state = "done";
+    } catch (error) {
+      turn.state = this.#running?.signal.aborted ? "stopped" : "failed";
+      if (turn.state === "failed") turn.trouble = explain(error);
+    }
+    clock.stop(turn.first_token_s === null && turn.state !== "done");
+    spoken.finish(turn.state === "stopped" ? "Stopped." : "");
+    keepingEnd(() => view.update());
+  }
+
+  /** @param {TurnView} view @param {import("./chat.js").ChatEvent} event */
+  #take(view, { sources, text, ending, usage }) {
+    const { turn } = view;
+    turn.sources = sources ?? turn.sources;
+    turn.ending = ending ?? turn.ending;
+    turn.usage = usage ?? turn.usage;
+    turn.text += text ?? "";
+    keepingEnd(() => (sources || ending ? view.update() : view.updateText()));
+    if (sources) this.#save();
+  }
+
+  /** The clock until the first token. @param {TurnView} view */
+  #startClock(view) {
+    const start_ms = performance.now();
+    const since = () => (performance.now() - start_ms) / 1000;
+    const timer = setInterval(() => {
+      view.prefill.waited_s = since();
+      view.updatePrefill();
+    }, CLOCK_MS);
+    return {
+      /** @param {boolean} [inVain] no token came */
+      stop(inVain = false) {
+        clearInterval(timer);
+        if (view.turn.first_token_s !== null || inVain) return;
+        view.turn.first_token_s = since();
+        view.updatePrefill();
+      },
+    };
+  }
+
+  /** @param {Turn} turn */
+  #show(turn) {
+    this.#views.at(-1)?.fold();
+    const actions = {
+      again: this.again.bind(this),
+      measure: (/** @type {TurnView} */ view) => void this.#measure(view),
+    };
+    const view = new TurnView(turn, actions);
+    this.#views.push(view);
+    byId("turns").append(view.node);
+    this.#showWelcome();
+    return view;
+  }
+
+  #showWelcome() {
+    byId("welcome").hidden = this.#views.length > 0;
+  }
+
+  #save() {
+    byId("storage-note").hidden = this.conversation.save();
+    byId("storage-note").textContent = "This browser cannot keep the conversation over a reload: it is too long, or storage is off.";
+  }
+}
+
+/** Scroll along with what grows, unless the reader has scrolled away. @param {() => void} grow */
+function keepingEnd(grow) {
+  const { scrollTop, scrollHeight, clientHeight } = byId("scroller");
+  grow();
+  if (scrollHeight - scrollTop - clientHeight < NEAR_END_PX) toEnd();
+}
+
+function toEnd() {
+  byId("scroller").scrollTop = byId("scroller").scrollHeight;
+}

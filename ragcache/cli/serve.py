@@ -1,0 +1,173 @@
+"""serve: OpenAI's HTTP API over the store; with the chat page on top for `chat --web`."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from ragcache.cli.command import command
+from ragcache.cli.opening import hide_bars_in_pipes, open_with_models
+from ragcache.cli.options import AnswerOptions, ModelOptions, StoreOptions, json_object, option, size
+from ragcache.cli.output import say, say_error
+from ragcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ragcache.server.settings import AnswerDefaults, ServerSettings
+
+EXTRA = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class AddressOptions:
+    """Where the server listens."""
+
+    host: Annotated[str, option("--host", "Address to listen on; others than this machine's own need API keys.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, option("--port", "Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000
+    api_keys_file: Annotated[
+        Path | None, option("--api-keys-file", "API keys, one a line; RAGCACHE_API_KEYS holds keys themselves.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """How much the server takes."""
+
+    slots: Annotated[int, option("--slots", "Questions that are answered at the same time.", min=1)] = 8
+    queue: Annotated[int, option("--queue", "Questions that may wait; more are refused with 503.", min=0)] = 512
+    timeout: Annotated[float, option("--timeout", "Seconds for one question, waiting included.")] = 600.0
+    drain: Annotated[float, option("--drain", "Seconds for running answers when told to stop.", min=0)] = 30.0
+    max_body: Annotated[
+        int, option("--max-body", "Largest JSON body.", parser=size, metavar="SIZE", show_default="4MiB")
+    ] = 4 * MIB
+    max_upload: Annotated[
+        int, option("--max-upload", "Largest upload.", parser=size, metavar="SIZE", show_default="64MiB")
+    ] = 64 * MIB
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What the server shows."""
+
+    model_name: Annotated[
+        str | None, option("--model-name", "What clients call the model; its own name if not given.")
+    ] = None
+    open_metrics: Annotated[bool, option("--open-metrics", "Let /metrics be read without an API key.")] = False
+    web: Annotated[bool, option("--web", "Serve the chat page too.")] = False
+
+
+@command
+def serve(
+    store: StoreOptions,
+    models: ModelOptions,
+    answer: AnswerOptions,
+    address: AddressOptions,
+    limits: LimitOptions,
+    serving: ServeOptions,
+) -> None:
+    """Serve OpenAI's HTTP API over the store: chat completions, embeddings, documents, metrics.
+
+    Answer options are defaults for requests that do not say otherwise. A store that is not there is made. SIGTERM or
+    Ctrl-C lets running answers finish; a second one does not.
+    """
+    run_server(store, models, answer, address, limits, serving)
+
+
+def run_page(store: StoreOptions, models: ModelOptions, answer: AnswerOptions, address: AddressOptions) -> None:
+    """The chat page and the API below it, until interrupted."""
+    run_server(store, models, answer, address, LimitOptions(), ServeOptions(web=True))
+
+
+def run_server(
+    store: StoreOptions,
+    models: ModelOptions,
+    answer: AnswerOptions,
+    address: AddressOptions,
+    limits: LimitOptions,
+    serving: ServeOptions,
+) -> None:
+    """Raises ConfigError (extra absent, address taken, keys unreadable) before a model is loaded."""
+    check_installed()
+    from ragcache.server.run import listen, url_of
+
+    settings = server_settings(answer, address, limits, serving)
+    if address.host not in LOOPBACK and not settings.api_keys:
+        say_error(f"warning: {address.host} is reached from outside, and no API key is set: anyone can read the store")
+    log_as_json()
+    hide_bars_in_pipes()
+    with listen(address.host, address.port) as bound, open_with_models(store, models, create=True) as kb:
+        from ragcache.server.app import create_app
+        from ragcache.server.run import Server
+
+        server = Server(create_app(kb, settings, web=serving.web), drain_s=settings.drain_s)
+        url = url_of(bound)
+        say(f"{url}/ is the chat page" if serving.web else f"{url}/v1 is the base URL for OpenAI clients")
+        server.run(sockets=[bound])
+
+
+def check_installed() -> None:
+    """Raises ConfigError when the extra is absent."""
+    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f'{missing[0]} is not installed; run: pip install "ragcache[server]"')
+
+
+def server_settings(
+    answer: AnswerOptions, address: AddressOptions, limits: LimitOptions, serving: ServeOptions
+) -> ServerSettings:
+    """Raises ConfigError naming the option that is out of range, or the file of keys that cannot be read."""
+    from ragcache.server.auth import LOOPBACK_NAMES, read_keys
+    from ragcache.server.settings import ServerSettings
+
+    return ServerSettings(
+        slots=limits.slots,
+        max_queue=limits.queue,
+        timeout_s=limits.timeout,
+        drain_s=limits.drain,
+        max_body_bytes=limits.max_body,
+        max_upload_bytes=limits.max_upload,
+        api_keys=read_keys(address.api_keys_file, os.environ),
+        open_metrics=serving.open_metrics,
+        # Who listens for this machine alone is asked for by its names: not by a name that a web page rebinds to it.
+        allowed_hosts=LOOPBACK_NAMES if address.host in LOOPBACK else (),
+        model_name=serving.model_name,
+        answers=answer_defaults(answer),
+    )
+
+
+def answer_defaults(answer: AnswerOptions) -> AnswerDefaults:
+    from ragcache.server.settings import AnswerDefaults
+
+    sampling = answer.sampling()  # checks them
+    return AnswerDefaults(
+        k=answer.k,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop=sampling.stop,
+        filter=json_object(answer.filter),
+        score_threshold=answer.score_threshold,
+        mmr_lambda=answer.mmr_lambda,
+        on_overflow=answer.on_overflow,
+        evict=answer.evict,
+    )
+
+
+def log_as_json() -> None:
+    """One JSON object a line on standard error, from the server, the engine and uvicorn alike."""
+    from ragcache.server.logs import JsonFormatter
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("ragcache.server").setLevel(logging.INFO)

@@ -1,0 +1,90 @@
+"""Documents into the store, with what is said on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+from ragcache import Document, IngestReport, ProgressEvent
+from ragcache.errors import CancelledError
+from ragcache.ingest.report import Failure
+from ragcache.server.schemas.documents import AddReport, FailedInput, UploadProgress
+from ragcache.server.service import Service
+from ragcache.server.sse import event
+from ragcache.server.uploads import Upload, read_uploads
+from ragcache.server.work import Work
+
+Said = ProgressEvent | IngestReport
+
+
+async def add_uploads(service: Service, uploads: Sequence[Upload]) -> AsyncGenerator[Said, None]:
+    """Progress, then the report."""
+    try:
+        read = await service.in_thread(read_uploads, uploads)
+    finally:
+        for upload in uploads:
+            upload.file.close()
+    documents = [one for one in read if isinstance(one, Document)]
+    failures = [one for one in read if isinstance(one, Failure)]
+    async for said in add_documents(service, documents, split=True):
+        if isinstance(said, IngestReport):
+            said.failed[:0] = failures
+        yield said
+
+
+async def add_documents(service: Service, documents: Sequence[Document], *, split: bool) -> AsyncGenerator[Said, None]:
+    """Progress, then the report. Closed early, the ingestion ends at its next step; what was committed stays."""
+    loop = asyncio.get_running_loop()
+    events: asyncio.Queue[ProgressEvent | None] = asyncio.Queue()
+    left = threading.Event()
+
+    def progress(said: ProgressEvent) -> None:
+        if left.is_set():
+            raise CancelledError("the client hung up; what was stored stays")
+        loop.call_soon_threadsafe(events.put_nowait, said)
+
+    ingestion = asyncio.create_task(
+        service.kb.aingest(documents, split=split, progress=progress, timeout_s=service.settings.write_wait_s)
+    )
+    ingestion.add_done_callback(lambda _done: events.put_nowait(None))
+    try:
+        while (said := await events.get()) is not None:
+            yield said
+        yield ingestion.result()
+    finally:
+        left.set()
+        await asyncio.wait([ingestion])
+        ingestion.exception()  # told above, or nobody is left to tell
+        service.figures.forget()
+
+
+def report_of(report: IngestReport) -> AddReport:
+    failed = [
+        FailedInput(source=failure.source, error=str(failure.error), type=type(failure.error).__name__)
+        for failure in report.failed
+    ]
+    return AddReport(
+        added=report.added,
+        updated=report.updated,
+        unchanged=report.unchanged,
+        failed=failed,
+        chunks=report.chunks,
+        tokens=report.tokens,
+    )
+
+
+async def as_events(service: Service, first: Said, rest: Work[Said]) -> AsyncIterator[bytes]:
+    """progress, progress, ..., done; or error."""
+    try:
+        yield _event(first)
+        async for said in rest:
+            yield _event(said)
+    except Exception as error:
+        yield event(service.told(error).body().to_json(), "error")
+
+
+def _event(said: Said) -> bytes:
+    if isinstance(said, IngestReport):
+        return event(report_of(said).to_json(), "done")
+    return event(UploadProgress(**said._asdict()).to_json(), "progress")

@@ -1,0 +1,115 @@
+"""Between OpenAI's chat format and the engine's: a request as a call, an answer as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from ragcache import Answer, Passage, Sampling, Source
+from ragcache.engine.answer import source_to_json
+from ragcache.server.schemas.chat import ChatRequest, Extension, GivenDocument, Message
+from ragcache.server.schemas.completion import (
+    ChatUsage,
+    CompletionTokensDetails,
+    PhaseSeconds,
+    PromptTokensDetails,
+    SourceItem,
+)
+from ragcache.server.settings import AnswerDefaults
+
+
+class Call(NamedTuple):
+    """Arguments of `RagCache.stream_chat`."""
+
+    messages: list[dict[str, str]]
+    options: dict[str, Any]
+
+
+def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: int) -> Call:
+    """max_positions: longest prompt with its answer: what a request may ask for at most."""
+    asked = request.extension
+    options = {
+        "sampling": sampling(request, defaults, max_positions),
+        "method": asked.method,
+        "method_options": asked.method_options,
+        "on_overflow": _first(asked.on_overflow, defaults.on_overflow),
+        "evict": _first(asked.evict, defaults.evict),
+        **_passages(asked, defaults),
+    }
+    return Call(turns(request.messages), options)
+
+
+def turns(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Role and text. System messages at the beginning are one, as chat templates expect."""
+    found: list[dict[str, str]] = []
+    for message in messages:
+        role = "system" if message.role == "developer" else message.role
+        if role == "system" and len(found) == 1 and found[0]["role"] == "system":
+            found[0]["content"] += f"\n\n{message.text}"
+        else:
+            found.append({"role": role, "content": message.text})
+    return found
+
+
+def sampling(request: ChatRequest, defaults: AnswerDefaults, max_positions: int) -> Sampling:
+    stop = _first(request.stop, defaults.stop)
+    return Sampling(
+        max_tokens=min(_first(request.max_completion_tokens, request.max_tokens, defaults.max_tokens), max_positions),
+        temperature=_first(request.temperature, defaults.temperature),
+        top_p=_first(request.top_p, defaults.top_p),
+        top_k=_first(request.extension.top_k, defaults.top_k),
+        seed=_first(request.seed, defaults.seed),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+    )
+
+
+def _passages(asked: Extension, defaults: AnswerDefaults) -> dict[str, Any]:
+    """Documents of the request, or a retrieval, or neither."""
+    if asked.documents is not None:
+        return {"passages": [_passage(document) for document in asked.documents]}
+    if asked.retrieve is False:
+        return {}
+    return {
+        "k": _first(asked.k, defaults.k),
+        "filter": _first(asked.filter, defaults.filter),
+        "score_threshold": _first(asked.score_threshold, defaults.score_threshold),
+        "mmr_lambda": _first(asked.mmr_lambda, defaults.mmr_lambda),
+    }
+
+
+def _passage(document: GivenDocument) -> Passage:
+    return Passage(document.text, document.id, document.handle, document.score, document.metadata)
+
+
+def _first(*values: Any) -> Any:
+    """The first that was given."""
+    return next((value for value in values if value is not None), None)
+
+
+def usage_of(answer: Answer) -> ChatUsage:
+    usage = answer.usage
+    return ChatUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens, audio_tokens=0),
+        completion_tokens_details=CompletionTokensDetails(
+            reasoning_tokens=0, audio_tokens=0, accepted_prediction_tokens=0, rejected_prediction_tokens=0
+        ),
+    )
+
+
+def sources_of(hits: Sequence[Source]) -> list[SourceItem]:
+    return [SourceItem(**source_to_json(hit)) for hit in hits]
+
+
+def costs_of(answer: Answer, full_prefill_estimate_s: float) -> dict[str, Any]:
+    """Fields of the extension that are known at the end."""
+    return {
+        "timings": PhaseSeconds(**asdict(answer.timings)),
+        "method": answer.method,
+        "dropped": answer.dropped,
+        "computed_tokens": answer.usage.computed_tokens,
+        "full_prefill_estimate_s": full_prefill_estimate_s,
+    }

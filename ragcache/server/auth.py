@@ -1,0 +1,116 @@
+"""Who may ask: API keys, and requests that a web page elsewhere sends behind its reader's back."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ragcache.errors import ConfigError
+from ragcache.server.errors import DENIED, ApiError
+
+VARIABLE = "RAGCACHE_API_KEYS"
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+def read_keys(file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Keys of a file (one a line, comments behind #) and of RAGCACHE_API_KEYS (separated by commas or white space).
+
+    Raises ConfigError for a file that cannot be read or holds no key: a server that was to be locked is not to be open.
+    """
+    keys = environment.get(VARIABLE, "").replace(",", " ").split()
+    if file is not None:
+        found = _keys_in(file)
+        if not found:
+            raise ConfigError(f"{file}: there is no API key in it; write one a line")
+        keys += found
+    return tuple(dict.fromkeys(keys))
+
+
+def _keys_in(file: Path) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: the API keys cannot be read ({error})") from error
+    return [key for line in lines if (key := line.partition("#")[0].strip())]
+
+
+class ApiKeys:
+    """Digests of the keys. A look-up takes the same time for every key, right or wrong."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def __contains__(self, key: bytes) -> bool:
+        given = _digest(key)
+        matches = [hmac.compare_digest(given, known) for known in self._digests]  # all of them, no early end
+        return any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class Guard:
+    """Lets in requests for open paths, and others with a key. Before a body is read.
+
+    protected:     beginnings of paths that need a key
+    allowed_hosts: names that the Host header may hold, against pages that rebind a name of theirs to this address;
+                   empty: any
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], protected: Sequence[str], allowed_hosts: Sequence[str]
+    ) -> None:
+        self.app = app
+        self.keys = ApiKeys(keys)
+        self.protected = tuple(protected)
+        self.allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._problem(scope) if scope["type"] == "http" else None
+        if problem is None:
+            await self.app(scope, receive, send)
+        else:
+            await problem.response()(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self.allowed_hosts and _name(host) not in self.allowed_hosts:
+            return ApiError(403, "this server does not go by the name in the Host header", code="host_not_allowed")
+        origin = headers.get("origin")
+        if origin is not None and scope["method"] not in ("GET", "HEAD") and not _same_host(origin, host):
+            return ApiError(403, "pages of another origin cannot use this server", code="origin_not_allowed")
+        if self.keys and scope["path"].startswith(self.protected):
+            return self._key_problem(headers)
+        return None
+
+    def _key_problem(self, headers: Headers) -> ApiError | None:
+        given = headers.getlist("authorization")
+        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        if scheme.lower() == "bearer" and key.strip().encode("latin-1") in self.keys:
+            return None
+        message = "the API key is wrong" if given else "an API key is needed: send it as Authorization: Bearer KEY"
+        return ApiError(401, message, code="invalid_api_key", type=DENIED, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() else host).lower()
+
+
+def _same_host(origin: str, host: str) -> bool:
+    try:
+        return urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:
+        return False

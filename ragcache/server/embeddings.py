@@ -1,0 +1,83 @@
+"""POST /v1/embeddings: vectors of the store's own embedder."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncGenerator, Sequence
+
+import numpy as np
+from fastapi import APIRouter
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ragcache.server.body import JSON, read_json, request_body
+from ragcache.server.errors import ApiError
+from ragcache.server.observe import note
+from ragcache.server.openapi import errors
+from ragcache.server.schemas.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
+from ragcache.server.service import Service, service_of
+from ragcache.server.work import unless_gone
+
+router = APIRouter(tags=["answers"])
+# Texts between two looks at whether the client is still there.
+BATCH = 64
+Vectors = NDArray[np.float32]
+
+
+@router.post(
+    "/v1/embeddings",
+    summary="Embed texts",
+    responses={200: {"model": EmbeddingList}, **errors(400, 404, 413, 415, 503, 504)},
+    openapi_extra=request_body(json=EmbeddingRequest),
+)
+async def create_embeddings(request: Request) -> Response:
+    service = service_of(request)
+    asked = await read_json(request, EmbeddingRequest)
+    service.check_model(asked.model, service.embedding_model)
+    dimension = service.kb.embedder.dimension
+    if asked.dimensions not in (None, dimension):
+        raise ApiError(
+            400,
+            f"{asked.model} has {dimension} dimensions; leave 'dimensions' out",
+            code="invalid_value",
+            param="dimensions",
+        )
+    work = service.answer(_embed(service, asked.texts))
+    try:
+        vectors, tokens = await unless_gone(request, work.last())
+    finally:
+        work.cancel()
+    note(request, texts=len(asked.texts), tokens=tokens)
+    return Response(await service.in_thread(_answer, asked, vectors, tokens), media_type=JSON)
+
+
+async def _embed(service: Service, texts: Sequence[str]) -> AsyncGenerator[tuple[Vectors, int], None]:
+    """One item: vectors [len(texts), dimension] and how many tokens the texts have."""
+    parts: list[Vectors] = []
+    tokens = 0
+    for start in range(0, len(texts), BATCH):
+        batch = list(texts[start : start + BATCH])
+        parts.append(await service.in_thread(service.kb.embedder.embed, batch))
+        tokens += await service.in_thread(_count, service, batch)
+    yield np.concatenate(parts), tokens
+
+
+def _answer(asked: EmbeddingRequest, vectors: Vectors, tokens: int) -> str:
+    """Many numbers take a while to write out: not on the event loop."""
+    data = [
+        Embedding(object="embedding", index=rank, embedding=_encoded(vector, asked.encoding_format))
+        for rank, vector in enumerate(vectors)
+    ]
+    usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    return EmbeddingList(object="list", model=asked.model, data=data, usage=usage).to_json()
+
+
+def _count(service: Service, texts: Sequence[str]) -> int:
+    return sum(service.kb.count_tokens(text) for text in texts)
+
+
+def _encoded(vector: Vectors, form: str | None) -> list[float] | str:
+    if form == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+    return [float(number) for number in vector]

@@ -1,0 +1,195 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}, and the status of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ragcache import errors as engine
+from ragcache.server.schemas.chat import UNSUPPORTED
+from ragcache.server.schemas.errors import ErrorBody, ErrorDetail
+
+MAX_MESSAGE = 1000
+INVALID, DENIED, OVERLOADED, FAILED = (
+    "invalid_request_error",
+    "authentication_error",
+    "overloaded_error",
+    "server_error",
+)
+FAILURE = "the server failed; its log says more under this request's id"
+# A client that waits no longer: nobody reads the status, but logs and metrics show it.
+CLIENT_GONE = 499
+# Asking again would take as long again. OpenAI's clients obey this header.
+NO_RETRY = {"X-Should-Retry": "false"}
+
+
+class ApiError(HTTPException):
+    """An answer that is no success. An HTTPException: the framework's own parsers let it pass."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        type: str = INVALID,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.code = code
+        self.param = param
+        self.type = type
+
+    def body(self) -> ErrorBody:
+        message = printable(str(self.detail))
+        return ErrorBody(error=ErrorDetail(message=message, type=self.type, param=self.param, code=self.code))
+
+    def response(self) -> Response:
+        return Response(self.body().to_json(), self.status_code, self.headers, "application/json")
+
+
+class ClientGoneError(Exception):
+    """The client hung up."""
+
+
+class Meaning(NamedTuple):
+    """How one of the engine's errors is told."""
+
+    status: int
+    code: str
+    type: str = INVALID
+    param: str | None = None
+    headers: Mapping[str, str] = {}
+
+
+# The nearest class of the error tree counts.
+MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
+    engine.RagCacheError: Meaning(500, "internal_error", FAILED),
+    engine.ConfigError: Meaning(400, "invalid_value"),
+    engine.PromptError: Meaning(400, "invalid_prompt", param="messages"),
+    engine.ContextTooLongError: Meaning(400, "context_length_exceeded", param="messages"),
+    engine.FilterError: Meaning(400, "invalid_filter", param="ragcache.filter"),
+    engine.UnknownHandleError: Meaning(400, "unknown_handle", param="ragcache.documents"),
+    engine.IngestError: Meaning(400, "invalid_document", param="documents"),
+    engine.NoSuchDocumentError: Meaning(404, "document_not_found", param="id"),
+    engine.StoreBusyError: Meaning(409, "store_busy", OVERLOADED, headers={"Retry-After": "2"}),
+    engine.StoreReadOnlyError: Meaning(403, "store_read_only"),
+    engine.StoreFullError: Meaning(507, "store_full", FAILED),
+    engine.CancelledError: Meaning(503, "cancelled", OVERLOADED, headers={"Retry-After": "2"}),
+}
+
+
+def from_engine(error: engine.RagCacheError) -> ApiError:
+    """An error of the server's own tells no more than that it is one: its message is about this machine."""
+    meaning = next(MEANINGS[kind] for kind in type(error).__mro__ if kind in MEANINGS)
+    message = FAILURE if meaning.status == 500 else str(error)
+    return ApiError(
+        meaning.status,
+        message,
+        code=meaning.code,
+        param=meaning.param,
+        type=meaning.type,
+        headers=meaning.headers,
+    )
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any error as an answer. What is not expected tells nothing about itself: it may hold document text."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, engine.RagCacheError):
+        return from_engine(error)
+    if isinstance(error, HTTPException):
+        return _from_framework(error)
+    return ApiError(500, FAILURE, code="internal_error", type=FAILED)
+
+
+def _from_framework(error: HTTPException) -> ApiError:
+    messages = {404: "there is no such route; GET /openapi.json lists them", 405: "the route does not take this method"}
+    codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+    message = messages.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, code=codes.get(error.status_code, "bad_request"), headers=error.headers)
+
+
+def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The problem that lies deepest: of several readings of a value, it is the one that came furthest.
+
+    The value itself is not repeated: it may be long, or text of a document.
+    """
+    problem = max(problems, key=lambda one: len(one["loc"]))
+    place = [part for part in problem["loc"] if part not in ("query", "path", "body")]
+    param = param_of(place) or None
+    kind, message = str(problem["type"]), str(problem["msg"]).removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", code="invalid_json")
+    if kind == "missing":
+        return ApiError(400, f"'{param}' is missing", code="missing_required_parameter", param=param)
+    if kind == "extra_forbidden":
+        return ApiError(
+            400, f"'{param}' is unknown here; check its name or leave it out", code="unknown_parameter", param=param
+        )
+    if place and place[0] in UNSUPPORTED:
+        return ApiError(
+            400,
+            f"'{place[0]}' is not supported by this server with this value; leave it out",
+            code="unsupported_parameter",
+            param=str(place[0]),
+        )
+    if place and place[0] == "input":
+        message += "; send text: token ids are those of another tokenizer"
+    if param and param.endswith(".type"):
+        message = f"only parts of type 'text' can be read ({message})"
+    return ApiError(400, f"'{param}': {message}" if param else message, code="invalid_value", param=param)
+
+
+def param_of(place: Sequence[str | int]) -> str:
+    """("messages", 0, "content") -> "messages[0].content". Names that pydantic puts between (the readings of a union)
+    are left out."""
+    text = ""
+    for part in place:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif re.fullmatch(r"(str|int|float|bool|dict|list|none|function-.*|.*\[.*|.*\(.*|[A-Z]\w*)", part) is None:
+            text += f".{part}" if text else part
+    return printable(text)[:200]
+
+
+def printable(text: str) -> str:
+    """What can be sent: no halves of surrogate pairs, and not without end."""
+    clean = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return clean if len(clean) <= MAX_MESSAGE else clean[:MAX_MESSAGE] + " ..."
+
+
+def add_handlers(app: FastAPI) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            error.headers = {"Allow": ", ".join(_methods_at(request))}
+        return request.app.state.service.told(error).response()  # type: ignore[no-any-return]
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        problems = error.errors() if isinstance(error, RequestValidationError) else ()
+        return from_validation(problems).response() if problems else await answer(request, error)
+
+    async def gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    app.add_exception_handler(HTTPException, answer)
+    app.add_exception_handler(engine.RagCacheError, answer)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(ClientGoneError, gone)
+
+
+def _methods_at(request: Request) -> list[str]:
+    """What the path takes, over all of its routes: the framework names those of the first one."""
+    path = request.scope["path"]
+    routes = [route for route in request.app.state.routes if isinstance(route, Route)]
+    return sorted({method for route in routes if route.path_regex.match(path) for method in route.methods or ()})

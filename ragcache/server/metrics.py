@@ -1,0 +1,87 @@
+"""What Prometheus reads at /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ragcache import Answer, Source
+from ragcache.engine.maintenance import Info
+from ragcache.server.limits import Slots
+
+# From a block in memory to a full prefill on a slow machine.
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+COMPUTED = "computed"
+
+
+class Metrics:
+    """Counts of one server, in a registry of its own: two servers in one process do not mix.
+
+    tiers: names of the store's tiers, fastest first
+    """
+
+    def __init__(self, slots: Slots, tiers: Sequence[str]) -> None:
+        self.tiers = tuple(tiers)
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("http_requests", "Requests", "route", "method", "status")
+        self.seconds = self._histogram("http_request_seconds", "Time of requests, to the end of the answer", "route")
+        self.ttft = self._histogram(
+            "ttft_seconds", "Time to the first token by phase; phase total is all of it", "phase", "method"
+        )
+        self.hits = self._counter("kv_hits", "KV blocks that a tier had", "tier")
+        self.misses = self._counter("kv_misses", "KV blocks that a tier was asked for and did not have", "tier")
+        self.tokens = self._counter("tokens", "Tokens: prompt, of these cached and computed; completion", "kind")
+        self.store_bytes = self._gauge("store_bytes", "Bytes of KV blocks", "tier")
+        self.store_counts = self._gauge("store_size", "What the store holds: documents, passages, tokens", "what")
+        for name, help, value in (
+            ("queue_length", "Questions that wait for a slot", lambda: slots.waiting),
+            ("slots_in_use", "Questions that are being answered", lambda: slots.in_use),
+            ("slots", "Questions that can be answered at the same time", lambda: slots.slots),
+        ):
+            self._gauge(name, help).set_function(value)
+
+    def count_answer(self, answer: Answer) -> None:
+        phases = asdict(answer.timings)
+        phases.pop("total_s")
+        phases["total_s"] = phases.pop("ttft_s")
+        for name, seconds in phases.items():
+            self.ttft.labels(name.removesuffix("_s"), answer.method).observe(seconds)
+        self._count_blocks(answer.hits)
+        usage = answer.usage
+        for kind, tokens in (
+            ("prompt", usage.prompt_tokens),
+            ("cached", usage.cached_tokens),
+            ("computed", usage.computed_tokens),
+            ("completion", usage.completion_tokens),
+        ):
+            self.tokens.labels(kind).inc(tokens)
+
+    def _count_blocks(self, sources: Sequence[Source]) -> None:
+        """A block is missed by every tier above the one that had it."""
+        for source in sources:
+            if source.kv not in (*self.tiers, COMPUTED):
+                continue  # a method that reads no block
+            level = self.tiers.index(source.kv) if source.kv in self.tiers else len(self.tiers)
+            for tier in self.tiers[:level]:
+                self.misses.labels(tier).inc()
+            if source.kv in self.tiers:
+                self.hits.labels(source.kv).inc()
+
+    def render(self, info: Info) -> bytes:
+        """The text that Prometheus reads."""
+        for tier, count in info.bytes_by_tier.items():
+            self.store_bytes.labels(tier).set(count)
+        for what in ("documents", "chunks", "tokens"):
+            self.store_counts.labels(what).set(getattr(info, what))
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"ragcache_{name}", help, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
+        return Gauge(f"ragcache_{name}", help, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help: str, *labels: str) -> Histogram:
+        return Histogram(f"ragcache_{name}", help, labels, registry=self.registry, buckets=BUCKETS)

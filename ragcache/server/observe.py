@@ -1,0 +1,83 @@
+"""Around every request: its id, its line in the log, its place in the metrics, and headers that browsers obey."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ragcache.server import logs
+from ragcache.server.errors import CLIENT_GONE, as_api_error
+from ragcache.server.metrics import Metrics
+
+REQUEST_ID = "X-Request-ID"
+SECURITY = {
+    "Content-Security-Policy": "default-src 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
+# Probed every few seconds: only their failures are worth a line.
+QUIET = ("/healthz", "/readyz", "/metrics")
+FIELDS = "ragcache.log"
+
+
+def note(request: Request, **fields: Any) -> None:
+    """Add fields to the request's line in the log."""
+    request.scope.setdefault(FIELDS, {}).update(fields)
+
+
+class Observe:
+    """The outermost layer. An error that no handler knew becomes a 500 here, and a line in the log."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else f"req_{uuid.uuid4().hex}"
+        started, status = time.perf_counter(), 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = request_id
+                headers.update(SECURITY)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, answer)
+        except Exception as error:
+            logs.write_failure(error, request_id=request_id)
+            if not status:
+                await as_api_error(error).response()(scope, receive, answer)
+        finally:
+            self._done(scope, request_id, status or CLIENT_GONE, time.perf_counter() - started)
+
+    def _done(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self.metrics.requests.labels(route, _method(scope), str(status)).inc()
+        self.metrics.seconds.labels(route).observe(seconds)
+        if route in QUIET and status < 400:
+            return
+        level = logging.ERROR if status in (500, 507) else logging.INFO
+        fields = {"request_id": request_id, "method": _method(scope), "route": route, "status": status}
+        logs.write("request", level, **fields, seconds=round(seconds, 6), **scope.get(FIELDS, {}))
+
+
+def _method(scope: Scope) -> str:
+    """Made-up methods are one: labels are not to grow with what clients make up."""
+    known = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+    return scope["method"] if scope["method"] in known else "other"

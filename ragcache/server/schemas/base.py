@@ -1,0 +1,58 @@
+"""What all bodies share."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, JsonValue, StringConstraints
+
+MAX_DEPTH = 32
+INT64 = 2**63
+
+
+class RequestModel(BaseModel):
+    """Strict: a string is no number, and a name that is not known is refused, not overlooked."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class AnswerModel(BaseModel):
+    """Fields that were not set are left out of the JSON."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    def to_json(self) -> str:
+        return self.model_dump_json(exclude_unset=True)
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("it holds a NUL character; remove it")
+    return text
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Refuse what a store or a method cannot hold: NUL, numbers beyond 64 bits, deep nesting."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, str):
+        _without_nul(value)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            _plain(name, depth + 1)
+            _plain(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            _plain(item, depth + 1)
+    elif isinstance(value, int) and not -INT64 <= value < INT64:
+        raise ValueError("it holds a number of more than 64 bits")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("it holds a number that is not finite")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_without_nul)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=1024), AfterValidator(_without_nul)]
+# Checked before pydantic walks it: the walk must not meet what is nested too deep.
+JsonObject = Annotated[dict[str, JsonValue], BeforeValidator(_plain)]

@@ -1,0 +1,158 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from ragcache.server.schemas.base import JsonObject, Name, RequestModel, Text
+
+SeedInt = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
+StopText = Annotated[Text, Field(min_length=1)]
+Nothing = Annotated[list[JsonValue], Field(max_length=0)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+# Features that change an answer and that this server does not have: refused by name unless they ask for nothing.
+UNSUPPORTED = {
+    "audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "modalities", "moderation",
+    "n", "presence_penalty", "reasoning_effort", "response_format", "tool_choice", "tools", "top_logprobs", "verbosity",
+    "web_search_options",
+}  # fmt: skip
+
+
+class TextPart(BaseModel):
+    """A part of a message. Only text can be read."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(BaseModel):
+    """A turn. `developer` is read as `system`. Clients send answers back as they came: other fields are left alone."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart] | None = None
+    tool_calls: Nothing | None = None
+    function_call: None = None
+    audio: None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role!r} needs content")
+        return self
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class GivenDocument(RequestModel):
+    """A passage to answer from. Without text, `id` or `handle` has to name a stored passage."""
+
+    text: Text = ""
+    id: Name | None = None
+    handle: Name | None = None
+    score: float | None = None
+    metadata: JsonObject = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _names_something(self) -> GivenDocument:
+        if not self.text.strip() and self.id is None and self.handle is None:
+            raise ValueError("give it a text, or the id or handle of a stored passage")
+        return self
+
+
+class Extension(RequestModel):
+    """What OpenAI's API has no place for. In the openai client: `extra_body={"ragcache": {...}}`."""
+
+    k: Annotated[int, Field(ge=1, le=1000)] | None = Field(default=None, description="Passages to retrieve")
+    retrieve: bool | None = Field(default=None, description="false: answer without passages")
+    documents: Annotated[list[GivenDocument], Field(max_length=1000)] | None = None  # to read instead of retrieving
+    method: Name | None = Field(default=None, description="Fusion method; see GET /v1/methods")
+    method_options: JsonObject | None = Field(default=None, description='Of the method, such as {"ratio": 0.15}')
+    filter: JsonObject | None = Field(default=None, description='Of metadata, such as {"year": {"$gte": 2020}}')
+    score_threshold: float | None = Field(default=None, description="Leave out passages with a lower score")
+    mmr_lambda: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="Choose for variety too")
+    on_overflow: Literal["error", "trim"] | None = Field(default=None, description="Passages that do not fit")
+    top_k: TokenCount | None = Field(default=None, description="Sample among so many tokens")
+    evict: TokenCount | None = Field(default=None, description="Passages' tokens to keep after the first token")
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class PlainFormat(RequestModel):
+    type: Literal["text"]
+
+
+class ChatRequest(RequestModel):
+    """OpenAI's request. Features that would change the answer and are not supported are refused by name."""
+
+    model: Name
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: SeedInt | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    ragcache: Extension | None = None
+
+    # Accepted, and of no consequence here.
+    user: Text | None = None
+    metadata: JsonObject | None = None
+    store: bool | None = None
+    service_tier: Text | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: JsonObject | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_options: JsonObject | None = None
+    prompt_cache_retention: Text | None = None
+    safety_identifier: Text | None = None
+
+    # Accepted only where they ask for nothing.
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
+    logit_bias: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    tools: Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: Nothing | None = None
+    function_call: Literal["none", "auto"] | None = None
+    response_format: PlainFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    moderation: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_go_with_a_stream(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("stream_options") is not None and given.get("stream") is not True:
+            raise ValueError("stream_options go with stream: true")
+        return given
+
+    @property
+    def extension(self) -> Extension:
+        return self.ragcache or Extension()
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)

@@ -1,0 +1,118 @@
+"""Answers of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, JsonValue
+
+from ragcache.server.schemas.base import AnswerModel
+
+
+class SourceItem(AnswerModel):
+    """A passage that the answer was read from."""
+
+    chunk_id: str
+    document_id: str
+    title: str
+    source: str
+    text: str
+    metadata: dict[str, Any]
+    tokens: int
+    score: float
+    handle: str | None
+    kv: str = Field(description="memory, disk, computed (now), or unused (full prefill reads the text)")
+
+
+class PhaseSeconds(AnswerModel):
+    """Seconds by phase, and to the first and the last token."""
+
+    retrieve_s: float
+    load_s: float
+    encode_s: float
+    place_s: float
+    prefill_s: float
+    ttft_s: float
+    total_s: float
+
+
+class ChatExtension(AnswerModel):
+    """The passages and what the answer cost."""
+
+    sources: list[SourceItem] = Field(default_factory=list)
+    timings: PhaseSeconds | None = None
+    method: str = ""
+    dropped: int = Field(default=0, description="Passages that did not fit the context")
+    computed_tokens: int = Field(default=0, description="Prompt tokens that the model ran for this question")
+    full_prefill_estimate_s: float = Field(default=0, description="What reading the whole prompt would take here")
+
+
+class PromptTokensDetails(AnswerModel):
+    cached_tokens: int
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(AnswerModel):
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class ChatUsage(AnswerModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class AnswerMessage(AnswerModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+    annotations: list[JsonValue]
+
+
+class Choice(AnswerModel):
+    index: Literal[0]
+    message: AnswerMessage
+    logprobs: None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(AnswerModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[Choice]
+    usage: ChatUsage
+    ragcache: ChatExtension
+
+
+class Delta(AnswerModel):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    refusal: None = None
+
+
+class ChunkChoice(AnswerModel):
+    index: Literal[0]
+    delta: Delta
+    logprobs: None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChatCompletionChunk(AnswerModel):
+    """One event of a stream. The first one names the sources, the one with a finish reason says what they cost."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: ChatUsage | None = None
+    ragcache: ChatExtension = ChatExtension()

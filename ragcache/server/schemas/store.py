@@ -1,0 +1,54 @@
+"""Models, methods, store figures, health."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ragcache.server.schemas.base import AnswerModel
+
+
+class ModelItem(AnswerModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(AnswerModel):
+    object: Literal["list"]
+    data: list[ModelItem]
+
+
+class MethodItem(AnswerModel):
+    name: str
+    summary: str
+    paper: str
+    needs_training: bool
+    usable: bool = Field(description="Whether this model and this store can run it")
+
+
+class MethodList(AnswerModel):
+    object: Literal["list"]
+    data: list[MethodItem]
+
+
+class StoreFigures(AnswerModel):
+    """Counts and bytes, some seconds old at most; hits and misses over the life of the store."""
+
+    model: str
+    method: str
+    embedder: str
+    max_positions: int
+    documents: int
+    chunks: int
+    tokens: int
+    pending: int
+    bytes_by_tier: dict[str, int]
+    hits_by_tier: dict[str, int]
+    misses: int
+
+
+class Health(AnswerModel):
+    status: Literal["ok", "ready"]

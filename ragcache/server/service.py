@@ -1,0 +1,154 @@
+"""What all routes share: the knowledge base, its limits, its figures."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from ragcache import RagCache
+from ragcache.engine.maintenance import Info
+from ragcache.server import logs
+from ragcache.server.errors import ApiError, as_api_error
+from ragcache.server.limits import Slots, Writers
+from ragcache.server.metrics import Metrics
+from ragcache.server.settings import ServerSettings
+from ragcache.server.work import Work, stopping
+
+T = TypeVar("T")
+THREADS = 8
+
+
+class Service:
+    """One knowledge base, served.
+
+    chat_model, embedding_model: names that requests use
+    created:  when the server started, in Unix seconds
+    ready:    whether it takes questions: warmed up, and not told to stop
+    """
+
+    def __init__(self, kb: RagCache, settings: ServerSettings) -> None:
+        self.kb = kb
+        self.settings = settings
+        self.slots = Slots(settings.slots, settings.max_queue)
+        self.writers = Writers(settings.write_wait_s)
+        self.figures = Figures(kb, settings.figures_s, self.in_thread)
+        self.metrics = Metrics(self.slots, list(kb.info().bytes_by_tier))
+        self.chat_model = settings.model_name or _public_name(kb.lm.name)
+        self.embedding_model = kb.embedder.name
+        self.created = int(time.time())
+        self.warm = False
+        self.draining = False
+        self._working: set[Work[Any]] = set()
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.warm and not self.draining
+
+    async def start(self) -> None:
+        """Pay for what the first question would pay for: the estimate of a full prefill runs the model."""
+        self.draining = False
+        await self.in_thread(self.kb.full_prefill_estimate_s, 1)
+        self.warm = True
+
+    def stop(self) -> None:
+        """Take no more work; what runs goes on."""
+        self.draining = True
+
+    def cancel_all(self) -> None:
+        """End what still runs."""
+        for work in list(self._working):
+            work.cancel()
+
+    def close(self) -> None:
+        """Let go of the threads; a later start makes new ones."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads = None
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Run what would block the loop. Cancelled, it waits: a thread cannot be stopped, and is not to outlive its
+        place in the queue."""
+        if self._threads is None:  # the loop's own pool is small on small machines, and others use it too
+            self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ragcache-server")
+        future = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
+
+    def answer(self, items: AsyncGenerator[T, None]) -> Work[T]:
+        """Work on a question, in a slot. Raises ApiError (503) when the server is to stop."""
+        return self._begin(Work(items, self.slots.hold(), self.settings.timeout_s, self._working.discard))
+
+    def change(self, items: AsyncGenerator[T, None]) -> Work[T]:
+        """Change the documents, alone. However long it takes: half an upload helps nobody."""
+        return self._begin(Work(items, self.writers.hold(), None, self._working.discard))
+
+    def _begin(self, work: Work[T]) -> Work[T]:
+        if self.draining:
+            work.cancel()
+            raise stopping()
+        self._working.add(work)
+        return work
+
+    def told(self, error: Exception) -> ApiError:
+        """The error as an answer, without where things are on this machine. One that is the server's own is logged."""
+        problem = as_api_error(error)
+        if problem.status_code == 500:
+            logs.write_failure(error)
+        places = {self.kb.lm.name: self.chat_model, str(self.kb.store.layout.root): "the store"}
+        for place, name in places.items():
+            problem.detail = problem.detail.replace(place, name) if Path(place).is_absolute() else problem.detail
+        return problem
+
+    def check_model(self, asked: str, served: str) -> None:
+        """Raises ApiError (404) naming the models that there are."""
+        if asked != served:
+            raise ApiError(
+                404,
+                f"the model {asked!r} is not served here; this route takes {served!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+
+class Figures:
+    """The store's counts and bytes. Counting walks directories, so they are kept for some seconds."""
+
+    def __init__(self, kb: RagCache, max_age_s: float, in_thread: Callable[..., Coroutine[Any, Any, Info]]) -> None:
+        self._kb = kb
+        self._max_age_s = max_age_s
+        self._in_thread = in_thread
+        self._lock = asyncio.Lock()
+        self._info: Info | None = None
+        self._counted_at = 0.0
+
+    async def get(self) -> Info:
+        async with self._lock:
+            if self._info is None or time.monotonic() - self._counted_at > self._max_age_s:
+                self._info = await self._in_thread(self._kb.info)
+                self._counted_at = time.monotonic()
+            return self._info
+
+    def forget(self) -> None:
+        """The documents have changed."""
+        self._counted_at = float("-inf")
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _public_name(name: str) -> str:
+    """Of a model in a directory, the directory's name: paths of this machine are nobody's business."""
+    path = Path(name)
+    return path.name if path.is_absolute() or path.is_dir() else name

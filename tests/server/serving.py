@@ -1,0 +1,87 @@
+"""A real server on a free loopback port, in a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+from fastapi import FastAPI
+
+import ragcache as rc
+from ragcache.server.app import create_app
+from ragcache.server.run import Server, listen, url_of
+from ragcache.server.service import Service
+from ragcache.server.settings import ServerSettings
+
+TEXTS = {
+    "cats": "The cat sat on the mat. It was happy there.\n",
+    "dogs": "Dogs bark at night in the town of Kelbrook.\n",
+    "rivers": "The river Arno rises in the Vale hills.\n",
+    "clubs": "The rowing club of Kelbrook meets on Monday.\n",
+}
+
+
+@dataclass
+class Served:
+    """url: without a path. http: a client of it."""
+
+    url: str
+    app: FastAPI
+    server: Server
+    http: httpx.Client
+
+    @property
+    def service(self) -> Service:
+        return self.app.state.service
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    def chat(self, question: str, **fields: object) -> httpx.Response:
+        body = {"model": self.service.chat_model, "messages": [{"role": "user", "content": question}], **fields}
+        return self.http.post("/v1/chat/completions", json=body)
+
+
+@contextmanager
+def serving(kb: rc.RagCache, settings: ServerSettings | None = None, *, web: bool = False) -> Iterator[Served]:
+    settings = settings or ServerSettings(drain_s=5)
+    app = create_app(kb, settings, web=web)
+    server = Server(app, drain_s=settings.drain_s)
+    with listen("127.0.0.1", 0) as bound:
+        url = url_of(bound)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        try:
+            wait_for(lambda: server.started)
+            with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
+                yield Served(url, app, server, http)
+        finally:
+            server.drain()
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come about"
+        time.sleep(0.01)
+
+
+def events(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """(name, data) of server-sent events, parsed by the letter of the standard."""
+    name, data = "", []
+    for line in lines:
+        if not line:
+            if data:
+                yield name, "\n".join(data)
+            name, data = "", []
+        elif line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            data.append(line.removeprefix("data: "))

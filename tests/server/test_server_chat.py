@@ -1,0 +1,255 @@
+"""Chat completions through the official client: its own types parse every answer, and the engine says what is right."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+from serving import TEXTS, Served, events
+
+import ragcache as rc
+
+QUESTION = "Where does the cat sit?"
+
+
+@pytest.fixture
+def client(served):
+    with OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: OpenAI, question: str = QUESTION, **more):
+    messages = more.pop("messages", [{"role": "user", "content": question}])
+    return client.chat.completions.create(model="tiny", messages=messages, **{"max_tokens": 12, **more})
+
+
+def expected(kb: rc.RagCache, question: str = QUESTION, **options) -> rc.Answer:
+    messages = options.pop("messages", [{"role": "user", "content": question}])
+    options = {"sampling": rc.Sampling(12), **options}
+    kb.chat(messages, **options)  # the first to ask computes the prefix, and with it one token more
+    return kb.chat(messages, **options)
+
+
+def test_an_answer_is_the_engines(client, kb):
+    right = expected(kb, k=5)
+    answer = ask(client)
+    choice = answer.choices[0]
+    assert choice.message.content == right.text
+    assert (choice.message.role, choice.index, choice.finish_reason) == ("assistant", 0, right.finish_reason)
+    assert (answer.object, answer.model) == ("chat.completion", "tiny")
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.system_fingerprint
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (right.usage.prompt_tokens, right.usage.completion_tokens)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.prompt_tokens_details.cached_tokens == right.usage.cached_tokens > 0
+
+
+def test_the_extension_names_sources_and_costs(client, kb):
+    right = expected(kb, k=2)
+    extension = ask(client, extra_body={"ragcache": {"k": 2}}).ragcache
+    assert [source["chunk_id"] for source in extension["sources"]] == [hit.chunk.id for hit in right.hits]
+    assert [source["text"] for source in extension["sources"]] == [hit.chunk.text for hit in right.hits]
+    assert [source["score"] for source in extension["sources"]] == pytest.approx([hit.score for hit in right.hits])
+    assert extension["method"] == right.method == "reposition"
+    assert extension["dropped"] == 0
+    assert extension["computed_tokens"] == right.usage.computed_tokens
+    assert extension["full_prefill_estimate_s"] > 0
+    assert 0 < extension["timings"]["ttft_s"] <= extension["timings"]["total_s"]
+
+
+def test_a_stream_is_the_same_answer(client, kb):
+    right = expected(kb, k=5)
+    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({(chunk.id, chunk.created, chunk.model, chunk.system_fingerprint) for chunk in chunks}) == 1
+    first, *middle, last, usage = chunks
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert [source["chunk_id"] for source in first.ragcache["sources"]] == [hit.chunk.id for hit in right.hits]
+    assert "".join(chunk.choices[0].delta.content for chunk in middle) == right.text
+    assert {chunk.choices[0].finish_reason for chunk in (first, *middle)} == {None}
+    assert {chunk.usage for chunk in chunks[:-1]} == {None}
+    assert last.choices[0].finish_reason == right.finish_reason
+    assert last.ragcache["computed_tokens"] == right.usage.computed_tokens
+    assert usage.choices == []
+    assert usage.usage.prompt_tokens_details.cached_tokens == right.usage.cached_tokens
+    assert usage.usage.completion_tokens == right.usage.completion_tokens
+
+
+def test_usage_is_not_in_a_stream_that_did_not_ask_for_it(served):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "stream": True, "max_tokens": 3}
+    with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        found = [data for _, data in events(response.iter_lines())]
+    assert found[-1] == "[DONE]"
+    assert all("usage" not in json.loads(data) for data in found[:-1])
+
+
+async def test_the_async_client(served, kb):
+    right = expected(kb, k=5)
+    async with AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+        messages = [{"role": "user", "content": QUESTION}]
+        whole = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=12)
+        assert whole.choices[0].message.content == right.text
+        stream = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, stream=True)
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(pieces) == right.text
+
+
+def test_documents_of_the_request_stand_in_for_retrieval(client, kb):
+    documents = [{"text": TEXTS["dogs"], "id": "mine"}, {"id": "cats#0"}]
+    passages = [rc.Passage(TEXTS["dogs"], id="mine"), rc.Passage(id="cats#0")]
+    answer = ask(client, extra_body={"ragcache": {"documents": documents}})
+    assert answer.choices[0].message.content == expected(kb, passages=passages).text
+    assert [source["text"] for source in answer.ragcache["sources"]] == [TEXTS["dogs"], TEXTS["cats"]]
+
+
+def test_a_plain_chat(client, kb):
+    answer = ask(client, extra_body={"ragcache": {"retrieve": False}})
+    assert answer.ragcache["sources"] == []
+    assert answer.choices[0].message.content == expected(kb).text
+
+
+def test_no_documents_are_a_question_over_nothing(client, kb):
+    answer = ask(client, extra_body={"ragcache": {"documents": []}})
+    assert answer.ragcache["sources"] == []
+    assert answer.choices[0].message.content == expected(kb, passages=[]).text
+
+
+def test_method_and_filter(client, kb):
+    right = expected(kb, k=5, method="epic", method_options={"first_tokens": 2}, filter={"letters": 4})
+    extension = {"method": "epic", "method_options": {"first_tokens": 2}, "filter": {"letters": 4}}
+    answer = ask(client, extra_body={"ragcache": extension})
+    assert answer.choices[0].message.content == right.text
+    assert answer.ragcache["method"] == "epic"
+    assert sorted(source["document_id"] for source in answer.ragcache["sources"]) == ["cats", "dogs"]
+
+
+def test_a_threshold_leaves_passages_out(client, kb):
+    scores = [hit.score for hit in kb.retrieve(QUESTION, 4)]
+    extension = {"k": 4, "score_threshold": (scores[1] + scores[2]) / 2}
+    assert len(ask(client, extra_body={"ragcache": extension}).ragcache["sources"]) == 2
+
+
+def test_a_conversation_with_parts_and_system_messages(client, kb):
+    sent = [
+        {"role": "developer", "content": "Be short."},
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "barks?"}]},
+        {"role": "assistant", "content": "Dogs.", "refusal": None, "annotations": []},
+        {"role": "user", "content": "And who sits?"},
+    ]
+    meant = [
+        {"role": "system", "content": "Be short.\n\nBe kind."},
+        {"role": "user", "content": "Who barks?"},
+        {"role": "assistant", "content": "Dogs."},
+        {"role": "user", "content": "And who sits?"},
+    ]
+    assert ask(client, messages=sent).choices[0].message.content == expected(kb, messages=meant, k=5).text
+
+
+def test_sampling_with_a_seed(client, kb):
+    right = expected(kb, k=5, sampling=rc.Sampling(12, temperature=1.5, top_p=0.9, seed=7))
+    answers = [ask(client, temperature=1.5, top_p=0.9, seed=7).choices[0].message.content for _ in range(2)]
+    assert answers == [right.text, right.text]
+    assert right.text != expected(kb, k=5).text
+
+
+def test_stop_strings(client, kb):
+    whole = expected(kb, k=5).text
+    stop = whole[4:6]
+    for given in (stop, [stop, "never there"]):
+        choice = ask(client, stop=given).choices[0]
+        assert choice.message.content == whole.partition(stop)[0]
+        assert choice.finish_reason == "stop"
+
+
+def test_the_newer_name_of_max_tokens_wins(client):
+    answer = ask(client, max_tokens=9, max_completion_tokens=4)
+    assert answer.usage.completion_tokens <= 4
+
+
+def test_what_does_not_fit(client):
+    long = "a" * 5000
+    with pytest.raises(BadRequestError, match="tiny takes 4096") as caught:
+        ask(client, long)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+    assert "/" not in caught.value.message  # the model's place on this machine
+    documents = [{"text": "b" * 1500} for _ in range(4)]
+    with pytest.raises(BadRequestError, match="trim"):
+        ask(client, extra_body={"ragcache": {"documents": documents}})
+    answer = ask(client, extra_body={"ragcache": {"documents": documents, "on_overflow": "trim"}})
+    assert answer.ragcache["dropped"] == 2
+
+
+def test_a_number_of_tokens_beyond_the_context_is_no_error(client):
+    answer = ask(client, "Cats?", max_tokens=2**31 - 1, stop=" ")
+    assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+def test_harmless_fields_are_accepted(client, kb):
+    answer = ask(
+        client,
+        n=1,
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        logit_bias={},
+        logprobs=False,
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        modalities=["text"],
+        service_tier="auto",
+        parallel_tool_calls=False,
+        safety_identifier="x",
+        prompt_cache_key="y",
+        temperature=None,
+        stop=None,
+    )
+    assert answer.choices[0].message.content == expected(kb, k=5).text
+
+
+def test_models(served: Served, client):
+    assert [model.id for model in client.models.list()] == ["tiny", "bag-of-words"]
+    assert client.models.retrieve("tiny").object == "model"
+    assert served.http.get("/v1/models/gpt-4").json()["error"]["code"] == "model_not_found"
+
+
+def test_the_bundled_model_answers(mini: Served):
+    with OpenAI(base_url=mini.base_url, api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="mini", messages=[{"role": "user", "content": "Which club does Jonas Lansen belong to?"}]
+        )
+    assert answer.choices[0].message.content == "Jonas Lansen belongs to the Chess Club Crown."
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.ragcache["method"] == "link"
+
+
+def test_a_conversation_goes_on(mini: Served):
+    with OpenAI(base_url=mini.base_url, api_key="none", max_retries=0) as client:
+        first = [{"role": "user", "content": "Which club does Jonas Lansen belong to?"}]
+        said = client.chat.completions.create(model="mini", messages=first).choices[0].message
+        then = [*first, said.model_dump(), {"role": "user", "content": "Where does Tomas Werson live?"}]
+        answer = client.chat.completions.create(model="mini", messages=then)
+    assert "Bradmere" in answer.choices[0].message.content
+
+
+def test_answers_carry_ids_and_guarding_headers(served: Served):
+    made = served.chat(QUESTION, max_tokens=1).headers["x-request-id"]
+    assert made.startswith("req_")
+    given = served.http.get("/healthz", headers={"X-Request-ID": "mine-1"}).headers
+    assert given["x-request-id"] == "mine-1"
+    assert given["x-content-type-options"] == "nosniff"
+    assert given["content-security-policy"] == "default-src 'self'"
+    assert served.http.get("/healthz", headers={"X-Request-ID": "a b"}).headers["x-request-id"].startswith("req_")
+
+
+def test_two_servers_on_one_store_do_not_mix(served: Served, serve):
+    other = serve(model_name="mine")
+    assert httpx.get(f"{other.base_url}/models", trust_env=False).json()["data"][0]["id"] == "mine"
+    assert served.http.get("/v1/models").json()["data"][0]["id"] == "tiny"

@@ -1,0 +1,236 @@
+"""Documents in, listed, and out again; uploads with progress; embeddings."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+from openai import OpenAI
+from serving import TEXTS, Served, events, wait_for
+
+import ragcache as rc
+
+PATH = "/v1/documents"
+NEW = {"id": "notes/new one.md", "text": "Tall trees grow slowly.", "metadata": {"year": 2024}, "title": "Trees"}
+FILES = {
+    "a.md": b"# Owls\n\nOwls hunt at night.\n",
+    "b.txt": b"Bees dance.\n",
+    "c.html": b"<html><title>Ants</title><body><p>Ants march.</p></body></html>",
+    "d.jsonl": b'{"id": "moles", "text": "Moles dig."}\nthis is no JSON\n',
+    "e.exe": b"\0\1\2",
+    "f.txt": b"\xff\xfe",
+}
+
+
+def form(files: dict[str, bytes]) -> list:
+    return [("files", (name, data)) for name, data in files.items()]
+
+
+def test_json_documents(served: Served, kb):
+    report = served.http.post(PATH, json={"documents": [NEW]}).json()
+    assert report == {"added": [NEW["id"]], "updated": [], "unchanged": [], "failed": [], "chunks": 1, "tokens": 24}
+    assert served.http.post(PATH, json={"documents": [NEW]}).json()["unchanged"] == [NEW["id"]]
+    changed = {**NEW, "text": "Tall trees fall."}
+    assert served.http.post(PATH, json={"documents": [changed]}).json()["updated"] == [NEW["id"]]
+    stored = kb.document(NEW["id"])
+    assert (stored.title, stored.metadata) == ("Trees", {"year": 2024})
+    assert [chunk.text for chunk in kb.chunks_of(NEW["id"])] == ["Tall trees fall.\n"]
+
+
+def test_documents_that_are_not_to_be_split(served: Served, kb):
+    text = "# One\n\nFirst.\n\n# Two\n\nSecond.\n" * 20
+    whole = {"documents": [{"id": "whole", "text": text}], "split": False}
+    assert served.http.post(PATH, json=whole).json()["chunks"] == 1
+    assert [(chunk.id, chunk.text) for chunk in kb.chunks_of("whole")] == [("whole", text)]
+    split = {"documents": [{"id": "split", "text": text}]}
+    assert served.http.post(PATH, json=split).json()["chunks"] > 1
+
+
+def test_a_document_that_cannot_be_stored_is_named_and_the_others_are(served: Served):
+    documents = [{"id": "empty", "text": "  "}, {"id": "full", "text": "words"}, {"id": "full", "text": "others"}]
+    report = served.http.post(PATH, json={"documents": documents}).json()
+    assert report["added"] == ["full"]
+    assert [(failure["source"], failure["type"]) for failure in report["failed"]] == [
+        ("empty", "ReaderError"),
+        ("full", "DuplicateDocumentError"),
+    ]
+
+
+def test_files(served: Served, kb):
+    report = served.http.post(PATH, files=form(FILES)).json()
+    assert sorted(report["added"]) == ["a.md", "b.txt", "c.html", "moles"]
+    assert {failure["source"] for failure in report["failed"]} == {"d.jsonl:2", "e.exe", "f.txt"}
+    assert {kb.document(id).source for id in report["added"]} == {"a.md", "b.txt", "c.html", "d.jsonl:1"}
+    assert "/tmp" not in json.dumps(report)
+    again = served.http.post(PATH, files=form(FILES)).json()
+    assert sorted(again["unchanged"]) == sorted(report["added"])
+
+
+def test_files_are_what_the_command_line_makes_of_them(served: Served, kb, lm, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, data in FILES.items():
+        (folder / name).write_bytes(data)
+    served.http.post(PATH, files=form(FILES))
+    with rc.RagCache.open(tmp_path / "other", model=lm, embedder=kb.embedder) as other:
+        for id in other.ingest(folder).added:
+            assert [chunk.text for chunk in kb.chunks_of(id)] == [chunk.text for chunk in other.chunks_of(id)]
+            assert kb.document(id).title == other.document(id).title
+
+
+def test_names_of_files_stay_names(served: Served, kb, tmp_path):
+    names = ["../../up.txt", "/etc/abs.txt", "deep/er.txt", "win\\dows.txt", "x.."]
+    report = served.http.post(PATH, files=[("files", (name, b"x y")) for name in names]).json()
+    assert report["added"] == ["up.txt", "etc/abs.txt", "deep/er.txt", "win/dows.txt"]
+    assert [failure["source"] for failure in report["failed"]] == ["x.."]
+    assert served.http.get(f"{PATH}/deep/er.txt").json()["id"] == "deep/er.txt"
+
+
+def test_an_upload_tells_its_progress(served: Served):
+    headers = {"Accept": "text/event-stream"}
+    with served.http.stream("POST", PATH, files=form(FILES), headers=headers) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        found = [(name, json.loads(data)) for name, data in events(response.iter_lines())]
+    *progress, (name, report) = found
+    assert name == "done"
+    assert sorted(report["added"]) == ["a.md", "b.txt", "c.html", "moles"]
+    assert {kind for kind, _ in progress} == {"progress"}
+    assert {said["stage"] for _, said in progress} == {"read", "embed", "encode", "commit"}
+    commits = [said for _, said in progress if said["stage"] == "commit"]
+    assert [said["done"] for said in commits] == [1, 2, 3, 4]
+    assert sorted(said["item"] for said in commits) == sorted(report["added"])
+
+
+def test_a_list_in_pages(served: Served):
+    whole = served.http.get(PATH).json()
+    assert [one["id"] for one in whole["data"]] == sorted(TEXTS)
+    page = served.http.get(PATH, params={"limit": 2, "offset": 1}).json()
+    assert (page["object"], page["total"]) == ("list", 4)
+    assert page["data"] == whole["data"][1:3]
+    assert page["data"][0]["metadata"] == {"letters": 5}
+    assert page["data"][0]["state"] == "ready"
+
+
+def test_one_document(served: Served, kb):
+    found = served.http.get(f"{PATH}/cats").json()
+    chunk = kb.chunks_of("cats")[0]
+    assert found["chunks_data"] == [
+        {"id": chunk.id, "text": chunk.text, "tokens": chunk.num_tokens, "handle": chunk.handle}
+    ]
+    assert abs(found["created_at"] - time.time()) < 3600
+
+
+@pytest.mark.parametrize("id", ["with space", "a/b/c.md", "q?x=1&y#z", "percent%2Fsign", "ümlaut 好 🙂", "+", "a//b"])
+def test_ids_of_all_kinds(served: Served, id):
+    assert served.http.post(PATH, json={"documents": [{"id": id, "text": "words"}]}).json()["added"] == [id]
+    url = f"{PATH}/{quote(id, safe='')}"
+    assert served.http.get(url).json()["id"] == id
+    assert served.http.delete(url).json() == {"id": id, "object": "document", "deleted": True}
+    assert served.http.get(url).status_code == 404
+
+
+def test_a_deleted_document_is_in_no_answer(served: Served, kb):
+    assert (
+        served.chat("Where does the cat sit?", max_tokens=1).json()["ragcache"]["sources"][0]["document_id"] == "cats"
+    )
+    handle = kb.chunks_of("cats")[0].handle
+    assert served.http.delete(f"{PATH}/cats").status_code == 200
+    sources = served.chat("Where does the cat sit?", max_tokens=1).json()["ragcache"]["sources"]
+    assert "cats" not in {source["document_id"] for source in sources}
+    assert handle not in kb.store.kv
+    assert served.http.delete(f"{PATH}/cats").status_code == 404
+
+
+def test_two_writers(serve, kb):
+    served = serve(write_wait_s=0.2)
+    with kb.store.layout.writer():
+        for refused in (
+            served.http.post(PATH, json={"documents": [NEW]}),
+            served.http.post(PATH, files=form(FILES), headers={"Accept": "text/event-stream"}),
+            served.http.delete(f"{PATH}/cats"),
+        ):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "store_busy")
+            assert int(refused.headers["retry-after"]) >= 1
+            assert str(kb.store.layout.root) not in refused.text
+    assert served.http.post(PATH, json={"documents": [NEW]}).json()["added"] == [NEW["id"]]
+
+
+def test_writers_take_turns(served: Served, kb):
+    def add(rank: int):
+        return served.http.post(PATH, json={"documents": [{"id": f"n{rank}", "text": f"Note {rank}."}]}).json()
+
+    with ThreadPoolExecutor(8) as pool:
+        reports = list(pool.map(add, range(8)))
+    assert sorted(id for report in reports for id in report["added"]) == [f"n{rank}" for rank in range(8)]
+
+
+def test_questions_are_answered_while_documents_come_in(served: Served):
+    many = [{"id": f"d{rank}", "text": f"Document {rank} is about {rank}. " * 20} for rank in range(60)]
+    done = threading.Event()
+
+    def add():
+        try:
+            return served.http.post(PATH, json={"documents": many}).json()
+        finally:
+            done.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        adding = pool.submit(add)
+        statuses = {served.chat("Cats?", max_tokens=1).status_code}
+        while not done.is_set():
+            statuses.add(served.chat("Cats?", max_tokens=1).status_code)
+        assert len(adding.result()["added"]) == 60
+    assert statuses == {200}
+
+
+def test_an_uploader_that_hangs_up_lets_the_next_one_in(served: Served, kb):
+    many = [{"id": f"d{rank}", "text": f"Document {rank} is about {rank}. " * 40} for rank in range(300)]
+    headers = {"Accept": "text/event-stream"}
+    with served.http.stream("POST", PATH, json={"documents": many}, headers=headers) as response:
+        next(events(response.iter_lines()))
+    wait_for(lambda: not served.service.writers.busy)
+    assert len(kb.documents()) < 300
+    assert served.http.post(PATH, json={"documents": [NEW]}).json()["added"] == [NEW["id"]]
+
+
+def test_figures_follow_changes(served: Served, kb):
+    before = served.http.get("/v1/store").json()
+    assert (before["documents"], before["model"], before["method"]) == (4, "tiny", "reposition")
+    assert before["embedder"] == "bag-of-words"
+    assert before["max_positions"] == 4096
+    served.http.post(PATH, json={"documents": [NEW]})
+    after = served.http.get("/v1/store").json()
+    assert after["documents"] == 5
+    assert after["bytes_by_tier"]["disk"] > before["bytes_by_tier"]["disk"]
+
+
+def test_methods_say_what_can_run(served: Served):
+    found = {one["name"]: one["usable"] for one in served.http.get("/v1/methods").json()["data"]}
+    assert list(found) == list(rc.METHODS)
+    for name, usable in found.items():
+        status = served.chat("Cats?", max_tokens=1, ragcache={"method": name}).status_code
+        assert (status == 200) == usable, name
+
+
+def test_embeddings_are_the_stores_own(served: Served, kb):
+    texts = ["Cats sit.", "Dogs bark at night."] * 40
+    right = kb.embedder.embed(texts)
+    with OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+        packed = client.embeddings.create(model="bag-of-words", input=texts)  # base64 on the wire, unpacked here
+        plain = client.embeddings.create(model="bag-of-words", input=texts, encoding_format="float", dimensions=24)
+        one = client.embeddings.create(model="bag-of-words", input=texts[0])
+    for found in (packed, plain):
+        np.testing.assert_array_equal(np.array([item.embedding for item in found.data], np.float32), right)
+        assert [item.index for item in found.data] == list(range(80))
+    np.testing.assert_array_equal(np.array(one.data[0].embedding, np.float32), right[0])
+    assert one.usage.prompt_tokens == len(texts[0])  # this model's tokens are bytes
+    raw = served.http.post(
+        "/v1/embeddings", json={"model": "bag-of-words", "input": texts[0], "encoding_format": "base64"}
+    ).json()
+    assert np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4").tolist() == right[0].tolist()

@@ -1,0 +1,258 @@
+"""Many askers at once, a full queue, time and size limits, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from openai import APIError, AsyncOpenAI
+from serving import Served, events, wait_for
+
+ENDLESS = {"max_tokens": 4000, "ragcache": {"retrieve": False}}
+
+
+def idle(served: Served) -> bool:
+    return served.service.slots.in_use == served.service.slots.waiting == 0
+
+
+def gauge(served: Served, name: str) -> float:
+    lines = served.http.get("/metrics").text.splitlines()
+    return float(next(line.split()[-1] for line in lines if line.startswith(f"{name} ")))
+
+
+async def ask_together(served: Served, questions: list[str]) -> list[str]:
+    """All at once, streamed; the joined text of each."""
+    async with AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0, timeout=280) as client:
+
+        async def one(question: str) -> str:
+            stream = await client.chat.completions.create(
+                model="mini", messages=[{"role": "user", "content": question}], stream=True, max_tokens=32
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+        return list(await asyncio.gather(*map(one, questions)))
+
+
+def registry_questions(count: int) -> list[str]:
+    names = ("Jonas Lansen", "Tomas Werson", "Arne Olmann", "Mabel Ralwick", "Harald Falmann")
+    return [f"Which club does {names[rank % len(names)]} belong to?" for rank in range(count)]
+
+
+@pytest.mark.parametrize("askers", [32, pytest.param(200, marks=pytest.mark.slow)])
+async def test_many_streams_at_once(mini: Served, mini_kb, askers):
+    questions = registry_questions(askers)
+    right = {question: mini_kb.chat([{"role": "user", "content": question}], k=5).text for question in set(questions)}
+    assert await ask_together(mini, questions) == [right[question] for question in questions]
+    wait_for(lambda: idle(mini))
+
+
+def open_stream(served: Served, **fields: object) -> socket.socket:
+    """A streaming request on a socket of its own, which can be shut like a client that dies."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Cats?"}], "stream": True, **ENDLESS, **fields}
+    data = json.dumps(body).encode()
+    host, port = served.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return client
+
+
+def test_a_client_that_hangs_up_frees_its_slot(serve):
+    served = serve(slots=1)
+    first = open_stream(served)
+    assert b"200 OK" in first.recv(1000)
+    second = open_stream(served)
+    wait_for(lambda: gauge(served, "ragcache_queue_length") == 1)
+    assert gauge(served, "ragcache_slots_in_use") == 1
+    second.close()
+    wait_for(lambda: gauge(served, "ragcache_queue_length") == 0)
+    assert gauge(served, "ragcache_slots_in_use") == 1
+    first.close()
+    wait_for(lambda: gauge(served, "ragcache_slots_in_use") == 0)
+    assert served.chat("Cats?", max_tokens=1).status_code == 200
+
+
+def test_a_client_that_does_not_wait_for_a_whole_answer_frees_its_slot(serve):
+    served = serve(slots=1)
+    client = open_stream(served, stream=False)
+    wait_for(lambda: gauge(served, "ragcache_slots_in_use") == 1)
+    client.close()
+    wait_for(lambda: gauge(served, "ragcache_slots_in_use") == 0)
+    counted = 'ragcache_http_requests_total{method="POST",route="/v1/chat/completions",status="499"} 1.0'
+    wait_for(lambda: counted in served.http.get("/metrics").text)
+
+
+def test_the_work_itself_ends(serve, kb):
+    """Not only the count: no thread goes on computing."""
+    served = serve(slots=1)
+    computing = threading.Event()
+    whole = kb.lm.run
+
+    def run(*args, **options):
+        computing.set()
+        return whole(*args, **options)
+
+    kb.lm.run = run
+    try:
+        client = open_stream(served)
+        client.recv(1000)
+        client.close()
+        wait_for(lambda: idle(served))
+
+        def is_still() -> bool:
+            computing.clear()
+            return not computing.wait(0.3)
+
+        wait_for(is_still)
+    finally:
+        del kb.lm.run
+
+
+def test_a_full_queue_refuses(serve):
+    served = serve(slots=1, max_queue=1)
+    held = [open_stream(served)]
+    assert b"200 OK" in held[0].recv(1000)
+    held.append(open_stream(served))
+    wait_for(lambda: served.service.slots.waiting == 1)
+    refused = served.chat("Cats?")
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["code"] == "queue_full"
+    assert served.http.get("/readyz").status_code == 200
+    for client in held:
+        client.close()
+    wait_for(lambda: idle(served))
+
+
+def test_questions_wait_for_their_turn(serve):
+    served = serve(slots=2, max_queue=100)
+    most = 0
+
+    def watch() -> None:
+        nonlocal most
+        while not done.is_set():
+            most = max(most, served.service.slots.in_use)
+            time.sleep(0.001)
+
+    done = threading.Event()
+    with ThreadPoolExecutor(13) as pool:
+        watching = pool.submit(watch)
+        answers = list(pool.map(lambda _: served.chat("Cats?", max_tokens=20), range(12)))
+        done.set()
+        watching.result()
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.json()["choices"][0]["message"]["content"] for answer in answers}) == 1
+    assert most == 2
+
+
+def test_a_question_that_takes_too_long(serve):
+    served = serve(timeout_s=0.5)
+    late = served.chat("Cats?", **ENDLESS)
+    assert late.status_code == 504
+    assert late.headers["x-should-retry"] == "false"
+    assert late.json()["error"]["code"] == "request_timeout"
+    wait_for(lambda: idle(served))
+
+
+async def test_a_stream_that_takes_too_long_ends_with_an_error(serve):
+    served = serve(timeout_s=0.5)
+    async with AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Cats?"}],
+            stream=True,
+            max_tokens=4000,
+            extra_body={"ragcache": ENDLESS["ragcache"]},
+        )
+        with pytest.raises(APIError, match="no answer within") as caught:
+            async for _ in stream:
+                pass
+    assert caught.value.code == "request_timeout"
+
+
+def test_the_loop_is_never_blocked(serve):
+    """Health is answered while all slots compute."""
+    served = serve(slots=2)
+    clients = [open_stream(served) for _ in range(3)]
+    wait_for(lambda: served.service.slots.in_use == 2)
+    for _ in range(20):
+        assert httpx.get(f"{served.url}/healthz", timeout=5, trust_env=False).status_code == 200
+    for client in clients:
+        client.close()
+    wait_for(lambda: idle(served))
+
+
+def test_large_bodies_are_refused_by_their_length(serve):
+    served = serve(max_body_bytes=2000, max_upload_bytes=4000)
+    for path, size in (("/v1/chat/completions", 2000), ("/v1/embeddings", 2000), ("/v1/documents", 4000)):
+        refused = served.http.post(path, content=b" " * (size + 1), headers={"Content-Type": "application/json"})
+        assert refused.status_code == 413
+        assert refused.json()["error"]["code"] == "request_too_large"
+        passed = served.http.post(path, content=b" " * size, headers={"Content-Type": "application/json"})
+        assert passed.json()["error"]["code"] == "invalid_json"
+
+
+def test_large_bodies_are_refused_while_they_arrive(serve):
+    served = serve(max_body_bytes=2000, max_upload_bytes=4000)
+    kinds = {"Content-Type": "application/json"}
+    form = {"Content-Type": "multipart/form-data; boundary=x"}
+    head = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\n'
+    for path, headers in (("/v1/chat/completions", kinds), ("/v1/documents", kinds), ("/v1/documents", form)):
+        parts = iter([head, *[b" " * 500] * 10])
+        refused = served.http.post(path, content=parts, headers=headers)
+        assert refused.status_code == 413, path
+
+
+def test_a_running_stream_finishes_when_the_server_stops(serve):
+    served = serve(slots=4)
+    with served.http.stream(
+        "POST",
+        "/v1/chat/completions",
+        json={
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "Cats?"}],
+            "stream": True,
+            "max_tokens": 300,
+            "ragcache": {"retrieve": False},
+        },
+    ) as response:
+        found = events(response.iter_lines())
+        next(found)
+        served.server.drain()
+        assert httpx.get(f"{served.url}/readyz", trust_env=False).status_code == 503
+        assert httpx.get(f"{served.url}/healthz", trust_env=False).status_code == 200
+        refused = httpx.post(
+            f"{served.url}/v1/chat/completions",
+            json={"model": "tiny", "messages": [{"role": "user", "content": "Cats?"}]},
+            trust_env=False,
+        )
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        rest = [data for _, data in found]
+    assert rest[-1] == "[DONE]"
+    assert json.loads(rest[-2])["choices"][0]["finish_reason"] in ("stop", "length")
+    wait_for(lambda: not is_listening(served))
+
+
+def test_a_stream_that_does_not_finish_in_time_is_told_so(serve, kb):
+    served = serve(slots=4)
+    served.server.drain_s = 0.3
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Cats?"}], "stream": True, **ENDLESS}
+    with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        found = events(response.iter_lines())
+        next(found)
+        served.server.drain()
+        *_, last = [data for _, data in found]
+    assert json.loads(last)["error"]["code"] == "shutting_down"
+
+
+def is_listening(served: Served) -> bool:
+    try:
+        return httpx.get(f"{served.url}/healthz", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,182 @@
+"""Prometheus's figures against the answers that they count, and the log, which names no text."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import TEXTS, Served, wait_for
+
+from ragcache.server.logs import JsonFormatter
+
+QUESTION = "Where does the cat sit, xylophone?"
+
+
+def figures(served: Served) -> dict[tuple, float]:
+    """(name, label values in the order of their names) -> value, parsed by Prometheus's own parser."""
+    families = text_string_to_metric_families(served.http.get("/metrics").text)
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_time_to_the_first_token_by_phase_and_method(served: Served):
+    answers = [served.chat(QUESTION, max_tokens=2, ragcache={"method": method}).json() for method in ("full", "epic")]
+    found = figures(served)
+    for answer in answers:
+        extension = answer["ragcache"]
+        method, times = extension["method"], dict(extension["timings"])
+        times.pop("total_s")
+        times["total_s"] = times.pop("ttft_s")
+        for name, seconds in times.items():
+            phase = name.removesuffix("_s")
+            assert found["ragcache_ttft_seconds_count", method, phase] == 1
+            assert found["ragcache_ttft_seconds_sum", method, phase] == pytest.approx(seconds)
+
+
+def test_hits_and_misses_by_tier(served: Served, kb):
+    first = served.chat(QUESTION, max_tokens=1, ragcache={"k": 2}).json()  # from disk
+    assert [source["kv"] for source in first["ragcache"]["sources"]] == ["disk", "disk"]
+    served.chat(QUESTION, max_tokens=1, ragcache={"k": 3})  # two from memory
+    new = {"documents": [{"text": "Not stored."}]}
+    served.chat(QUESTION, max_tokens=1, ragcache=new)  # computed
+    served.chat(QUESTION, max_tokens=1, ragcache={"k": 4, "method": "full"})  # reads no block
+    found = figures(served)
+    assert found["ragcache_kv_hits_total", "disk"] == 3
+    assert found["ragcache_kv_hits_total", "memory"] == 2
+    assert found["ragcache_kv_misses_total", "memory"] == 4
+    assert found["ragcache_kv_misses_total", "disk"] == 1
+
+
+def test_tokens(served: Served):
+    answers = [served.chat(question, max_tokens=3).json() for question in (QUESTION, "Dogs?")]
+    found = figures(served)
+    for kind, count in (
+        ("prompt", lambda answer: answer["usage"]["prompt_tokens"]),
+        ("completion", lambda answer: answer["usage"]["completion_tokens"]),
+        ("cached", lambda answer: answer["usage"]["prompt_tokens_details"]["cached_tokens"]),
+        ("computed", lambda answer: answer["ragcache"]["computed_tokens"]),
+    ):
+        assert found["ragcache_tokens_total", kind] == sum(map(count, answers))
+
+
+def test_requests_by_route_and_status(served: Served):
+    served.chat(QUESTION, max_tokens=1)
+    served.chat(QUESTION, n=2)
+    served.http.get("/v1/documents/cats")
+    served.http.get("/v1/documents/nobody")
+    served.http.get("/no/such/route")
+    served.http.request("BREW", "/v1/store")
+    found = figures(served)
+    assert found["ragcache_http_requests_total", "POST", "/v1/chat/completions", "200"] == 1
+    assert found["ragcache_http_requests_total", "POST", "/v1/chat/completions", "400"] == 1
+    assert found["ragcache_http_requests_total", "GET", "/v1/documents/{id:path}", "200"] == 1
+    assert found["ragcache_http_requests_total", "GET", "/v1/documents/{id:path}", "404"] == 1
+    assert found["ragcache_http_requests_total", "GET", "other", "404"] == 1
+    assert not any("BREW" in name or "nobody" in name for key in found for name in key)
+    assert found["ragcache_http_request_seconds_count", "/v1/chat/completions"] == 2
+
+
+def test_the_store(served: Served, kb):
+    found = figures(served)
+    info = kb.info()
+    assert found["ragcache_store_bytes", "disk"] == info.bytes_by_tier["disk"] > 0
+    assert found["ragcache_store_size", "documents"] == len(TEXTS)
+    assert found["ragcache_store_size", "tokens"] == info.tokens
+    assert found["ragcache_slots",] == 8
+
+
+def test_scrapes_do_not_walk_the_disk(serve, kb, monkeypatch):
+    served = serve(figures_s=1000)
+    figures(served)
+    monkeypatch.setattr(kb, "info", None)
+    figures(served)
+    served.http.get("/v1/store").raise_for_status()
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(JsonFormatter())
+        self.found: list[dict] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(json.loads(self.format(record)))
+
+
+@pytest.fixture
+def lines():
+    handler = Lines()
+    logger = logging.getLogger("ragcache.server")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler.found
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_line_a_request(served: Served, lines, stream):
+    answer = served.chat(QUESTION, max_tokens=3, stream=stream)
+    wait_for(lambda: lines)
+    (line,) = lines
+    assert line["request_id"] == answer.headers["x-request-id"]
+    assert (line["event"], line["level"]) == ("request", "info")
+    assert (line["route"], line["method"], line["status"]) == ("/v1/chat/completions", "POST", 200)
+    assert line["usage"]["completion_tokens"] == 3
+    assert 0 < line["timings"]["ttft_s"] <= line["seconds"]
+    assert line["fusion"] == "reposition"
+
+
+def test_the_log_holds_no_text_and_no_key(serve, lines, kb, monkeypatch):
+    served = serve(api_keys=["secret-key"])
+    served.http.headers["Authorization"] = "Bearer secret-key"
+    served.chat(QUESTION, max_tokens=3)
+    served.chat(QUESTION, max_tokens=3, stream=True)
+    served.chat(QUESTION, ragcache={"filter": {"xylophone": "xylophone"}})
+    served.chat(QUESTION, ragcache={"documents": [{"text": "xylophone"}]}, max_tokens=1)
+    served.http.post("/v1/documents", json={"documents": [{"id": "x", "text": "xylophone " * 9}]})
+    served.http.post("/v1/documents", files=[("files", ("a.txt", b"xylophone"))])
+    served.http.post("/v1/embeddings", json={"model": "bag-of-words", "input": "xylophone"})
+    served.http.get("/v1/documents/xylophone")
+    served.http.get("/v1/models", headers={"Authorization": "Bearer xylophone"})
+
+    def broken(*_args: object, **_options: object) -> None:
+        raise ValueError(f"cannot read {TEXTS['cats']} xylophone")
+
+    monkeypatch.setattr(kb.lm, "run", broken)
+    monkeypatch.setattr(kb.embedder, "embed_query", broken)
+    failed = served.chat(QUESTION)
+    assert failed.status_code == 500
+    assert failed.json()["error"]["code"] == "internal_error"
+    wait_for(lambda: len(lines) >= 11)
+    whole = json.dumps(lines)
+    assert "xylophone" not in whole
+    assert "cat sat" not in whole
+    assert "secret-key" not in whole
+    assert failed.headers["x-request-id"] in whole
+    (failure,) = [line for line in lines if line["event"] == "failure"]
+    assert failure["error"] == "ValueError"
+    assert any("broken" in step for step in failure["trace"])
+
+
+def test_a_failure_in_mid_stream_is_told_in_the_stream(served: Served, kb, lines, monkeypatch):
+    whole, passes = kb.lm.run, []
+
+    def run(*args, **options):
+        passes.append(1)
+        if len(passes) > 2:
+            raise ValueError("no more xylophone")
+        return whole(*args, **options)
+
+    monkeypatch.setattr(kb.lm, "run", run)
+    answer = served.chat(QUESTION, max_tokens=9, stream=True)
+    assert answer.status_code == 200
+    last = json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))
+    assert last["error"]["code"] == "internal_error"
+    assert "xylophone" not in answer.text.partition('"ragcache"')[2].partition("error")[2]
+    wait_for(lambda: len(lines) == 2)
+    assert lines[-1]["error"] == "internal_error"

@@ -1,0 +1,273 @@
+"""Bad input: every refusal is OpenAI's error object, names the input, and is no 500."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import httpx
+import pytest
+from openai import BadRequestError, NotFoundError, OpenAI
+from serving import Served, serving
+
+import ragcache as rc
+from ragcache.retrieval.testing import BagOfWords
+
+CHAT, EMBED, DOCUMENTS = "/v1/chat/completions", "/v1/embeddings", "/v1/documents"
+USER = [{"role": "user", "content": "Cats?"}]
+
+
+@pytest.fixture(scope="module")
+def open_server(lm, made, tmp_path_factory):
+    """One server for all refusals: none of them changes anything."""
+    path = shutil.copytree(made, tmp_path_factory.mktemp("refusing") / "kb")
+    with rc.RagCache.open(path, model=lm, embedder=BagOfWords()) as kb, serving(kb) as served:
+        yield served
+
+
+def error_of(response: httpx.Response) -> dict:
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"n": 2}, "n", "unsupported_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+        ({"logprobs": True}, "logprobs", "unsupported_parameter"),
+        ({"top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
+        ({"logit_bias": {"50": 1}}, "logit_bias", "unsupported_parameter"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
+        ({"frequency_penalty": -1}, "frequency_penalty", "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
+        ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
+        ({"temprature": 1}, "temprature", "unknown_parameter"),
+        ({"ragcache": {"kk": 1}}, "ragcache.kk", "unknown_parameter"),
+        ({"messages": None}, "messages", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
+        ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages[1].role", "invalid_value"),
+        ({"messages": [{"role": "user"}]}, "messages[0]", "invalid_value"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "invalid_value"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+            "messages[0].content[0].type",
+            "invalid_value",
+        ),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages", "invalid_prompt"),
+        ({"messages": [{"role": "user", "content": " \n"}]}, "messages", "invalid_prompt"),
+        ({"messages": [{"role": "user", "content": "a\0b"}]}, "messages[0].content", "invalid_value"),
+        ({"temperature": 3}, "temperature", "invalid_value"),
+        ({"temperature": "0.5"}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 10**30}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 1.5}, "max_tokens", "invalid_value"),
+        ({"seed": 2**63}, "seed", "invalid_value"),
+        ({"stop": ""}, "stop", "invalid_value"),
+        ({"stop": ["x"] * 17}, "stop", "invalid_value"),
+        ({"stream": "yes"}, "stream", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, None, "invalid_value"),
+        ({"ragcache": {"k": 0}}, "ragcache.k", "invalid_value"),
+        ({"ragcache": {"method": "telepathy"}}, None, "invalid_value"),
+        ({"ragcache": {"method": "link"}}, None, "invalid_value"),
+        ({"ragcache": {"method": "epic", "method_options": {"colour": 1}}}, None, "invalid_value"),
+        ({"ragcache": {"method": "cacheblend", "method_options": {"ratio": 10**30}}}, "ragcache.method_options", None),
+        ({"ragcache": {"method": "cacheblend", "method_options": {"ratio": "much"}}}, None, "invalid_value"),
+        ({"ragcache": {"method": "epic", "method_options": {"first_tokens": [1]}}}, None, "invalid_value"),
+        ({"ragcache": {"filter": {"year": {"$near": 1}}}}, "ragcache.filter", "invalid_filter"),
+        ({"ragcache": {"filter": {"no-such-field": 1}}}, "ragcache.filter", "invalid_filter"),
+        ({"ragcache": {"filter": []}}, "ragcache.filter", "invalid_value"),
+        ({"ragcache": {"score_threshold": "high"}}, "ragcache.score_threshold", "invalid_value"),
+        ({"ragcache": {"mmr_lambda": 2}}, "ragcache.mmr_lambda", "invalid_value"),
+        ({"ragcache": {"on_overflow": "cry"}}, "ragcache.on_overflow", "invalid_value"),
+        ({"ragcache": {"documents": [{}]}}, "ragcache.documents[0]", "invalid_value"),
+        ({"ragcache": {"documents": [{"handle": "0" * 64}]}}, "ragcache.documents", "unknown_handle"),
+        ({"ragcache": {"documents": [{"id": "nobody"}]}}, "ragcache.documents", "unknown_handle"),
+    ],
+)
+def test_a_chat_request_is_refused(open_server: Served, fields, param, code):
+    response = open_server.http.post(CHAT, json={"model": "tiny", "messages": USER, **fields})
+    error = error_of(response)
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
+    assert error["param"] == param, error
+    assert code is None or error["code"] == code, error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": [1, 2, 3]}, "input[0]"),
+        ({"input": [[1, 2], [3]]}, "input[0]"),
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": ["x", ""]}, "input[1]"),
+        ({"input": ["x"] * 2049}, "input"),
+        ({"input": "x", "dimensions": 7}, "dimensions"),
+        ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
+        ({}, "input"),
+    ],
+)
+def test_an_embedding_request_is_refused(open_server: Served, fields, param):
+    response = open_server.http.post(EMBED, json={"model": "bag-of-words", **fields})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+
+
+def test_token_ids_are_refused_with_the_way_out(open_server: Served):
+    response = open_server.http.post(EMBED, json={"model": "bag-of-words", "input": [1, 2, 3]})
+    assert "send text" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"documents": []}, "documents"),
+        ({"documents": [{"text": "x"}]}, "documents[0].id"),
+        ({"documents": [{"id": "", "text": "x"}]}, "documents[0].id"),
+        ({"documents": [{"id": "a"}]}, "documents[0].text"),
+        ({"documents": [{"id": "a", "text": "x\0"}]}, "documents[0].text"),
+        ({"documents": [{"id": "a", "text": "x", "metadata": []}]}, "documents[0].metadata"),
+        ({"documents": [{"id": "a", "text": "x", "metadata": {"n": 10**400}}]}, "documents[0].metadata"),
+        ({"documents": [{"id": "a", "text": "x", "metadata": {"n": {"a\0": 1}}}]}, "documents[0].metadata"),
+        ({"documents": [{"id": "a", "text": "x", "colour": 1}]}, "documents[0].colour"),
+        ({}, "documents"),
+    ],
+)
+def test_documents_are_refused(open_server: Served, fields, param):
+    response = open_server.http.post(DOCUMENTS, json=fields)
+    assert response.status_code == 400, response.text
+    assert error_of(response)["param"] == param
+
+
+@pytest.mark.parametrize("path", [CHAT, EMBED, DOCUMENTS])
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b'{"model": NaN}', None),
+        (b"[]", "invalid_value"),
+        (b"null", "invalid_value"),
+        (b'"text"', "invalid_value"),
+        (b"\xff\xfe{}", "invalid_json"),
+        (b'{"model": "\xff"}', "invalid_json"),
+        (b'{"model": "\\ud800"}', "invalid_json"),
+        (b'{"\\udfff": 1}', "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "invalid_json"),
+        (b"1" * 5000, None),
+        (b'{"messages": ' + b"9" * 100_000 + b"}", None),
+    ],
+)
+def test_what_is_no_json_is_refused(open_server: Served, path, content, code):
+    response = open_server.http.post(path, content=content, headers={"Content-Type": "application/json; charset=utf-8"})
+    assert response.status_code == 400, response.text
+    assert code is None or error_of(response)["code"] == code
+
+
+@pytest.mark.parametrize("where", ["metadata", "filter", "method_options"])
+def test_deep_nesting_is_refused(open_server: Served, where):
+    deep: dict = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    if where == "metadata":
+        response = open_server.http.post(DOCUMENTS, json={"documents": [{"id": "a", "text": "x", "metadata": deep}]})
+    else:
+        response = open_server.chat("Cats?", ragcache={where: deep})
+    assert response.status_code == 400
+    assert "nested" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", None])
+def test_other_content_types_are_refused(open_server: Served, kind):
+    for path in (CHAT, EMBED, DOCUMENTS):
+        body = json.dumps({"model": "tiny", "messages": USER}).encode()
+        response = open_server.http.post(path, content=body, headers={} if kind is None else {"Content-Type": kind})
+        assert response.status_code == 415
+        assert error_of(response)["code"] == "unsupported_media_type"
+
+
+def test_forms_that_are_none(open_server: Served):
+    for kind, content in (
+        ("multipart/form-data", b"x"),
+        ("multipart/form-data; boundary=y", b"x"),
+        (
+            "multipart/form-data; boundary=y",
+            b'--y\r\nContent-Disposition: form-data; name="files"\r\n\r\ntext\r\n--y--\r\n',
+        ),
+        ("multipart/form-data; boundary=y", b"--y--\r\n"),
+    ):
+        response = open_server.http.post(DOCUMENTS, content=content, headers={"Content-Type": kind})
+        assert response.status_code == 400, response.text
+        error_of(response)
+
+
+def test_paths_and_methods_that_are_not_there(open_server: Served):
+    for path in (
+        "/",
+        "/v1",
+        "/v1/",
+        "/v1/nothing",
+        "/v1/chat/completions/",
+        "/docs",
+        "/static/x",
+        "/%00",
+        "//v1/models",
+    ):
+        response = open_server.http.get(path)
+        assert (response.status_code, error_of(response)["code"]) == (404, "not_found"), path
+    response = open_server.http.put(DOCUMENTS)
+    assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
+    assert response.headers["allow"] == "GET, POST"
+    assert open_server.http.patch(f"{DOCUMENTS}/x").headers["allow"] == "DELETE, GET"
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=1001", "limit=x", "offset=-1", "offset=9999999999999999999999", "limit="]
+)
+def test_pages_that_are_none(open_server: Served, query):
+    response = open_server.http.get(f"{DOCUMENTS}?{query}")
+    assert response.status_code == 400
+    assert error_of(response)["param"] == query.partition("=")[0]
+
+
+@pytest.mark.parametrize("id", ["nobody", "%00", "a/../b", "%ff", "%ed%a0%80", "a" * 2000])
+def test_documents_that_are_not_there(open_server: Served, id):
+    for method in ("GET", "DELETE"):
+        response = open_server.http.request(method, f"{DOCUMENTS}/{id}")
+        assert (response.status_code, error_of(response)["code"]) == (404, "document_not_found")
+
+
+def test_the_official_client_understands_refusals(open_server: Served):
+    with OpenAI(base_url=open_server.base_url, api_key="none", max_retries=0) as client:
+        with pytest.raises(NotFoundError) as absent:
+            client.chat.completions.create(model="gpt-4o", messages=USER)
+        with pytest.raises(BadRequestError) as refused:
+            client.chat.completions.create(model="tiny", messages=USER, n=3)
+        with pytest.raises(BadRequestError) as streamed:
+            client.chat.completions.create(
+                model="tiny", messages=USER, stream=True, extra_body={"ragcache": {"method": "x"}}
+            )
+        with pytest.raises(NotFoundError):
+            client.embeddings.create(model="tiny", input="x")
+    assert (absent.value.code, absent.value.param) == ("model_not_found", "model")
+    assert "'tiny'" in absent.value.message
+    assert (refused.value.param, refused.value.type) == ("n", "invalid_request_error")
+    assert "choose one of" in streamed.value.message
+
+
+def test_messages_are_short_whatever_comes(open_server: Served):
+    response = open_server.chat("Cats?", **{"x" * 100_000: 1})
+    assert len(response.content) < 3000
+    response = open_server.http.post(CHAT, json={"model": "m" * 1000, "messages": USER})
+    assert len(response.content) < 3000
