@@ -1,0 +1,199 @@
+"""A chat model that answers by fused prefill."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, closing
+from typing import Annotated, Any, Self, cast
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, ModelProfile
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.messages import BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+import ragcache as rc
+from langchain_ragcache.answers import PROVIDER, to_chunk, to_result
+from langchain_ragcache.deadline import deadline
+from langchain_ragcache.messages import to_engine
+from langchain_ragcache.opening import open_kb
+from langchain_ragcache.options import refuse_unknown
+from ragcache.errors import ModelMismatchError
+
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+READING = ("method", "method_options", "on_overflow")
+# `stream` is LangChain's own switch, `model` is checked.
+CALL_OPTIONS = (*SAMPLING, *READING, "timeout", "model", "stream")
+# Standard parameters of chat models that reach a service; there is none here.
+OF_SERVICES = ("api_key", "base_url", "max_retries")
+
+
+class ChatRagCache(BaseChatModel):
+    """The language model of a store. Passages among the messages are read by fused prefill.
+
+    A passage is a text block that says so in its extras (`document_block(document)`, or
+    `create_text_block(text, id=..., ragcache={"handle": ...})`); other text is prompt. `create_fused_documents_chain`
+    makes such messages from documents. A conversation without passages is read as it is.
+
+    kb:          an open `rc.RagCache`, or the path of a store, which is opened; what RAGCACHE_STORE names if left out
+    model:       the store's own model by name; any other is refused
+    max_tokens, temperature, top_p, top_k, seed, stop: see `rc.Sampling`
+    method, method_options: another fusion method than the store's own, and its options
+    on_overflow: passages that do not fit the model's context: "error", or "trim" whole passages from the end
+    timeout:     seconds that an answer may take, looked at before every token
+
+    `invoke`, `bind` and their like take the same, but for kb, and refuse what they do not know. api_key, base_url and
+    max_retries are taken at construction, as from every chat model, and have no effect: there is no service.
+    Raises PromptError, ContextTooLongError, UnknownHandleError, ConfigError, CancelledError.
+    """
+
+    kb: Annotated[rc.RagCache, BeforeValidator(open_kb)] = Field(
+        default=None, validate_default=True, exclude=True, repr=False
+    )
+    model: str = ""
+    max_tokens: int = Field(default=128, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: list[str] | None = None
+    method: str | None = None
+    method_options: Mapping[str, Any] | None = None
+    on_overflow: str = "error"
+    timeout: float | None = Field(default=None, gt=0)
+    streaming: bool = False
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_service(cls, values: Any) -> Any:
+        return {name: value for name, value in values.items() if name not in OF_SERVICES}
+
+    @model_validator(mode="after")
+    def _take_model(self) -> Self:
+        self._check_model(self.model or self.kb.lm.name)
+        self.model = self.kb.lm.name
+        return self
+
+    @model_validator(mode="after")
+    def _set_ragcache_version(self) -> Self:
+        """For traces, beside the versions that LangChain puts there itself."""
+        known = (self.metadata or {}).get("lc_versions")
+        versions = dict(known) if isinstance(known, Mapping) else {}
+        self.metadata = {**(self.metadata or {}), "lc_versions": {**versions, "ragcache": rc.__version__}}
+        return self
+
+    def _check_model(self, name: str) -> None:
+        if name != self.kb.lm.name:
+            raise ModelMismatchError(
+                f"model {name!r} was asked for, and this store's KV belongs to {self.kb.lm.name!r}; leave the model "
+                "out, or open a store of that model"
+            )
+
+    # Answering
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with deadline(self._option(kwargs, "timeout")) as cancelled:
+            answer = self.kb.chat(to_engine(messages), cancelled=cancelled, **self._reading(stop, kwargs))
+        return to_result(answer, self.model)
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with deadline(self._option(kwargs, "timeout")) as cancelled:
+            answer = await self.kb.achat(to_engine(messages), cancelled=cancelled, **self._reading(stop, kwargs))
+        return to_result(answer, self.model)
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        with deadline(self._option(kwargs, "timeout")) as cancelled:
+            events = self.kb.stream_chat(to_engine(messages), cancelled=cancelled, **self._reading(stop, kwargs))
+            with closing(cast("Any", events)):
+                for event in events:
+                    chunk = to_chunk(event, self.model)
+                    if chunk is None:
+                        continue
+                    if run_manager:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        with deadline(self._option(kwargs, "timeout")) as cancelled:
+            events = self.kb.astream_chat(to_engine(messages), cancelled=cancelled, **self._reading(stop, kwargs))
+            async with aclosing(cast("Any", events)):
+                async for event in events:
+                    chunk = to_chunk(event, self.model)
+                    if chunk is None:
+                        continue
+                    if run_manager:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    def _option(self, given: Mapping[str, Any], name: str) -> Any:
+        return given.get(name, getattr(self, name))
+
+    def _reading(self, stop: list[str] | None, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of the engine for one call. Raises ConfigError, ModelMismatchError."""
+        refuse_unknown(type(self).__name__, given, CALL_OPTIONS)
+        self._check_model(given.get("model") or self.model)
+        sampling = {name: self._option(given, name) for name in SAMPLING}
+        ends = (self.stop or []) if stop is None else stop
+        reading = {name: self._option(given, name) for name in READING}
+        return {**reading, "sampling": rc.Sampling(**sampling, stop=tuple(ends))}
+
+    # About the model
+
+    @property
+    def _llm_type(self) -> str:
+        return "ragcache"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """What answers depend on: the key of LangChain's cache of answers, and the parameters in traces."""
+        own = {name: getattr(self, name) for name in (*SAMPLING, *READING, "stop")}
+        method = self.method or self.kb.method
+        return {"model": self.model, "fingerprint": self.kb.lm.fingerprint, **own, "method": method}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=self.stop if stop is None else stop, **kwargs)
+        params["ls_provider"] = PROVIDER
+        return params
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        return ModelProfile(
+            max_input_tokens=self.kb.lm.max_positions,
+            text_inputs=True,
+            text_outputs=True,
+            tool_calling=False,
+            structured_output=False,
+        )
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Ids of the store's own tokenizer, no special ones added."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        ids: list[int] = self.kb.lm.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids

@@ -1,0 +1,43 @@
+"""LangChain's documents and the store's chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from langchain_core.documents import Document
+
+import ragcache as rc
+
+HANDLE_KEY = "ragcache_handle"
+
+
+def to_document(chunk: rc.Chunk, handle: str | None = None) -> Document:
+    """A chunk as a document, with its handle in the metadata where one is given.
+
+    A document that was added as one passage comes back as it was. A passage that was cut out of a file is told where it
+    is from: "source" and "title", unless its metadata say so already.
+    """
+    metadata = dict(chunk.metadata)
+    if chunk.id != chunk.document_id:
+        told = {"source": chunk.source, "title": chunk.title}
+        metadata = {**{key: value for key, value in told.items() if value}, **metadata}
+    if handle is not None:
+        metadata[HANDLE_KEY] = handle
+    return Document(id=chunk.id, page_content=chunk.text, metadata=metadata)
+
+
+def to_passage(document: Document, id: str) -> rc.Document:
+    """What is stored for a document: its text as it is, and its metadata without the handle."""
+    metadata = without_handle(document.metadata)
+    source = metadata.get("source")
+    return rc.Document(id, document.page_content, metadata, source=source if isinstance(source, str) else "")
+
+
+def without_handle(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metadata.items() if key != HANDLE_KEY}
+
+
+def strip_handles(documents: Iterable[Document]) -> list[Document]:
+    """Copies without the handle that retrieval attached: what `langchain_core.indexing.index` may hash."""
+    return [document.model_copy(update={"metadata": without_handle(document.metadata)}) for document in documents]

@@ -1,0 +1,54 @@
+"""A store that the environment names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import ragcache as rc
+from langchain_ragcache.embedder import PREFIX
+from ragcache.errors import ConfigError, EmbedderError
+
+STORE = "RAGCACHE_STORE"
+# Options of `rc.RagCache.open` that the environment may set, by the names that the `ragcache` command uses.
+FROM_ENVIRONMENT = {
+    "model": "RAGCACHE_MODEL",
+    "method": "RAGCACHE_METHOD",
+    "embedder": "RAGCACHE_EMBEDDER",
+    "dtype": "RAGCACHE_DTYPE",
+    "device": "RAGCACHE_DEVICE",
+    "system": "RAGCACHE_SYSTEM",
+    "tenant": "RAGCACHE_TENANT",
+}
+
+
+def open_kb(kb: rc.RagCache | str | Path | None = None, **options: Any) -> rc.RagCache:
+    """An open store as it is; a path, opened; None: the store that RAGCACHE_STORE names.
+
+    options: of `rc.RagCache.open`; what is not given is taken from RAGCACHE_MODEL, RAGCACHE_METHOD, RAGCACHE_EMBEDDER,
+             RAGCACHE_DTYPE, RAGCACHE_DEVICE, RAGCACHE_SYSTEM and RAGCACHE_TENANT
+
+    Raises ConfigError (no path anywhere, or options for a store that is open), EmbedderError (a store filled with
+    LangChain's embeddings, opened without them) and what `rc.RagCache.open` raises.
+    """
+    if isinstance(kb, rc.RagCache):
+        if given := [name for name, value in options.items() if value is not None]:
+            raise ConfigError(
+                f"{', '.join(given)}: given with a store that is open; open it with them, or give its path"
+            )
+        return kb
+    path = kb if kb is not None else os.environ.get(STORE)
+    if not path or not isinstance(path, str | Path):
+        raise ConfigError(f"kb is {kb!r}; give an open RagCache or the path of a store, or set {STORE}")
+    stated = {name: os.environ[key] for name, key in FROM_ENVIRONMENT.items() if os.environ.get(key)}
+    wanted = {name: value for name, value in options.items() if value is not None}
+    try:
+        return rc.RagCache.open(path, **{**stated, **wanted})
+    except EmbedderError as error:
+        if PREFIX not in str(error):
+            raise
+        raise EmbedderError(
+            f"{path}: the store was filled with embeddings of LangChain, which cannot be loaded by their name; open it "
+            "with them, as RagCacheVectorStore(path, embedding), and share its kb"
+        ) from error

@@ -1,0 +1,15 @@
+"""Keyword arguments that LangChain passes on by name only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ragcache.errors import ConfigError
+
+
+def refuse_unknown(where: str, given: Mapping[str, Any] | Iterable[str], known: Iterable[str]) -> None:
+    """Raises ConfigError that names what is unknown and what there is."""
+    names = set(known)
+    if unknown := sorted(name for name in given if name not in names):
+        raise ConfigError(f"{where} does not take {', '.join(unknown)}; it takes {', '.join(sorted(names))}")

@@ -1,0 +1,5 @@
+"""KV blocks computed inside a LlamaIndex ingestion pipeline."""
+
+from llama_index.ingestion.ragcache.base import RagCacheTransform
+
+__all__ = ["RagCacheTransform"]

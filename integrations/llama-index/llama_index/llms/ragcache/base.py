@@ -1,0 +1,265 @@
+"""The language model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple, TypeVar, cast
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+    MessageRole,
+)
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.custom import CustomLLM
+from llama_index.llms.ragcache.events import Watch
+from llama_index.llms.ragcache.messages import to_messages
+from llama_index.llms.ragcache.segments import FusedPrompt, as_passages
+
+import ragcache as rc
+from ragcache.errors import ConfigError
+
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+_READING = ("method", "method_options", "evict", "on_overflow")
+Event = rc.Sources | rc.Token | rc.Done
+T = TypeVar("T")
+
+
+class _Step(NamedTuple):
+    """text so far, what is new in it, and at the end the engine's answer."""
+
+    text: str
+    delta: str
+    answer: rc.Answer | None = None
+
+
+_AsyncSteps = AsyncGenerator[_Step, None]
+
+
+class RagCacheLLM(CustomLLM):
+    """The language model of an open store, which the caller closes.
+
+    Beside plain prompts it reads passages by fused prefill: only the rest of the prompt runs through the model. See
+    `llama_index.llms.ragcache.segments` for the three ways to hand them over. Every field may also be given with a
+    call, as a keyword. The last response of a call holds the engine's answer as JSON in `raw`: sources, timings, usage.
+    """
+
+    max_tokens: int = Field(default=128, description="Most tokens of an answer.")
+    temperature: float = Field(default=0.0, description="0 always takes the likeliest token.")
+    top_p: float | None = Field(default=None, description="Share of probability that tokens are drawn from.")
+    top_k: int | None = Field(default=None, description="Number of likeliest tokens that are drawn from.")
+    seed: int | None = Field(default=None, description="Makes drawing repeatable.")
+    stop: list[str] = Field(default_factory=list, description="Texts that end an answer.")
+    method: str | None = Field(default=None, description="Fusion method; the store's own when absent.")
+    method_options: dict[str, Any] = Field(default_factory=dict, description="Options of the method.")
+    evict: int | None = Field(default=None, description="Budget of decode eviction; the store's own when absent.")
+    on_overflow: str = Field(default="error", description='Passages that do not fit: "error" or "trim".')
+    _kb: rc.RagCache = PrivateAttr()
+
+    def __init__(self, kb: rc.RagCache, **fields: Any) -> None:
+        """Raises ConfigError for a field that is out of range or unknown."""
+        _refuse_unknown(set(fields) - set(type(self).model_fields))
+        super().__init__(**fields)
+        self._kb = kb
+        self._options({})
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "RagCacheLLM"
+
+    @property
+    def kb(self) -> rc.RagCache:
+        """The open store."""
+        return self._kb
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        lm = self._kb.lm
+        return LLMMetadata(
+            context_window=lm.max_positions,
+            num_output=self.max_tokens,
+            is_chat_model=lm.tokenizer.chat_template is not None,
+            model_name=lm.name,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError("a model with an open store cannot be pickled; open the store where it is used")
+
+    # Chat
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer the last user message.
+
+        segments: passages put in front of the last user message; or PassageBlocks inside messages, read where they
+                  stand. Raises PromptError, ContextTooLongError, UnknownHandleError, ConfigError.
+        """
+        return _chat_response(_last(self._chat_steps(messages, kwargs)))
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        return (_chat_response(step) for step in self._chat_steps(messages, kwargs))
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return _chat_response(await _alast(self._chat_asteps(messages, kwargs)))
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        steps = self._chat_asteps(messages, kwargs)
+
+        async def responses() -> ChatResponseAsyncGen:
+            async with aclosing(steps):
+                async for step in steps:
+                    yield _chat_response(step)
+
+        return responses()
+
+    # Completion
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Go on with a raw prompt, without the chat template.
+
+        segments: passages put in front of the prompt; or a FusedPrompt, whose passages are read where they stand
+        """
+        return _completion_response(_last(self._completion_steps(prompt, formatted, kwargs)))
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        return (_completion_response(step) for step in self._completion_steps(prompt, formatted, kwargs))
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        return _completion_response(await _alast(self._completion_asteps(prompt, formatted, kwargs)))
+
+    @llm_completion_callback()
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        steps = self._completion_asteps(prompt, formatted, kwargs)
+
+        async def responses() -> CompletionResponseAsyncGen:
+            async with aclosing(steps):
+                async for step in steps:
+                    yield _completion_response(step)
+
+        return responses()
+
+    # What the engine is asked
+
+    def _chat_steps(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> Iterator[_Step]:
+        return _steps(self._kb.stream_chat(to_messages(messages), **self._chat_options(kwargs)))
+
+    def _chat_asteps(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> _AsyncSteps:
+        return _asteps(self._kb.astream_chat(to_messages(messages), **self._chat_options(kwargs)))
+
+    def _completion_steps(self, prompt: str, formatted: bool, kwargs: Mapping[str, Any]) -> Iterator[_Step]:
+        return _steps(self._kb.stream_completion(self._parts(prompt, formatted, kwargs), **self._options(kwargs)))
+
+    def _completion_asteps(self, prompt: str, formatted: bool, kwargs: Mapping[str, Any]) -> _AsyncSteps:
+        return _asteps(self._kb.astream_completion(self._parts(prompt, formatted, kwargs), **self._options(kwargs)))
+
+    def _chat_options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        options = self._options(kwargs)
+        if kwargs.get("segments"):
+            options["passages"] = as_passages(kwargs["segments"])
+        return options
+
+    def _parts(self, prompt: str, formatted: bool, kwargs: Mapping[str, Any]) -> list[Any]:
+        parts: Sequence[Any] = prompt.parts if isinstance(prompt, FusedPrompt) else [self._whole(prompt, formatted)]
+        return [*as_passages(kwargs.get("segments") or ()), *parts]
+
+    def _whole(self, prompt: str, formatted: bool) -> str:
+        return prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
+
+    def _options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of the engine: the fields, with what the call says on top. Raises ConfigError."""
+        _refuse_unknown(set(kwargs) - {*_SAMPLING, *_READING, "segments"})
+        chosen = {name: kwargs.get(name, getattr(self, name)) for name in (*_SAMPLING, *_READING)}
+        stop = chosen["stop"] or ()
+        chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        if chosen["max_tokens"] is None:
+            chosen["max_tokens"] = self.max_tokens
+        sampling = rc.Sampling(**{name: chosen[name] for name in _SAMPLING})
+        return {"sampling": sampling, **{name: chosen[name] for name in _READING}}
+
+
+def _refuse_unknown(names: set[str]) -> None:
+    if names:
+        known = ", ".join((*_SAMPLING, *_READING, "segments"))
+        raise ConfigError(f"RagCacheLLM knows no option {sorted(names)[0]!r}; options are {known}")
+
+
+class _Stepper:
+    """Makes steps of the engine's events."""
+
+    def __init__(self) -> None:
+        self._watch = Watch()
+        self._text = ""
+
+    def see(self, event: Event) -> _Step | None:
+        self._watch.see(event)
+        if isinstance(event, rc.Token):
+            self._text += event.text
+            return _Step(self._text, event.text)
+        return _Step(event.answer.text, "", event.answer) if isinstance(event, rc.Done) else None
+
+
+def _steps(events: Iterator[Event]) -> Iterator[_Step]:
+    stepper = _Stepper()  # before the first step is asked for: the caller's span is this one
+    return (step for event in events if (step := stepper.see(event)))
+
+
+def _asteps(events: AsyncIterator[Event]) -> _AsyncSteps:
+    stepper = _Stepper()
+    closable = cast("AsyncGenerator[Event, None]", events)  # closing it stops the work
+
+    async def steps() -> _AsyncSteps:
+        async with aclosing(closable):
+            async for event in closable:
+                if step := stepper.see(event):
+                    yield step
+
+    return steps()
+
+
+def _last(steps: Iterator[T]) -> T:
+    for step in steps:
+        last = step
+    return last
+
+
+async def _alast(steps: AsyncIterator[T]) -> T:
+    async for step in steps:
+        last = step
+    return last
+
+
+def _chat_response(step: _Step) -> ChatResponse:
+    return ChatResponse(
+        message=ChatMessage(role=MessageRole.ASSISTANT, content=step.text), delta=step.delta, **_account(step.answer)
+    )
+
+
+def _completion_response(step: _Step) -> CompletionResponse:
+    return CompletionResponse(text=step.text, delta=step.delta, **_account(step.answer))
+
+
+def _account(answer: rc.Answer | None) -> dict[str, Any]:
+    """What the last response says besides its text; token counts under the names that LlamaIndex looks for."""
+    if answer is None:
+        return {}
+    usage = answer.usage
+    counts = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+    return {"raw": answer.to_json(), "additional_kwargs": counts}

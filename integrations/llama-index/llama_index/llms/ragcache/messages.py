@@ -1,0 +1,48 @@
+"""Chat messages as the engine reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
+from llama_index.llms.ragcache.segments import PassageBlock
+
+import ragcache as rc
+from ragcache.errors import PromptError
+
+_ROLES = {
+    MessageRole.SYSTEM: "system",
+    MessageRole.DEVELOPER: "system",
+    MessageRole.USER: "user",
+    MessageRole.ASSISTANT: "assistant",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+}
+
+
+def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Raises PromptError naming the message with a role or a block that this model cannot read."""
+    return [{"role": _role(rank, message), "content": _content(rank, message)} for rank, message in enumerate(messages)]
+
+
+def _role(rank: int, message: ChatMessage) -> str:
+    if message.role not in _ROLES:
+        raise PromptError(
+            f"message {rank} has the role {message.role.value!r}; this model knows system, user and assistant, and "
+            "calls no tools"
+        )
+    return _ROLES[message.role]
+
+
+def _content(rank: int, message: ChatMessage) -> str | list[str | rc.Passage]:
+    other = next((block for block in message.blocks if not isinstance(block, TextBlock)), None)
+    if other is not None:
+        raise PromptError(f"message {rank} holds a block of type {other.block_type!r}; this model reads text only")
+    if not any(isinstance(block, PassageBlock) for block in message.blocks):
+        return message.content or ""
+    return [
+        block.passage() if isinstance(block, PassageBlock) else block.text
+        for block in message.blocks
+        if isinstance(block, TextBlock)
+    ]

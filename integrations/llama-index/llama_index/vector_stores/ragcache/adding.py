@@ -1,0 +1,58 @@
+"""Nodes into a store: checked first, all of them, so that a bad one keeps none of the others from being asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from llama_index.core.schema import BaseNode
+from llama_index.vector_stores.ragcache.nodes import embedded_text, to_document
+
+import ragcache as rc
+from ragcache.errors import EmbedderMismatchError
+
+# Of a vector's length: far above what batching and bfloat16 change, far below what another model gives.
+TOLERANCE = 0.02
+
+
+def to_documents(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> list[rc.Document]:
+    """Documents that keep the nodes. Raises what `to_document` raises, and EmbedderMismatchError."""
+    documents = [to_document(node) for node in nodes]
+    check_embeddings(kb, nodes)
+    return documents
+
+
+def raise_failure(report: rc.IngestReport) -> None:
+    """Raises the error of the first node that was not stored; the others are stored."""
+    if report.failed:
+        error = report.failed[0].error
+        if len(report.failed) > 1:
+            error.add_note(f"{len(report.failed)} nodes were not stored; this is the first")
+        raise error
+
+
+def check_embeddings(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> None:
+    """Refuse embeddings that another model made: by their length, and the first one by what it says.
+
+    The store embeds every passage itself; nodes need no embedding. Raises EmbedderMismatchError.
+    """
+    given = [node for node in nodes if node.embedding is not None]
+    for node in given:
+        check_dimension(kb, node.embedding or [], f"the embedding of node {node.node_id}")
+    if not given:
+        return
+    own = kb.embedder.embed([embedded_text(given[0])])[0]
+    distance = float(np.linalg.norm(np.asarray(given[0].embedding, np.float32) - own))
+    if distance > TOLERANCE * float(np.linalg.norm(own)):
+        raise EmbedderMismatchError(
+            f"the embedding of node {given[0].node_id} was made by another model than the store's, "
+            f"{kb.embedder.name!r}, or from another text; use embed_model=RagCacheEmbedding(kb)"
+        )
+
+
+def check_dimension(kb: rc.RagCache, vector: Sequence[float], what: str) -> None:
+    if len(vector) != kb.embedder.dimension:
+        raise EmbedderMismatchError(
+            f"{what} has {len(vector)} dimensions; the store's embedder {kb.embedder.name!r} makes "
+            f"{kb.embedder.dimension}: use embed_model=RagCacheEmbedding(kb)"
+        )

@@ -1,0 +1,144 @@
+"""Nodes as passages of the store, and back.
+
+A node is stored as one document with one passage: id and text are the node's, what else it holds goes into the
+document's metadata. The handle of its KV block is put on when a node is given out, and never stored with it: it would
+be stale as soon as model or text change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from llama_index.core.schema import (
+    BaseNode,
+    Document,
+    ImageDocument,
+    ImageNode,
+    IndexNode,
+    MetadataMode,
+    Node,
+    NodeRelationship,
+    NodeWithScore,
+    RelatedNodeInfo,
+    TextNode,
+)
+
+import ragcache as rc
+from ragcache.errors import ConfigError, MetadataError
+
+HANDLE_KEY = "ragcache_handle"
+ID_FIELD = "_node_id"
+REF_FIELD = "_ref_doc_id"
+_CONTENT, _KIND = "_node_content", "_node_type"
+_RESERVED = (ID_FIELD, REF_FIELD, _CONTENT, _KIND)
+_KINDS: dict[str, type[BaseNode]] = {
+    kind.class_name(): kind for kind in (TextNode, Node, Document, ImageNode, ImageDocument, IndexNode)
+}
+_HIDDEN = ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
+
+
+def to_document(node: BaseNode) -> rc.Document:
+    """The document that keeps the node.
+
+    Raises MetadataError (not JSON, or a reserved key), IngestError (no id), ReaderError (no text), ConfigError (a text
+    template that puts metadata behind the text).
+    """
+    text = node.get_content(metadata_mode=MetadataMode.NONE)
+    metadata = {key: value for key, value in node.metadata.items() if key != HANDLE_KEY}
+    taken = [key for key in _RESERVED if key in metadata]
+    if taken:
+        raise MetadataError(f"node {node.node_id}: the metadata key {taken[0]!r} is used by the store; rename it")
+    document = rc.Document(node.node_id, text, metadata, _read_above(node, text), _origin(metadata))
+    document.check()
+    return rc.Document(document.id, text, {**metadata, **_kept(node)}, document.title, document.source)
+
+
+def to_node(chunk: rc.Chunk) -> BaseNode:
+    """The node as it was stored; for a passage that was ingested without LlamaIndex, a TextNode of it."""
+    if _CONTENT in chunk.metadata:
+        return _restored(chunk.metadata, chunk.text)
+    source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=chunk.document_id)}
+    known = {name: value for name, value in (("title", chunk.title), ("source", chunk.source)) if value}
+    return TextNode(id_=chunk.id, text=chunk.text, metadata={**known, **chunk.metadata}, relationships=source)
+
+
+def to_scored_node(hit: rc.Hit) -> NodeWithScore:
+    return NodeWithScore(node=with_handle(to_node(hit.chunk), hit.handle), score=hit.score)
+
+
+def with_handle(node: BaseNode, handle: str | None) -> BaseNode:
+    """The same node with the handle in its metadata, where neither model reads it. Changes the node it was given."""
+    if handle is not None:
+        node.metadata[HANDLE_KEY] = handle
+        for name in _HIDDEN:
+            keys = getattr(node, name)
+            setattr(node, name, [*(key for key in keys if key != HANDLE_KEY), HANDLE_KEY])
+    return node
+
+
+def handle_of(node: BaseNode) -> str | None:
+    handle = node.metadata.get(HANDLE_KEY)
+    return handle if isinstance(handle, str) else None
+
+
+def embedded_text(node: BaseNode) -> str:
+    """What an embedding model reads of the node, by LlamaIndex's rules: its metadata above its text."""
+    return node.get_content(metadata_mode=MetadataMode.EMBED)
+
+
+def _read_above(node: BaseNode, text: str) -> str:
+    """What the embedder reads above the text. The store puts it there with one newline, as its documents' titles, so
+    that its vectors are those of LlamaIndex."""
+    embedded, ending = embedded_text(node).rstrip(), text.rstrip()
+    if not ending or embedded == ending:
+        return ""
+    if not embedded.endswith(f"\n{ending}"):
+        raise ConfigError(
+            f"node {node.node_id}: its text_template writes metadata behind or into the text; the store embeds a "
+            "passage below its metadata: end the template with '\\n{content}'"
+        )
+    return embedded.removesuffix(f"\n{ending}")
+
+
+def _origin(metadata: Mapping[str, Any]) -> str:
+    """Where the node came from, for people."""
+    found = (metadata.get(key) for key in ("source", "file_path", "file_name", "url"))
+    return next((value for value in found if isinstance(value, str) and value), "")
+
+
+def _kept(node: BaseNode) -> dict[str, Any]:
+    """All of the node but text, metadata, embedding and handle, as JSON values."""
+    try:
+        whole = node.to_dict(mode="json")
+        whole.update(metadata={}, embedding=None)
+        _set_text(whole, "")
+        for name in _HIDDEN:
+            whole[name] = [key for key in whole[name] if key != HANDLE_KEY]
+        content = json.dumps(whole, ensure_ascii=False)
+    except (TypeError, ValueError) as error:  # pydantic's serialisation errors are ValueErrors
+        raise MetadataError(
+            f"node {node.node_id} cannot be written as JSON ({error}); leave out what is not"
+        ) from error
+    return {
+        _CONTENT: content,
+        _KIND: node.class_name(),
+        ID_FIELD: node.node_id,
+        REF_FIELD: node.ref_doc_id or node.node_id,
+    }
+
+
+def _restored(stored: Mapping[str, Any], text: str) -> BaseNode:
+    whole = json.loads(stored[_CONTENT])
+    whole["metadata"] = {key: value for key, value in stored.items() if key not in _RESERVED}
+    _set_text(whole, text)
+    return _KINDS.get(stored[_KIND], TextNode).from_dict(whole)
+
+
+def _set_text(whole: dict[str, Any], text: str) -> None:
+    """A multimodal node keeps its text in a resource of its own."""
+    if isinstance(whole.get("text_resource"), dict):
+        whole["text_resource"]["text"] = text
+    if "text" in whole:
+        whole["text"] = text

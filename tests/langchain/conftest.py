@@ -1,0 +1,110 @@
+"""Stores for LangChain's components: one over the bundled model with the registry's passages, small ones to change."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from langchain_ragcache import RagCacheVectorStore
+from langchain_registry import QUESTION, registry_documents
+from tiny_model import save_tiny_llama
+
+import ragcache as rc
+from ragcache.retrieval.testing import BagOfWords
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch) -> None:
+    """Nothing here may reach out, tracing included."""
+
+    def refuse(self: socket.socket, address: object) -> None:
+        if self.family != socket.AF_UNIX:
+            raise OSError(f"a test reached out to {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setenv("LANGSMITH_TRACING", "false")
+
+
+@pytest.fixture(scope="session")
+def mini() -> rc.LanguageModel:
+    return rc.load_lm("mini")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> rc.Embedder:
+    return rc.load_embedder("minilm")
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_directory) -> rc.LanguageModel:
+    return rc.load_lm(tiny_directory)
+
+
+@pytest.fixture
+def open_store(tmp_path, mini) -> Iterator[Callable[..., rc.RagCache]]:
+    """Opens stores over the bundled model and closes them; the same path is the same store."""
+    opened = []
+
+    def open_one(name: str = "kb", **options: object) -> rc.RagCache:
+        kb = rc.RagCache.open(tmp_path / name, **{"model": mini, "embedder": BagOfWords(), **options})
+        opened.append(kb)
+        return kb
+
+    yield open_one
+    for kb in opened:
+        kb.close()
+
+
+@pytest.fixture
+def registry(open_store, minilm) -> rc.RagCache:
+    """A store of its own for each test, with one document a line of the registry."""
+    kb = open_store("registry", embedder=minilm)
+    RagCacheVectorStore(kb).add_documents(registry_documents())
+    kb.ask(QUESTION, 1, sampling=rc.Sampling(1))  # the prefix's own block is computed at the first question
+    return kb
+
+
+@pytest.fixture
+def store(open_store) -> RagCacheVectorStore:
+    return RagCacheVectorStore(open_store())
+
+
+@dataclass
+class Gaps:
+    """How long an event loop stood still at most."""
+
+    longest_s: float = 0.0
+
+
+@pytest.fixture
+def loop_gaps() -> Callable[[], AbstractAsyncContextManager[Gaps]]:
+    @asynccontextmanager
+    async def watch() -> AsyncIterator[Gaps]:
+        gaps, running = Gaps(), True
+
+        async def tick() -> None:
+            while running:
+                before = time.perf_counter()
+                await asyncio.sleep(0.01)
+                gaps.longest_s = max(gaps.longest_s, time.perf_counter() - before)
+
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0)
+        try:
+            yield gaps
+        finally:
+            running = False
+            await ticking
+
+    return watch

@@ -1,0 +1,532 @@
+"""The chat model: messages in, the engine's own answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages.content import create_image_block, create_text_block
+from langchain_core.runnables import ConfigurableField
+from langchain_core.tools import tool
+from langchain_ragcache import ChatRagCache, RagCacheRetriever, RagCacheVectorStore, document_block
+from langchain_registry import QUESTION, REGISTRY, is_json, registry_documents
+from pydantic import ValidationError
+
+import ragcache as rc
+from ragcache.errors import (
+    CancelledError,
+    ConfigError,
+    ContextTooLongError,
+    ModelMismatchError,
+    PromptError,
+    UnknownHandleError,
+)
+from ragcache.retrieval.testing import BagOfWords
+
+ASKED = f"Question: {QUESTION}"
+
+
+@pytest.fixture
+def chat(registry) -> ChatRagCache:
+    return ChatRagCache(kb=registry)
+
+
+@pytest.fixture
+def babbler(tmp_path, tiny) -> ChatRagCache:
+    """A random model: it goes on for as long as it may."""
+    with rc.RagCache.open(tmp_path / "babble", model=tiny, embedder=BagOfWords()) as kb:
+        yield ChatRagCache(kb=kb, max_tokens=300)
+
+
+@pytest.fixture
+def passages(registry) -> list[Document]:
+    return RagCacheRetriever(kb=registry, k=3).invoke(QUESTION)
+
+
+def reading(documents, question=ASKED) -> list[HumanMessage]:
+    return [HumanMessage(content_blocks=[*(document_block(d) for d in documents), create_text_block(question)])]
+
+
+def details(message: AIMessage) -> dict[str, int]:
+    return message.usage_metadata["input_token_details"]
+
+
+# Answers
+
+
+def test_an_answer_is_the_engines(registry, chat, passages):
+    own = registry.ask(QUESTION, 3)
+    answer = chat.invoke(reading(passages))
+    assert answer.text == own.text
+    assert "Heron" in answer.text
+    usage = answer.usage_metadata
+    assert usage["input_tokens"] == own.usage.prompt_tokens
+    assert usage["output_tokens"] == own.usage.completion_tokens
+    assert usage["total_tokens"] == own.usage.prompt_tokens + own.usage.completion_tokens
+    assert details(answer) == {"cache_read": own.usage.cached_tokens, "cache_creation": 0}
+    assert answer.response_metadata["computed_tokens"] == own.usage.computed_tokens
+
+
+def test_what_is_known_about_an_answer(registry, chat, passages):
+    about = chat.invoke(reading(passages)).response_metadata
+    assert is_json(about)
+    assert (about["model_name"], about["method"], about["finish_reason"]) == ("mini", registry.method, "stop")
+    assert [source["chunk_id"] for source in about["sources"]] == [document.id for document in passages]
+    assert [source["text"] for source in about["sources"]] == [document.page_content for document in passages]
+    assert {source["kv"] for source in about["sources"]} == {"memory"}
+    assert about["timings"]["ttft_s"] > 0
+    assert chat.invoke(reading(passages), max_tokens=2).response_metadata["finish_reason"] == "length"
+
+
+def test_passages_without_a_handle_are_found_by_their_text(registry, chat):
+    stored = [Document(page_content=REGISTRY["lansen"]), Document(page_content=REGISTRY["heron"], id="heron")]
+    answer = chat.invoke(reading(stored))
+    assert [source["kv"] for source in answer.response_metadata["sources"]] == ["memory", "memory"]
+    assert details(answer)["cache_creation"] == 0
+
+
+def test_a_passage_from_elsewhere_is_computed_once(registry, chat):
+    elsewhere = [Document(page_content="Ada Wersen belongs to the Chess Club Pine.", id="mine")]
+    first, second = (chat.invoke(reading(elsewhere, "Question: Which club does Ada Wersen belong to?")) for _ in "ab")
+    assert first.text == second.text
+    ids = registry.lm.tokenizer(elsewhere[0].page_content + "\n", add_special_tokens=False)["input_ids"]
+    assert details(first)["cache_creation"] == len(ids)
+    assert details(second)["cache_creation"] == 0
+    assert details(second)["cache_read"] - details(first)["cache_read"] == len(ids)
+    assert [s["kv"] for m in (first, second) for s in m.response_metadata["sources"]] == ["computed", "memory"]
+    assert second.response_metadata["sources"][0]["chunk_id"] == "mine"
+
+
+def test_every_form_of_content_is_read_alike(registry, chat, passages):
+    blocks = [dict(document_block(document)) for document in passages]
+    top_level = [
+        {"type": "text", "text": block["text"], "id": block["id"], "ragcache": block["extras"]["ragcache"]}
+        for block in blocks
+    ]
+    forms = [
+        HumanMessage([*blocks, ASKED]),
+        HumanMessage([*blocks, {"type": "text", "text": ASKED}]),
+        HumanMessage(content_blocks=[*blocks, create_text_block(ASKED)]),
+        HumanMessage([*top_level, {"type": "text", "text": ASKED, "cache_control": {"type": "ephemeral"}}]),
+        ChatMessage(role="user", content=[*blocks, ASKED]),
+        {"role": "user", "content": [*blocks, {"type": "text", "text": ASKED}]},
+    ]
+    expected = registry.ask(QUESTION, 3)
+    for message in forms:
+        answer = chat.invoke([message])
+        assert (answer.text, answer.usage_metadata["input_tokens"]) == (expected.text, expected.usage.prompt_tokens)
+
+
+def test_a_conversation_is_the_engines(registry, chat):
+    messages = [
+        SystemMessage("Answer from the registry."),
+        HumanMessage(f"{REGISTRY['lansen']}\n{ASKED}"),
+        AIMessage([{"type": "text", "text": "Jonas Lansen "}, "belongs to the Rowing Club Heron."]),
+        HumanMessage("Question: When does it meet?"),
+    ]
+    own = registry.chat(
+        [
+            {"role": "system", "content": "Answer from the registry."},
+            {"role": "user", "content": f"{REGISTRY['lansen']}\n{ASKED}"},
+            {"role": "assistant", "content": "Jonas Lansen belongs to the Rowing Club Heron."},
+            {"role": "user", "content": "Question: When does it meet?"},
+        ]
+    )
+    answer = chat.invoke(messages)
+    assert answer.text == own.text
+    assert answer.usage_metadata["input_tokens"] == own.usage.prompt_tokens
+
+
+async def test_streams_add_up_to_the_answer(chat, passages):
+    whole = chat.invoke(reading(passages))
+    chunks = list(chat.stream(reading(passages)))
+    achunks = [chunk async for chunk in chat.astream(reading(passages))]
+    for pieces in (chunks, achunks):
+        assert "".join(chunk.text for chunk in pieces) == whole.text
+        assert len([chunk for chunk in pieces if chunk.text]) > 3
+        total = sum(pieces[1:], pieces[0])
+        assert total.usage_metadata == whole.usage_metadata
+        for key in ("model_name", "method", "finish_reason", "dropped", "computed_tokens"):
+            assert total.response_metadata[key] == whole.response_metadata[key]
+        assert len(total.response_metadata["sources"]) == 3
+    assert (await chat.ainvoke(reading(passages))).text == whole.text
+
+
+async def test_every_way_to_call_gives_the_same(chat, passages):
+    expected = chat.invoke(reading(passages)).text
+    assert [m.text for m in chat.batch([reading(passages)] * 3)] == [expected] * 3
+    assert [m.text for m in await chat.abatch([reading(passages)] * 3)] == [expected] * 3
+    assert ChatRagCache(kb=chat.kb, streaming=True).invoke(reading(passages)).text == expected
+    v1 = ChatRagCache(kb=chat.kb, output_version="v1").invoke(reading(passages))
+    assert [block["text"] for block in v1.content] == [expected]
+    assert chat.bind(max_tokens=64).invoke(reading(passages)).text == expected
+
+
+async def test_32_at_once(chat):
+    texts = list(REGISTRY.items())
+    questions = [
+        reading([Document(page_content=texts[n % 6][1], id=texts[n % 6][0])], f"Question: Who or what is it? {n}")
+        for n in range(32)
+    ]
+    expected = [chat.invoke(question).text for question in questions]
+    answers = await asyncio.gather(*(chat.ainvoke(question) for question in questions))
+    assert [answer.text for answer in answers] == expected
+    streams = await asyncio.gather(*(_collected(chat, question) for question in questions))
+    assert streams == expected
+
+
+async def _collected(chat, question) -> str:
+    return "".join([chunk.text async for chunk in chat.astream(question)])
+
+
+async def test_an_event_loop_goes_on_while_the_model_runs(babbler, monkeypatch, loop_gaps):
+    counted(babbler.kb.lm, monkeypatch, pause_s=0.2)
+    async with loop_gaps() as gaps:
+        started = time.perf_counter()
+        await babbler.ainvoke("Hi", max_tokens=6)
+        [chunk async for chunk in babbler.astream("Hi", max_tokens=6)]
+        took_s = time.perf_counter() - started
+    assert took_s > 2
+    assert gaps.longest_s < 0.8
+
+
+# How answers are written
+
+
+def test_sampling_is_the_engines(registry, babbler):
+    for options in ({"max_tokens": 7}, {"temperature": 0.9, "seed": 3, "top_p": 0.8, "top_k": 50, "max_tokens": 20}):
+        own = babbler.kb.chat([{"role": "user", "content": "Hi"}], sampling=rc.Sampling(**options)).text
+        assert babbler.invoke("Hi", **options).text == own
+        assert ChatRagCache(kb=babbler.kb, **options).invoke("Hi").text == own
+        assert babbler.bind(**options).invoke("Hi").text == own
+
+
+async def test_stop_strings_end_an_answer_and_are_no_part_of_it(chat, passages):
+    whole = chat.invoke(reading(passages)).text
+    stop = [" Rowing"]
+    expected = whole[: whole.index(stop[0])]
+    stopping = ChatRagCache(kb=chat.kb, stop=stop)
+    for model, options in ((chat, {"stop": stop}), (stopping, {})):
+        assert model.invoke(reading(passages), **options).text == expected
+        assert "".join(chunk.text for chunk in model.stream(reading(passages), **options)) == expected
+        assert (await model.ainvoke(reading(passages), **options)).text == expected
+    assert stopping.invoke(reading(passages), stop=[]).text == whole
+
+
+def test_another_method(chat, passages):
+    full = chat.invoke(reading(passages), method="full")
+    assert full.response_metadata["method"] == "full"
+    assert details(full) == {"cache_read": 0, "cache_creation": 0}
+    assert full.response_metadata["computed_tokens"] == full.usage_metadata["input_tokens"]
+    with pytest.raises(ConfigError, match="unheard-of"):
+        chat.invoke(reading(passages), method="unheard-of")
+
+
+def test_passages_that_do_not_fit(tmp_path, tiny):
+    with rc.RagCache.open(tmp_path / "small", model=tiny, embedder=BagOfWords()) as kb:
+        chat = ChatRagCache(kb=kb, max_tokens=4)
+        long = [Document(page_content=f"{n} " * 100) for n in range(4)]
+        with pytest.raises(ContextTooLongError):
+            chat.invoke(reading(long))
+        assert chat.invoke(reading(long), on_overflow="trim").response_metadata["dropped"] == 2
+
+
+def test_fields_can_be_configured_when_a_chain_runs(babbler):
+    chat = babbler.configurable_fields(max_tokens=ConfigurableField(id="limit"))
+    for limit in (2, 5):
+        answer = chat.with_config(configurable={"limit": limit}).invoke("Hi")
+        assert answer.usage_metadata["output_tokens"] == limit
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        (HumanMessage([create_image_block(url="https://example.com/a.png"), ASKED]), "image"),
+        (HumanMessage([{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}]), "image_url"),
+        (HumanMessage([{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}]), "audio"),
+        (HumanMessage([{"type": "text", "text": None}]), "text"),
+        (HumanMessage([create_text_block("one", ragcache="handle")]), "handle"),
+        (HumanMessage([create_text_block("one", ragcache={"block": "x"})]), "block"),
+        (HumanMessage([create_text_block("one", ragcache={"handle": 7})]), "handle"),
+        (HumanMessage([create_text_block("one", ragcache={"metadata": 7})]), "metadata"),
+        (ToolMessage("result", tool_call_id="1"), "ToolMessage"),
+        (AIMessage("", tool_calls=[{"name": "find", "args": {}, "id": "1"}]), "tool calls"),
+        (ChatMessage(role="narrator", content="Once"), "narrator"),
+        (HumanMessage(""), "empty"),
+    ],
+)
+async def test_messages_that_cannot_be_read_are_refused(chat, message, named):
+    messages = [HumanMessage(ASKED), message]
+    if isinstance(message, HumanMessage):
+        messages = [message]
+    with pytest.raises(PromptError, match=named):
+        chat.invoke(messages)
+    with pytest.raises(PromptError, match=named):
+        [chunk async for chunk in chat.astream(messages)]
+
+
+def test_text_between_passages_is_refused(chat):
+    passage = create_text_block("one", ragcache={})
+    with pytest.raises(PromptError, match="between"):
+        chat.invoke([HumanMessage([passage, "and", passage, ASKED])])
+
+
+def test_unknown_options_are_refused(chat):
+    with pytest.raises(ConfigError, match="n_predict"):
+        chat.invoke(ASKED, n_predict=3)
+    with pytest.raises(ConfigError, match="tools"):
+        chat.bind(tools=[]).invoke(ASKED)
+    with pytest.raises(ValidationError, match="n_predict"):
+        ChatRagCache(kb=chat.kb, n_predict=3)
+    with pytest.raises(ValidationError, match="temperature"):
+        ChatRagCache(kb=chat.kb, temperature=-1)
+    with pytest.raises(ConfigError, match="temperature"):
+        chat.invoke(ASKED, temperature=-1)
+
+
+def test_a_store_has_one_model(chat):
+    assert ChatRagCache(kb=chat.kb, model="mini").model == "mini"
+    assert chat.invoke(ASKED, model="mini", max_tokens=1).response_metadata["model_name"] == "mini"
+    with pytest.raises(ModelMismatchError, match="gpt-5"):
+        ChatRagCache(kb=chat.kb, model="gpt-5")
+    with pytest.raises(ModelMismatchError, match="gpt-5"):
+        chat.invoke(ASKED, model="gpt-5")
+
+
+def test_there_are_no_tools(chat):
+    @tool
+    def find(name: str) -> str:
+        """Find someone."""
+        return name
+
+    with pytest.raises(NotImplementedError):
+        chat.bind_tools([find])
+    with pytest.raises(NotImplementedError):
+        chat.with_structured_output({"title": "x", "type": "object", "properties": {}})
+
+
+# Handles
+
+
+@pytest.fixture
+def stranger(tmp_path, tiny) -> list[Document]:
+    """The same documents, retrieved from a store of another model and tenant."""
+    with rc.RagCache.open(tmp_path / "other", model=tiny, embedder=BagOfWords(), tenant="them") as other:
+        RagCacheVectorStore(other).add_documents(registry_documents())
+        yield RagCacheRetriever(kb=other, k=3).invoke(QUESTION)
+
+
+def test_a_handle_from_elsewhere_serves_nothing_wrong(chat, stranger):
+    without = [document.model_copy(update={"metadata": {}}) for document in stranger]
+    expected = chat.invoke(reading(without))
+    answer = chat.invoke(reading(stranger))
+    assert answer.text == expected.text
+    own = [chunk.handle for chunk in chat.kb.chunks([document.id for document in stranger])]
+    assert [source["handle"] for source in answer.response_metadata["sources"]] == own
+    nameless = [
+        HumanMessage([create_text_block("", ragcache={"handle": stranger[0].metadata["ragcache_handle"]}), "?"])
+    ]
+    with pytest.raises(UnknownHandleError):
+        chat.invoke(nameless)
+
+
+def test_a_handle_of_an_altered_text_serves_nothing_wrong(chat, passages):
+    altered = [passages[0].model_copy(update={"page_content": "Jonas Lansen belongs to the Chess Club Pine."})]
+    fresh = [Document(page_content="Jonas Lansen belongs to the Chess Club Pine.")]
+    assert chat.invoke(reading(altered)).text == chat.invoke(reading(fresh)).text
+    assert "Pine" in chat.invoke(reading(altered)).text
+
+
+def test_a_handle_alone_names_a_stored_passage(chat, passages):
+    by_handle = [create_text_block("", ragcache={"handle": d.metadata["ragcache_handle"]}) for d in passages]
+    by_id = [create_text_block("", id=document.id, ragcache={}) for document in passages]
+    expected = chat.invoke(reading(passages)).text
+    assert chat.invoke([HumanMessage([*by_handle, ASKED])]).text == expected
+    assert chat.invoke([HumanMessage([*by_id, ASKED])]).text == expected
+
+
+def test_a_deleted_passage_is_computed_from_its_text_or_refused_without(chat, passages):
+    expected = chat.invoke(reading(passages)).text
+    chat.kb.delete([passages[0].id])
+    answer = chat.invoke(reading(passages))
+    assert answer.text == expected
+    assert answer.response_metadata["sources"][0]["kv"] == "computed"
+    handle = passages[0].metadata["ragcache_handle"]
+    with pytest.raises(UnknownHandleError, match=handle[:8]):
+        chat.invoke([HumanMessage([create_text_block("", ragcache={"handle": handle}), ASKED])])
+
+
+def test_a_block_that_no_tier_has_is_computed(open_store, tmp_path, minilm):
+    first = open_store("gone", embedder=minilm)
+    RagCacheVectorStore(first).add_documents(registry_documents())
+    found = RagCacheRetriever(kb=first, k=2).invoke(QUESTION)
+    expected = ChatRagCache(kb=first).invoke(reading(found)).text
+    first.close()
+    shutil.rmtree(tmp_path / "gone" / "kv")
+    (tmp_path / "gone" / "kv").mkdir()
+    second = open_store("gone", embedder=minilm)
+    answer = ChatRagCache(kb=second).invoke(reading(found))
+    assert answer.text == expected
+    assert {source["kv"] for source in answer.response_metadata["sources"]} == {"computed"}
+    tokens = sum(len(chunk.token_ids) for chunk in second.chunks([document.id for document in found]))
+    assert details(answer)["cache_creation"] >= tokens
+
+
+# Stopping
+
+
+def test_closing_a_stream_stops_the_work(babbler, monkeypatch):
+    steps = counted(babbler.kb.lm, monkeypatch)
+    stream = babbler.stream("Hi")
+    next(stream)
+    stream.close()
+    done = len(steps)
+    assert done < 10
+    time.sleep(0.3)
+    assert len(steps) == done
+
+
+async def test_closing_a_stream_in_an_event_loop_stops_the_work(babbler, monkeypatch):
+    steps = counted(babbler.kb.lm, monkeypatch, pause_s=0.01)
+    stream = babbler.astream("Hi")
+    await anext(stream)
+    await stream.aclose()
+    await asyncio.sleep(0.2)
+    done = len(steps)
+    assert done < 100
+    await asyncio.sleep(0.2)
+    assert len(steps) == done
+
+
+async def test_cancelling_a_task_stops_the_work(babbler, monkeypatch):
+    steps = counted(babbler.kb.lm, monkeypatch, pause_s=0.01)
+    task = asyncio.create_task(babbler.ainvoke("Hi"))
+    await asyncio.sleep(0.3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.2)
+    done = len(steps)
+    await asyncio.sleep(0.2)
+    assert len(steps) == done
+    assert done < 200
+
+
+async def test_a_timeout_ends_an_answer(babbler, monkeypatch):
+    counted(babbler.kb.lm, monkeypatch, pause_s=0.01)
+    with pytest.raises(CancelledError, match=r"timeout=0\.2"):
+        babbler.invoke("Hi", timeout=0.2)
+    with pytest.raises(CancelledError, match=r"timeout=0\.2"):
+        [chunk async for chunk in ChatRagCache(kb=babbler.kb, timeout=0.2, max_tokens=300).astream("Hi")]
+
+
+def counted(lm, monkeypatch, pause_s: float = 0.0) -> list[float]:
+    """When the model ran, from now on."""
+    steps, run = [], lm.run
+
+    def count(*arguments, **options):
+        steps.append(time.perf_counter())
+        time.sleep(pause_s)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(lm, "run", count)
+    return steps
+
+
+# Callbacks, traces, caches
+
+
+class Seen(BaseCallbackHandler):
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+
+    def on_chat_model_start(self, serialized, messages, *, metadata, invocation_params, **kwargs):
+        self.metadata, self.parameters = metadata, invocation_params
+
+    def on_llm_new_token(self, token, *, chunk=None, **kwargs):
+        self.pieces.append(token)
+
+    def on_llm_end(self, response, **kwargs):
+        self.response = response
+
+    def on_llm_error(self, error, **kwargs):
+        self.error = error
+
+
+async def test_callbacks_see_tokens_and_usage(chat, passages):
+    text = chat.invoke(reading(passages)).text
+    for stream in (chat.stream, chat.astream):
+        seen = Seen()
+        result = stream(reading(passages), {"callbacks": [seen]})
+        chunks = [chunk async for chunk in result] if hasattr(result, "__aiter__") else list(result)
+        assert "".join(seen.pieces) == text
+        assert seen.response.generations[0][0].text == text
+        assert len(chunks) == len(seen.pieces)
+    usage = UsageMetadataCallbackHandler()
+    answer = chat.invoke(reading(passages), {"callbacks": [usage]})
+    assert usage.usage_metadata == {"mini": answer.usage_metadata}
+
+
+def test_traces_name_the_model_and_its_parameters(chat):
+    seen = Seen()
+    chat.bind(temperature=0.5, stop=["x"]).invoke(ASKED, {"callbacks": [seen], "metadata": {"user": "u1"}})
+    expected = {
+        "ls_provider": "ragcache",
+        "ls_model_name": "mini",
+        "ls_model_type": "chat",
+        "ls_temperature": 0.5,
+        "ls_max_tokens": 128,
+        "ls_stop": ["x"],
+        "user": "u1",
+    }
+    assert {key: seen.metadata.get(key) for key in expected} == expected
+    assert seen.metadata["lc_versions"]["ragcache"] == rc.__version__
+    assert is_json(seen.parameters)
+    assert seen.parameters["fingerprint"] == chat.kb.lm.fingerprint
+    assert seen.parameters["_type"] == "ragcache"
+
+
+def test_errors_reach_callbacks(chat):
+    seen = Seen()
+    with pytest.raises(PromptError):
+        chat.invoke([HumanMessage("")], {"callbacks": [seen]})
+    assert isinstance(seen.error, PromptError)
+
+
+def test_langchains_cache_of_answers_tells_settings_apart(registry, passages):
+    chat = ChatRagCache(kb=registry, cache=InMemoryCache())
+    question = [HumanMessage([*(document_block(Document(page_content=d.page_content)) for d in passages), ASKED])]
+    first = chat.invoke(question)
+    assert chat.invoke(question).response_metadata["timings"] == first.response_metadata["timings"]
+    assert chat.invoke(question, max_tokens=2).text != first.text
+    other = ChatRagCache(kb=registry, cache=chat.cache, method="full")
+    assert other.invoke(question).response_metadata["method"] == "full"
+
+
+def test_tokens_are_counted_by_the_models_own_tokenizer(chat):
+    ids = chat.kb.lm.tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
+    assert chat.get_token_ids(QUESTION) == ids
+    assert chat.get_num_tokens(QUESTION) == len(ids)
+    assert chat.get_num_tokens_from_messages([HumanMessage(QUESTION)]) >= len(ids)
+    assert chat.profile["max_input_tokens"] == 4096
+
+
+def test_opening_by_path_or_environment(tmp_path, tiny_directory, monkeypatch):
+    rc.RagCache.open(tmp_path / "kb", model=tiny_directory, embedder="minilm").close()
+    by_path = ChatRagCache(kb=tmp_path / "kb", max_tokens=3)
+    monkeypatch.setenv("RAGCACHE_STORE", str(tmp_path / "kb"))
+    by_environment = ChatRagCache(max_tokens=3)
+    try:
+        assert by_path.invoke("Hi").text == by_environment.invoke("Hi").text
+    finally:
+        by_path.kb.close()
+        by_environment.kb.close()

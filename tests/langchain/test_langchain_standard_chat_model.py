@@ -1,0 +1,70 @@
+"""langchain-tests: chat model, over the bundled model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_core.messages.content import create_text_block
+from langchain_ragcache import ChatRagCache
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+from langchain_tests.unit_tests import ChatModelUnitTests
+
+import ragcache as rc
+
+STORED = "Jonas Lansen belongs to the Rowing Club Heron."
+UNKNOWN = "Ada Wersen works as a potter."
+
+
+class _OverAStore:
+    """What is true of the model, for both suites. There is one model in a store, so none can be named instead."""
+
+    kb: rc.RagCache
+
+    @pytest.fixture(autouse=True)
+    def _kb(self, registry) -> None:
+        self.kb = registry
+
+    @property
+    def chat_model_class(self) -> type[ChatRagCache]:
+        return ChatRagCache
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"kb": self.kb}
+
+    @property
+    def supports_model_override(self) -> bool:
+        return False
+
+
+class TestStandardChatModelUnit(_OverAStore, ChatModelUnitTests):
+    @property
+    def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+        return {"LC_OUTPUT_VERSION": "v1"}, {"kb": self.kb}, {"output_version": "v1", "model": "mini"}
+
+
+class TestStandardChatModel(_OverAStore, ChatModelIntegrationTests):
+    @property
+    def supported_usage_metadata_details(self) -> dict[str, list[str]]:
+        details = ["cache_read_input", "cache_creation_input"]
+        return {"invoke": details, "stream": details}
+
+    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
+        answer = self._ask(STORED, stream)
+        assert answer.usage_metadata["input_token_details"]["cache_read"] > self.kb.count_tokens(STORED)
+        return answer
+
+    def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
+        answer = self._ask(UNKNOWN, stream)
+        assert answer.usage_metadata["input_token_details"]["cache_creation"] >= self.kb.count_tokens(UNKNOWN)
+        return answer
+
+    def _ask(self, text: str, stream: bool) -> AIMessage | AIMessageChunk:
+        model = ChatRagCache(kb=self.kb)
+        message = HumanMessage([create_text_block(text, ragcache={}), "Question: Who is it?"])
+        if not stream:
+            return model.invoke([message])
+        first, *rest = model.stream([message])
+        return sum(rest, first)

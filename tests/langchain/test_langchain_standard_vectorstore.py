@@ -1,0 +1,16 @@
+"""langchain-tests: vector store, over the bundled model, with the embeddings that the suite brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from langchain_ragcache import RagCacheVectorStore
+from langchain_tests.integration_tests import VectorStoreIntegrationTests
+
+
+class TestStandardVectorStore(VectorStoreIntegrationTests):
+    @pytest.fixture
+    def vectorstore(self, tmp_path, mini) -> Iterator[RagCacheVectorStore]:
+        with RagCacheVectorStore(tmp_path / "kb", self.get_embeddings(), model=mini) as store:
+            yield store

@@ -1,0 +1,401 @@
+"""The vector store beyond the standard suite: what is stored, what is found, what is refused."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import uuid
+
+import numpy as np
+import pytest
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.vectorstores.utils import maximal_marginal_relevance
+from langchain_doubles import PAUSE_S, BlockedEmbedder, SlowEmbedder
+from langchain_ragcache import HANDLE_KEY, LangChainEmbedder, RagCacheEmbeddings, RagCacheVectorStore
+from langchain_registry import QUESTION, REGISTRY, registry_documents
+
+import ragcache as rc
+from ragcache.errors import (
+    ConfigError,
+    ContextTooLongError,
+    EmbedderError,
+    EmbedderMismatchError,
+    FilterError,
+    MetadataError,
+    NoSuchDocumentError,
+    ReaderError,
+    StoreBusyError,
+)
+from ragcache.retrieval.testing import BagOfWords
+
+
+@pytest.fixture
+def filled(store) -> RagCacheVectorStore:
+    store.add_documents(registry_documents())
+    return store
+
+
+# What is stored
+
+
+def test_a_document_is_one_passage_kept_exactly(store):
+    text = "\n  # A heading\n\n" + "A sentence of some length, again and again.  \n" * 100 + "\tthe end "
+    metadata = {"list": [1, {"deep": None}], "float": 0.1, "ключ": "wert"}
+    store.add_documents([Document(id="long", page_content=text, metadata=metadata)])
+    assert store.get_by_ids(["long"]) == [Document(id="long", page_content=text, metadata=metadata)]
+    assert len(store.kb.chunks_of("long")) == 1
+
+
+def test_kv_is_computed_when_a_document_is_added_unless_it_is_to_wait(store):
+    store.add_documents(registry_documents()[:2])
+    store.add_documents(registry_documents()[2:3], kv="lazy")
+    handles = [chunk.handle for chunk in store.kb.chunks(["lansen", "belson", "heron"])]
+    assert handles[0]
+    assert handles[1]
+    assert handles[2] is None
+    found = store.similarity_search(REGISTRY["heron"], 1, handles=True)
+    assert HANDLE_KEY not in found[0].metadata
+
+
+def test_ids_come_back_in_order_and_the_last_of_equal_ids_stays(store):
+    documents = [Document(id=id, page_content=f"text {n}") for n, id in enumerate(["a", "b", "a", "c", "b"])]
+    assert store.add_documents(documents) == ["a", "b", "a", "c", "b"]
+    assert [document.page_content for document in store.get_by_ids(["a", "b", "c"])] == ["text 2", "text 4", "text 3"]
+
+
+def test_documents_without_id_get_new_ones(store):
+    documents = [Document(page_content="one"), Document(page_content="one"), Document(page_content="two", id="own")]
+    ids = store.add_documents(documents)
+    assert ids[2] == "own"
+    assert len({*ids, *store.add_documents(documents)}) == 5
+    assert all(uuid.UUID(id) for id in ids[:2])
+    assert documents[0].id is None
+
+
+def test_given_ids_win_over_the_documents_own(store):
+    documents = [Document(id="own", page_content="one"), Document(page_content="two", id="kept")]
+    assert store.add_documents(documents, ids=["given", None]) == ["given", "kept"]
+    assert store.get_by_ids(["own"]) == []
+
+
+@pytest.mark.parametrize("ids", [["a"], "ab", ["a", "b", "c"], ["a", 7]])
+def test_ids_that_do_not_fit_are_refused(store, ids):
+    with pytest.raises(ConfigError, match="ids"):
+        store.add_documents([Document(page_content="one"), Document(page_content="two")], ids=ids)
+    assert not store.kb.documents()
+
+
+def test_texts_and_metadatas(store):
+    ids = store.add_texts(["one", "two"], [{"n": 1}, {"n": 2}], ids=["a", "b"])
+    assert ids == ["a", "b"]
+    assert store.get_by_ids(ids) == [
+        Document(id="a", page_content="one", metadata={"n": 1}),
+        Document(id="b", page_content="two", metadata={"n": 2}),
+    ]
+    with pytest.raises(ValueError, match="metadatas"):
+        store.add_texts(["one", "two"], [{"n": 1}])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (Document(id="wrong", page_content="text", metadata={"when": object()}), MetadataError),
+        (Document(id="wrong", page_content="text", metadata={"x": float("nan")}), MetadataError),
+        (Document(id="wrong", page_content="  "), ReaderError),
+        (Document(id="wrong", page_content="nul \0"), ReaderError),
+        (Document(id="wrong", page_content="longer than the model reads " * 1000), ContextTooLongError),
+    ],
+)
+def test_a_document_that_cannot_be_stored_is_named_and_the_others_are_stored(store, wrong, error):
+    before, after = Document(id="before", page_content="one"), Document(id="after", page_content="two")
+    with pytest.raises(error) as raised:
+        store.add_documents([before, wrong, after])
+    assert raised.value.__notes__ == ["not stored: wrong"]
+    assert store.get_by_ids(["before", "wrong", "after"]) == [before, after]
+
+
+def test_the_handle_is_attached_when_asked_for_and_never_stored(filled):
+    plain = filled.similarity_search(QUESTION, 3)
+    with_handles = filled.similarity_search(QUESTION, 3, handles=True)
+    for document, same in zip(plain, with_handles, strict=True):
+        assert HANDLE_KEY not in document.metadata
+        handle = same.metadata.pop(HANDLE_KEY)
+        assert same == document
+        assert handle == filled.kb.chunks([document.id])[0].handle
+
+    before = {document.id: document.updated_at for document in filled.kb.documents()}
+    again = filled.similarity_search(QUESTION, 3, handles=True)
+    filled.add_documents(again)
+    assert HANDLE_KEY in again[0].metadata, "the caller's document was changed"
+    assert {document.id: document.updated_at for document in filled.kb.documents()} == before
+    copied = filled.add_documents(again, ids=["x", "y", "z"])
+    assert all(HANDLE_KEY not in chunk.metadata for chunk in filled.kb.chunks(copied))
+
+
+def test_deleting_takes_the_kv_along(filled):
+    assert filled.delete(["lansen", "nobody"]) is True
+    assert filled.get_by_ids(["lansen"]) == []
+    assert len(filled.similarity_search(QUESTION, 10)) == len(REGISTRY) - 1
+    answer = filled.kb.chat([{"role": "user", "content": [rc.Passage(REGISTRY["lansen"]), f"Question: {QUESTION}"]}])
+    assert answer.hits[0].kv == "computed"
+    assert filled.delete([]) is True
+    assert len(filled.kb.documents()) == len(REGISTRY) - 1
+    assert filled.delete() is True
+    assert filled.kb.documents() == []
+
+
+async def test_deleting_in_an_event_loop(filled):
+    assert await filled.adelete(["lansen"]) is True
+    assert await filled.aget_by_ids(["lansen", "heron"]) == [registry_documents()[2]]
+    assert await filled.adelete() is True
+    assert filled.kb.documents() == []
+
+
+def test_a_passage_of_a_larger_document_is_not_deleted_alone(store, tmp_path):
+    text = "\n\n".join(f"## Part {n}\n\n" + f"Sentence {n} of the file. " * 60 for n in range(6))
+    (tmp_path / "file.md").write_text(text)
+    report = store.kb.ingest(tmp_path / "file.md")
+    [file] = report.added
+    found = store.similarity_search("Sentence 3", 2)
+    assert len(store.kb.chunks_of(file)) > 2
+    assert found[0].metadata["source"] == store.kb.document(file).source
+    assert store.get_by_ids([found[0].id])[0].page_content == found[0].page_content
+    with pytest.raises(NoSuchDocumentError, match=r"file\.md"):
+        store.delete([found[0].id])
+    store.delete([file])
+    assert store.similarity_search("Sentence 3") == []
+
+
+# What is found
+
+
+def test_scores_are_inner_products(filled):
+    embedder = BagOfWords()
+    expected = {id: float(embedder.embed_query(QUESTION) @ embedder.embed_query(text)) for id, text in REGISTRY.items()}
+    found = filled.similarity_search_with_score(QUESTION, 4)
+    assert [document.id for document, _ in found] == sorted(expected, key=expected.get, reverse=True)[:4]
+    assert [score for _, score in found] == pytest.approx([expected[document.id] for document, _ in found], abs=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_relevance_is_the_cosine(tmp_path, mini, normalize):
+    embeddings = DeterministicFakeEmbedding(size=6)
+    embedder = LangChainEmbedder(embeddings, normalize=normalize)
+    with RagCacheVectorStore.from_documents(registry_documents(), embedder, kb=tmp_path / "kb", model=mini) as store:
+        found = store.similarity_search_with_relevance_scores(QUESTION, len(REGISTRY))
+        question = np.array(embeddings.embed_query(QUESTION))
+        expected = {}
+        for id, text in REGISTRY.items():
+            vector = np.array(embeddings.embed_query(text))
+            expected[id] = max(0.0, question @ vector / np.linalg.norm(question) / np.linalg.norm(vector))
+        assert {document.id: score for document, score in found} == pytest.approx(expected, abs=1e-5)
+        threshold = sorted(expected.values())[3]
+        above = store.similarity_search_with_relevance_scores(QUESTION, 6, score_threshold=threshold - 1e-4)
+        assert {document.id for document, _ in above} == {id for id, s in expected.items() if s >= threshold - 1e-4}
+
+
+@pytest.mark.parametrize("lambda_mult", [0.0, 0.3, 0.5, 1.0])
+def test_mmr_chooses_what_langchain_chooses(filled, lambda_mult):
+    embedder = BagOfWords()
+    question = embedder.embed_query("a club and a bricklayer who works")
+    nearest = sorted(REGISTRY, key=lambda id: -float(question @ embedder.embed_query(REGISTRY[id])))[:5]
+    vectors = [embedder.embed_query(REGISTRY[id]) for id in nearest]
+    expected = [nearest[row] for row in maximal_marginal_relevance(question, vectors, lambda_mult, k=3)]
+    options = {"k": 3, "fetch_k": 5, "lambda_mult": lambda_mult}
+    by_text = filled.max_marginal_relevance_search("a club and a bricklayer who works", **options)
+    by_vector = filled.max_marginal_relevance_search_by_vector(question.tolist(), **options)
+    assert [document.id for document in by_text] == expected
+    assert by_vector == by_text
+
+
+def test_mmr_takes_fetch_k_below_k(filled):
+    assert len(filled.max_marginal_relevance_search(QUESTION, k=5, fetch_k=2)) == 5
+
+
+def test_a_vector_of_other_length_than_1_finds_the_same(tmp_path, mini):
+    embeddings = DeterministicFakeEmbedding(size=6)
+    with RagCacheVectorStore.from_documents(registry_documents(), embeddings, kb=tmp_path / "kb", model=mini) as store:
+        vector = [7 * value for value in embeddings.embed_query(QUESTION)]
+        assert store.similarity_search_by_vector(vector, 6) == store.similarity_search(QUESTION, 6)
+        by_text = store.max_marginal_relevance_search(QUESTION, 4, lambda_mult=0.4)
+        assert store.max_marginal_relevance_search_by_vector(vector, 4, lambda_mult=0.4) == by_text
+
+
+@pytest.mark.parametrize(
+    ("filter", "holds"),
+    [
+        ({"kind": "person"}, lambda m: m["kind"] == "person"),
+        ({"line": {"$gte": 2, "$lt": 5}}, lambda m: 2 <= m["line"] < 5),
+        ({"$or": [{"line": 0}, {"kind": {"$in": ["person"]}}]}, lambda m: m["line"] == 0 or m["kind"] == "person"),
+    ],
+)
+def test_filters(filled, filter, holds):
+    expected = {document.id for document in registry_documents() if holds(document.metadata)}
+    assert {document.id for document in filled.similarity_search(QUESTION, 10, filter=filter)} == expected
+    found = filled.similarity_search_with_relevance_scores(QUESTION, 10, filter=filter)
+    assert {document.id for document, _ in found} == expected
+    mmr = filled.max_marginal_relevance_search(QUESTION, 10, filter=filter)
+    assert {document.id for document in mmr} == expected
+
+
+@pytest.mark.parametrize("filter", [{"color": "red"}, {"line": {"$near": 3}}, ["line"]])
+def test_a_filter_that_cannot_be_evaluated_is_refused(filled, filter):
+    with pytest.raises(FilterError):
+        filled.similarity_search(QUESTION, filter=filter)
+
+
+def test_a_threshold_on_inner_products(filled):
+    scores = [score for _, score in filled.similarity_search_with_score(QUESTION, 6)]
+    assert len(filled.similarity_search(QUESTION, 6, score_threshold=(scores[1] + scores[2]) / 2)) == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.similarity_search(QUESTION, where={"a": 1}),
+        lambda store: store.max_marginal_relevance_search(QUESTION, lambda_multiplier=0.1),
+        lambda store: store.add_documents([], namespace="x"),
+        lambda store: store.delete(["a"], namespace="x"),
+    ],
+)
+def test_unknown_options_are_refused(store, call):
+    with pytest.raises(ConfigError, match=r"where|lambda_multiplier|namespace"):
+        call(store)
+
+
+@pytest.mark.parametrize(
+    ("search_type", "search_kwargs", "count"),
+    [
+        ("similarity", {"k": 3}, 3),
+        ("similarity", {"k": 6, "filter": {"kind": "person"}}, 3),
+        ("similarity_score_threshold", {"k": 6, "score_threshold": 0.999}, 1),
+        ("mmr", {"k": 4, "fetch_k": 5, "lambda_mult": 0.2}, 4),
+    ],
+)
+async def test_as_retriever(filled, search_type, search_kwargs, count):
+    retriever = filled.as_retriever(search_type=search_type, search_kwargs=search_kwargs)
+    found = retriever.invoke(REGISTRY["heron"])
+    assert len(found) == count
+    assert found[0].id == "heron" or "filter" in search_kwargs
+    assert all(document.metadata[HANDLE_KEY] for document in found)
+    assert await retriever.ainvoke(REGISTRY["heron"]) == found
+    assert len(retriever.invoke(REGISTRY["heron"], k=1)) == 1
+
+
+async def test_searches_in_an_event_loop_find_the_same(filled):
+    vector = filled.embeddings.embed_query(QUESTION)
+    for name, arguments in {
+        "similarity_search": (QUESTION, 3),
+        "similarity_search_with_score": (QUESTION, 3),
+        "similarity_search_with_relevance_scores": (QUESTION, 3),
+        "similarity_search_by_vector": (vector, 3),
+        "max_marginal_relevance_search": (QUESTION, 3),
+        "max_marginal_relevance_search_by_vector": (vector, 3),
+    }.items():
+        assert await getattr(filled, f"a{name}")(*arguments) == getattr(filled, name)(*arguments), name
+
+
+async def test_an_event_loop_goes_on_while_a_store_works(tmp_path, mini, loop_gaps):
+    embedder = SlowEmbedder(PAUSE_S)
+    with RagCacheVectorStore(tmp_path / "kb", embedder, model=mini) as store:
+        async with loop_gaps() as gaps:
+            await store.aadd_documents(registry_documents())
+            await store.asimilarity_search(QUESTION)
+            await store.asimilarity_search_with_relevance_scores(QUESTION)
+            await store.amax_marginal_relevance_search(QUESTION)
+            await store.adelete(["lansen"])
+        assert embedder.calls >= 4
+        assert gaps.longest_s < PAUSE_S
+
+
+def test_documents_survive_pickling(filled):
+    found = filled.similarity_search(QUESTION, 3, handles=True)
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+# Opening
+
+
+def test_a_store_is_there_when_it_is_opened_again(tmp_path, mini):
+    embeddings = DeterministicFakeEmbedding(size=6)
+    first = RagCacheVectorStore.from_texts(
+        list(REGISTRY.values()), embeddings, ids=list(REGISTRY), kb=tmp_path / "kb", model=mini
+    )
+    assert first.embeddings is embeddings
+    found = first.similarity_search_with_score(QUESTION, 6)
+    first.close()
+    with RagCacheVectorStore(str(tmp_path / "kb"), DeterministicFakeEmbedding(size=6), model=mini) as again:
+        assert again.similarity_search_with_score(QUESTION, 6) == found
+
+
+def test_another_embedding_is_refused_for_a_store(tmp_path, mini):
+    RagCacheVectorStore.from_texts(["text"], BagOfWords(), kb=tmp_path / "kb", model=mini).close()
+    with pytest.raises(EmbedderMismatchError):
+        RagCacheVectorStore(tmp_path / "kb", DeterministicFakeEmbedding(size=24), model=mini)
+
+
+def test_a_store_filled_with_langchains_embeddings_wants_them_again(tmp_path, mini):
+    RagCacheVectorStore.from_texts(["text"], DeterministicFakeEmbedding(size=6), kb=tmp_path / "kb", model=mini).close()
+    with pytest.raises(EmbedderError, match="RagCacheVectorStore"):
+        RagCacheVectorStore(tmp_path / "kb", model=mini)
+
+
+def test_a_store_that_is_open_keeps_its_embedding(open_store):
+    kb = open_store()
+    own = RagCacheVectorStore(kb, RagCacheEmbeddings(kb))
+    assert own.embeddings.embed_query("one word") == pytest.approx(BagOfWords().embed_query("one word").tolist())
+    with pytest.raises(ConfigError, match="embedder"):
+        RagCacheVectorStore(kb, DeterministicFakeEmbedding(size=6))
+    with pytest.raises(ConfigError, match="model"):
+        RagCacheVectorStore(kb, model="mini")
+
+
+async def test_making_a_store_in_an_event_loop(tmp_path, mini):
+    store = await RagCacheVectorStore.afrom_documents(
+        registry_documents(), DeterministicFakeEmbedding(size=6), kb=tmp_path / "kb", model=mini
+    )
+    with store:
+        assert await store.aget_by_ids(["heron"]) == [registry_documents()[2]]
+
+
+def test_the_environment_names_the_store(tmp_path, tiny_directory, monkeypatch):
+    monkeypatch.delenv("RAGCACHE_STORE", raising=False)
+    with pytest.raises(ConfigError, match="RAGCACHE_STORE"):
+        RagCacheVectorStore()
+    monkeypatch.setenv("RAGCACHE_STORE", str(tmp_path / "named"))
+    monkeypatch.setenv("RAGCACHE_MODEL", str(tiny_directory))
+    monkeypatch.setenv("RAGCACHE_METHOD", "concat")
+    with RagCacheVectorStore.from_texts(["text"], BagOfWords()) as store:
+        assert store.kb.method == "concat"
+        assert store.kb.lm.max_positions == 512
+    assert (tmp_path / "named").is_dir()
+
+
+def test_a_store_that_cannot_be_filled_is_closed(tmp_path, mini):
+    with pytest.raises(MetadataError):
+        RagCacheVectorStore.from_texts(["text"], BagOfWords(), [{"x": object()}], kb=tmp_path / "kb", model=mini)
+    RagCacheVectorStore.from_texts(["text"], BagOfWords(), kb=tmp_path / "kb", model=mini).close()
+
+
+def test_two_writers(tmp_path, mini):
+    """The second one waits for the first, and gives up when it is told to."""
+    blocked = BlockedEmbedder()
+    with (
+        RagCacheVectorStore(tmp_path / "kb", blocked, model=mini) as first,
+        RagCacheVectorStore(tmp_path / "kb", BagOfWords(), model=mini) as second,
+    ):
+        writing = threading.Thread(target=first.add_documents, args=(registry_documents(),))
+        writing.start()
+        try:
+            assert blocked.entered.wait(30)
+            with pytest.raises(StoreBusyError):
+                second.add_documents([Document(id="mine", page_content="mine")], timeout_s=0.2)
+            with pytest.raises(StoreBusyError):
+                second.delete(["lansen"], timeout_s=0.2)
+            assert second.similarity_search(QUESTION) == [], "a reader is never kept waiting"
+        finally:
+            blocked.release.set()
+            writing.join()
+        second.add_documents([Document(id="mine", page_content="mine")])
+        assert {document.id for document in first.similarity_search("mine", 10)} == {*REGISTRY, "mine"}

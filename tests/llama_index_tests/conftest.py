@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from li_texts import SHORT, TEXTS
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers.base import BaseEventHandler
+from llama_index.core.instrumentation.events.base import BaseEvent
+from llama_index.core.schema import TextNode
+from llama_index.llms.ragcache import RagCacheLLM
+from llama_index.vector_stores.ragcache import RagCacheVectorStore
+from tiny_model import save_tiny_llama
+
+import ragcache as rc
+
+
+@pytest.fixture(scope="session")
+def other_lm(tmp_path_factory) -> rc.LanguageModel:
+    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("other"), seed=1))
+
+
+@pytest.fixture
+def empty(open_kb) -> rc.RagCache:
+    return open_kb()
+
+
+@pytest.fixture
+def kb(empty) -> rc.RagCache:
+    """A store whose documents were ingested without LlamaIndex."""
+    years = {id: 2020 + rank for rank, id in enumerate(TEXTS)}
+    report = empty.ingest(rc.Document(id, text, {"year": years[id]}) for id, text in TEXTS.items())
+    assert sorted(report.added) == sorted(TEXTS)
+    return empty
+
+
+@pytest.fixture
+def store(empty) -> RagCacheVectorStore:
+    return RagCacheVectorStore(empty)
+
+
+@pytest.fixture
+def llm(kb) -> RagCacheLLM:
+    return RagCacheLLM(kb, **SHORT)
+
+
+@pytest.fixture
+def nodes() -> list[TextNode]:
+    return [
+        TextNode(id_=id, text=text, metadata={"topic": id, "rank": n}) for n, (id, text) in enumerate(TEXTS.items())
+    ]
+
+
+@pytest.fixture
+def tokens_run(lm):
+    """Counts the tokens that go into the model, at its embedding layer. Call it for the count since the last call."""
+    seen: list[int] = []
+    hook = lm.model.get_input_embeddings().register_forward_hook(lambda layer, args, out: seen.append(args[0].numel()))
+
+    def since() -> int:
+        total = sum(seen)
+        seen.clear()
+        return total
+
+    yield since
+    hook.remove()
+
+
+@pytest.fixture
+def slow_model(lm):
+    """Every pass through the model takes at least 30 ms: long enough for an event loop to be seen going on."""
+
+    def wait(*_: object) -> None:
+        time.sleep(0.03)
+
+    hook = lm.model.get_input_embeddings().register_forward_hook(wait)
+    yield
+    hook.remove()
+
+
+class Recorder(BaseEventHandler):
+    """Keeps every event, in the order in which it was sent."""
+
+    events: list[BaseEvent] = []  # noqa: RUF012  # a pydantic field
+
+    def handle(self, event: BaseEvent, **kwargs: object) -> None:
+        self.events.append(event)
+
+    def of(self, *kinds: type) -> list:
+        return [event for event in self.events if isinstance(event, kinds)]
+
+    def names(self) -> list[str]:
+        return [event.class_name() for event in self.events]
+
+
+@pytest.fixture
+def recorder():
+    root = get_dispatcher()
+    recorder = Recorder(events=[])
+    before = list(root.event_handlers)
+    root.add_event_handler(recorder)
+    yield recorder
+    root.event_handlers[:] = before

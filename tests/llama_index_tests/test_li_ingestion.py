@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from li_loop import ticking
+from li_texts import QUESTION, SHORT, TEXTS
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import Document, MetadataMode, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores.simple import SimpleVectorStore
+from llama_index.embeddings.ragcache import RagCacheEmbedding
+from llama_index.ingestion.ragcache import RagCacheTransform
+from llama_index.llms.ragcache import RagCacheKVLoadEvent, RagCacheLLM
+from llama_index.response_synthesizers.ragcache import FusedSynthesizer
+from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
+
+import ragcache as rc
+from ragcache.errors import ConfigError, MetadataError, StoreBusyError
+from ragcache.retrieval.testing import BagOfWords
+
+
+def documents(**changed: str) -> list[Document]:
+    texts = {**TEXTS, **changed}
+    return [Document(id_=id, text=text, metadata={"topic": id}) for id, text in texts.items() if text]
+
+
+def splitter() -> SentenceSplitter:
+    return SentenceSplitter(chunk_size=200, chunk_overlap=0)
+
+
+@pytest.fixture
+def pipeline(empty):
+    def make(**options) -> IngestionPipeline:
+        options.setdefault("vector_store", RagCacheVectorStore(empty))
+        return IngestionPipeline(transformations=[splitter(), RagCacheTransform(empty)], **options)
+
+    return make
+
+
+def texts(kb: rc.RagCache) -> list[str]:
+    return sorted(chunk.text for document in kb.documents() for chunk in kb.chunks_of(document.id))
+
+
+def test_a_pipeline_stores_embeds_and_computes_each_passage_once(empty, pipeline, tokens_run, monkeypatch):
+    embedded = []
+    embed = empty.embedder.embed
+    monkeypatch.setattr(empty.embedder, "embed", lambda given, **more: embedded.extend(given) or embed(given, **more))
+    nodes = pipeline().run(documents=documents())
+    read = tokens_run()
+    assert len(nodes) == 4
+    stripped = sorted(text.strip() for text in TEXTS.values())  # the splitter strips
+    assert texts(empty) == stripped
+    assert set(embedded) == {f"topic: {id}\n\n{text.strip()}" for id, text in TEXTS.items()}
+    assert len(embedded) == 5  # one was looked at again, to see that the nodes' embeddings are the store's
+    assert read <= 1.5 * sum(len(text) for text in TEXTS.values())  # a token a byte, padded
+    for node in nodes:
+        chunk = empty.chunks([node.node_id])[0]
+        assert node.metadata[HANDLE_KEY] == chunk.handle
+        assert chunk.handle not in node.get_content(MetadataMode.LLM) + node.get_content(MetadataMode.EMBED)
+        np.testing.assert_array_equal(node.embedding, empty.vectors([node.node_id])[0])
+        assert node.ref_doc_id in TEXTS
+
+
+def test_the_transform_alone_stores_passages(empty, nodes):
+    done = RagCacheTransform(empty)(nodes)
+    assert [node.node_id for node in done] == [node.node_id for node in nodes]
+    assert texts(empty) == sorted(TEXTS.values())
+    assert all(HANDLE_KEY not in node.metadata for node in nodes)  # what was given is left as it was
+    assert [TextNode(**{**node.to_dict(), "embedding": None}) for node in done] != nodes
+    oracle = BagOfWords().embed([f"topic: {n.node_id}\nrank: {rank}\n\n{n.text}" for rank, n in enumerate(nodes)])
+    np.testing.assert_allclose([node.embedding for node in done], oracle, atol=1e-6)
+
+
+async def test_async_is_sync_and_leaves_the_loop_alone(empty, pipeline, slow_model):
+    many = [Document(id_=f"d{n}", text=f"Number {n} is nothing special. " * 6) for n in range(60)]
+    async with ticking() as ticks:
+        nodes = await pipeline().arun(documents=many)
+    assert ticks.count >= 5
+    assert len(nodes) == 60
+    assert [node.metadata[HANDLE_KEY] for node in nodes] == [empty.chunks([node.node_id])[0].handle for node in nodes]
+
+
+def test_lazy_nodes_carry_no_handle_yet(empty, nodes, tokens_run):
+    done = RagCacheTransform(empty, kv="lazy")(nodes)
+    assert tokens_run() == 0
+    assert all(HANDLE_KEY not in node.metadata for node in done)
+
+
+def test_a_pipeline_of_splitter_and_embedding_works_too(empty):
+    store = RagCacheVectorStore(empty)
+    pipeline = IngestionPipeline(transformations=[splitter(), RagCacheEmbedding(empty)], vector_store=store)
+    nodes = pipeline.run(documents=documents())
+    np.testing.assert_allclose([n.embedding for n in nodes], empty.vectors([n.node_id for n in nodes]), atol=1e-6)
+    assert all(chunk.handle for chunk in empty.chunks([node.node_id for node in nodes]))
+
+
+def test_handles_travel_through_another_vector_store(empty, recorder):
+    nodes = IngestionPipeline(
+        transformations=[splitter(), RagCacheTransform(empty)], vector_store=SimpleVectorStore()
+    ).run(documents=documents())
+    answer = FusedSynthesizer(RagCacheLLM(empty, **SHORT)).get_response(
+        QUESTION, [], fused_nodes=[_scored(node) for node in nodes]
+    )
+    assert recorder.of(RagCacheKVLoadEvent)[0].origins == {"memory": 4}
+    hits = [rc.Passage(node.text) for node in nodes]
+    assert answer == empty.ask(QUESTION, hits=hits, sampling=rc.Sampling(**SHORT)).text
+
+
+def _scored(node):
+    from llama_index.core.schema import NodeWithScore
+
+    return NodeWithScore(node=node)
+
+
+# The pipeline's own cache
+
+
+def test_a_second_run_comes_out_of_the_pipelines_cache(pipeline, monkeypatch):
+    once = pipeline(vector_store=None)
+    first = once.run(documents=documents())
+    monkeypatch.setattr(RagCacheTransform, "__call__", lambda *args, **more: pytest.fail("was called"))
+    again = once.run(documents=documents())
+    assert [node.metadata[HANDLE_KEY] for node in again] == [node.metadata[HANDLE_KEY] for node in first]
+
+
+def test_cached_handles_of_deleted_blocks_are_checked_when_used(empty, pipeline, recorder):
+    once = pipeline(vector_store=None)
+    synthesizer = FusedSynthesizer(RagCacheLLM(empty, **SHORT))
+    expected = synthesizer.synthesize(QUESTION, [_scored(node) for node in once.run(documents=documents())]).response
+    RagCacheVectorStore(empty).clear()
+    stale = once.run(documents=documents())
+    assert all(node.metadata[HANDLE_KEY] for node in stale)
+    recorder.events.clear()
+    assert synthesizer.synthesize(QUESTION, [_scored(node) for node in stale]).response == expected
+    assert recorder.of(RagCacheKVLoadEvent)[0].origins == {"computed": 4}
+
+
+def test_a_cached_run_fills_a_store_that_was_cleared(empty, pipeline):
+    once = pipeline()
+    once.run(documents=documents())
+    before = texts(empty)
+    RagCacheVectorStore(empty).clear()
+    nodes = once.run(documents=documents())
+    assert texts(empty) == before
+    assert {chunk.handle for chunk in empty.chunks([n.node_id for n in nodes])} == {
+        node.metadata[HANDLE_KEY] for node in nodes
+    }
+
+
+def test_the_cache_tells_models_apart(empty, open_kb, tmp_path, other_lm):
+    other = open_kb(tmp_path / "other", model=other_lm)
+    assert RagCacheTransform(empty).to_dict() != RagCacheTransform(other).to_dict()
+    assert RagCacheTransform(empty).to_dict() == RagCacheTransform(empty).to_dict()
+
+
+# Docstore strategies
+
+
+def test_upserts_replace_what_changed_and_leave_the_rest(empty, pipeline):
+    upserts = pipeline(docstore=SimpleDocumentStore(), docstore_strategy=DocstoreStrategy.UPSERTS)
+    upserts.run(documents=documents())
+    assert upserts.run(documents=documents()) == []
+    [changed] = upserts.run(documents=documents(dogs="Dogs sleep by day."))
+    assert changed.text == "Dogs sleep by day."
+    assert texts(empty) == sorted({**{id: t.strip() for id, t in TEXTS.items()}, "dogs": changed.text}.values())
+
+
+def test_documents_that_are_gone_are_deleted_where_asked(empty, pipeline):
+    both = pipeline(docstore=SimpleDocumentStore(), docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE)
+    both.run(documents=documents())
+    both.run(documents=documents(dogs="", cats=""))
+    assert texts(empty) == sorted(TEXTS[id].strip() for id in ("rivers", "clubs"))
+    assert empty.info().blocks == 2
+
+
+def test_duplicates_are_left_out(empty, pipeline):
+    once = pipeline(docstore=SimpleDocumentStore(), docstore_strategy=DocstoreStrategy.DUPLICATES_ONLY)
+    assert len(once.run(documents=documents())) == 4
+    assert once.run(documents=documents()) == []
+
+
+def test_whole_documents_can_be_upserted_without_a_splitter(empty):
+    store = RagCacheVectorStore(empty)
+    whole = IngestionPipeline(
+        transformations=[RagCacheTransform(empty)], vector_store=store, docstore=SimpleDocumentStore()
+    )
+    whole.run(documents=documents())
+    assert whole.run(documents=documents()) == []  # hashes are of documents without handles
+    whole.run(documents=documents(dogs="Dogs sleep by day.\n"))
+    assert texts(empty) == sorted({**TEXTS, "dogs": "Dogs sleep by day.\n"}.values())
+
+
+# Bad input
+
+
+def test_several_workers_are_refused_with_the_reason(pipeline, empty):
+    with pytest.raises(ConfigError, match="num_workers=None"):
+        pipeline().run(documents=documents(), num_workers=2)
+    with pytest.raises(ConfigError, match="num_workers=None"):
+        pickle.dumps(RagCacheEmbedding(empty))
+    assert texts(empty) == []
+
+
+async def test_several_async_workers_are_refused_too(pipeline):
+    with pytest.raises(ConfigError, match="num_workers=None"):
+        await pipeline().arun(documents=documents(), num_workers=2)
+
+
+def test_bad_nodes_and_a_second_writer_are_refused(empty, open_kb):
+    transform = RagCacheTransform(empty, timeout_s=0.1)
+    with pytest.raises(MetadataError, match="set"):
+        transform([TextNode(id_="n", text="Text.", metadata={"a": {1}})])
+    other = open_kb()
+    with other.store.layout.writer(1.0), pytest.raises(StoreBusyError):
+        transform([TextNode(id_="n", text="Text.")])
+    assert texts(empty) == []

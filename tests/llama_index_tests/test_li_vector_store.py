@@ -1,0 +1,385 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from li_loop import ticking
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.embeddings import MockEmbedding
+from llama_index.core.schema import (
+    BaseNode,
+    Document,
+    ImageNode,
+    IndexNode,
+    MediaResource,
+    Node,
+    NodeRelationship,
+    RelatedNodeInfo,
+    TextNode,
+)
+from llama_index.core.vector_stores.types import (
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+)
+from llama_index.embeddings.ragcache import RagCacheEmbedding
+from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
+
+import ragcache as rc
+from ragcache.errors import (
+    ConfigError,
+    DuplicateDocumentError,
+    EmbedderMismatchError,
+    FilterError,
+    IngestError,
+    MetadataError,
+    ReaderError,
+    StoreBusyError,
+)
+from ragcache.retrieval.testing import BagOfWords
+
+RIVER = "Where does the Arno rise?"
+
+
+def query(text: str, k: int = 2, **more) -> VectorStoreQuery:
+    return VectorStoreQuery(query_embedding=BagOfWords().embed_query(text).tolist(), similarity_top_k=k, **more)
+
+
+def where(**fields) -> MetadataFilters:
+    return MetadataFilters(filters=[MetadataFilter(key=key, value=value) for key, value in fields.items()])
+
+
+def ids(nodes) -> list[str]:
+    return [node.node_id for node in nodes]
+
+
+# What is stored
+
+
+def related() -> dict:
+    return {
+        NodeRelationship.SOURCE: RelatedNodeInfo(node_id="doc", metadata={"file_name": "a.md"}, hash="abc"),
+        NodeRelationship.NEXT: RelatedNodeInfo(node_id="n2"),
+        NodeRelationship.CHILD: [RelatedNodeInfo(node_id="c1"), RelatedNodeInfo(node_id="c2")],
+    }
+
+
+NODES: dict[str, Callable[[], BaseNode]] = {
+    "plain": lambda: TextNode(id_="n", text="Some text."),
+    "unicode and white space": lambda: TextNode(id_="ü/1", text="\n  Zeile – eins\r\n\tzwei 𝄞  \n\n"),
+    "everything": lambda: TextNode(
+        id_="n",
+        text="Some text.",
+        metadata={"a": 1, "b": [1, {"c": None}], "ref_doc_id": "own", "doc_id": 7, "float": 0.1, "yes": True},
+        excluded_llm_metadata_keys=["a"],
+        excluded_embed_metadata_keys=["b", "float"],
+        relationships=related(),
+        start_char_idx=3,
+        end_char_idx=13,
+        metadata_template="<{key}|{value}>",
+        metadata_separator=";",
+        text_template="# {metadata_str}\n{content}",
+        mimetype="text/markdown",
+    ),
+    "document": lambda: Document(id_="n", text="A whole document.", metadata={"file_path": "a.md"}),
+    "multimodal": lambda: Node(id_="n", text_resource=MediaResource(text="Text.", mimetype="text/plain")),
+    "image": lambda: ImageNode(id_="n", text="Its caption.", image_url="http://localhost/a.png"),
+    "index": lambda: IndexNode(id_="n", text="Look there.", index_id="other"),
+}
+
+
+@pytest.mark.parametrize("make", NODES.values(), ids=NODES)
+def test_nodes_come_back_as_they_were(store, make):
+    store.add([make()])
+    [back] = store.get_nodes([make().node_id])
+    assert type(back) is type(make())
+    assert back == make()
+    assert back.hash == make().hash
+
+
+def test_a_stored_passage_is_the_text_and_its_id(store, nodes):
+    store.add(nodes)
+    chunk = store.client.chunks(["dogs"])[0]
+    assert (chunk.id, chunk.document_id, chunk.text) == ("dogs", "dogs", nodes[1].text)
+    assert {key: chunk.metadata[key] for key in ("topic", "rank")} == {"topic": "dogs", "rank": 1}
+    assert chunk.handle
+
+
+def test_the_handle_is_put_on_when_found_and_never_stored(store, nodes):
+    store.add(nodes)
+    [found] = store.query(query(RIVER, 1)).nodes
+    assert found.metadata[HANDLE_KEY] == store.client.chunks(["rivers"])[0].handle
+    for mode in ("llm", "embed"):
+        assert HANDLE_KEY in getattr(found, f"excluded_{mode}_metadata_keys")
+        assert HANDLE_KEY not in found.get_content(metadata_mode=mode)
+    store.add([found])  # as a user would who read, changed and wrote back
+    [again] = store.get_nodes(["rivers"])
+    assert again == nodes[2]
+    assert HANDLE_KEY not in json.dumps(store.client.chunks(["rivers"])[0].metadata)
+
+
+def test_found_nodes_can_be_pickled(store, nodes):
+    store.add(nodes)
+    found = store.query(query(RIVER, 3)).nodes
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_adding_again_replaces(store, nodes):
+    store.add(nodes)
+    store.add([TextNode(id_="dogs", text="Dogs sleep by day.")])
+    assert len(store.get_nodes()) == 4
+    assert store.get_nodes(["dogs"])[0].text == "Dogs sleep by day."
+    assert not store.client.documents({"topic": "dogs"})
+
+
+def test_a_store_is_there_when_it_is_opened_again(tmp_path, lm, nodes):
+    options = {"model": lm, "embedder": BagOfWords()}
+    first = RagCacheVectorStore.from_path(tmp_path / "kb", **options)
+    first.add(nodes)
+    first.persist(str(tmp_path / "elsewhere.json"))
+    first.client.close()
+    again = RagCacheVectorStore.from_path(tmp_path / "kb", **options)
+    assert again.get_nodes(["cats"]) == [nodes[0]]
+    again.client.close()
+
+
+# What is found
+
+
+def test_results_are_a_brute_force_search(store, nodes):
+    store.add(nodes)
+    vectors = np.array(
+        [BagOfWords().embed_query(f"topic: {n.node_id}\nrank: {i}\n\n{n.text}") for i, n in enumerate(nodes)]
+    )
+    scores = vectors @ BagOfWords().embed_query(RIVER)
+    order = np.argsort(-scores)
+    result = store.query(query(RIVER, 3))
+    assert result.ids == [nodes[row].node_id for row in order[:3]]
+    assert ids(result.nodes) == result.ids
+    np.testing.assert_allclose(result.similarities, scores[order[:3]], atol=1e-6)
+
+
+def test_filters_documents_and_nodes_narrow_a_search(store, nodes):
+    for node in nodes[:2]:
+        node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="animals")
+    store.add(nodes)
+    assert store.query(query(RIVER, 4, filters=where(topic="cats"))).ids == ["cats"]
+    assert sorted(store.query(query(RIVER, 4, doc_ids=["animals"])).ids) == ["cats", "dogs"]
+    assert store.query(query(RIVER, 4, node_ids=["dogs", "clubs"], doc_ids=["animals"])).ids == ["dogs"]
+    assert store.query(query(RIVER, 4, filters=where(topic="cats", rank=1))).ids == []
+
+
+def test_variety_is_that_of_the_engine(store, nodes):
+    nodes.append(TextNode(id_="rivers again", text=nodes[2].text, metadata=nodes[2].metadata))
+    store.add(nodes)
+    plain = store.query(query(RIVER, 2)).ids
+    assert sorted(plain) == ["rivers", "rivers again"]
+    varied = store.query(query(RIVER, 2, mode=VectorStoreQueryMode.MMR, mmr_threshold=0.3)).ids
+    hits = store.client.retrieve(RIVER, k=2, mmr_lambda=0.3)
+    assert varied == [hit.chunk.id for hit in hits] != plain
+    assert store.query(query(RIVER, 2, mode=VectorStoreQueryMode.MMR, mmr_threshold=1.0)).ids == plain
+    narrow = store.query(query(RIVER, 2, mode=VectorStoreQueryMode.MMR), mmr_threshold=0.0, mmr_prefetch_k=2)
+    assert sorted(narrow.ids) == sorted(plain)  # there were no others to choose from
+    with pytest.raises(ConfigError, match="one of them"):
+        store.query(query(RIVER, 2, mode=VectorStoreQueryMode.MMR), mmr_prefetch_k=2, mmr_prefetch_factor=2.0)
+
+
+def test_other_modes_and_no_question_are_refused(store, nodes):
+    store.add(nodes)
+    with pytest.raises(ConfigError, match="'hybrid'"):
+        store.query(query(RIVER, mode=VectorStoreQueryMode.HYBRID))
+    with pytest.raises(ConfigError, match="neither"):
+        store.query(VectorStoreQuery())
+    assert store.query(VectorStoreQuery(query_str=RIVER, similarity_top_k=1)).ids == ["rivers"]
+
+
+def test_documents_ingested_without_llamaindex_are_nodes_too(kb):
+    store = RagCacheVectorStore(kb)
+    [found] = store.query(query(RIVER, 1)).nodes
+    assert (found.node_id, found.ref_doc_id, found.metadata["year"]) == ("rivers#0", "rivers", 2022)
+    with pytest.raises(ConfigError, match=r"delete\('rivers'\)"):
+        store.delete_nodes(["rivers#0"])
+    store.delete("rivers")
+    assert kb.document("rivers") is None
+
+
+# Deletion
+
+
+def test_deleting_a_document_deletes_its_nodes_text_vector_and_kv(store, nodes):
+    for node in nodes[:2]:
+        node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="animals")
+    store.add(nodes)
+    handle = store.client.chunks(["dogs"])[0].handle
+    assert handle in store.client.store.kv
+    store.delete("animals")
+    assert sorted(ids(store.get_nodes())) == ["clubs", "rivers"]
+    assert handle not in store.client.store.kv
+    assert sorted(store.query(query("dogs", 9)).ids) == ["clubs", "rivers"]
+    store.delete("animals")  # twice is no error
+    store.delete("rivers")  # a node without a document goes by its own id
+    assert ids(store.get_nodes()) == ["clubs"]
+
+
+def test_deleting_nodes_by_id_filter_or_both(store, nodes):
+    store.add(nodes)
+    store.delete_nodes(["cats", "nobody"])
+    assert sorted(ids(store.get_nodes())) == ["clubs", "dogs", "rivers"]
+    store.delete_nodes(["dogs", "clubs"], filters=where(topic="clubs"))
+    assert sorted(ids(store.get_nodes())) == ["dogs", "rivers"]
+    store.delete_nodes(filters=where(topic="dogs"))
+    assert ids(store.get_nodes()) == ["rivers"]
+    with pytest.raises(ConfigError, match="clear"):
+        store.delete_nodes()
+    store.clear()
+    assert store.get_nodes() == []
+    assert store.client.info().blocks == 0
+
+
+def test_getting_nodes_keeps_the_order_of_ids_and_leaves_out_the_unknown(store, nodes):
+    store.add(nodes)
+    assert ids(store.get_nodes(["dogs", "nobody", "cats"])) == ["dogs", "cats"]
+    assert ids(store.get_nodes(["dogs", "cats"], filters=where(topic="cats"))) == ["cats"]
+    assert ids(store.get_nodes(filters=where(topic="clubs"))) == ["clubs"]
+
+
+# Async
+
+
+async def test_every_call_has_an_async_twin_with_the_same_result(store, nodes):
+    assert await store.async_add(nodes) == ids(nodes)
+    assert await store.aget_nodes(["cats"]) == store.get_nodes(["cats"])
+    assert (await store.aquery(query(RIVER, 3))).ids == store.query(query(RIVER, 3)).ids
+    await store.adelete_nodes(["cats"])
+    await store.adelete("dogs")
+    assert sorted(ids(await store.aget_nodes())) == ["clubs", "rivers"]
+    await store.aclear()
+    assert store.get_nodes() == []
+
+
+async def test_adding_does_not_block_the_loop(store, slow_model):
+    many = [TextNode(id_=f"n{n}", text=f"Number {n} is nothing special. " * 8) for n in range(60)]
+    async with ticking() as ticks:
+        await store.async_add(many)
+    assert ticks.count >= 5
+
+
+# With LlamaIndex's index
+
+
+def test_an_index_over_the_store_finds_what_the_engine_finds(store, nodes):
+    kb, embed_model = store.client, RagCacheEmbedding(store.client)
+    context = StorageContext.from_defaults(vector_store=store)
+    index = VectorStoreIndex(nodes, storage_context=context, embed_model=embed_model)
+    found = index.as_retriever(similarity_top_k=3).retrieve(RIVER)
+    hits = kb.retrieve(RIVER, k=3)
+    assert [node.node_id for node in found] == [hit.chunk.id for hit in hits]
+    np.testing.assert_allclose([node.score for node in found], [hit.score for hit in hits], atol=1e-6)
+    again = VectorStoreIndex.from_vector_store(store, embed_model=embed_model)
+    again.insert_nodes([TextNode(id_="new", text="The Arno ends in the sea.")])
+    assert "new" in [node.node_id for node in again.as_retriever(similarity_top_k=5).retrieve(RIVER)]
+    again.delete_nodes(["new"])
+    again.delete_ref_doc("rivers")
+    assert sorted(ids(store.get_nodes())) == ["cats", "clubs", "dogs"]
+
+
+def test_an_index_takes_variety_and_filters(store, nodes):
+    store.add(nodes)
+    index = VectorStoreIndex.from_vector_store(store, embed_model=RagCacheEmbedding(store.client))
+    wanted = {"vector_store_query_mode": "mmr", "vector_store_kwargs": {"mmr_threshold": 0.2}, "similarity_top_k": 2}
+    hits = store.client.retrieve(RIVER, k=2, mmr_lambda=0.2)
+    assert [node.node_id for node in index.as_retriever(**wanted).retrieve(RIVER)] == [hit.chunk.id for hit in hits]
+    filtered = index.as_retriever(filters=where(topic="dogs")).retrieve(RIVER)
+    assert [node.node_id for node in filtered] == ["dogs"]
+
+
+def test_the_embedding_model_is_the_stores_own(store, nodes):
+    embed_model = RagCacheEmbedding(store.client)
+    embedded = embed_model(nodes)
+    store.add(embedded)
+    vectors = store.client.vectors(ids(nodes))
+    np.testing.assert_allclose(vectors, [node.embedding for node in embedded], atol=1e-6)
+    oracle = BagOfWords()
+    np.testing.assert_allclose(embed_model.get_query_embedding(RIVER), oracle.embed_query(RIVER), atol=1e-7)
+    np.testing.assert_allclose(embed_model.get_text_embedding(RIVER), oracle.embed_query(RIVER), atol=1e-7)
+    assert embed_model.model_name == "bag-of-words"
+
+
+async def test_the_embedding_model_has_async_twins(store):
+    embed_model = RagCacheEmbedding(store.client)
+    assert await embed_model.aget_query_embedding(RIVER) == embed_model.get_query_embedding(RIVER)
+    assert await embed_model.aget_text_embedding(RIVER) == embed_model.get_text_embedding(RIVER)
+    texts = [RIVER, "another text"]
+    assert await embed_model.aget_text_embedding_batch(texts) == embed_model.get_text_embedding_batch(texts)
+
+
+# Bad input
+
+
+def test_embeddings_of_another_model_are_refused(store, nodes):
+    for node in MockEmbedding(embed_dim=7)(nodes):
+        assert len(node.embedding) == 7
+    with pytest.raises(EmbedderMismatchError, match=r"7 dimensions.*'bag-of-words' makes 24"):
+        store.add(nodes)
+    with pytest.raises(EmbedderMismatchError, match="made by another model"):
+        store.add(MockEmbedding(embed_dim=24)(nodes))
+    with pytest.raises(EmbedderMismatchError, match="query embedding has 3"):
+        store.query(VectorStoreQuery(query_embedding=[0.1, 0.2, 0.3]))
+    assert store.get_nodes() == []
+
+
+BEHIND = "{content} ({metadata_str})"
+
+
+@pytest.mark.parametrize(
+    ("node", "error", "message"),
+    [
+        (TextNode(id_="n", text="Text.", metadata={"when": {1, 2}}), MetadataError, "set"),
+        (TextNode(id_="n", text="Text.", metadata={"when": float("nan")}), MetadataError, "n:"),
+        (TextNode(id_="n", text="Text.", metadata={"_node_id": "x"}), MetadataError, "'_node_id' is used by the store"),
+        (TextNode(id_="", text="Text."), IngestError, "no id"),
+        (TextNode(id_="n", text=" \n", metadata={"a": 1}), ReaderError, "no text"),
+        (TextNode(id_="n", text="T.", metadata={"a": 1}, text_template=BEHIND), ConfigError, "text_template"),
+    ],
+)  # fmt: skip
+def test_a_bad_node_is_refused_and_nothing_is_stored(store, nodes, node, error, message):
+    with pytest.raises(error, match=message):
+        store.add([nodes[0], node])
+    assert store.get_nodes() == []
+
+
+def test_the_same_id_twice_and_too_long_a_text_are_named(store, nodes):
+    with pytest.raises(DuplicateDocumentError, match="cats"):
+        store.add([nodes[0], nodes[0]])
+    with pytest.raises(rc.RagCacheError, match="512") as caught:
+        store.add([nodes[1], TextNode(id_="long", text="word " * 400), TextNode(id_="longer", text="word " * 500)])
+    assert "2 nodes were not stored" in caught.value.__notes__[0]
+    assert sorted(ids(store.get_nodes())) == ["cats", "dogs"]
+
+
+def test_a_filter_on_an_unknown_field_is_refused(store, nodes):
+    store.add(nodes)
+    with pytest.raises(FilterError, match="colour"):
+        store.query(query(RIVER, filters=where(colour="red")))
+
+
+def test_a_second_writer_is_told_to_wait(store, nodes, open_kb):
+    other = open_kb()
+    store.timeout_s = 0.1
+    with other.store.layout.writer(1.0):
+        with pytest.raises(StoreBusyError):
+            store.add(nodes)
+        with pytest.raises(StoreBusyError):
+            asyncio.run(store.async_add(nodes))
+    store.add(nodes)
+    assert ids(RagCacheVectorStore(other).get_nodes(["cats"])) == ["cats"]
+
+
+def test_an_open_store_is_not_pickled(store):
+    with pytest.raises(ConfigError, match="from_path"):
+        pickle.dumps(store)
