@@ -1,0 +1,189 @@
+"""The notebooks run, cell by cell, and say what their text promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import nbformat
+import pytest
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+import ragcache as rc
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = ROOT / "examples" / "notebooks"
+KERNEL = "python3"
+LINK_TOKENS, K = 5, 8
+
+pytestmark = [
+    pytest.mark.timeout(900),  # two models are loaded in a process of its own, on whatever cores are left
+    pytest.mark.skipif(
+        not (ROOT / "ragcache" / "mini" / "config.json").is_file(), reason="the bundled model is missing"
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_settings(tmp_path_factory):
+    """No kernel, configuration or history of whoever runs the tests."""
+    home = tmp_path_factory.mktemp("jupyter")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+            (home / name.lower()).mkdir()
+            patch.setenv(name, str(home / name.lower()))
+        patch.delenv("JUPYTER_PATH", raising=False)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+        assert AsyncKernelManager(kernel_name=KERNEL).format_kernel_cmd()[0] == sys.executable
+        yield
+
+
+class Ran:
+    """A notebook that was executed."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.book = nbformat.read(NOTEBOOKS / name, as_version=4)
+        client = NotebookClient(
+            self.book, kernel_name=KERNEL, timeout=800, resources={"metadata": {"path": str(folder)}}
+        )
+        client.execute()  # raises CellExecutionError at the first cell that fails
+        self.outputs = {cell.id: cell.outputs for cell in self.book.cells if cell.cell_type == "code"}
+
+    def printed(self, cell: str) -> str:
+        return "".join(out.text for out in self.outputs[cell] if out.output_type == "stream" and out.name == "stdout")
+
+    def has_picture(self, cell: str) -> bool:
+        return any("image/png" in out.get("data", {}) for out in self.outputs[cell])
+
+    def check_whole(self) -> None:
+        cells = [cell for cell in self.book.cells if cell.cell_type == "code"]
+        assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+        assert not [out for outputs in self.outputs.values() for out in outputs if out.output_type == "error"]
+
+
+@pytest.fixture(scope="module")
+def fused_prefill() -> Ran:
+    return Ran("01_fused_prefill.ipynb", NOTEBOOKS)  # where Jupyter runs it
+
+
+@pytest.fixture(scope="module")
+def choosing() -> Ran:
+    return Ran("02_choosing_a_method.ipynb", ROOT)
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_it_is_stored_clean(path):
+    book = nbformat.read(path, as_version=4)
+    nbformat.validate(book)
+    assert (book.nbformat, book.nbformat_minor >= 5) == (4, True)
+    assert len({cell.id for cell in book.cells}) == len(book.cells)
+    for cell in book.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+    assert book.cells[0].cell_type == "markdown"
+
+
+def test_a_block_is_what_the_model_says(fused_prefill):
+    fused_prefill.check_whole()
+    found = re.search(r"(\d+) tokens: prefix (\d+), 8 passages, suffix (\d+)", fused_prefill.printed("block"))
+    total, prefix, suffix = (int(figure) for figure in found.groups())
+    assert prefix + suffix < total < 1000
+    shape = rc.load_lm("mini").shape
+    layers, heads, tokens, width = re.search(r"\((\d+), (\d+), (\d+), (\d+)\)", fused_prefill.printed("block")).groups()
+    assert (int(layers), int(heads), int(width)) == (shape.num_layers, shape.num_kv_heads, shape.key_dim)
+    assert 0 < int(tokens) < total
+    floats = shape.num_layers * shape.num_kv_heads * (shape.key_dim + shape.value_dim)
+    assert f"bytes a token: {4 * floats}\n" in fused_prefill.printed("block")
+    assert float(re.search(r"differ by (\S+)", fused_prefill.printed("any-rank"))[1]) < 1e-4
+
+
+def test_computed_tokens_are_suffix_and_links(fused_prefill):
+    total, suffix = (
+        int(re.search(pattern, fused_prefill.printed("block"))[1]) for pattern in (r"^(\d+) tokens", r"suffix (\d+)")
+    )
+    rows = re.findall(r"^(\w+) +(\d+) +(\d+) +(\S+)  '(.*)'$", fused_prefill.printed("fuse"), re.M)
+    computed = {method: (int(ran), int(of)) for method, ran, of, _, _ in rows}
+    assert computed["full"] == (total, total)
+    assert computed["reposition"] == (suffix, total)
+    links = K * LINK_TOKENS + 1  # and the one that says that no passage follows
+    ran, of = computed["link"]
+    assert ran == suffix + links
+    assert of >= total + links  # one more says where passages begin; it is kept with the prefix
+    assert {float(kl) < 0.05 for *_, kl, _ in rows} == {True}
+    assert len({token for *_, token in rows}) == 1
+
+
+def test_passages_read_apart_drift_and_links_repair_it(fused_prefill):
+    drift = [float(share) for share in fused_prefill.printed("apart").split(":")[1].split()]
+    assert drift[0] < 1e-4 < 0.01 < drift[1] < max(drift)
+    right = dict(re.findall(r"^(\w+) +(\d) of 3 right", fused_prefill.printed("cut"), re.M))
+    assert (right["full"], right["link"]) == ("3", "3")
+    assert int(right["reposition"]) < 3
+
+
+def test_phases_are_timed_and_drawn(fused_prefill):
+    rows = re.findall(
+        r"^(\w+) .*retrieve +(\S+) ms.*prefill +(\S+) ms.*\((\d+) of (\d+)", fused_prefill.printed("time"), re.M
+    )
+    ran = {method: int(tokens) / int(of) for method, _, _, tokens, of in rows}
+    assert ran["full"] == 1
+    assert ran["reposition"] < 0.1
+    assert ran["link"] < 0.25
+    assert all(float(ms) > 0 for _, retrieve, prefill, *_ in rows for ms in (retrieve, prefill))
+    assert fused_prefill.has_picture("chart")
+
+
+def test_the_next_process_reads_blocks_from_disk(fused_prefill):
+    first, second = fused_prefill.printed("tiers").splitlines()
+    assert first == "Petra Elley now lives in East Thornbury, which lies on the Wild Sema. KV from disk"
+    assert second == first.replace("disk", "memory")
+
+
+def table(printed: str) -> dict[str, tuple[int, int, float]]:
+    """method: right, same as full prefill, share computed."""
+    rows = re.findall(r"^(\w+) +(\d+)/8 +(\d+)/8 +(\d+)%$", printed, re.M)
+    return {method: (int(right), int(same), int(share) / 100) for method, right, same, share in rows}
+
+
+def test_methods_are_compared(choosing):
+    choosing.check_whole()
+    listed = re.findall(r"^(\w+) +(?:none|needed) ", choosing.printed("methods"), re.M)
+    assert listed == list(rc.METHODS)
+    plain, leaning = table(choosing.printed("plain")), table(choosing.printed("leaning"))
+    assert list(plain) == list(leaning)
+    for rows in (plain, leaning):
+        assert rows["full"] == (rows["full"][0], 8, 1.0)
+        assert rows["reposition"][2] < rows["link"][2] < rows["epic"][2] < 1
+        assert rows["full"][0] >= 7
+    assert plain["reposition"][0] >= 6
+    assert plain["link"][0] >= 6
+    assert leaning["reposition"][0] <= 4
+    assert leaning["link"][0] >= 7
+    assert leaning["epic"][0] >= 7
+    assert choosing.has_picture("chart")
+
+
+def test_auto_takes_the_cheapest_that_the_check_passed(choosing):
+    rows = re.findall(r"^(\w+) +KL (\S+), (\d+)% computed, (safe|not safe)", choosing.printed("check"), re.M)
+    assert {method for method, *_ in rows} == {"reposition", "link", "epic"}
+    safe = [(int(share), method) for method, _, share, verdict in rows if verdict == "safe"]
+    assert safe
+    taken = re.match(r"auto took (\w+) -> (.+)", choosing.printed("auto"))
+    assert taken[1] == min(safe)[1]
+    assert len(taken[2]) > 10
+
+
+def test_eviction_keeps_fewer_tokens(choosing):
+    rows = re.findall(
+        r"^budget +(\w+): +(\d+) tokens kept in a layer, (\d) of 8 right$", choosing.printed("evict"), re.M
+    )
+    assert [budget for budget, *_ in rows] == ["all", "128", "32", "8", "1"]
+    kept = [int(tokens) for _, tokens, _ in rows]
+    assert [a - b for a, b in pairwise(kept[1:])] == [96, 24, 7]
+    assert kept[0] > kept[1]
+    assert int(rows[0][2]) >= 6
