@@ -87,6 +87,8 @@ class KVStore:
         self._trace = None if trace is None else TraceWriter(Path(trace))
         self._key_locks = KeyLocks()
         self._readers = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="ragcache-read")
+        # Apart from the readers: what may be wanted never stands before what is.
+        self._prefetchers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="ragcache-prefetch")
         self._hits: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -138,6 +140,19 @@ class KVStore:
     def locate(self, key: str) -> str | None:
         """The name of the fastest tier that has the block. Changes nothing and verifies nothing."""
         return next((tier.name for tier in self._tiers if key in tier), None)
+
+    def size(self, key: str) -> int | None:
+        """Bytes that a read from the fastest tier that has the block moves, or None. Changes and reads nothing."""
+        return next((size for tier in self._tiers if (size := tier.size(key)) is not None), None)
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """Say that these blocks are wanted soon; returns at once. They are brought into the fastest tier in the
+        background, as far as its budget and policy take them. No access is counted, and nothing is raised for a block
+        that cannot be served: whoever asks for it is told."""
+        wanted = [key for key in dict.fromkeys(keys) if key not in self._tiers[0]]
+        self._disk.prefetch(wanted)
+        for key in wanted:
+            self._prefetchers.submit(self._bring, key)
 
     def __contains__(self, key: object) -> bool:
         return any(key in tier for tier in self._tiers)
@@ -192,6 +207,7 @@ class KVStore:
 
     def close(self) -> None:
         """Let go of memory and threads. Blocks that were returned stay valid. A second call is fine."""
+        self._prefetchers.shutdown(cancel_futures=True)
         self._readers.shutdown()
         for tier in self._tiers:
             tier.close()
@@ -211,6 +227,14 @@ class KVStore:
             loaded = self._load(key)
         self._count(loaded)
         return loaded
+
+    def _bring(self, key: str) -> None:
+        try:
+            with self._key_locks.hold(key):
+                if key not in self._tiers[0]:
+                    self._load(key)
+        except (StoreError, OSError) as error:
+            log.debug("%s: not fetched ahead: %s", key, error)
 
     def _record(self, keys: Sequence[str], found: Sequence[Loaded | None]) -> None:
         if self._trace is not None:

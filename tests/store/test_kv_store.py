@@ -88,6 +88,35 @@ def test_locating_changes_nothing(root: Path, store: KVStore) -> None:
     assert store.locate(KEY) == "memory"
 
 
+def test_size_is_what_a_read_from_the_fastest_tier_moves(root: Path, store: KVStore) -> None:
+    block = make_block(1)
+    assert store.size(KEY) is None
+    store.put(KEY, block)
+    assert store.size(KEY) == block.num_bytes
+    with KVStore(root) as other:
+        assert other.size(KEY) == path_of(root, KEY).stat().st_size
+        assert other.locate(KEY) == "disk"
+        assert other.stats().hits_by_tier == {"memory": 0, "disk": 0}
+
+
+def test_prefetched_blocks_come_to_memory_and_count_as_no_access(root: Path, store: KVStore) -> None:
+    keys = [make_key(number) for number in range(8)]
+    for number, key in enumerate(keys):
+        store.put(key, make_block(number))
+    damage(root, keys[3])
+    with KVStore(root) as other:
+        other.prefetch([*keys, keys[0], make_key(99)])
+        deadline = time.monotonic() + 20
+        while other.stats().damaged == 0 or sum(other.locate(key) == "memory" for key in keys) < 7:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        stats = other.stats()
+        assert stats.hits_by_tier == {"memory": 0, "disk": 0}
+        assert stats.misses == 0
+        assert tier_and_number(other, keys[0], 0) == "memory"
+        assert other.get(keys[3]) is None
+
+
 def test_get_many_keeps_the_order_and_takes_repeats(root: Path, store: KVStore) -> None:
     for number in range(12):
         store.put(make_key(number), make_block(number))

@@ -49,6 +49,10 @@ class Tier(ABC):
         """Whether the block is here. Changes nothing, not even what is evicted next."""
 
     @abstractmethod
+    def size(self, key: str) -> int | None:
+        """Bytes that reading the block moves, or None when it is not here. Changes and reads nothing."""
+
+    @abstractmethod
     def keys(self) -> Iterator[str]:
         """The keys held when asked; deletions during the iteration are fine."""
 

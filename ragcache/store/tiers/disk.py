@@ -75,6 +75,12 @@ class DiskTier(Tier):
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.path(key).is_file()
 
+    def size(self, key: str) -> int | None:
+        try:
+            return self.path(key).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def keys(self) -> Iterator[str]:
         return (path.stem for path in self._files() if self._is_block(path))
 

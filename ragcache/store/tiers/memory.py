@@ -65,6 +65,10 @@ class MemoryTier(Tier):
     def __contains__(self, key: object) -> bool:
         return key in self._blocks
 
+    def size(self, key: str) -> int | None:
+        block = self._blocks.get(key)
+        return None if block is None else block.num_bytes
+
     def keys(self) -> Iterator[str]:
         with self._lock:
             return iter(list(self._blocks))
