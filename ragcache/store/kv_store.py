@@ -39,7 +39,7 @@ class KVStats:
     """blocks:        in the durable tier
     bytes_by_tier: held now
     hits_by_tier:  blocks served since the store was opened
-    misses:        keys asked for that no tier had, damaged ones included
+    misses:        keys asked for that no tier served: it had none, a damaged one, or one that was faster to compute
     damaged:       blocks found damaged and dropped
     evictions:     blocks given up by tiers with a budget
     """
@@ -112,11 +112,20 @@ class KVStore:
 
         It is held, and returned, as the durable tier would have given it back. Raises UnencodableBlockError.
         """
-        recoded = self._disk.recoded(key, block)
+        recoded = self.recoded(key, block)
         with self._key_locks.hold(key):
             self._promote(key, recoded, len(self._tiers) - 1)
         self._record_made(key, recoded)
         return recoded
+
+    def recoded(self, key: str, block: KVBlock) -> KVBlock:
+        """The block as the durable tier would give it back; nothing is held. Raises UnencodableBlockError."""
+        return self._disk.recoded(key, block)
+
+    @property
+    def durable_tier(self) -> str:
+        """The name of the tier that keeps every block; what is in a faster one need not be waited for."""
+        return self._tiers[-1].name
 
     def get(self, key: str) -> Loaded | None:
         """The block from the fastest tier that has it, kept in the faster ones from now on; None when no tier has it.
@@ -124,17 +133,33 @@ class KVStore:
         A damaged block is logged, counted, dropped and not served: None. Raises SchemaVersionError when a newer
         version wrote the block: it stays.
         """
-        self._disk.path(key)
-        loaded = self._get(key)
-        self._record([key], [loaded])
+        loaded = self.fetch(key)
+        self.record([key], [loaded])
         return loaded
+
+    def fetch(self, key: str) -> Loaded | None:
+        """`get` that is no access yet: for who may not need the block in the end. What is used goes to `record`."""
+        self._disk.path(key)
+        return self._get(key)
+
+    def read_ahead(self, keys: Sequence[str]) -> None:
+        """Say that `fetch` is going to be called for these at once; the device then sees all of them."""
+        self._disk.prefetch([key for key in dict.fromkeys(keys) if key not in self._tiers[0]])
+
+    def record(self, keys: Sequence[str], found: Sequence[Loaded | None]) -> None:
+        """Count accesses, and trace them as one request. None: no tier served the block."""
+        for loaded in found:
+            self._count(loaded)
+        if self._trace is not None:
+            sizes = [None if one is None else (one.block.num_bytes, one.block.num_tokens, one.tier) for one in found]
+            self._trace.asked(keys, sizes)
 
     def get_many(self, keys: Sequence[str]) -> list[Loaded | None]:
         """`get` for several keys, in their order; files are read ahead together and verified on several threads."""
         wanted = [key for key in dict.fromkeys(keys) if key not in self._tiers[0]]
         self._disk.prefetch(wanted)
         found = [self._get(key) for key in keys] if len(wanted) <= 1 else list(self._readers.map(self._get, keys))
-        self._record(keys, found)
+        self.record(keys, found)
         return found
 
     def locate(self, key: str) -> str | None:
@@ -224,9 +249,7 @@ class KVStore:
 
     def _get(self, key: str) -> Loaded | None:
         with self._key_locks.hold(key):
-            loaded = self._load(key)
-        self._count(loaded)
-        return loaded
+            return self._load(key)
 
     def _bring(self, key: str) -> None:
         try:
@@ -235,11 +258,6 @@ class KVStore:
                     self._load(key)
         except (StoreError, OSError) as error:
             log.debug("%s: not fetched ahead: %s", key, error)
-
-    def _record(self, keys: Sequence[str], found: Sequence[Loaded | None]) -> None:
-        if self._trace is not None:
-            sizes = [None if one is None else (one.block.num_bytes, one.block.num_tokens, one.tier) for one in found]
-            self._trace.asked(keys, sizes)
 
     def _record_made(self, key: str, block: KVBlock) -> None:
         if self._trace is not None:
