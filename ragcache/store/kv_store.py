@@ -112,15 +112,25 @@ class KVStore:
 
         It is held, and returned, as the durable tier would have given it back. Raises UnencodableBlockError.
         """
-        recoded = self.recoded(key, block)
+        recoded = self._disk.recoded(key, block)
         with self._key_locks.hold(key):
             self._promote(key, recoded, len(self._tiers) - 1)
         self._record_made(key, recoded)
         return recoded
 
-    def recoded(self, key: str, block: KVBlock) -> KVBlock:
-        """The block as the durable tier would give it back; nothing is held. Raises UnencodableBlockError."""
-        return self._disk.recoded(key, block)
+    def pass_on(self, key: str, block: KVBlock, *, hold: bool = True) -> KVBlock:
+        """The block as the durable tier, which has it already, would give it back: for who computed it all the same.
+
+        hold: keep it in the faster tiers, unless it was deleted meanwhile; waits for other work on the key
+        Raises UnencodableBlockError.
+        """
+        recoded = self._disk.recoded(key, block)
+        if hold:
+            with self._key_locks.hold(key):
+                if key in self._tiers[-1]:
+                    recoded = self._promote(key, recoded, len(self._tiers) - 1)
+        self._record_made(key, recoded)
+        return recoded
 
     @property
     def durable_tier(self) -> str:
@@ -134,32 +144,34 @@ class KVStore:
         version wrote the block: it stays.
         """
         loaded = self.fetch(key)
-        self.record([key], [loaded])
+        self._record([key], [loaded])
         return loaded
 
     def fetch(self, key: str) -> Loaded | None:
-        """`get` that is no access yet: for who may not need the block in the end. What is used goes to `record`."""
+        """`get` that is no access yet: for who may not need the block in the end. What is used goes to `serve`."""
         self._disk.path(key)
         return self._get(key)
+
+    def ask(self, keys: Sequence[str]) -> str:
+        """Say that one request wants these; what became of each, `serve` is told. Returns the request's name."""
+        return "" if self._trace is None else self._trace.asked(keys, [None] * len(keys))
+
+    def serve(self, request: str, key: str, loaded: Loaded | None) -> None:
+        """Count and trace an access that `ask` announced. None: no tier served it; it is traced when it is made."""
+        self._count(loaded)
+        if self._trace is not None and loaded is not None:
+            self._trace.served(request, key, (loaded.block.num_bytes, loaded.block.num_tokens, loaded.tier))
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Say that `fetch` is going to be called for these at once; the device then sees all of them."""
         self._disk.prefetch([key for key in dict.fromkeys(keys) if key not in self._tiers[0]])
-
-    def record(self, keys: Sequence[str], found: Sequence[Loaded | None]) -> None:
-        """Count accesses, and trace them as one request. None: no tier served the block."""
-        for loaded in found:
-            self._count(loaded)
-        if self._trace is not None:
-            sizes = [None if one is None else (one.block.num_bytes, one.block.num_tokens, one.tier) for one in found]
-            self._trace.asked(keys, sizes)
 
     def get_many(self, keys: Sequence[str]) -> list[Loaded | None]:
         """`get` for several keys, in their order; files are read ahead together and verified on several threads."""
         wanted = [key for key in dict.fromkeys(keys) if key not in self._tiers[0]]
         self._disk.prefetch(wanted)
         found = [self._get(key) for key in keys] if len(wanted) <= 1 else list(self._readers.map(self._get, keys))
-        self.record(keys, found)
+        self._record(keys, found)
         return found
 
     def locate(self, key: str) -> str | None:
@@ -250,6 +262,13 @@ class KVStore:
     def _get(self, key: str) -> Loaded | None:
         with self._key_locks.hold(key):
             return self._load(key)
+
+    def _record(self, keys: Sequence[str], found: Sequence[Loaded | None]) -> None:
+        for loaded in found:
+            self._count(loaded)
+        if self._trace is not None:
+            sizes = [None if one is None else (one.block.num_bytes, one.block.num_tokens, one.tier) for one in found]
+            self._trace.asked(keys, sizes)
 
     def _bring(self, key: str) -> None:
         try:

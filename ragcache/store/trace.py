@@ -58,9 +58,9 @@ class TraceWriter:
         self._awaited: dict[str, tuple[str, float]] = {}  # handle -> request and time at which no tier had it
         self._lock = threading.Lock()
 
-    def asked(self, handles: Sequence[str], found: Sequence[tuple[int, int, str] | None]) -> None:
+    def asked(self, handles: Sequence[str], found: Sequence[tuple[int, int, str] | None]) -> str:
         """Blocks were asked for together: bytes, tokens and tier of each, or None where no tier had it. The line of
-        such a one is written when the block is made, and so has a size."""
+        such a one is written when the block is made, and so has a size. Returns the request's name."""
         at = time.time()
         with self._lock:
             request = f"{self._run}.{next(self._requests)}"
@@ -71,6 +71,15 @@ class TraceWriter:
                     self._write(Access(request, handle, *one, at))
             while len(self._awaited) > MOST_AWAITED:
                 del self._awaited[next(iter(self._awaited))]
+        return request
+
+    def served(self, request: str, handle: str, one: tuple[int, int, str]) -> None:
+        """A block that was asked for without saying what was found (None): bytes, tokens and tier that it had now."""
+        at = time.time()
+        with self._lock:
+            if self._awaited.get(handle, ("", at))[0] == request:
+                _, at = self._awaited.pop(handle)
+            self._write(Access(request, handle, *one, at))
 
     def made(self, handle: str, num_bytes: int, num_tokens: int) -> None:
         """A block came in. It is an access only when it was asked for before: ingestion is none."""
