@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,15 @@ class PhaseTimes:
         return self.encode_s + self.place_s + self.prefill_s
 
 
+class Exact(Protocol):
+    """The KV that a pass over all of the prompt's first `num_tokens` tokens left, keys rotated to 0, 1, ..."""
+
+    num_tokens: int
+
+    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write one layer's to [num_kv_heads, num_tokens, head_dim] each."""
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Blocks of one prompt, on the model's device.
@@ -51,11 +60,13 @@ class Inputs:
     prefix: the isolated block of the prefix ids; None when there are none
     chunks: one block a chunk, in the prompt's order
     recipe: how the chunks were encoded
+    exact:  of the prompt's first tokens, for a method with `takes_exact`: at most all but the last one
     """
 
     prefix: KVBlock | None
     chunks: Sequence[KVBlock]
     recipe: Recipe
+    exact: Exact | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +99,7 @@ class FusionMethod(ABC):
     paper:          where it comes from
     needs_training: whether an untrained model is expected to answer worse with it
     reuses_blocks:  whether it wants KV blocks at all (full prefill does not)
+    takes_exact:    whether it goes on from KV of the prompt's first tokens that a plain pass left
     recipes:        recipes its blocks may be encoded under, the default first
     """
 
@@ -96,6 +108,7 @@ class FusionMethod(ABC):
     summary: ClassVar[str]
     needs_training: ClassVar[bool] = False
     reuses_blocks: ClassVar[bool] = True
+    takes_exact: ClassVar[bool] = False
     recipes: ClassVar[tuple[str, ...]] = ("isolated", "prefix")
 
     def additions(self, lm: LanguageModel) -> Additions:
@@ -183,6 +196,12 @@ class Placer:
             where = self._first if self._first is not None else self.positions
             self._angles[kind] = rope.angles(layer, where, self.positions.shape[0] if consecutive else 0)
         return self._angles[kind]
+
+
+def place_exact(lm: LanguageModel, exact: Exact, cache: FusedCache, layer: int) -> None:
+    """Copy one layer into a cache that holds nothing yet."""
+    keys, values = cache.reserve(layer, torch.arange(exact.num_tokens, device=lm.device))
+    exact.copy_layer(layer, keys[0], values[0])
 
 
 def prefill_over(

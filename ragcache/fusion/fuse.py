@@ -12,7 +12,7 @@ from torch import Tensor
 from ragcache.errors import ConfigError, StaleBlockError
 from ragcache.fusion import get_method
 from ragcache.fusion.additions import NO_ADDITIONS, Additions
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled
+from ragcache.fusion.base import Exact, FusionMethod, Inputs, PhaseTimes, Prefilled
 from ragcache.fusion.eviction import Ballot, SnapKV
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache
@@ -79,6 +79,7 @@ def fuse(
     prefix_block: KVBlock | None = None,
     reserve_tokens: int = 64,
     evict: SnapKV | int | None = None,
+    exact: Exact | None = None,
     **options: Any,
 ) -> Fused:
     """Fused prefill: put the blocks in place and run the question.
@@ -91,13 +92,15 @@ def fuse(
     reserve_tokens: room to leave in the cache for decoding; it grows beyond that
     evict:  keep few of the passages' tokens for decoding, after any method: how to choose them, or simply how many in
             each layer and KV head; `next_logits` are read off before that
+    exact:  KV of the prompt's first tokens, for a method with `takes_exact`
     options: the method's own
 
-    Raises ConfigError (method, option, recipe, evict), StaleBlockError (blocks of another model or another prompt),
-    ContextTooLongError, PromptError.
+    Raises ConfigError (method, option, recipe, evict, exact), StaleBlockError (blocks of another model or another
+    prompt), ContextTooLongError, PromptError.
     """
     chosen = get_method(method, **options)
     chosen.check(lm, prompt)
+    _check_exact(chosen, prompt, exact, whole_suffix=evict is not None)
     added = chosen.additions(lm) if prompt.chunk_ids else NO_ADDITIONS
     added_ids = added.ids(len(prompt.chunk_ids))
     ballot = _ballot(evict, prompt, added)
@@ -109,6 +112,7 @@ def fuse(
     times = PhaseTimes()
     prefix_ids = [*prompt.prefix_ids, *added.behind_prefix]
     inputs, encoded = _inputs(lm, prompt, prefix_ids, chosen, recipe, blocks, prefix_block, times)
+    inputs = replace(inputs, exact=exact)
     if ballot is None:
         done = chosen.prefill(lm, prompt, inputs, times, reserve_tokens)
     else:
@@ -151,6 +155,21 @@ def _ballot(choice: SnapKV | int | None, prompt: Prompt, added: Additions) -> Ba
     suffix = len(prompt.suffix_ids)
     before = len(prompt.prefix_ids) + len(added.behind_prefix)
     return Ballot(SnapKV.of(choice), before, links + len(added.behind_chunks) + suffix, suffix)
+
+
+def _check_exact(method: FusionMethod, prompt: Prompt, exact: Exact | None, *, whole_suffix: bool) -> None:
+    """whole_suffix: all of it has to run, since its rows vote on what is evicted."""
+    if exact is None:
+        return
+    if not method.takes_exact:
+        raise ConfigError(f"method {method.name!r} reads blocks and cannot go on from exact KV; leave `exact` out")
+    most = prompt.context_tokens if whole_suffix else prompt.num_tokens - 1
+    if not 0 <= exact.num_tokens <= most:
+        what = "the suffix" if whole_suffix else "the last token"
+        raise ConfigError(
+            f"exact KV of {exact.num_tokens} tokens was given for a prompt of {prompt.num_tokens}, of which {what} has "
+            f"to run; give that of {most} at most"
+        )
 
 
 def block_recipe(lm: LanguageModel, method: FusionMethod, recipe: str | Recipe | None = None) -> Recipe:

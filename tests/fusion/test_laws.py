@@ -7,6 +7,7 @@ import torch
 from families import FAMILIES, assert_same, block_diagonal, oracle_logits, oracle_model, random_prompt, save_tiny
 
 import ragcache as rc
+from ragcache.kv.prefix_tree import PrefixTree, read_cache
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -30,6 +31,23 @@ def test_full_is_plain_transformers(family):
     n = prompt.num_tokens
     expected = oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril())
     assert_same(rc.fuse(lm, prompt, method="full").next_logits, expected)
+
+
+def test_full_goes_on_from_an_exact_prefix(family):
+    """The prefix ends within a chunk, or before the last token, and sliding windows begin within it."""
+    lm, oracle = family
+    first = random_prompt(1, prefix=5, chunks=(14, 9))
+    second = rc.Prompt(first.prefix_ids, [first.chunk_ids[0], [*first.chunk_ids[1][:4], 7, 8]], [9, 10, 11])
+    tree = PrefixTree(lm.shape, 1 << 24, page_tokens=4)
+    tree.insert("full", first.ids, read_cache(rc.fuse(lm, first, method="full").cache))
+    for prompt, shared in ((second, 23), (first, first.num_tokens - 1)):
+        n = prompt.num_tokens
+        with tree.match("full", prompt.ids) as exact:
+            exact.cut(n - 1)
+            fused = rc.fuse(lm, prompt, method="full", exact=exact)
+        assert set(fused.computed_tokens) == {n - shared}
+        assert_same(fused.next_logits, oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril()))
+        tree.insert("full", prompt.ids, read_cache(fused.cache))
 
 
 # Methods that add trained tokens read another prompt: test_link.py and test_markers.py hold them to law 2.

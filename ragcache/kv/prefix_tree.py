@@ -1,0 +1,466 @@
+"""Exact KV by the tokens that lead to it: a radix tree over sequences.
+
+What a causal model computes for a token depends on the tokens before it alone, so the KV of a sequence serves every
+sequence that begins with it, as it is and where it is: keys stay rotated to the positions 0, 1, ... that they had.
+vLLM's automatic prefix caching finds whole blocks of 16 tokens by hash; RadixAttention (SGLang, arXiv 2312.07104) is
+the tree that this one follows: it matches to the token.
+
+The elements of a sequence are ints of the caller's making: token ids, or ids marked by how they were read, where the
+same token read in another way has other KV. Sequences of different namespaces never meet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragcache.errors import ConfigError
+from ragcache.kv.cache import CacheShape, FusedCache
+
+Elements = NDArray[np.int64]
+Read = Callable[[int, int, int], tuple[Tensor, Tensor]]
+PAGE_TOKENS = 128
+
+
+class Owned(NamedTuple):
+    """Elements [start, stop) of a sequence belong to something that may be deleted: `owner` names it."""
+
+    start: int
+    stop: int
+    owner: int
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """num_bytes: held now; tokens, nodes: likewise
+    asked_tokens, matched_tokens: of all sequences matched so far, and of these the part that was found
+    evicted_tokens: given up for others so far
+    """
+
+    num_bytes: int
+    tokens: int
+    nodes: int
+    asked_tokens: int
+    matched_tokens: int
+    evicted_tokens: int
+
+
+@dataclass(eq=False)
+class _Page:
+    """One allocation: [num_layers, num_kv_heads, num_tokens, head_dim]. Never written to once it is in the tree.
+
+    uses: slices of it that nodes and leases hold; its bytes are free when there are none
+    """
+
+    keys: Tensor
+    values: Tensor
+    uses: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+class _Slice(NamedTuple):
+    """Tokens [start, stop) of a page. A node that is split shares the page of the cut between its halves."""
+
+    page: _Page
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(eq=False)
+class _Node:
+    """An edge and what hangs below it.
+
+    elements: of the edge, int64 [n]; slices: their KV, in order; owned: within the edge
+    leases:   askers that are reading down to here
+    """
+
+    elements: Elements
+    slices: list[_Slice]
+    owned: list[Owned]
+    parent: _Node | None
+    children: dict[int, _Node] = field(default_factory=dict)
+    leases: int = 0
+
+
+class Lease:
+    """The KV of the first `num_tokens` elements of a sequence, which stays until it is released. Use it as a context.
+
+    Deleting what it was computed over takes it out of the tree at once; its bytes count until the release.
+    """
+
+    def __init__(self, tree: PrefixTree, node: _Node | None, slices: list[_Slice]) -> None:
+        self._tree = tree
+        self._node = node
+        self._slices = slices
+        self.num_tokens = sum(one.num_tokens for one in slices)
+
+    def cut(self, num_tokens: int) -> None:
+        """Use so many of the tokens at most."""
+        self.num_tokens = min(self.num_tokens, max(0, num_tokens))
+
+    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write one layer's rotated keys, and values, to [num_kv_heads, num_tokens, head_dim]."""
+        end = 0
+        for page, start, stop in self._slices:
+            count = min(stop - start, self.num_tokens - end)
+            if count <= 0:
+                return
+            keys[:, end : end + count].copy_(page.keys[layer, :, start : start + count])
+            values[:, end : end + count].copy_(page.values[layer, :, start : start + count])
+            end += count
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        self._tree._release(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class PrefixTree:
+    """Thread-safe. Held on the model's device, in its dtype.
+
+    budget_bytes is never exceeded, not for a moment: room is made and reserved before anything is copied. 0 keeps
+    nothing. The least recently used leaf goes first, from its end on, a page at a time; what an asker reads (a lease)
+    stays, and so does everything above what stays.
+
+    Raises ConfigError for a budget that is negative, or above 0 and too small for one token.
+    """
+
+    def __init__(self, shape: CacheShape, budget_bytes: int, *, page_tokens: int = PAGE_TOKENS) -> None:
+        self.shape = shape
+        self.budget_bytes = budget_bytes
+        width = shape.key_dim + shape.value_dim
+        self.token_bytes = shape.num_layers * shape.num_kv_heads * width * shape.dtype.itemsize
+        if budget_bytes < 0 or 0 < budget_bytes < self.token_bytes:
+            raise ConfigError(
+                f"a prefix budget of {budget_bytes} bytes: one token of this model takes {self.token_bytes}; give 0 "
+                "(keep nothing) or more than that"
+            )
+        self._page_tokens = page_tokens
+        self._roots: dict[str, _Node] = {}
+        # Oldest first. Whatever uses a node uses its ancestors after it, so that a node is always older than its
+        # ancestors: the first one is a leaf.
+        self._order: OrderedDict[_Node, None] = OrderedDict()
+        self._used_bytes = 0  # held and reserved
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def match(self, namespace: str, elements: Sequence[int] | Elements) -> Lease:
+        """The longest prefix of the sequence that is held; it may end within an edge, and have no tokens."""
+        wanted = np.asarray(elements, dtype=np.int64)
+        with self._lock:
+            lease = self._lease(namespace, wanted)
+            self._counts["asked"] += len(wanted)
+            self._counts["matched"] += lease.num_tokens
+            return lease
+
+    def count(self, namespace: str, elements: Sequence[int] | Elements) -> int:
+        """Tokens that `match` would find; changes nothing."""
+        wanted = np.asarray(elements, dtype=np.int64)
+        with self._lock:
+            return sum(shared for _, shared in self._walk(namespace, wanted))
+
+    def insert(
+        self, namespace: str, elements: Sequence[int] | Elements, read: Read, owned: Sequence[Owned] = ()
+    ) -> int:
+        """Keep the KV of a sequence: of its new part, as much as there can be room for. Returns the tokens held now.
+
+        read:  a function of (layer, start, stop) that gives rotated keys and values of these elements,
+               [num_kv_heads, stop - start, head_dim] each; called without any lock
+        owned: what the elements belong to; see `drop`
+        """
+        wanted = np.asarray(elements, dtype=np.int64)
+        with self._lock:
+            known = self._lease(namespace, wanted)
+            sizes = self._reserve(len(wanted) - known.num_tokens)
+        start = known.num_tokens
+        try:
+            pages = self._copied(sizes, start, read)
+        except BaseException:
+            with self._lock:
+                self._used_bytes -= sum(sizes) * self.token_bytes
+                self._release_locked(known)
+            raise
+        with self._lock:
+            held = self._attach(namespace, wanted[: start + sum(sizes)], start, pages, owned)
+            self._release_locked(known)
+        return held
+
+    def drop(self, owners: Collection[int]) -> int:
+        """Take out everything that was computed over elements of these owners, and all behind it. Returns tokens.
+
+        What is leased at this moment is found by nobody any more.
+        """
+        with self._lock:
+            before = self._counts["tokens"]
+            for node in list(self._order):
+                starts = [one.start for one in node.owned if one.owner in owners]
+                if starts and node in self._order:
+                    self._truncate(node, min(starts))
+            return before - self._counts["tokens"]
+
+    def owners(self) -> set[int]:
+        """Of all that is held."""
+        with self._lock:
+            return {one.owner for node in self._order for one in node.owned}
+
+    def clear(self) -> None:
+        with self._lock:
+            for root in self._roots.values():
+                for child in list(root.children.values()):
+                    self._truncate(child, 0)
+
+    def stats(self) -> PrefixStats:
+        with self._lock:
+            return PrefixStats(
+                num_bytes=self._used_bytes,
+                tokens=self._counts["tokens"],
+                nodes=len(self._order),
+                asked_tokens=self._counts["asked"],
+                matched_tokens=self._counts["matched"],
+                evicted_tokens=self._counts["evicted"],
+            )
+
+    # Everything below runs under the lock, `_copied` and `_release` apart.
+
+    def _walk(self, namespace: str, wanted: Elements) -> Iterator[tuple[_Node, int]]:
+        """Nodes from the root's child on, each with how many of its elements the sequence shares (at least one)."""
+        node, at = self._roots.get(namespace), 0
+        while node is not None and at < len(wanted):
+            node = node.children.get(int(wanted[at]))
+            if node is None:
+                return
+            shared = _common(node.elements, wanted[at:])
+            yield node, shared
+            if shared < len(node.elements):
+                return
+            at += shared
+
+    def _lease(self, namespace: str, wanted: Elements) -> Lease:
+        path = list(self._walk(namespace, wanted))
+        slices: list[_Slice] = []
+        for node, shared in path:
+            slices += _first(node.slices, shared)
+        for one in slices:
+            one.page.uses += 1
+        for node, _ in reversed(path):
+            self._order.move_to_end(node)
+        last = path[-1][0] if path else None
+        if last is not None:
+            last.leases += 1
+        return Lease(self, last, slices)
+
+    def _release(self, lease: Lease) -> None:
+        with self._lock:
+            self._release_locked(lease)
+
+    def _release_locked(self, lease: Lease) -> None:
+        if lease._node is not None:
+            lease._node.leases -= 1
+        self._let_go(lease._slices)
+        lease._node, lease._slices = None, []
+
+    def _let_go(self, slices: Sequence[_Slice]) -> None:
+        for one in slices:
+            one.page.uses -= 1
+            if not one.page.uses:
+                self._used_bytes -= one.page.num_bytes
+
+    def _reserve(self, num_tokens: int) -> list[int]:
+        """Take pages of so many tokens from the budget, evicting for them; fewer where that is not enough.
+
+        Returns tokens by page.
+        """
+        self._evict(self._used_bytes + num_tokens * self.token_bytes - self.budget_bytes)
+        free = max(0, (self.budget_bytes - self._used_bytes) // self.token_bytes)
+        count = min(num_tokens, free)
+        self._used_bytes += count * self.token_bytes
+        full, rest = divmod(count, self._page_tokens)
+        return [self._page_tokens] * full + ([rest] if rest else [])
+
+    def _evict(self, excess_bytes: int) -> None:
+        """Give up pages of old leaves until so many bytes are free, or nothing is left that may go."""
+        enough = self._used_bytes - excess_bytes
+        while self._used_bytes > enough:
+            victim = next((node for node in self._order if not node.children and not node.leases), None)
+            if victim is None:
+                return
+            lost = victim.slices[-1].num_tokens
+            self._truncate(victim, len(victim.elements) - lost)
+            self._counts["evicted"] += lost
+
+    def _truncate(self, node: _Node, keep: int) -> None:
+        """Cut an edge behind its first `keep` elements, with everything below; all of the node when there are none."""
+        below = [node.children.popitem()[1] for _ in range(len(node.children))]
+        while below:
+            gone = below.pop()
+            below += gone.children.values()
+            gone.children = {}
+            self._forget(gone)
+        if keep == 0:
+            if node.parent is not None:
+                del node.parent.children[int(node.elements[0])]
+            self._forget(node)
+            return
+        kept = _first(node.slices, keep)
+        for one in kept:
+            one.page.uses += 1
+        self._let_go(node.slices)
+        self._counts["tokens"] -= len(node.elements) - keep
+        node.slices = kept
+        node.elements = node.elements[:keep].copy()
+        node.owned = _clip(node.owned, 0, keep)
+
+    def _forget(self, node: _Node) -> None:
+        del self._order[node]
+        self._let_go(node.slices)
+        self._counts["tokens"] -= len(node.elements)
+        node.parent, node.slices = None, []
+
+    def _copied(self, sizes: Sequence[int], start: int, read: Read) -> list[_Page]:
+        """New pages of these sizes with the sequence's KV from `start` on."""
+        pages = []
+        for size in sizes:
+            page = _Page(*(self._empty(size, width) for width in (self.shape.key_dim, self.shape.value_dim)))
+            for layer in range(self.shape.num_layers):
+                keys, values = read(layer, start, start + size)
+                page.keys[layer].copy_(keys)
+                page.values[layer].copy_(values)
+            pages.append(page)
+            start += size
+        return pages
+
+    def _empty(self, num_tokens: int, width: int) -> Tensor:
+        shape = self.shape
+        size = (shape.num_layers, shape.num_kv_heads, num_tokens, width)
+        return torch.empty(size, dtype=shape.dtype, device=shape.device)
+
+    def _attach(
+        self, namespace: str, wanted: Elements, start: int, pages: Sequence[_Page], owned: Sequence[Owned]
+    ) -> int:
+        """Hang the pages, which hold the KV from `start` on, below what the tree has by now. Returns tokens held."""
+        slices = [_Slice(page, 0, page.keys.shape[2]) for page in pages]
+        for one in slices:  # held here, so that those that nobody needs are given back below
+            one.page.uses += 1
+        root = self._roots.setdefault(namespace, _Node(wanted[:0], [], [], None))
+        path = list(self._walk(namespace, wanted))
+        at = sum(shared for _, shared in path)
+        if start <= at < len(wanted):  # what was found at first may have been deleted meanwhile: nothing fits then
+            above = self._split(*path[-1]) if path else root
+            new = _Node(
+                elements=wanted[at:].copy(),
+                slices=_rest(slices, at - start),
+                owned=_reaching(owned, at, len(wanted)),
+                parent=above,
+            )
+            for one in new.slices:
+                one.page.uses += 1
+            above.children[int(wanted[at])] = new
+            self._order[new] = None
+            self._touch(above)
+            self._counts["tokens"] += len(new.elements)
+            at = len(wanted)
+        self._let_go(slices)
+        return at
+
+    def _touch(self, node: _Node | None) -> None:
+        while node is not None and node.parent is not None:
+            self._order.move_to_end(node)
+            node = node.parent
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """The node whose edge ends behind `at` elements of this one: itself, or a new one above it. Nothing is copied.
+
+        The old object stays below: whoever leased it reads on.
+        """
+        if at == len(node.elements):
+            return node
+        parent = node.parent
+        above = _Node(node.elements[:at].copy(), _first(node.slices, at), _clip(node.owned, 0, at), parent)
+        below = _rest(node.slices, at)
+        for one in (*above.slices, *below):
+            one.page.uses += 1
+        self._let_go(node.slices)
+        node.owned = _clip(node.owned, at, len(node.elements))
+        node.elements, node.slices, node.parent = node.elements[at:].copy(), below, above
+        above.children[int(node.elements[0])] = node
+        if parent is not None:
+            parent.children[int(above.elements[0])] = above
+        self._order[above] = None
+        return above
+
+
+def read_cache(cache: FusedCache) -> Read:
+    """What `PrefixTree.insert` reads, out of a cache whose layers hold the positions 0 to n - 1, in any order."""
+    order: dict[int, Tensor] = {}
+
+    def read(layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        keys, values, positions = cache.layer_state(layer)
+        if layer not in order:
+            order[layer] = positions.argsort()
+        index = order[layer][start:stop]
+        return keys[0].index_select(1, index), values[0].index_select(1, index)
+
+    return read
+
+
+def _common(one: Elements, other: Elements) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(one), len(other))
+    differing = np.flatnonzero(one[:length] != other[:length])
+    return int(differing[0]) if len(differing) else length
+
+
+def _first(slices: Sequence[_Slice], count: int) -> list[_Slice]:
+    """The first `count` tokens."""
+    found = []
+    for page, start, stop in slices:
+        if count <= 0:
+            break
+        found.append(_Slice(page, start, min(stop, start + count)))
+        count -= stop - start
+    return found
+
+
+def _rest(slices: Sequence[_Slice], skip: int) -> list[_Slice]:
+    """All but the first `skip` tokens."""
+    found = []
+    for page, start, stop in slices:
+        if skip < stop - start:
+            found.append(_Slice(page, start + max(0, skip), stop))
+        skip -= stop - start
+    return found
+
+
+def _reaching(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
+    """Like `_clip`, and what ends before `start` owns the first element: all was computed over it, and the tokens above
+    may be known as another owner's alone."""
+    return _clip([Owned(one.start, max(one.stop, start + 1), one.owner) for one in owned], start, stop)
+
+
+def _clip(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
+    """What lies in [start, stop), counted from start."""
+    parts = (Owned(max(one.start, start) - start, min(one.stop, stop) - start, one.owner) for one in owned)
+    return [part for part in parts if part.start < part.stop]
