@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ragcache.kv.block import KVBlock
@@ -27,8 +27,11 @@ class BlockEncoder(Protocol):
         """The block key of a chunk."""
         ...
 
-    def encode(self, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
-        """One block a chunk, in order; the chunks run together as one batch."""
+    def encode(self, chunks: Sequence[Sequence[int]], wanted: Callable[[], bool] | None = None) -> list[KVBlock]:
+        """One block a chunk, in order; the chunks run together as one batch.
+
+        wanted: asked now and then; once it says no, AbandonedSignal is raised and nothing is returned
+        """
         ...
 
 
@@ -63,10 +66,15 @@ class ModelEncoder:
     def key(self, token_ids: Sequence[int]) -> str:
         return self.lm.block_key(token_ids, self.recipe, self.prefix_ids, self.tenant)
 
-    def encode(self, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
+    def encode(self, chunks: Sequence[Sequence[int]], wanted: Callable[[], bool] | None = None) -> list[KVBlock]:
         together = max(len(chunk) for chunk in chunks) * len(chunks) if chunks else 1
         return self.lm.encode(
-            chunks, self.recipe, self.prefix_ids, prefix_block=self._prefix(), batch_tokens=together + len(chunks)
+            chunks,
+            self.recipe,
+            self.prefix_ids,
+            prefix_block=self._prefix(),
+            batch_tokens=together + len(chunks),
+            wanted=wanted,
         )
 
     def _prefix(self) -> KVBlock | None:

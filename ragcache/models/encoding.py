@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,17 +33,33 @@ def plan_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[Batch]:
         start += count
 
 
-class Recorder(Cache):  # type: ignore[misc]
-    """Writes every layer's keys and values straight into the blocks, without the padding."""
+class AbandonedSignal(Exception):  # noqa: N818 - it ends a pass early; it is no error
+    """Nobody wants the blocks any more."""
 
-    def __init__(self, lengths: Sequence[int], shape: CacheShape, skip: int = 0) -> None:
+
+class Recorder(Cache):  # type: ignore[misc]
+    """Writes every layer's keys and values straight into the blocks, without the padding.
+
+    wanted: asked in every layer; raises AbandonedSignal when it says no
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        shape: CacheShape,
+        skip: int = 0,
+        wanted: Callable[[], bool] | None = None,
+    ) -> None:
         super().__init__(layers=[])
         self.skip = skip
+        self.wanted = wanted
         self.blocks = [_empty_block(shape, length - skip) for length in lengths]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        if self.wanted is not None and not self.wanted():
+            raise AbandonedSignal
         for row, block in enumerate(self.blocks):
             kept = slice(self.skip, self.skip + block.num_tokens)
             block.keys[layer_idx].copy_(key_states[row, :, kept])
@@ -70,6 +86,7 @@ def encode_batch(
     chunks: Sequence[Sequence[int]],
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
     skip: int = 0,
+    wanted: Callable[[], bool] | None = None,
 ) -> list[KVBlock]:
     """One forward pass of the decoder over right-padded chunks.
 
@@ -78,13 +95,14 @@ def encode_batch(
     prefix: rotated keys and values by layer, [1, num_kv_heads, prefix_tokens, head_dim], seen by every chunk; the
             chunks then stand at positions prefix_tokens, prefix_tokens + 1, ...
     skip:   first tokens of every chunk whose KV is dropped (a lone BOS)
+    wanted: asked in every layer; the pass ends with AbandonedSignal when it says no
     """
     longest = max(len(chunk) for chunk in chunks)
     rows = [[*chunk, *([0] * (longest - len(chunk)))] for chunk in chunks]
     start = prefix[0][0].shape[2] if prefix else 0
     ids = torch.tensor(rows, device=shape.device)
     positions = torch.arange(start, start + longest, device=shape.device)[None]
-    recorder = Recorder([len(chunk) for chunk in chunks], shape, skip)
+    recorder = Recorder([len(chunk) for chunk in chunks], shape, skip, wanted)
     run_decoder(model, ids, positions, recorder, EncodePass(rope, list(prefix)))
     return recorder.blocks
 

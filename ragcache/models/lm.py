@@ -14,20 +14,26 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import BufferPool, CacheShape, FusedCache
 from ragcache.kv.identity import Recipe, block_key
 from ragcache.kv.rope import Rope
-from ragcache.models.attention import CURRENT, FusedPass
+from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
 from ragcache.models.encoding import encode_batch, plan_batches
+from ragcache.models.joint import Run, run_pieces
 from ragcache.models.layerwise import BeforeLayer, walking
 from ragcache.models.reuse import ReuseSpec
+from ragcache.models.turns import Turns
 
 # Padded tokens that are encoded together. On a CPU more only leaves its caches: 792 tokens/s at 512 against 723 at
 # 2,048 for the 135M shape on two cores. A GPU wants more.
 CPU_BATCH_TOKENS = 512
 GPU_BATCH_TOKENS = 16384
+# Tokens of one pass while several callers want to run: what a new one waits for at most. Alone, longer runs are cut too,
+# so that whoever comes is not kept waiting for thousands of tokens.
+CPU_PASS_TOKENS, CPU_ALONE_TOKENS = 256, 1024
+GPU_PASS_TOKENS, GPU_ALONE_TOKENS = 2048, 16384
 DEFAULT_POOL_BYTES = 2 << 30
 
 
 class LanguageModel:
-    """What `rc.load_lm` returns. Thread-safe: passes carry their own state.
+    """What `rc.load_lm` returns. Thread-safe: passes carry their own state, and runs of several threads share passes.
 
     model, tokenizer: transformers' own objects
     rope:          rotates keys of any layer to any positions
@@ -35,6 +41,7 @@ class LanguageModel:
     fingerprint:   SHA-256 that names the model in block keys
     max_positions: longest prompt the model takes, in tokens
     reuse:         what the checkpoint was trained for; None for one that was not trained for reuse
+    turns:         who runs when; `turns.joining = False` gives every run a pass of its own
     """
 
     def __init__(
@@ -57,6 +64,12 @@ class LanguageModel:
         self.max_positions = int(getattr(model.config, "max_position_embeddings", 0)) or 1 << 20
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.pool = BufferPool(shape, DEFAULT_POOL_BYTES)
+        on_cpu = shape.device.type == "cpu"
+        self.turns = Turns(
+            lambda pieces: run_pieces(model, pieces),
+            CPU_PASS_TOKENS if on_cpu else GPU_PASS_TOKENS,
+            CPU_ALONE_TOKENS if on_cpu else GPU_ALONE_TOKENS,
+        )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -111,6 +124,7 @@ class LanguageModel:
         *,
         prefix_block: KVBlock | None = None,
         batch_tokens: int | None = None,
+        wanted: Callable[[], bool] | None = None,
     ) -> list[KVBlock]:
         """Run the model over each chunk alone; one KV block a chunk, in order, on the model's device.
 
@@ -118,6 +132,7 @@ class LanguageModel:
                 Recipe with markers reads them around the chunk and keeps their KV with it
         prefix_block: the isolated block of prefix_ids, when the caller has it
         batch_tokens: padded tokens that run together; what suits the device when None
+        wanted: asked in every layer of every pass; once it says no, AbandonedSignal is raised and nothing is returned
 
         Raises PromptError for an empty chunk or an id outside the vocabulary, ContextTooLongError for a chunk that
         does not fit the model, ConfigError for an unknown recipe.
@@ -134,7 +149,7 @@ class LanguageModel:
         blocks: list[KVBlock | None] = [None] * len(rows)
         for batch in plan_batches([len(row) for row in rows], batch_tokens or self.batch_tokens):
             members = [rows[rank] for rank in batch.ranks]
-            done = encode_batch(self.model, self.rope, self.shape, members, prefix, skip)
+            done = encode_batch(self.model, self.rope, self.shape, members, prefix, skip, wanted)
             for rank, block in zip(batch.ranks, done, strict=True):
                 blocks[rank] = replace(block, recipe=recipe)
         return [block for block in blocks if block is not None]
@@ -183,18 +198,40 @@ class LanguageModel:
         before_layer: decides before each layer which of the tokens go on; see layerwise.BeforeLayer
         num_logits: of so many last tokens; None: of the last one, without an axis of its own
         Returns logits, float32 [vocab_size] or [num_logits, vocab_size]. `cache.computed_tokens` counts what ran.
+
+        Runs of several threads share forward passes where they can (`models/turns.py`), and long ones may be cut into
+        pieces; results are those of one pass alone but for float rounding.
+        Raises CancelledError and TimedOutError within `limits.limited`.
         """
         ids = torch.as_tensor(ids, device=self.device)
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + ids.shape[0], device=self.device)
-        cache.begin(positions, slots)
-        token = CURRENT.set(FusedPass(cache, positions, slots is None if ordered is None else ordered))
+        run = Run(ids, positions, cache, slots is None if ordered is None else ordered)
+
+        def alone() -> Tensor:
+            return self._run_alone(run, slots, before_layer, num_logits)
+
+        # A pass within a pass (a method that runs the model while it places or chooses) has its turn already.
+        if not self.turns.joining or CURRENT.get() is not None:
+            return alone()
+        special = slots is not None or before_layer is not None or num_logits is not None or OBSERVER.get() is not None
+        return self.turns.run(run, alone if special or not run.left else None)
+
+    def _run_alone(
+        self,
+        run: Run,
+        slots: Tensor | Sequence[Tensor] | None,
+        before_layer: BeforeLayer | None,
+        num_logits: int | None,
+    ) -> Tensor:
+        run.cache.begin(run.positions, slots)
+        token = CURRENT.set(FusedPass(run.cache, run.positions, run.ordered))
         try:
             with walking(before_layer):
                 out = self.model(
-                    input_ids=ids[None],
-                    position_ids=positions[None],
-                    past_key_values=cache,
+                    input_ids=run.ids[None],
+                    position_ids=run.positions[None],
+                    past_key_values=run.cache,
                     use_cache=True,
                     logits_to_keep=num_logits or 1,
                 )
