@@ -3,12 +3,14 @@
     RagCacheError
     ├── ConfigError                     an argument or option is out of range or unknown (also a ValueError)
     ├── PromptError                     a question or prompt that cannot be run
-    │   └── ContextTooLongError
+    │   ├── ContextTooLongError
+    │   └── AnswerTooLargeError         its KV would take more memory than all answers together may
     ├── ModelError
     │   ├── ModelNotFoundError          not a directory or hub id of a model
     │   └── UnsupportedModelError       a model whose keys cannot be moved exactly
     ├── EmbedderError                   the embedding model is absent or damaged
     ├── CancelledError                  the caller gave up
+    ├── TimedOutError                   the time that the caller allowed is over
     ├── TraceError                      a recorded trace that cannot be read or written: file, line, reason
     ├── StoreError
     │   ├── StoreNotFoundError
@@ -61,6 +63,10 @@ class ContextTooLongError(PromptError):
     """The prompt has more tokens than the model has positions."""
 
 
+class AnswerTooLargeError(PromptError):
+    """Prompt and answer need more memory for their KV than all answers together may take."""
+
+
 class ModelError(RagCacheError):
     """A language model cannot be used."""
 
@@ -79,6 +85,10 @@ class EmbedderError(RagCacheError):
 
 class CancelledError(RagCacheError):
     """The caller cancelled the request."""
+
+
+class TimedOutError(RagCacheError):
+    """The time that the caller allowed is over."""
 
 
 class TraceError(RagCacheError):

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,6 +97,14 @@ class BufferPool:
                 self._idle.pop(0)
 
 
+class CacheMark(NamedTuple):
+    """What a cache held at one moment, by layer: tokens, tokens that had run, whether the context was placed."""
+
+    lengths: tuple[int, ...]
+    ran: tuple[int, ...]
+    filled: tuple[bool, ...]
+
+
 class FusedCache(Cache):  # type: ignore[misc]
     """Placed context, then every token that runs.
 
@@ -118,6 +127,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         self.fill = fill
         self.lengths = [0] * pool.shape.num_layers
         self._filled = [fill is None] * pool.shape.num_layers
+        self._placed = [0] * pool.shape.num_layers
         self._ran = [0] * pool.shape.num_layers
         self.adjust: Adjust | None = None
         self.merge: Merge | None = None
@@ -163,6 +173,23 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._new_positions = positions
         self._slots = slots
         self._rows = None
+
+    def mark(self) -> CacheMark:
+        """The present moment, to come back to with `rewind`."""
+        return CacheMark(tuple(self.lengths), tuple(self._ran), tuple(self._filled))
+
+    def rewind(self, mark: CacheMark) -> None:
+        """Forget what was appended since; a context that was placed meanwhile stays."""
+        for layer, length in enumerate(mark.lengths):
+            placed_since = self._filled[layer] and not mark.filled[layer]
+            self.lengths[layer] = self._placed[layer] if placed_since else length
+        self._ran = list(mark.ran)
+
+    @torch.inference_mode()
+    def place(self) -> None:
+        """Place every layer's context now. Without this, each is placed just before its layer runs."""
+        for layer in range(len(self.lengths)):
+            self._ensure(layer)
 
     def narrow(self, rows: Tensor | None) -> None:
         """Only these of the announced tokens come from now on: int64 [num_rows]; None: all."""
@@ -263,6 +290,7 @@ class FusedCache(Cache):  # type: ignore[misc]
             return
         self._filled[layer] = True
         self.fill(layer)
+        self._placed[layer] = self.lengths[layer]
         if all(self._filled):
             self.fill = None  # it holds the blocks: decoding needs them no more
 

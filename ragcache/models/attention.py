@@ -9,12 +9,14 @@ Two kinds of pass run through it:
   not rotated; they are recorded, and rotated here with the family's own function.
 - a *fused* pass runs tokens over a FusedCache. The model rotates them itself; placed keys are already rotated.
 
+Several fused passes may run as one (`models/joint.py`): a *joint* pass, whose rows are split by request here.
+
 The current pass travels in a ContextVar: one model serves several threads at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -112,6 +114,17 @@ class FusedPass:
 
 
 @dataclass(frozen=True, eq=False)
+class JointPass:
+    """Passes of several requests as one; their rows stand one behind the other.
+
+    lengths: rows of each
+    """
+
+    members: Sequence[FusedPass]
+    lengths: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
 class Attended:
     """One layer's attention in a fused pass, as it happens.
 
@@ -126,7 +139,7 @@ class Attended:
     weights: Callable[[int], Tensor]
 
 
-CURRENT: ContextVar[EncodePass | FusedPass | None] = ContextVar("ragcache_pass", default=None)
+CURRENT: ContextVar[EncodePass | FusedPass | JointPass | None] = ContextVar("ragcache_pass", default=None)
 OBSERVER: ContextVar[Callable[[Attended], None] | None] = ContextVar("ragcache_observer", default=None)
 
 
@@ -184,6 +197,8 @@ def attention(
             positions = current.running
             raise ProjectedSignal(Projected(query, key, value, positions, scaling, sliding_window, softcap, s_aux))
         out = _attend_fused(current, layer, query, key, value, sliding_window, scaling, softcap, s_aux)
+    elif isinstance(current, JointPass):
+        out = _attend_jointly(current, layer, query, sliding_window, scaling, softcap, s_aux)
     else:
         if isinstance(current, EncodePass):
             query, key, value, mask, causal = _encode_inputs(current, layer, query, key, value, sliding_window)
@@ -212,6 +227,23 @@ def _encode_inputs(
     positions = torch.arange(length, device=key.device)
     mask = visible(positions[-num_tokens:], positions, window if windowed else None)
     return query, key, value, additive(mask, query.dtype), False
+
+
+def _attend_jointly(
+    current: JointPass,
+    layer: int,
+    query: Tensor,
+    window: int | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Each request's rows over what its own cache holds."""
+    parts = []
+    for member, rows in zip(current.members, query.split(current.lengths, dim=2), strict=True):  # type: ignore[arg-type]
+        key, value, _ = member.cache.layer_state(layer)
+        parts.append(_attend_fused(member, layer, rows, key, value, window, scaling, softcap, sinks))
+    return torch.cat(parts, dim=2)
 
 
 def _attend_fused(

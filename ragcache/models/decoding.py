@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ragcache.errors import CancelledError, ConfigError
+from ragcache.errors import ConfigError
 from ragcache.kv.cache import FusedCache
+from ragcache.models.limits import Limit, limited
 from ragcache.models.lm import LanguageModel
 
 
@@ -92,27 +93,32 @@ def decode(
     eos_ids: Sequence[int] = (),
     never: Collection[int] = (),
     cancelled: threading.Event | None = None,
+    limit: Limit | None = None,
 ) -> Iterator[int]:
     """Yield token ids until an EOS (not yielded), `max_tokens`, or the model's last position.
 
     logits:   float32 [vocab_size] of the prompt's last token
     position: of the first answer token
     never:    ids that are not chosen, beside those that the checkpoint's training for reuse added
+    limit:    when to give up, in place of `cancelled` alone
 
-    Raises CancelledError once `cancelled` is set.
+    Steps of sequences that are decoded at the same time share forward passes. Raises CancelledError once `cancelled` is
+    set, and what `limit` raises.
     """
+    limit = limit or Limit(cancelled)
     choose = Chooser(sampling, logits.device, {*never, *(lm.reuse.added_ids if lm.reuse else ())})
     last = min(position + sampling.max_tokens, lm.max_positions)
-    while position < last:
-        if cancelled is not None and cancelled.is_set():
-            raise CancelledError("the request was cancelled")
-        token = choose(logits)
-        if token in eos_ids:
-            return
-        yield token
-        position += 1
-        if position < last:
-            logits = lm.run([token], position - 1, cache)
+    with lm.turns.decoding(cache):
+        while position < last:
+            limit.check()
+            token = choose(logits)
+            if token in eos_ids:
+                return
+            yield token
+            position += 1
+            if position < last:
+                with limited(limit):
+                    logits = lm.run([token], position - 1, cache)
 
 
 def eos_token_ids(lm: LanguageModel) -> tuple[int, ...]:

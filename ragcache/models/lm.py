@@ -25,8 +25,8 @@ from ragcache.models.turns import Turns
 # 2,048 for the 135M shape on two cores. A GPU wants more.
 CPU_BATCH_TOKENS = 512
 GPU_BATCH_TOKENS = 16384
-# Tokens of one pass while several callers want to run: what a new one waits for at most. Alone, longer runs are cut too,
-# so that whoever comes is not kept waiting for thousands of tokens.
+# Tokens of one pass while several callers want to run: what a new one waits for at most. Long runs are cut even where
+# nobody else is there, so that whoever comes is not kept waiting for thousands of tokens.
 CPU_PASS_TOKENS, CPU_ALONE_TOKENS = 256, 1024
 GPU_PASS_TOKENS, GPU_ALONE_TOKENS = 2048, 16384
 DEFAULT_POOL_BYTES = 2 << 30

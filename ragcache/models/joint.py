@@ -1,0 +1,123 @@
+"""Tokens of several requests in one forward pass, each over its own cache.
+
+The rows of all requests stand one behind the other in one sequence: every matrix product sees all of them at once, so
+that the weights are read once for all. Positions are each request's own. Only attention knows where one request ends
+and the next begins: a request's rows see that request's cache, by the same code as when they run alone. Nothing is
+padded and no cache is copied, so lengths, windows, sinks and changed scores may differ from request to request.
+
+As Orca's selective batching (Yu et al., OSDI 2022), with SARATHI's pieces of long prompts (Agrawal et al., 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from ragcache.kv.cache import CacheMark, FusedCache
+from ragcache.models.attention import CURRENT, FusedPass, JointPass
+
+
+@dataclass(eq=False)
+class Run:
+    """Tokens that one caller wants to run over its cache.
+
+    ids, positions: int64 [num_tokens]
+    ordered:   they come after everything in the cache; only such runs can be cut into pieces
+    done:      tokens that have run
+    """
+
+    ids: Tensor
+    positions: Tensor
+    cache: FusedCache
+    ordered: bool
+    done: int = 0
+
+    @property
+    def left(self) -> int:
+        return self.ids.shape[0] - self.done
+
+
+class Piece(NamedTuple):
+    """Tokens of a run that are next: `count` of them from `start`. `mark`: what its cache held before."""
+
+    run: Run
+    start: int
+    count: int
+    mark: CacheMark
+
+    @classmethod
+    def next(cls, run: Run, count: int) -> Piece:
+        return cls(run, run.done, count, run.cache.mark())
+
+    @property
+    def ids(self) -> Tensor:
+        return self.run.ids[self.start : self.start + self.count]
+
+    @property
+    def has_run(self) -> bool:
+        return self.run.done > self.start
+
+    def begin(self) -> FusedPass:
+        """Announce the tokens to the cache."""
+        run = self.run
+        positions = run.positions[self.start : self.start + self.count]
+        run.cache.begin(positions)
+        return FusedPass(run.cache, positions, run.ordered)
+
+    def end(self) -> None:
+        self.run.done = self.start + self.count
+
+    def undo(self) -> None:
+        """After a failure: the cache holds again what it held before."""
+        self.run.cache.rewind(self.mark)
+
+
+class JointCache(Cache):  # type: ignore[misc]
+    """Hands each request's new keys and values to the request's own cache."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        super().__init__(layers=[])
+        self._caches = [piece.run.cache for piece in pieces]
+        self._lengths = [piece.count for piece in pieces]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what came: `attention` reads what each cache holds from the cache itself."""
+        split = zip(key_states.split(self._lengths, 2), value_states.split(self._lengths, 2), strict=True)
+        for cache, (keys, values) in zip(self._caches, split, strict=True):
+            cache.update(keys, values, layer_idx)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+@torch.inference_mode()
+def run_pieces(model: PreTrainedModel, pieces: Sequence[Piece]) -> list[Tensor]:
+    """One forward pass over all pieces; of each, its last token's logits: float32 [vocab_size].
+
+    A single piece runs as it would without this module.
+    """
+    passes = [piece.begin() for piece in pieces]
+    lengths = [piece.count for piece in pieces]
+    ids = torch.cat([piece.ids for piece in pieces])
+    positions = torch.cat([one.positions for one in passes])
+    alone = len(pieces) == 1
+    token = CURRENT.set(passes[0] if alone else JointPass(passes, lengths))
+    try:
+        out = model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            past_key_values=pieces[0].run.cache if alone else JointCache(pieces),
+            use_cache=True,
+            logits_to_keep=1 if alone else torch.tensor(lengths, device=ids.device).cumsum(0) - 1,
+        )
+    finally:
+        CURRENT.reset(token)
+    return list(out.logits[0].float().unbind(0))

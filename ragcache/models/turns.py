@@ -1,0 +1,351 @@
+"""Who runs the model when: many callers, one pass at a time, as many of them in a pass as fit.
+
+Callers' own threads do the work; there is no thread besides. The caller whose turn it is leads: it takes the runs of
+the others that wait into its pass, runs it, hands out the results, and names the next leader, the one that has waited
+longest. A caller that is alone leads at once and waits for nobody.
+
+- *Joining*: a run joins another's pass unless it needs a pass of its own (replaced slots, a say before each layer,
+  an observer, logits of several tokens). Those run alone, in turn.
+- *Lockstep*: sequences that are being decoded come back with their next token a moment after each pass. The leader
+  waits for them, a short bounded time, so that they stay in one pass. One that was late is not waited for until it was
+  in time.
+- *Fairness*: turns are given in the order of arrival; a long run is cut into pieces and stands at the end again after
+  each. Short runs go first within a pass, and the leader always gets a share of it.
+- *Errors*: where a joint pass fails, each of its runs is tried alone, so that only the faulty one fails.
+- *Giving up*: see `models/limits.py`. A caller leaves while it waits, and between pieces; not amid a pass.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from ragcache.kv.cache import FusedCache
+from ragcache.models.joint import Piece, Run
+from ragcache.models.limits import LIMIT, POLL_S
+
+# Longest time that a leader waits for sequences that are being decoded, as a share of the last pass and in seconds.
+PATIENCE_SHARE = 0.5
+LEAST_PATIENCE_S = 0.002
+MOST_PATIENCE_S = 0.05
+# How long the end of a decoding may wait for the lock to tell of it.
+LAST_WORD_S = 0.1
+# The part of a pass that the leader gets at least, and the smallest piece that is worth cutting.
+LEADERS_SHARE = 4
+LEAST_PIECE = 16
+
+
+@dataclass(frozen=True)
+class PassStats:
+    """What the passes were so far.
+
+    passes:  how many
+    tokens:  that ran in them
+    members: passes by how many runs they held: {1: 12, 8: 340}
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    members: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Caller:
+    """A run that waits for its turn.
+
+    alone:    runs it in a pass of its own; None for a run that may join
+    ready:    set when it is finished, or leads
+    """
+
+    run: Run
+    alone: Callable[[], Tensor] | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+    leads: bool = False
+    finished: bool = False
+    logits: Tensor | None = None
+    error: BaseException | None = None
+
+    def finish(self, logits: Tensor | None = None, error: BaseException | None = None) -> None:
+        self.logits, self.error, self.finished = logits, error, True
+
+    def result(self) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        if self.logits is None:
+            raise RuntimeError("a run ended without logits")
+        return self.logits
+
+
+@dataclass(eq=False)
+class _Decoding:
+    """A sequence that is being decoded.
+
+    since:  when it got its last token and began to think about the next; None while its run waits or runs
+    prompt: it came back in time the last time
+    over:   it is not being decoded any more
+    """
+
+    since: float | None
+    prompt: bool = True
+    over: bool = False
+
+
+class _Member(NamedTuple):
+    caller: _Caller
+    piece: Piece
+
+
+class Turns:
+    """The model's queue. Thread-safe.
+
+    forward:     runs pieces in one pass and returns each one's last logits
+    pass_tokens: most tokens of a pass while others wait; a run that cannot be cut may exceed it alone
+    alone_tokens: most tokens of a pass while nobody else is there
+    joining:     False: every run is one pass of its own, whenever its caller likes
+    """
+
+    def __init__(self, forward: Callable[[Sequence[Piece]], list[Tensor]], pass_tokens: int, alone_tokens: int) -> None:
+        self.pass_tokens = pass_tokens
+        self.alone_tokens = alone_tokens
+        self.joining = True
+        self._forward = forward
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._waiting: list[_Caller] = []
+        self._led = False
+        self._decoding: WeakKeyDictionary[FusedCache, _Decoding] = WeakKeyDictionary()
+        self._last_pass_s = 0.0
+        self._stats = PassStats()
+
+    def stats(self) -> PassStats:
+        with self._lock:
+            return PassStats(self._stats.passes, self._stats.tokens, dict(self._stats.members))
+
+    @contextmanager
+    def decoding(self, cache: FusedCache) -> Iterator[None]:
+        """Within, the sequence in `cache` is being decoded: the passes of others wait a moment for its next token."""
+        decoding = _Decoding(time.perf_counter())
+        with self._lock:
+            self._decoding[cache] = decoding
+        try:
+            yield
+        finally:
+            decoding.over, decoding.since = True, None
+            # The garbage collector may end an abandoned generator while this very thread holds the lock.
+            if self._lock.acquire(timeout=LAST_WORD_S):
+                self._decoding.pop(cache, None)
+                self._arrived.notify_all()
+                self._lock.release()
+
+    def run(self, run: Run, alone: Callable[[], Tensor] | None = None) -> Tensor:
+        """Run all of its tokens, in one or several passes; the last one's logits.
+
+        alone: runs it in a pass of its own, which then holds nobody else
+
+        Raises what the pass raises, CancelledError and TimedOutError (`LIMIT`) while it waits.
+        """
+        caller = _Caller(run, alone)
+        if run.cache.fill is not None and self._others(run.cache):
+            run.cache.place()  # beside the others' pass, not in it: a slow disk must not stop them
+        self._enter(caller)
+        while True:
+            self._wait(caller)
+            if caller.finished:
+                return caller.result()
+            self._lead(caller)
+
+    def _others(self, cache: FusedCache) -> bool:
+        with self._lock:
+            return self._led or bool(self._waiting) or self._is_decoding_besides(cache)
+
+    def _is_decoding_besides(self, cache: FusedCache) -> bool:
+        return any(other is not cache and not state.over for other, state in self._decoding.items())
+
+    def _enter(self, caller: _Caller) -> None:
+        with self._lock:
+            self._waiting.append(caller)
+            decoding = self._decoding.get(caller.run.cache)
+            if decoding is not None and decoding.since is not None:
+                decoding.prompt = time.perf_counter() - decoding.since <= self._patience_s()
+                decoding.since = None
+            self._arrived.notify_all()
+            if not self._led:
+                self._appoint(caller)
+
+    def _appoint(self, caller: _Caller) -> None:
+        self._led = True
+        caller.leads = True
+        caller.ready.set()
+
+    def _hand_over(self) -> None:
+        self._led = False
+        if self._waiting:
+            self._appoint(self._waiting[0])
+
+    def _wait(self, caller: _Caller) -> None:
+        """Until it is finished, or its turn. Raises what its limit raises."""
+        limit = LIMIT.get()
+        try:
+            while not caller.ready.wait(limit.poll_s()):
+                if self._is_waiting(caller):
+                    limit.check()
+            if not caller.finished:
+                limit.check()
+        except BaseException:
+            self._leave(caller)
+            raise
+
+    def _is_waiting(self, caller: _Caller) -> bool:
+        with self._lock:
+            return caller in self._waiting
+
+    def _leave(self, caller: _Caller) -> None:
+        """Give up. A pass that holds it is waited for: it works on the caller's cache."""
+        while True:
+            with self._lock:
+                if caller.finished:
+                    return
+                if caller in self._waiting:
+                    self._waiting.remove(caller)
+                    if caller.leads:
+                        self._hand_over()
+                    return
+            caller.ready.wait(POLL_S)
+
+    # A pass
+
+    def _lead(self, leader: _Caller) -> None:
+        members: list[_Member] = []
+        started = time.perf_counter()
+        try:
+            members += self._gather(leader)
+            started = time.perf_counter()
+            self._execute(leader, members)
+        except BaseException as error:  # interrupted: the others try again
+            for member in members:
+                if not member.piece.has_run:
+                    member.piece.undo()
+            leader.finish(error=error)
+            raise
+        finally:
+            self._end(leader, members, time.perf_counter() - started)
+
+    def _gather(self, leader: _Caller) -> list[_Member]:
+        """Take the leader, and who joins it, out of the queue."""
+        with self._lock:
+            leader.leads = False
+            leader.ready.clear()
+            if leader.alone is not None:
+                shares = [(leader, leader.run.left)]
+            else:
+                self._await_decoding()
+                shares = self._shares(leader)
+            for caller, _ in shares:
+                self._waiting.remove(caller)
+        return [_Member(caller, Piece.next(caller.run, count)) for caller, count in shares]
+
+    def _await_decoding(self) -> None:
+        """A moment for the sequences whose next token is due."""
+        patience = self._patience_s()
+        due = time.perf_counter() + patience
+        while thinking := [one for one in self._decoding.values() if one.since is not None and one.prompt]:
+            left = due - time.perf_counter()
+            if left <= 0:
+                for one in thinking:
+                    one.prompt = False
+                return
+            self._arrived.wait(left)
+
+    def _patience_s(self) -> float:
+        return min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, PATIENCE_SHARE * self._last_pass_s))
+
+    def _shares(self, leader: _Caller) -> list[tuple[_Caller, int]]:
+        """Who joins with how many tokens: the shortest runs first, the leader's share set aside for it."""
+        others = [one for one in self._waiting if one.alone is None and one is not leader]
+        run = leader.run
+        room = self.pass_tokens if others or self._is_decoding_besides(run.cache) else self.alone_tokens
+        kept = min(run.left, room // LEADERS_SHARE) if run.ordered else run.left
+        room -= kept
+        shares = []
+        for one in sorted(others, key=lambda one: one.run.left):
+            count = _share(one.run, room)
+            if count:
+                shares.append((one, count))
+                room -= count
+        return [(leader, kept + (_share(run, room, kept) if run.ordered else 0)), *shares]
+
+    def _execute(self, leader: _Caller, members: Sequence[_Member]) -> None:
+        if leader.alone is not None:
+            self._try(leader, leader.alone)
+            return
+        try:
+            rows = self._forward([member.piece for member in members])
+        except Exception as error:
+            if len(members) == 1:
+                leader.finish(error=error)
+                return
+            self._one_by_one(members)
+            return
+        for member, logits in zip(members, rows, strict=True):
+            _advance(member, logits)
+
+    def _one_by_one(self, members: Sequence[_Member]) -> None:
+        """After a joint pass failed: only whose own pass fails has failed."""
+        for member in members:
+            member.piece.undo()
+        for member in members:
+            try:
+                _advance(member, self._forward([member.piece])[0])
+            except Exception as error:
+                member.caller.finish(error=error)
+
+    @staticmethod
+    def _try(caller: _Caller, alone: Callable[[], Tensor]) -> None:
+        try:
+            caller.finish(alone())
+        except Exception as error:
+            caller.finish(error=error)
+
+    def _end(self, leader: _Caller, members: Sequence[_Member], seconds: float) -> None:
+        now = time.perf_counter()
+        tokens = sum(member.piece.count for member in members)
+        with self._lock:
+            self._last_pass_s = seconds
+            counts = dict(self._stats.members)
+            counts[len(members)] = counts.get(len(members), 0) + 1
+            self._stats = PassStats(self._stats.passes + 1, self._stats.tokens + tokens, counts)
+            if leader in self._waiting:  # interrupted before it began
+                self._waiting.remove(leader)
+            for caller, _ in members:
+                self._requeue(caller, now)
+            self._hand_over()
+
+    def _requeue(self, caller: _Caller, now: float) -> None:
+        if not caller.finished:
+            self._waiting.append(caller)
+            return
+        decoding = self._decoding.get(caller.run.cache)
+        if decoding is not None and not decoding.over:
+            decoding.since = now
+        caller.ready.set()
+
+
+def _share(run: Run, room: int, taken: int = 0) -> int:
+    """How many of its tokens go into what is left of a pass."""
+    left = run.left - taken
+    if left <= room:
+        return left
+    return room if run.ordered and room >= LEAST_PIECE else 0
+
+
+def _advance(member: _Member, logits: Tensor) -> None:
+    member.piece.end()
+    if not member.caller.run.left:
+        member.caller.finish(logits)
