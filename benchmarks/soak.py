@@ -1,0 +1,436 @@
+"""An hour, or as long as you like, of many askers while documents come and go: are answers right, is memory flat?
+
+scripts/soak                                  # an hour of 8 askers
+scripts/soak --minutes 3 --codec int8
+
+Two processes share one store: `ragcache serve`, which half of the askers ask through OpenAI's client, and this one,
+whose engine the other half asks. Beside them two threads add and delete documents, one through each. Expected answers
+come from a fresh engine over another store, asked one by one beforehand. The memory tiers are too small for the
+documents, so that blocks are evicted all the time. What is checked: benchmarks/soak_checks.py. Exit status 1 when a
+check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+import ragcache as rc
+from benchmarks.environment import environment
+from benchmarks.files import file_system
+from benchmarks.report import RESULTS, Result, show, write
+from benchmarks.soak_checks import (
+    ANSWERED,
+    MIB,
+    OPEN,
+    Asked,
+    Counts,
+    Deleted,
+    Ending,
+    Expected,
+    Limits,
+    Sample,
+    count,
+    goals,
+    growth,
+    of,
+    processes,
+    read_lines,
+)
+from benchmarks.soak_load import (
+    Asker,
+    Changer,
+    Corpus,
+    Door,
+    EngineDoor,
+    Heard,
+    Journal,
+    Pace,
+    Recent,
+    ServerDoor,
+    draw_corpus,
+)
+from ragcache.engine.maintenance import DoctorReport
+from ragcache.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+METHODS = "link,reposition,full,a3,cacheblend,samkv"
+SERVER_START_S = 180
+SERVER_STOP_S = 60
+CURVE_POINTS = 120
+SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """minutes:      of asking; what comes before and after is not in it
+    askers:       half of them ask through the server
+    think_s:      mean wait of an asker between two questions; change_s: of each thread that changes documents
+    memory:       budget of each process's memory tier, bytes
+    staying, passing, questions: documents of both kinds; questions over the staying ones
+    sample_s:     between two looks at the processes
+    warmup_s:     of the measured minutes, not counted where growth is looked for; None: a tenth, at most 5 minutes
+    """
+
+    minutes: float = 60.0
+    askers: int = 8
+    think_s: float = 3.0
+    change_s: float = 4.0
+    memory: int = 4 * MIB
+    codec: str = "int8"
+    eviction: str = "lru"
+    admission: str = "all"
+    methods: tuple[str, ...] = tuple(METHODS.split(","))
+    staying: int = 160
+    passing: int = 48
+    questions: int = 60
+    sample_s: float = 10.0
+    warmup_s: float | None = None
+    threads: int = 1
+    seed: int = 0
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(warmup_s=min(300.0, 6.0 * self.minutes) if self.warmup_s is None else self.warmup_s)
+
+    def store(self, memory: int) -> rc.StoreConfig:
+        return rc.StoreConfig(
+            memory_bytes=memory, codec=self.codec, eviction=self.eviction, admission=self.admission
+        )  # fmt: skip
+
+
+def expected_answers(settings: Settings, corpus: Corpus, directory: Path) -> dict[tuple[str, int, str], Expected]:
+    """By kind, number and method: a fresh engine over all documents, with memory for all blocks, asked one by one."""
+    found = {}
+    with rc.RagCache.open(directory, model="mini", store=settings.store(1 << 30)) as kb:
+        kb.ingest([*corpus.staying, *corpus.passing])
+        door = EngineDoor(kb)
+        asked = [one for kind, own in corpus.questions.items() if kind != OPEN for one in own]
+        for done, question in enumerate(asked, 1):
+            for method in settings.methods:
+                heard = Heard()
+                door.ask(question, method, heard)
+                found[question.kind, question.number, method] = Expected(heard.text, heard.sources)
+            print(f"\rexpected answers: {done} of {len(asked)} questions", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return found
+
+
+@dataclass
+class Serving:
+    """`ragcache serve` in a process of its own. exit_status: once it has ended."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+    exit_status: int | None = None
+
+    def stop(self) -> int:
+        """As an operator would. Killed, and so counted as failed, when it does not end."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.exit_status = self.process.wait(SERVER_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.exit_status = self.process.wait()
+        return self.exit_status
+
+    def logged_errors(self) -> int:
+        """Lines of its log that are no routine: errors, and what is not in the log's form (a traceback)."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return sum(1 for line in lines if not re.match(r'\{.*"level": "(info|warning)"', line, re.IGNORECASE))
+
+
+@contextmanager
+def serving(settings: Settings, store: Path, log: Path) -> Iterator[Serving]:
+    """Raises ConfigError when it does not come up."""
+    options = {
+        "--store": store, "--port": 0, "--memory": settings.memory, "--codec": settings.codec,
+        "--eviction": settings.eviction, "--admission": settings.admission, "--slots": settings.askers,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "ragcache", "serve", *(str(part) for pair in options.items() for part in pair)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAGCACHE_")}
+    environ = {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(settings.threads)}
+    with log.open("w") as said:
+        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=said, text=True)
+    try:
+        assert process.stdout is not None
+        waiting = threading.Timer(SERVER_START_S, process.kill)
+        waiting.start()
+        url = re.search(r"http://\S+?(?=/v1)", process.stdout.readline())
+        waiting.cancel()
+        if url is None:
+            raise ConfigError(f"the server did not start; {log} says why")
+        yield Serving(process, url[0], log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def sample(process: str, pid: int, at_s: float, tier_bytes: int) -> Sample:
+    """Look at a process through /proc (Linux)."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return Sample(
+        process, at_s,
+        rss_bytes=1024 * int(status["VmRSS"].split()[0]),
+        anonymous_bytes=1024 * int(status["RssAnon"].split()[0]),
+        descriptors=len(os.listdir(f"/proc/{pid}/fd")),
+        threads=int(status["Threads"]),
+        cpu_s=(int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK"),
+        tier_bytes=tier_bytes,
+    )  # fmt: skip
+
+
+@dataclass
+class Run:
+    """One soak: the store, the two doors to it, everybody who uses them."""
+
+    settings: Settings
+    corpus: Corpus
+    journal: Journal
+    doors: dict[str, Door]
+    pids: dict[str, int]
+    stop: threading.Event = field(default_factory=threading.Event)
+    samples: list[Sample] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings, doors, recent = self.settings, list(self.doors.values()), Recent()
+        self.askers = [
+            Asker(n, doors[n % len(doors)], self.corpus, settings.methods, self.journal, recent, settings.seed)
+            for n in range(settings.askers)
+        ]
+        self.changers = [
+            Changer(door, dict(list(enumerate(self.corpus.passing))[n :: len(doors)]), self.journal, recent,
+                    f"{settings.seed}/changes/{n}")
+            for n, door in enumerate(doors)
+        ]  # fmt: skip
+
+    def go(self) -> None:
+        """Ask and change for the time that was set; then delete every passing document."""
+        settings = self.settings
+        workers = [
+            *(threading.Thread(target=one.run, args=[Pace(settings.think_s, self.stop)]) for one in self.askers),
+            *(threading.Thread(target=one.run, args=[Pace(settings.change_s, self.stop)]) for one in self.changers),
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            self._watch()
+        finally:
+            self.stop.set()
+            for worker in workers:
+                worker.join()
+        for changer in self.changers:
+            changer.remove_all()
+
+    def _watch(self) -> None:
+        journal, until = self.journal, self.journal.now() + 60 * self.settings.minutes
+        while (left := until - journal.now()) > 0:
+            self.stop.wait(min(left, self.settings.sample_s))
+            at = journal.now()
+            self.samples += [
+                sample(name, self.pids[name], at, door.tier_bytes()) for name, door in self.doors.items()
+            ]  # fmt: skip
+            sizes = " and ".join(f"{one.rss_bytes / MIB:.0f}" for one in self.samples[-len(self.doors) :])
+            said = f"{at / 60:6.1f} min: {journal.questions} questions, {journal.failures} failed, {journal.added} "
+            said += f"documents added, {journal.deleted} deleted, {sizes} MiB"
+            print(f"\r{said}", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+
+
+def soak(settings: Settings, directory: Path) -> tuple[Run, Counts, Ending, DoctorReport, dict[str, Any]]:
+    """Everything but the report. directory: for stores, journals and the server's log; empty."""
+    corpus = draw_corpus(settings.staying, settings.passing, settings.questions, settings.seed)
+    expected = expected_answers(settings, corpus, directory / "expected")
+    store = directory / "kb"
+    with ExitStack() as stack:
+        kb = stack.enter_context(rc.RagCache.open(store, model="mini", store=settings.store(settings.memory)))
+        kb.ingest(corpus.staying)
+        server = stack.enter_context(serving(settings, store, directory / "server.log"))
+        door = ServerDoor(server.url, "mini")
+        stack.callback(door.close)
+        journal = Journal(directory)
+        stack.callback(journal.close)
+        run = Run(settings, corpus, journal, {"engine": EngineDoor(kb), "server": door},
+                  {"engine": os.getpid(), "server": server.process.pid})  # fmt: skip
+        run.go()
+        status = server.stop()
+        stats = kb.store.kv.stats()
+    with rc.RagCache.open(store, models=False) as kb:
+        unreferenced = set(kb.store.kv.keys()) - set(kb.store.documents.handles())
+        report = kb.doctor()
+    repairs = [*report.damaged, *report.missing, *report.orphans]
+    ending = Ending(
+        unreferenced=len(unreferenced),
+        repairs=len(repairs) + report.leftovers + (not report.sound and not repairs and not report.leftovers),
+        damaged=stats.damaged,
+        evictions=stats.evictions,
+        exit_status=status,
+        logged=server.logged_errors(),
+    )
+    asked, deleted = read_lines(journal.asked_path, Asked), read_lines(journal.deleted_path, Deleted)
+    return (
+        run,
+        count(asked, deleted, expected),
+        ending,
+        report,
+        {"kv": asdict(stats), "file_system": file_system(store)},
+    )
+
+
+def figures(run: Run, counts: Counts, ending: Ending, report: DoctorReport) -> dict[str, Any]:
+    settings, journal = run.settings, run.journal
+    flat = {
+        process: {
+            name: None if (found := growth(of(run.samples, process), name, settings.limits.warmup_s)) is None
+            else {**found._asdict(), "rise": found.rise}
+            for name in ("rss_bytes", "anonymous_bytes", "descriptors", "threads")
+        }
+        for process in processes(run.samples)
+    }  # fmt: skip
+    return {
+        "questions": counts.asked, "answered": counts.answered, "cancelled": counts.cancelled,
+        "compared": counts.compared, "failed": counts.failed[:SHOWN], "unlike": counts.unlike[:SHOWN],
+        "stale": counts.stale[:SHOWN], "added": journal.added, "deleted": journal.deleted,
+        "busy": journal.busy, "failed_changes": journal.failed_changes[:SHOWN],
+        "ttft_ms": ttft(journal.asked_path), "by_method": by_method(journal.asked_path),
+        "cores_used": cores_used(run.samples),
+        "growth": flat, "limits": asdict(settings.limits), "ending": asdict(ending), "doctor": report.to_json(),
+        "curve": curve(run.samples),
+    }  # fmt: skip
+
+
+def ttft(path: Path) -> dict[str, dict[str, float]]:
+    """Milliseconds to the first token by way in, as the engine measured them, over answered questions."""
+    seconds: dict[str, list[float]] = {}
+    for one in read_lines(path, Asked):
+        if one.outcome == ANSWERED and one.ttft_s is not None:
+            for name in (one.via, "all"):
+                seconds.setdefault(name, []).append(1000 * one.ttft_s)
+    quantiles = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+    return {
+        name: {what: round(float(np.quantile(values, q)), 2) for what, q in quantiles.items()}
+        for name, values in sorted(seconds.items())
+    }
+
+
+def by_method(path: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in read_lines(path, Asked):
+        found[one.method] = found.get(one.method, 0) + 1
+    return dict(sorted(found.items()))
+
+
+def cores_used(samples: Sequence[Sample]) -> dict[str, float]:
+    """Processor seconds a second, between the first sample and the last."""
+    found = {}
+    for process in processes(samples):
+        own = of(samples, process)
+        if len(own) > 1:
+            found[process] = round((own[-1].cpu_s - own[0].cpu_s) / (own[-1].at_s - own[0].at_s), 3)
+    return found
+
+
+def curve(samples: Sequence[Sample]) -> dict[str, list[dict[str, float]]]:
+    """Thinned out: at most so many points a process, the last one always among them."""
+    found = {}
+    for process in processes(samples):
+        own = of(samples, process)
+        step = max(1, -(-len(own) // CURVE_POINTS))
+        found[process] = [
+            {
+                "at_s": round(one.at_s, 1), "rss_mib": round(one.rss_bytes / MIB, 1),
+                "anonymous_mib": round(one.anonymous_bytes / MIB, 1), "descriptors": one.descriptors,
+                "threads": one.threads,
+            }
+            for one in own[::-step][::-1]
+        ]  # fmt: skip
+    return found
+
+
+def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
+    parser = argparse.ArgumentParser("soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = Settings()
+    for name, said in {
+        "minutes": "of asking", "think-s": "mean seconds between two questions of an asker",
+        "change-s": "mean seconds between two changes of documents, through each way in",
+        "sample-s": "seconds between two looks at the processes",
+        "warmup-s": "seconds left out of what is said of growth",
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=float, default=getattr(default, name.replace("-", "_")), help=said)
+    for name in ("askers", "memory", "staying", "passing", "questions", "threads", "seed"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
+    for name in ("codec", "eviction", "admission"):
+        parser.add_argument(f"--{name}", default=getattr(default, name))
+    parser.add_argument("--methods", default=METHODS, help="separated by commas")
+    parser.add_argument("--workdir", type=Path, help="where stores, journals and logs stay; else they are removed")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--name", default="soak", help="of the files that are written")
+    given = parser.parse_args(arguments)
+    names = set(Settings.__dataclass_fields__) - {"methods"}
+    values = {name: getattr(given, name) for name in names}
+    settings = Settings(**values, methods=tuple(given.methods.split(",")))
+    if settings.minutes <= 0 or settings.askers < 2 or settings.passing < 4 or settings.staying < settings.passing:
+        parser.error("a soak takes time, 2 askers, 4 passing documents and at least as many that stay")
+    return settings, given
+
+
+def main(arguments: Sequence[str] | None = None) -> Result:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    settings, given = parse(arguments)
+    torch.set_num_threads(settings.threads)
+    random.seed(settings.seed)
+    hardware = environment("benchmarks.soak", arguments, torch.device("cpu"))
+    with ExitStack() as stack:
+        kept = given.workdir
+        directory = kept or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcache-soak.")))
+        directory.mkdir(parents=True, exist_ok=True)
+        run, counts, ending, report, more = soak(settings, directory)
+        measured = {**figures(run, counts, ending, report), **more}
+    held = goals(counts, run.journal.failed_changes, run.samples, ending, settings.limits, settings.memory)
+    result = Result(given.name, settings, hardware, {}, {}, measured, held)
+    path = write(result, given.out)
+    _draw(result.to_json(), given.out / f"{given.name}.png")
+    show(Result(given.name, settings, hardware, {}, {}, _few(measured), held), Console(width=140))
+    print(f"written to {path}")
+    return result
+
+
+def _few(measured: dict[str, Any]) -> dict[str, Any]:
+    """What is read at a glance."""
+    return {
+        name: value for name, value in measured.items() if name not in ("curve", "growth", "kv", "doctor", "limits")
+    }
+
+
+def _draw(result: dict[str, Any], path: Path) -> None:
+    """Needs matplotlib, from the extra `bench`."""
+    from benchmarks.soak_plot import plot
+
+    plot(result, path)
+
+
+def passed(result: Result) -> bool:
+    return all(goal.met for goal in result.goals if goal.applies)
+
+
+if __name__ == "__main__":
+    sys.exit(0 if passed(main()) else 1)
