@@ -67,6 +67,11 @@ class KVBuffers:
             mine[:count] = theirs[:count]
 
 
+def capacity_for(num_tokens: int) -> int:
+    """Tokens that fresh buffers for so many hold."""
+    return -(-num_tokens // _ROUND) * _ROUND
+
+
 class BufferPool:
     """Keeps buffers of finished requests: fresh pages cost more than the copy into them. Thread-safe.
 
@@ -88,7 +93,7 @@ class BufferPool:
                 best = min(fitting, key=lambda b: b.capacity)
                 self._idle = [b for b in self._idle if b is not best]
                 return best
-        return KVBuffers.allocate(self.shape, -(-capacity // _ROUND) * _ROUND)
+        return KVBuffers.allocate(self.shape, capacity_for(capacity))
 
     def give(self, buffers: KVBuffers) -> None:
         with self._lock:
