@@ -6,13 +6,18 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ragcache.errors import NoSuchDocumentError, StoreBusyError, StoreFullError, StoreReadOnlyError
 from ragcache.ingest.encoder import BlockEncoder
 from ragcache.kv.block import KVBlock
+from ragcache.models.encoding import plan_batches
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
+
+if TYPE_CHECKING:
+    from ragcache.engine.loading import Ahead, BlockLoader
 
 log = logging.getLogger(__name__)
 COMPUTED = "computed"
@@ -22,7 +27,8 @@ COMPUTED = "computed"
 class LoadedBlocks:
     """blocks, handles and origins (tier name or "computed") in the chunks' order.
 
-    load_s, encode_s: seconds spent reading tiers, and computing what none had
+    load_s, encode_s: seconds spent waiting for tiers, and computing; where both went on at once, the waiting counts
+                      only while nothing was computed
     encoded_tokens:   tokens of the blocks that were computed
     """
 
@@ -34,6 +40,40 @@ class LoadedBlocks:
     encoded_tokens: int
 
 
+class Keeper:
+    """Keeps what is computed: on disk for the store's own chunks, in this process's memory for others, which no
+    deletion would ever find.
+
+    passing: the encoder is not the store's own (another prefix): keep in memory only
+    """
+
+    def __init__(self, kv_store: KVStore, documents: DocumentStore, *, passing: bool) -> None:
+        self._kv = kv_store
+        self._documents = documents
+        self._passing = passing
+
+    def keep(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
+        """The block as it was kept: with a lossy codec the first answer is then like all later ones."""
+        if self._passing or not chunk.is_stored:
+            return self._kv.remember(handle, block)
+        return self._store(chunk, handle, block)
+
+    def _store(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
+        """A store that cannot take it costs the next question time, never this one its answer."""
+        stored = block
+        try:
+            stored = self._kv.put(handle, block)
+            if chunk.handle != handle:
+                self._documents.set_handle(chunk.id, handle)
+        except NoSuchDocumentError:
+            if handle not in self._documents.handles():  # deleted since it was retrieved: leave no bytes (law 10)
+                self._kv.delete(handle)
+        except (StoreReadOnlyError, StoreFullError, StoreBusyError) as error:
+            log.warning("the block of chunk %s is kept in memory only: %s", chunk.id, error)
+            stored = self._kv.remember(handle, block)
+        return stored
+
+
 def load_or_compute(
     encoder: BlockEncoder,
     kv_store: KVStore,
@@ -41,55 +81,44 @@ def load_or_compute(
     chunks: Sequence[Chunk],
     *,
     passing: bool = False,
+    loader: BlockLoader | None = None,
+    ahead: Ahead | None = None,
 ) -> LoadedBlocks:
-    """One block a chunk. What no tier holds is computed from the chunk's ids and kept: on disk for the store's own
-    chunks, in this process's memory for others, which no deletion would ever find.
+    """One block a chunk. What no tier holds is computed from the chunk's ids and kept.
 
-    passing: the encoder is not the store's own (another prefix): keep in memory only
+    passing: see Keeper
+    loader:  chooses for each block between loading and computing; None loads all that some tier has
+    ahead:   reads that the loader began while retrieval still ranked
 
     The name of a block follows from what it depends on, so a block made under another model, recipe or prefix is not
     found here, however it is named in the document store (law 8).
     """
-    started = time.perf_counter()
+    keeper = Keeper(kv_store, documents, passing=passing)
     handles = [encoder.key(chunk.token_ids) for chunk in chunks]
+    if loader is not None:
+        return loader.load(encoder, keeper, chunks, handles, ahead)
+    return _load_all(encoder, keeper, kv_store, chunks, handles)
+
+
+def _load_all(
+    encoder: BlockEncoder, keeper: Keeper, kv_store: KVStore, chunks: Sequence[Chunk], handles: Sequence[str]
+) -> LoadedBlocks:
+    started = time.perf_counter()
     found = kv_store.get_many(handles)
     loaded_at = time.perf_counter()
-    missing = {handle: rank for rank, handle in enumerate(handles) if found[rank] is None}
+    missing = {handle: chunks[rank] for rank, handle in enumerate(handles) if found[rank] is None}
     computed: dict[str, KVBlock] = {}
-    if missing:
-        made = encoder.encode([chunks[rank].token_ids for rank in missing.values()])
-        computed = dict(zip(missing, made, strict=True))
-        for handle, block in computed.items():
-            chunk = chunks[missing[handle]]
-            # What is kept is read here too: with a lossy codec the first answer is then like all later ones.
-            if passing or not chunk.is_stored:
-                computed[handle] = kv_store.remember(handle, block)
-            else:
-                computed[handle] = _keep(kv_store, documents, chunk, handle, block)
+    names = list(missing)
+    for batch in plan_batches([len(chunk.token_ids) for chunk in missing.values()], encoder.batch_tokens):
+        members = [names[rank] for rank in batch.ranks]
+        made = encoder.encode([missing[handle].token_ids for handle in members])
+        for handle, block in zip(members, made, strict=True):
+            computed[handle] = keeper.keep(missing[handle], handle, block)
     return LoadedBlocks(
         blocks=[computed[handle] if hit is None else hit.block for handle, hit in zip(handles, found, strict=True)],
-        handles=handles,
+        handles=list(handles),
         origins=[COMPUTED if hit is None else hit.tier for hit in found],
         load_s=loaded_at - started,
         encode_s=time.perf_counter() - loaded_at,
         encoded_tokens=sum(block.num_tokens for block in computed.values()),
     )
-
-
-def _keep(kv_store: KVStore, documents: DocumentStore, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
-    """Store a computed block and return it as stored.
-
-    A store that cannot take it costs the next question time, never this one its answer.
-    """
-    stored = block
-    try:
-        stored = kv_store.put(handle, block)
-        if chunk.handle != handle:
-            documents.set_handle(chunk.id, handle)
-    except NoSuchDocumentError:
-        if handle not in documents.handles():  # deleted since it was retrieved: leave no bytes behind (law 10)
-            kv_store.delete(handle)
-    except (StoreReadOnlyError, StoreFullError, StoreBusyError) as error:
-        log.warning("the block of chunk %s is kept in memory only: %s", chunk.id, error)
-        stored = kv_store.remember(handle, block)
-    return stored

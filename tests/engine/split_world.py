@@ -1,0 +1,156 @@
+"""A machine made of numbers: a tier that serves one read after another, a model, and a clock that nobody waits for."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from ragcache.engine.estimate import PrefillRate
+from ragcache.engine.rates import Rates
+from ragcache.engine.split import Limits, Part, Split
+
+TIER = "disk"
+POLL_S = 0.02
+LAYERS = 16
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class World:
+    """bytes_s:   what the tier gives at a moment, in bytes/s; 0 stalls it
+    tokens_s:  what the model computes
+    lost:      ranks that the tier turns out not to have
+    """
+
+    bytes_s: Callable[[float], float]
+    tokens_s: float
+    lost: frozenset[int] = frozenset()
+    clock: Clock = field(default_factory=Clock)
+    rates: Rates = field(init=False)
+    read: list[int] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
+    moved_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.rates = Rates(self.clock)
+
+    def know(self, bytes_s: float, tokens_s: float) -> World:
+        self.rates.set_tier(TIER, 1e-6, bytes_s)
+        self.rates.set_prefill(PrefillRate(1 / tokens_s, 0.0))
+        return self
+
+    # What Split asks
+
+    def load_s(self, num_bytes: int) -> float:
+        return self.rates.load_s(TIER, num_bytes)
+
+    def backlog_s(self) -> float:
+        return self.rates.backlog_s(TIER)
+
+    def compute_s(self, lengths: Sequence[int]) -> float:
+        return self.rates.compute_s(lengths)
+
+    def explore_reading(self) -> bool:
+        return self.rates.explore_tier(TIER)
+
+    def explore_computing(self) -> bool:
+        return self.rates.explore_computing()
+
+    def run(self, parts: Sequence[Part], *, batch_tokens: int = 1, readers: int = 8) -> float:
+        """Seconds until all parts are there. Raises AssertionError after an hour of the clock."""
+        self.read, self.computed = [], []
+        return _Run(self, parts, batch_tokens, readers).seconds()
+
+
+class _Run:
+    def __init__(self, world: World, parts: Sequence[Part], batch_tokens: int, readers: int) -> None:
+        self.world, self.parts = world, parts
+        self.split = Split(parts, world, world.clock, Limits(batch_tokens, readers))
+        self.queue: deque[tuple[int, int]] = deque()  # rank, number in the rates
+        self.left_bytes = 0.0  # of the first in the queue
+
+    def seconds(self) -> float:
+        started = self.world.clock.now
+        while not self.split.done:
+            assert self.world.clock.now - started < 3600, "it does not end"
+            self._begin_reads()
+            batch = self.split.next_batch()
+            if batch:
+                self._compute(batch)
+            else:
+                self._pass(POLL_S, until_read=True)
+        taken = self.world.clock.now - started
+        while self.queue:  # what nobody waits for comes in all the same
+            self._pass(0.1)
+        return taken
+
+    def _compute(self, batch: Sequence[int]) -> None:
+        padded = len(batch) * max(self.parts[rank].num_tokens for rank in batch)
+        for _ in range(LAYERS):
+            if not self.split.is_wanted():
+                self.split.abandoned()
+                return
+            self._begin_reads()
+            self._pass(padded / self.world.tokens_s / LAYERS)
+        self.world.rates.computed([self.parts[rank].num_tokens for rank in batch], padded / self.world.tokens_s)
+        self.world.computed += self.split.computed()
+
+    def _begin_reads(self) -> None:
+        for rank in self.split.next_reads():
+            size = self.parts[rank].num_bytes
+            assert size is not None
+            assert rank not in [one for one, _ in self.queue], "read twice at once"
+            if not self.queue:
+                self.left_bytes = size
+            self.queue.append((rank, self.world.rates.begin_read(TIER, size)))
+
+    def _pass(self, seconds: float, *, until_read: bool = False) -> None:
+        """Let time go by in steps in which the tier's rate is taken as constant."""
+        clock = self.world.clock
+        end = clock.now + seconds
+        while clock.now < end - 1e-12:
+            rate = self.world.bytes_s(clock.now)
+            step = min(end - clock.now, 0.005)
+            if self.queue and rate:
+                step = min(step, self.left_bytes / rate)
+            clock.now += step
+            if self.queue:
+                self.left_bytes -= step * rate
+                self.world.moved_bytes += step * rate
+                if self.left_bytes <= 1e-6:
+                    self._has_read()
+                    if until_read:
+                        return
+
+    def _has_read(self) -> None:
+        rank, number = self.queue.popleft()
+        if self.queue:
+            self.left_bytes = self.parts[self.queue[0][0]].num_bytes
+        self.world.rates.end_read(TIER, number, moved=rank not in self.world.lost)
+        if rank in self.world.lost:
+            self.split.lost(rank)
+        elif self.split.loaded(rank):
+            self.world.read.append(rank)
+        self._begin_reads()
+
+
+def best_s(loads: Sequence[float], computes: Sequence[float]) -> float:
+    """The optimum over all assignments, by trying them all; `inf` in loads for what no tier has."""
+    return min(
+        max(
+            sum(load for load, reads in zip(loads, choice, strict=True) if reads),
+            sum(compute for compute, reads in zip(computes, choice, strict=True) if not reads),
+        )
+        for choice in product((True, False), repeat=len(loads))
+        if not any(reads and math.isinf(load) for load, reads in zip(loads, choice, strict=True))
+    )

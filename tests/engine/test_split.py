@@ -1,0 +1,158 @@
+"""The split of loading and computing, against brute force and against either alone, on machines made of numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from split_world import World, best_s
+
+from ragcache.engine.split import MIN_GAIN_S, Part
+
+MB = 10**6
+TEN = [Part(500, 23 * MB)] * 10
+# What the clock's steps and polls add to any figure.
+STEPS_S = 0.05
+
+part_lists = st.lists(
+    st.tuples(st.integers(20, 800), st.one_of(st.none(), st.integers(100_000, 40 * MB))), min_size=1, max_size=8
+).map(lambda pairs: [Part(*pair) for pair in pairs])
+rates = st.floats(5.5, 9.5).map(lambda power: 10**power)
+speeds = st.floats(2, 4.5).map(lambda power: 10**power)
+
+
+def alone(parts: list[Part], bytes_s: float, tokens_s: float) -> tuple[list[float], list[float]]:
+    loads = [math.inf if part.num_bytes is None else part.num_bytes / bytes_s for part in parts]
+    return loads, [part.num_tokens / tokens_s for part in parts]
+
+
+@settings(max_examples=150, deadline=None)
+@given(part_lists, rates, speeds)
+def test_with_right_estimates_it_is_never_worse_than_either_alone_and_near_the_best_split(parts, bytes_s, tokens_s):
+    taken = World(lambda now: bytes_s, tokens_s).know(bytes_s, tokens_s).run(parts)
+    loads, computes = alone(parts, bytes_s, tokens_s)
+    missing_s = sum(compute for load, compute in zip(loads, computes, strict=True) if math.isinf(load))
+    finite = [load for load in loads if math.isfinite(load)]
+    slack = STEPS_S + MIN_GAIN_S * (len(parts) + 1)
+    assert taken <= max(sum(finite), missing_s) + max(computes) * bool(missing_s) + slack
+    assert taken <= sum(computes) + slack
+    longest = max(min(load, compute) for load, compute in zip(loads, computes, strict=True))
+    assert taken <= best_s(loads, computes) + longest + slack
+
+
+@settings(max_examples=150, deadline=None)
+@given(part_lists, rates, speeds, rates, speeds, st.integers(1, 8), st.sampled_from([1, 512, 4096]))
+def test_whatever_was_believed_every_part_comes_once(parts, bytes_s, tokens_s, believed, guessed, readers, batch):
+    world = World(lambda now: bytes_s, tokens_s).know(believed, guessed)
+    taken = world.run(parts, readers=readers, batch_tokens=batch)
+    assert sorted(world.read + world.computed) == list(range(len(parts)))
+    loads, computes = alone(parts, bytes_s, tokens_s)
+    assert taken >= best_s(loads, computes) - 1e-6, "faster than the machine"
+
+
+@pytest.mark.parametrize(
+    ("bytes_s", "read"),
+    [(2000 * MB, 10), (500 * MB, 10), (10 * MB, 2), (1e5, 0)],
+    ids=["fast", "cold", "slow", "hopeless"],
+)
+def test_ten_passages_of_a_135m_model(bytes_s, read):
+    world = World(lambda now: bytes_s, 790.0).know(bytes_s, 790.0)
+    taken = world.run(TEN)
+    assert len(world.read) == read
+    assert taken <= best_s(*alone(TEN, bytes_s, 790.0)) + STEPS_S
+
+
+@pytest.mark.parametrize("bytes_s", [2000 * MB, 500 * MB, 60 * MB, 10 * MB])
+def test_a_first_question_knows_nothing_and_loses_little(bytes_s):
+    taken = World(lambda now: bytes_s, 790.0).run(TEN)
+    all_loaded, all_computed = 230 * MB / bytes_s, 5000 / 790
+    assert taken <= min(all_loaded, all_computed) * 1.1 + STEPS_S
+
+
+def test_a_disk_that_turns_slow_is_noticed_within_a_few_reads_and_its_recovery_too():
+    """Questions one after another; the disk falls from 2 GB/s to 5 MB/s in the middle of the third."""
+    slow = [0.0, 0.0]
+    world = World(lambda now: 5 * MB if slow[0] <= now < slow[1] else 2000 * MB, 790.0).know(2000 * MB, 790.0)
+    for _ in range(2):
+        assert world.run(TEN) < 0.15 + STEPS_S
+    slow[:] = [world.clock.now + 0.03, math.inf]
+    assert world.run(TEN) <= 5000 / 790 * 1.25
+    assert world.run(TEN) <= 5000 / 790 * 1.1, "noticed"
+    assert len(world.computed) >= 8
+    slow[1] = world.clock.now
+    world.clock.now += 12
+    world.run(TEN)  # explores
+    world.run(TEN)
+    assert world.run(TEN) < 0.15 + STEPS_S, "its recovery is noticed"
+
+
+def test_exploring_a_slow_disk_costs_one_block_in_a_while():
+    world = World(lambda now: 1e6, 790.0).know(1e6, 790.0)
+    for _ in range(8):
+        assert world.run(TEN) <= 5000 / 790 + STEPS_S
+    # 23 s a block: one at a time, though nobody waits for it
+    assert world.moved_bytes <= 23 * MB * 4
+
+
+def test_a_stall_costs_no_more_than_computing_what_is_stalled():
+    stalled = [0.0, 0.0]
+    world = World(lambda now: 0.0 if stalled[0] <= now < stalled[1] else 2000 * MB, 790.0).know(2000 * MB, 790.0)
+    stalled[:] = [world.clock.now + 0.03, world.clock.now + 60]
+    one_s = 500 / 790
+    # two of ten came before; the wait is one block's computation
+    assert world.run(TEN) <= 10 * one_s + one_s + STEPS_S
+    assert world.clock.now >= stalled[1], "the reads came in at last"
+    assert world.run(TEN) <= 5000 / 790 + STEPS_S, "one hiccup does not make it worse than computing"
+
+
+def test_a_short_stall_loses_no_more_than_its_length():
+    stalled = [0.0, 0.0]
+    world = World(lambda now: 0.0 if stalled[0] <= now < stalled[1] else 2000 * MB, 790.0).know(2000 * MB, 790.0)
+    stalled[:] = [world.clock.now + 0.03, world.clock.now + 1.03]
+    assert world.run(TEN) <= 1.0 + 0.115 + STEPS_S, "the computation that was begun is abandoned"
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 2, 10])
+def test_a_model_that_is_not_as_fast_as_believed(factor):
+    world = World(lambda now: 10 * MB, 790.0).know(10 * MB, 790.0 * factor)
+    best = min(23.0, 5000 / 790)
+    world.run(TEN)
+    assert world.run(TEN) <= best * 1.1, "learnt from the first question"
+
+
+def test_a_model_that_becomes_slow_leaves_more_to_the_disk():
+    world = World(lambda now: 40 * MB, 79.0).know(40 * MB, 790.0)
+    taken = world.run(TEN)
+    assert len(world.read) >= 9
+    assert taken <= 230 / 40 * 1.25
+    assert world.run(TEN) <= 230 / 40 * 1.1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_damaged_blocks_are_computed(seed):
+    chosen = random.Random(seed)
+    lost = frozenset(rank for rank in range(10) if chosen.random() < 0.3)
+    bytes_s = 10 ** chosen.uniform(6, 9.5)
+    world = World(lambda now: bytes_s, 790.0, lost).know(bytes_s, 790.0)
+    world.run(TEN)
+    assert lost <= set(world.computed)
+    assert sorted(world.read + world.computed) == list(range(10))
+
+
+def test_a_hanging_read_is_not_waited_for():
+    world = World(lambda now: 0.0 if now < 200 else 1e9, 790.0).know(2000 * MB, 790.0)
+    taken = world.run([Part(500, 23 * MB)])
+    assert taken <= 2 * 500 / 790 + STEPS_S
+    assert world.computed == [0]
+
+
+def test_a_disk_and_a_model_that_both_take_minutes():
+    """A hundred tokens in ten seconds: what is begun is waited for, and neither side gives up for good."""
+    world = World(lambda now: 1e6, 10.0)
+    parts = [Part(100, 30 * MB)] * 4
+    assert world.run(parts) <= min(120, 40) * 1.6
+    assert world.run(parts) <= best_s(*alone(parts, 1e6, 10.0)) * 1.1 + 10
