@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,12 @@ log = logging.getLogger(__name__)
 FETCH_FACTOR = 5
 # A search races with deletions in other processes at most this often before it takes what it has.
 MAX_RETRIES = 5
+# Blocks that are worth foreseeing: more are not read before the ranking is done.
+FORESEEN = 16
+
+
+# Told handles of KV blocks that are likely to be read, the likeliest first.
+Foresee = Callable[[Sequence[str]], None]
 
 
 class Hit(NamedTuple):
@@ -77,6 +83,7 @@ class Retriever:
         score_threshold: float | None = None,
         mmr_lambda: float | None = None,
         fetch_k: int | None = None,
+        foresee: Foresee | None = None,
     ) -> list[Hit]:
         """The k chunks that answer best, best first; all of them when there are fewer.
 
@@ -85,6 +92,8 @@ class Retriever:
         mmr_lambda:      choose for variety too (maximal marginal relevance): 1 is the plain ranking, 0 variety alone;
                          hits are then in the order chosen
         fetch_k:         candidates that MMR chooses from; 5 * k when None
+        foresee:         told the handles of the k nearest as soon as they are found, before their texts are read and
+                         before threshold and MMR have their say; once more where the search has to be repeated
 
         Raises PromptError (empty question), ConfigError (numbers out of range), FilterError (also where nothing passes
         the filter because no chunk has a field that it names).
@@ -94,7 +103,7 @@ class Retriever:
         _check_options(k, mmr_lambda, fetch_k)
         return self.retrieve_by_vector(
             self.embedder.embed_query(query), k, filter=filter, score_threshold=score_threshold,
-            mmr_lambda=mmr_lambda, fetch_k=fetch_k,
+            mmr_lambda=mmr_lambda, fetch_k=fetch_k, foresee=foresee,
         )  # fmt: skip
 
     def retrieve_by_vector(
@@ -106,11 +115,12 @@ class Retriever:
         score_threshold: float | None = None,
         mmr_lambda: float | None = None,
         fetch_k: int | None = None,
+        foresee: Foresee | None = None,
     ) -> list[Hit]:
         """`retrieve` for a question that is embedded already ([dimension])."""
         _check_options(k, mmr_lambda, fetch_k)
         wanted = k if mmr_lambda is None else max(k, fetch_k or FETCH_FACTOR * k)
-        found, chunks = self._search(vector, wanted, filter)
+        found, chunks = self._search(vector, wanted, filter, _of_nearest(k, foresee, self.documents))
         by_id = {chunk.vector_id: chunk for chunk in chunks}
         if score_threshold is not None:
             found = _keep(found, np.flatnonzero(found.scores >= score_threshold))
@@ -160,13 +170,20 @@ class Retriever:
             rows = [row for row, id in enumerate(batch.ids.tolist()) if id in missing]
             self.index.add(batch.ids[rows], batch.vectors[rows])
 
-    def _search(self, vector: NDArray[np.float32], k: int, where: Filter | None) -> tuple[SearchResult, list[Chunk]]:
+    def _search(
+        self,
+        vector: NDArray[np.float32],
+        k: int,
+        where: Filter | None,
+        found_ids: Callable[[list[int]], None],
+    ) -> tuple[SearchResult, list[Chunk]]:
         """Results and their chunks. A chunk deleted between the search and the look-up is searched for again, so
         that as many come back as there are."""
         for _ in range(MAX_RETRIES):
             self.refresh()
             allowed = self.documents.vector_ids(where) if where else None
             found = self.index.search(vector, k, allowed)
+            found_ids(found.ids.tolist())
             chunks = self.documents.chunks_by_vector_ids(found.ids.tolist())
             if len(chunks) == len(found.ids):
                 break
@@ -188,6 +205,16 @@ class Retriever:
         rows, vectors = self.index.vectors_present(found.ids)
         found = _keep(found, rows)
         return _keep(found, np.array(maximal_marginal_relevance(found.scores, vectors, k, mmr_lambda), dtype=np.int64))
+
+
+def _of_nearest(k: int, foresee: Foresee | None, documents: DocumentStore) -> Callable[[list[int]], None]:
+    """Tells `foresee` the handles of the first k vector ids; nothing where nobody wants to know."""
+
+    def tell(ids: list[int]) -> None:
+        if foresee is not None:
+            foresee(documents.handles_by_vector_ids(ids[: min(k, FORESEEN)]))
+
+    return tell
 
 
 def _saved_index(path: Path, embedder: Embedder, kind: str) -> VectorIndex | None:

@@ -172,6 +172,13 @@ class DocumentStore:
         """The chunks of these vector ids, in their order. An id that is no longer there is left out."""
         return self._chunks_by(chunks.c.vector_id, [int(id) for id in ids])
 
+    def handles_by_vector_ids(self, ids: Sequence[int]) -> list[str]:
+        """The handles of these chunks' blocks, in their order; chunks without one, or gone, are left out."""
+        query = select(chunks.c.vector_id, chunks.c.handle).where(chunks.c.vector_id.in_(ids))
+        with self._db.read() as connection:
+            found = dict(connection.execute(query).tuples().all())
+        return [handle for id in ids if (handle := found.get(id)) is not None]
+
     def pending_chunks(self, limit: int | None = None) -> list[Chunk]:
         """Chunks without a handle, oldest first."""
         query = rows.select_chunks().where(chunks.c.handle.is_(None)).order_by(chunks.c.vector_id).limit(limit)

@@ -239,3 +239,27 @@ def test_a_filter_that_nothing_passes_for_a_misspelt_field_says_so(retriever, do
     put(documents, "bare", ["A river."])
     with pytest.raises(FilterError, match="have: none"):
         retriever.retrieve("river", filter={"town": "Osby"})
+
+
+def test_the_nearest_are_foreseen_before_their_texts_are_read(retriever, documents, monkeypatch):
+    put(documents, "pending", ["Osby has nothing at all."])
+    pending = documents.chunks_of("pending")[0].id
+    documents.set_handles({pending: None})
+    told, read = [], documents.chunks_by_vector_ids
+    monkeypatch.setattr(documents, "chunks_by_vector_ids", lambda ids: [told.append("texts"), *read(ids)][1:])
+    monkeypatch.setattr(documents, "handles_by_vector_ids", lambda ids: [by_id[id] for id in ids if id in by_id])
+    by_id = {
+        chunk.vector_id: f"{chunk.document_id}" for n in range(len(TEXTS)) for chunk in documents.chunks_of(f"d{n}")
+    }
+    hits = retriever.retrieve("Osby has a mill", 4, mmr_lambda=0.1, fetch_k=12, foresee=told.append)
+    nearest = [f"d{TEXTS.index(text)}" for text in brute_force("Osby has a mill")[:5]]
+    assert told[0] == [id for id in told[0] if id in nearest]
+    assert told[1] == "texts"
+    assert told[0] != [hit.chunk.document_id for hit in hits], "variety chose others"
+
+
+def test_handles_are_found_by_vector_ids_in_their_order(documents):
+    ids = [documents.chunks_of(f"d{n}")[0].vector_id for n in (3, 0, 2)]
+    documents.set_handles({"d3#0": "a" * 64, "d0#0": "b" * 64, "d2#0": None})
+    assert documents.handles_by_vector_ids([*ids, 10**6]) == ["a" * 64, "b" * 64]
+    assert documents.handles_by_vector_ids([]) == []
