@@ -176,7 +176,7 @@ class DocumentStore:
         """The handles of these chunks' blocks, in their order; chunks without one, or gone, are left out."""
         query = select(chunks.c.vector_id, chunks.c.handle).where(chunks.c.vector_id.in_(ids))
         with self._db.read() as connection:
-            found = dict(connection.execute(query).tuples().all())
+            found = {row.vector_id: row.handle for row in connection.execute(query)}
         return [handle for id in ids if (handle := found.get(id)) is not None]
 
     def pending_chunks(self, limit: int | None = None) -> list[Chunk]:
