@@ -13,6 +13,7 @@ check fails.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
 import re
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -109,15 +111,25 @@ class Settings:
     def limits(self) -> Limits:
         return Limits(warmup_s=min(300.0, 6.0 * self.minutes) if self.warmup_s is None else self.warmup_s)
 
+    def corpus(self) -> Corpus:
+        return draw_corpus(self.staying, self.passing, self.questions, self.seed)
+
     def store(self, memory: int) -> rc.StoreConfig:
         return rc.StoreConfig(
             memory_bytes=memory, codec=self.codec, eviction=self.eviction, admission=self.admission
         )  # fmt: skip
 
 
-def expected_answers(settings: Settings, corpus: Corpus, directory: Path) -> dict[tuple[str, int, str], Expected]:
-    """By kind, number and method: a fresh engine over all documents, with memory for all blocks, asked one by one."""
-    found = {}
+def expected_answers(settings: Settings, directory: Path) -> dict[tuple[str, int, str], Expected]:
+    """`ask_one_by_one` in a process of its own: memory that this one had freed would hide what leaks later."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(ask_one_by_one, settings, directory).result()
+
+
+def ask_one_by_one(settings: Settings, directory: Path) -> dict[tuple[str, int, str], Expected]:
+    """By kind, number and method: a fresh engine over all documents, with memory for all blocks."""
+    torch.set_num_threads(settings.threads)
+    corpus, found = settings.corpus(), {}
     with rc.RagCache.open(directory, model="mini", store=settings.store(1 << 30)) as kb:
         kb.ingest([*corpus.staying, *corpus.passing])
         door = EngineDoor(kb)
@@ -258,9 +270,8 @@ class Run:
 
 def soak(settings: Settings, directory: Path) -> tuple[Run, Counts, Ending, DoctorReport, dict[str, Any]]:
     """Everything but the report. directory: for stores, journals and the server's log; empty."""
-    corpus = draw_corpus(settings.staying, settings.passing, settings.questions, settings.seed)
-    expected = expected_answers(settings, corpus, directory / "expected")
-    store = directory / "kb"
+    expected = expected_answers(settings, directory / "expected")
+    corpus, store = settings.corpus(), directory / "kb"
     with ExitStack() as stack:
         kb = stack.enter_context(rc.RagCache.open(store, model="mini", store=settings.store(settings.memory)))
         kb.ingest(corpus.staying)
