@@ -151,7 +151,15 @@ def _ask_and_print(kb: RagCache, question: DemoQuestion, k: int) -> Comparison:
 def _ask(
     kb: RagCache, question: DemoQuestion, hits: Sequence[Hit], method: str | None, max_tokens: int = MAX_TOKENS
 ) -> Answer:
-    return kb.ask(question.text, hits=hits, sampling=_sampling(max_tokens), on_overflow="trim", method=method)
+    every_token = {"reuse": False} if method == "full" else None
+    return kb.ask(
+        question.text,
+        hits=hits,
+        sampling=_sampling(max_tokens),
+        on_overflow="trim",
+        method=method,
+        method_options=every_token,
+    )
 
 
 def _sampling(max_tokens: int) -> Sampling:

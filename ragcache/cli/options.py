@@ -97,6 +97,16 @@ class StoreOptions:
     trace: Annotated[
         Path | None, option("--trace", "Append every access to blocks to this file, for `ragcache simulate`; no text.")
     ] = None
+    prefix_memory: Annotated[
+        int,
+        option(
+            "--prefix-memory",
+            "Budget for exact KV of earlier prompts, which --method full goes on from; 0: none.",
+            parser=size,
+            metavar="SIZE",
+            show_default="512MiB",
+        ),
+    ] = 512 * 2**20
     index: Annotated[Literal["flat", "hnsw"], option("--index", "Kind of vector index; flat is exact.")] = "flat"
 
     def config(self, *, read_only: bool = False) -> StoreConfig:
@@ -111,6 +121,7 @@ class StoreOptions:
             read_only=read_only,
             admission=self.admission,
             trace=self.trace,
+            prefix_bytes=self.prefix_memory,
         )
 
 

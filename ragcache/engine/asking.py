@@ -6,11 +6,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Timings, Token, Usage
 from ragcache.engine.blocks import LoadedBlocks, load_or_compute
+from ragcache.engine.prefixes import Prefixes
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.fusion.additions import Additions
 from ragcache.fusion.base import FusionMethod
@@ -18,6 +21,7 @@ from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.ingest.encoder import BlockEncoder, ModelEncoder
 from ragcache.kv.block import KVBlock
+from ragcache.kv.prefix_tree import Lease
 from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt, PromptEnds, PromptFormat
@@ -27,6 +31,7 @@ from ragcache.store.kv_store import KVStore
 
 OVERFLOWS = ("error", "trim")
 UNUSED = "unused"
+EXACT = "exact"
 PREFIX_BLOCKS = 8
 
 
@@ -60,12 +65,14 @@ class Reader:
         prompt_format: PromptFormat,
         kv: KVStore,
         documents: DocumentStore,
+        prefixes: Prefixes,
     ) -> None:
         self.lm = lm
         self.encoder = encoder
         self.format = prompt_format
         self.kv = kv
         self.documents = documents
+        self.prefixes = prefixes
         self._eos = eos_token_ids(lm)
         self._prefix_blocks: OrderedDict[tuple[int, ...], KVBlock] = OrderedDict()
         self._lock = threading.Lock()
@@ -118,13 +125,15 @@ class Reader:
         method, sampling = reading.method, reading.sampling
         prompt, dropped = self.prompt(ends, hits, reading)
         hits = hits[: len(hits) - dropped]
-        prefix = self._prefix(prompt, method)
-        loaded = self._load(prompt, hits, method, prefix.block)
-        sources = _sources(hits, loaded)
-        yield Sources(sources)
-        fused = self._fuse(prompt, reading, loaded, prefix.block)
+        exact = self.prefixes.match(method, prompt, whole_suffix=reading.evict is not None)
+        with exact or nullcontext():
+            prefix = self._prefix(prompt, method)
+            loaded = self._load(prompt, hits, method, prefix.block, exact)
+            sources = _sources(hits, loaded)
+            yield Sources(sources)
+            fused = self._fuse(prompt, reading, loaded, prefix.block, exact)
         clock.read(loaded, fused, prefix.encode_s)
-        text, tokens, finish = "", 0, "length"
+        text, made, finish = "", list[int](), "length"
         pieces = TextStream(self.lm.tokenizer, sampling.stop)
         steps = decode(
             self.lm,
@@ -139,28 +148,40 @@ class Reader:
         try:
             for token in steps:
                 clock.first_token()
-                tokens += 1
+                made.append(token)
                 if piece := pieces.push(token):
                     text += piece
                     yield Token(piece)
                 if pieces.stopped:
                     break
-            finish = "stop" if pieces.stopped or not _ran_out(tokens, sampling, self.lm, fused) else "length"
+            finish = "stop" if pieces.stopped or not _ran_out(len(made), sampling, self.lm, fused) else "length"
             if piece := pieces.finish():
                 text += piece
                 yield Token(piece)
         finally:
+            if reading.evict is None:
+                self.prefixes.keep(method, prompt, hits, made, fused)
             fused.cache.release()
         created = prefix.created_tokens + loaded.encoded_tokens
         computed = max(fused.computed_tokens) + fused.encoded_tokens + created
         cached = max(0, fused.prompt_tokens - computed)
-        usage = Usage(fused.prompt_tokens, cached, tokens, created, computed)
+        usage = Usage(fused.prompt_tokens, cached, len(made), created, computed)
         yield Done(Answer(text, sources, clock.timings(), usage, method.name, dropped, finish))
 
-    def _load(self, prompt: Prompt, hits: Sequence[Hit], method: FusionMethod, prefix: KVBlock | None) -> LoadedBlocks:
+    def drop_deleted(self) -> None:
+        """Let go of what was computed over passages that are gone. A conversation's prefix may quote any."""
+        self.prefixes.drop_deleted()
+        with self._lock:
+            self._prefix_blocks.clear()
+
+    def _load(
+        self, prompt: Prompt, hits: Sequence[Hit], method: FusionMethod, prefix: KVBlock | None, exact: Lease | None
+    ) -> LoadedBlocks:
         if not method.reuses_blocks:
             handles = [self.encoder.key(hit.chunk.token_ids) for hit in hits]
-            return LoadedBlocks([], handles, [UNUSED] * len(hits), 0.0, 0.0, 0)
+            ends = accumulate((len(ids) for ids in prompt.chunk_ids), initial=len(prompt.prefix_ids))
+            known = 0 if exact is None else exact.num_tokens
+            return LoadedBlocks([], handles, [EXACT if end <= known else UNUSED for end in list(ends)[1:]], 0.0, 0.0, 0)
         own = self.encoder
         encoder: BlockEncoder = own
         ids = self._prefix_ids(prompt, method)
@@ -168,10 +189,12 @@ class Reader:
             encoder = ModelEncoder(self.lm, own.recipe, ids, own.tenant, prefix_block=prefix)
         return load_or_compute(encoder, self.kv, self.documents, [hit.chunk for hit in hits], passing=passing)
 
-    def _fuse(self, prompt: Prompt, reading: Reading, loaded: LoadedBlocks, prefix: KVBlock | None) -> Fused:
+    def _fuse(
+        self, prompt: Prompt, reading: Reading, loaded: LoadedBlocks, prefix: KVBlock | None, exact: Lease | None
+    ) -> Fused:
         reserve, evict = reading.sampling.max_tokens, reading.evict
         if not reading.method.reuses_blocks:
-            return fuse(self.lm, prompt, reading.method, reserve_tokens=reserve, evict=evict)
+            return fuse(self.lm, prompt, reading.method, reserve_tokens=reserve, evict=evict, exact=exact)
         return fuse(
             self.lm,
             prompt,

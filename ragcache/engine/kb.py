@@ -22,6 +22,7 @@ from ragcache.engine.estimate import PrefillRate, measure_prefill
 from ragcache.engine.maintenance import DoctorReport, Info, doctor, info
 from ragcache.engine.opening import Store, StoreConfig, absent_embedder, open_embedder, open_model, open_store
 from ragcache.engine.passage import Passage, find_passages
+from ragcache.engine.prefixes import Prefixes
 from ragcache.engine.usage import UsageLog
 from ragcache.engine.verdict import AUTO, choose_safe, warn_if_unsafe
 from ragcache.errors import ConfigError
@@ -164,7 +165,8 @@ class RagCache(AsyncTwins):
         if method.reuses_blocks:
             prefix_ids += method.additions(lm).behind_prefix
         encoder = ModelEncoder(lm, block_recipe(lm, method, recipe), prefix_ids, tenant)
-        self._reader = Reader(lm, encoder, text, store.kv, store.documents)
+        prefixes = Prefixes(lm, store.documents, tenant, self.config.prefix_bytes)
+        self._reader = Reader(lm, encoder, text, store.kv, store.documents, prefixes)
         self._whole = WholeTexts(lm.tokenizer)
         self._system = system
         cut = Chunker(lm.tokenizer, **asdict(chunker)) if chunker else Chunker(lm.tokenizer)
@@ -231,8 +233,11 @@ class RagCache(AsyncTwins):
         """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found."""
         wanted = [ids] if isinstance(ids, str) else list(ids)
         if self._ingestor is not None:
-            return self._ingestor.delete(wanted, timeout_s=timeout_s)
-        return self._delete_without_models(wanted, timeout_s)
+            deleted = self._ingestor.delete(wanted, timeout_s=timeout_s)
+        else:
+            deleted = self._delete_without_models(wanted, timeout_s)
+        self._drop_deleted()
+        return deleted
 
     def _delete_without_models(self, ids: Sequence[str], timeout_s: float) -> list[str]:
         store = self.store
@@ -318,6 +323,7 @@ class RagCache(AsyncTwins):
 
         def find() -> Sequence[Hit | Passage]:
             if hits is not None:
+                self._drop_deleted()
                 return hits
             return self.retrieve(question, k, filter=filter, score_threshold=score_threshold, mmr_lambda=mmr_lambda)
 
@@ -357,10 +363,12 @@ class RagCache(AsyncTwins):
         tokenizer = self.lm.tokenizer
         if passages is None and k is None:
             written, inline = conversation.as_written(tokenizer, self._system)
+            self._drop_deleted()
             return self._stream(lambda reader: written, lambda: inline, chosen)
 
         def find() -> Sequence[Hit | Passage]:
             if passages is not None:
+                self._drop_deleted()
                 return passages
             return self.retrieve(
                 conversation.question,
@@ -435,10 +443,12 @@ class RagCache(AsyncTwins):
         yield from reader.stream(ends, hits, reading, clock)
 
     def _drop_deleted(self) -> None:
-        """What another process deleted may be in this one's memory still (law 10)."""
+        """What was deleted, by another process too, may be in this one's memory still (law 10)."""
         generation = self.store.documents.generation()
         if generation != self._generation:
             self.store.kv.refresh()
+            if self._reader is not None:
+                self._reader.drop_deleted()
             self._generation = generation
 
     # Care

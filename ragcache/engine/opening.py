@@ -18,6 +18,7 @@ from ragcache.store.layout import StoreLayout
 
 DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
+DEFAULT_PREFIX_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class StoreConfig:
     codec, eviction, admission, trace: see KVStore
     index:        "flat" (exact) or "hnsw"
     read_only:    nothing is written, not even computed blocks
+    prefix_bytes: budget of the prefix tree: exact KV of earlier prompts and answers, on the model's device; 0: none
     """
 
     database: str | None = None
@@ -39,6 +41,7 @@ class StoreConfig:
     read_only: bool = False
     admission: str = "all"
     trace: str | Path | None = None
+    prefix_bytes: int = DEFAULT_PREFIX_BYTES
 
 
 class Store(NamedTuple):

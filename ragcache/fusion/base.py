@@ -99,7 +99,6 @@ class FusionMethod(ABC):
     paper:          where it comes from
     needs_training: whether an untrained model is expected to answer worse with it
     reuses_blocks:  whether it wants KV blocks at all (full prefill does not)
-    takes_exact:    whether it goes on from KV of the prompt's first tokens that a plain pass left
     recipes:        recipes its blocks may be encoded under, the default first
     """
 
@@ -108,8 +107,12 @@ class FusionMethod(ABC):
     summary: ClassVar[str]
     needs_training: ClassVar[bool] = False
     reuses_blocks: ClassVar[bool] = True
-    takes_exact: ClassVar[bool] = False
     recipes: ClassVar[tuple[str, ...]] = ("isolated", "prefix")
+
+    @property
+    def takes_exact(self) -> bool:
+        """Whether it goes on from KV of the prompt's first tokens that a plain pass left."""
+        return False
 
     def additions(self, lm: LanguageModel) -> Additions:
         """Tokens that the method puts between the prompt's own. Raises ConfigError where `lm` has none trained."""

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled, place_exact
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt
@@ -16,13 +17,24 @@ class Full(FusionMethod):
     """One causal forward pass over all ids, or over those behind a prefix whose KV such a pass has left before.
 
     The passages' blocks are not read. Logits are the same with such a prefix and without, to rounding.
+
+    reuse: False runs every token, as a measurement of full prefill wants it
     """
+
+    reuse: bool = True
 
     name: ClassVar[str] = "full"
     paper: ClassVar[str] = "baseline"
     summary: ClassVar[str] = "reads the whole prompt"
     reuses_blocks: ClassVar[bool] = False
-    takes_exact: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reuse, bool):
+            raise ConfigError(f"reuse is {self.reuse!r}; give true or false")
+
+    @property
+    def takes_exact(self) -> bool:
+        return self.reuse
 
     def prefill(
         self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int

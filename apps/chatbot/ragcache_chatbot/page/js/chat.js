@@ -59,7 +59,8 @@ export async function* askStreaming(api, ask, signal) {
  */
 export async function measureFullPrefill(api, model, messages, sources) {
   const documents = sources.map(({ text, chunk_id, handle }) => ({ text, id: chunk_id, ...(handle ? { handle } : {}) }));
-  const ragcache = documents.length ? { method: "full", documents } : { method: "full", retrieve: false };
+  const method = { method: "full", method_options: { reuse: false } };
+  const ragcache = documents.length ? { ...method, documents } : { ...method, retrieve: false };
   const answer = await api.post("v1/chat/completions", { model, messages, max_tokens: 1, ragcache });
   return answer.ragcache.timings;
 }

@@ -112,7 +112,7 @@ const isSeen = ({ seconds }) => seconds >= 1e-6;
 
 /** @param {Reading[]} found */
 function verdict([own, full]) {
-  if (!full) return own.label === "full" ? "The whole prompt was read; nothing was reused." : "";
+  if (!full) return own.label === "full" ? "The prompt was read as text, without the passages' KV blocks." : "";
   const ratio = full.reading_s / Math.max(own.reading_s, Number.EPSILON);
   const both = `Without the search: ${duration(own.reading_s)}, against ${duration(full.reading_s)} (${full.label})`;
   if (ratio >= 1.05) return `${both}: ${times(ratio)} as fast as a full prefill.`;

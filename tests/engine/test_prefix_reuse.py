@@ -1,0 +1,196 @@
+"""Full prefill behind a prefix tree, through the engine, against plain transformers."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from plain_oracle import greedy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ragcache as rc
+from ragcache.engine import prefixes
+from ragcache.errors import ConfigError
+
+SHORT = rc.Sampling(max_tokens=6)
+QUESTIONS = (
+    "Where do dogs bark?",
+    "Is the cat happy?",
+    "Where does the rowing club meet?",
+    "Where do dogs bark at night?",
+)
+
+
+@pytest.fixture(scope="module")
+def oracle(model_directory):
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="eager")
+    return model.eval(), AutoTokenizer.from_pretrained(model_directory)
+
+
+def expected(kb, oracle, question, hits):
+    prompt = prompt_of(kb, question, hits)
+    n = prompt.num_tokens
+    return greedy(*oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril(), SHORT.max_tokens)
+
+
+def prompt_of(kb, question, hits):
+    form = rc.prompt_format(kb.lm.tokenizer)
+    return rc.Prompt(form.prefix_ids, [hit.chunk.token_ids for hit in hits], form.suffix_ids(kb.lm.tokenizer, question))
+
+
+def ask(kb, question, **options):
+    return kb.ask(question, **{"k": 3, "method": "full", "sampling": SHORT, **options})
+
+
+def tree(kb):
+    return kb._reader.prefixes
+
+
+def test_answers_are_those_of_plain_transformers_whatever_was_asked_before(kb, oracle):
+    shared = 0
+    for question in (*QUESTIONS, *QUESTIONS):
+        answer = ask(kb, question)
+        assert answer.text == expected(kb, oracle, question, answer.hits)
+        assert answer.usage.cached_tokens + answer.usage.computed_tokens == answer.usage.prompt_tokens
+        shared += answer.usage.cached_tokens
+    assert shared == tree(kb).stats().matched_tokens - 4, "a prompt asked again computes its last token"
+    assert shared > 500
+
+
+def test_only_what_is_new_is_computed(kb):
+    hits = kb.retrieve("dogs", 3)
+    first = ask(kb, "Where do dogs bark?", hits=hits)
+    assert (first.usage.cached_tokens, {hit.kv for hit in first.hits}) == (0, {"unused"})
+    again = ask(kb, "Where do dogs bark?", hits=hits)
+    assert again.usage.computed_tokens == 1
+    assert {hit.kv for hit in again.hits} == {"exact"}
+    other = ask(kb, "Is the cat happy?", hits=[*hits[:2], kb.retrieve("rowing club", 1)[0]])
+    prompt = prompt_of(kb, "Is the cat happy?", hits[:2])
+    begin = len(prompt.prefix_ids) + sum(len(ids) for ids in prompt.chunk_ids)
+    assert begin <= other.usage.cached_tokens < begin + len(hits[2].chunk.token_ids)
+    assert [hit.kv for hit in other.hits] == ["exact", "exact", "unused"]
+
+
+def test_streaming_that_is_left_early_keeps_what_was_computed(kb):
+    stream = kb.stream("Where do dogs bark?", 3, method="full", sampling=SHORT)
+    assert isinstance(next(stream), rc.Sources)
+    assert isinstance(next(stream), rc.Token)
+    stream.close()
+    assert ask(kb, "Where do dogs bark?").usage.computed_tokens == 1
+
+
+def test_blocks_and_evicted_caches_stay_out(kb):
+    kb.ask("Where do dogs bark?", k=3, sampling=SHORT)
+    kb.ask("Where do dogs bark?", k=3, method="full", evict=4, sampling=SHORT)
+    assert tree(kb).stats().tokens == 0
+    whole = ask(kb, "Where do dogs bark?", evict=4)
+    ask(kb, "Where do dogs bark?")
+    voted = ask(kb, "Where do dogs bark?", evict=4)
+    assert voted.text == whole.text
+    assert voted.usage.computed_tokens == len(prompt_of(kb, "Where do dogs bark?", []).suffix_ids)
+
+
+def test_askers_at_once_get_what_each_gets_alone(open_kb, tmp_path, kb):
+    alone = {question: ask(kb, question).text for question in QUESTIONS}
+    small = open_kb(store=rc.StoreConfig(prefix_bytes=300 * kb.lm.kv_bytes_per_token))
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda question: ask(small, question), QUESTIONS * 6))
+    assert [answer.text for answer in answers] == [alone[question] for question in QUESTIONS * 6]
+    assert any(answer.usage.cached_tokens for answer in answers)
+    assert tree(small).stats().num_bytes <= 300 * kb.lm.kv_bytes_per_token
+
+
+def test_tenants_share_nothing(open_kb, kb):
+    ask(kb, "Where do dogs bark?")
+    names = {open_kb(tenant=tenant)._reader.prefixes._namespace(rc.METHODS["full"]()) for tenant in ("a", "b")}
+    assert len(names) == 2
+
+
+def test_without_a_budget_everything_is_computed(open_kb, kb):
+    off = open_kb(store=rc.StoreConfig(prefix_bytes=0))
+    for _ in range(2):
+        assert ask(off, "Where do dogs bark?").usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("budget", [-1, 100])
+def test_a_budget_below_one_token_is_refused(open_kb, budget):
+    with pytest.raises(ConfigError, match=f"prefix budget of {budget} bytes: one token"):
+        open_kb(store=rc.StoreConfig(prefix_bytes=budget))
+
+
+def test_no_memory_costs_no_answer(kb, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(prefixes, "read_cache", lambda cache: fail)
+    with caplog.at_level(logging.WARNING):
+        assert ask(kb, "Where do dogs bark?").text
+    assert "not kept for later ones: CUDA out of memory" in caplog.text
+    assert tree(kb).stats().num_bytes == 0
+
+
+# Law 10
+
+
+def holds(kb, ids):
+    """Tokens of a prompt whose exact KV is there."""
+    full = rc.METHODS["full"]()
+    prompt = rc.Prompt(ids, [], [0])
+    with kb._reader.prefixes.match(full, prompt, whole_suffix=True) as lease:
+        return lease.num_tokens
+
+
+def test_a_deleted_document_leaves_no_exact_kv(kb):
+    hits = kb.retrieve("dogs", 4)
+    prompt = prompt_of(kb, "Where do dogs bark?", hits)
+    ask(kb, "Where do dogs bark?", hits=hits)
+    assert holds(kb, prompt.ids) == prompt.num_tokens
+    gone = hits[2].chunk
+    kb.delete(gone.document_id)
+    before = len(prompt.prefix_ids) + sum(len(hit.chunk.token_ids) for hit in hits[:2])
+    assert holds(kb, prompt.ids) == before
+    assert gone.vector_id not in tree(kb)._tree.owners()
+    # Whoever still has the passage in hand may read it, and leaves nothing behind.
+    again = ask(kb, "Where do dogs bark?", hits=hits)
+    assert again.usage.cached_tokens == before
+    assert holds(kb, prompt.ids) == before
+
+
+def test_what_another_process_deleted_is_dropped_at_the_next_question(open_kb, kb):
+    hits = kb.retrieve("dogs", 4)
+    prompt = prompt_of(kb, "Where do dogs bark?", hits)
+    other = open_kb()
+    ask(other, "Where do dogs bark?", hits=hits)
+    kb.delete(hits[0].chunk.document_id)
+    other.chat([{"role": "user", "content": "Hello?"}], sampling=SHORT)
+    assert holds(other, prompt.ids) == len(prompt.prefix_ids)
+
+
+def test_a_document_deleted_while_it_is_read_leaves_nothing(open_kb, kb):
+    hits = kb.retrieve("dogs", 4)
+    prompt = prompt_of(kb, "Where do dogs bark?", hits)
+    stream = kb.stream("Where do dogs bark?", hits=hits, method="full", sampling=SHORT)
+    next(stream)
+    open_kb().delete(hits[0].chunk.document_id)
+    assert list(stream)
+    assert holds(kb, prompt.ids) == len(prompt.prefix_ids)
+
+
+def test_a_replaced_document_is_read_anew(kb):
+    hits = kb.retrieve("dogs", 1)
+    prompt = prompt_of(kb, "Where do dogs bark?", hits)
+    ask(kb, "Where do dogs bark?", hits=hits)
+    kb.ingest(rc.Document(hits[0].chunk.document_id, "Something else altogether.\n"))
+    kb.retrieve("anything", 1)
+    assert holds(kb, prompt.ids) == len(prompt.prefix_ids)
+
+
+def test_passages_from_outside_go_with_the_next_change(kb):
+    passage = rc.Passage("Nobody stored this passage before.")
+    first = ask(kb, "Who?", hits=[passage])
+    assert ask(kb, "Who?", hits=[passage]).usage.computed_tokens == 1
+    kb.ingest(rc.Document("new", "A new document.\n"))
+    again = ask(kb, "Who?", hits=[passage])
+    assert again.usage.cached_tokens < first.usage.prompt_tokens - 10
