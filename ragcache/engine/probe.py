@@ -1,0 +1,138 @@
+"""What a machine does, measured in a fraction of a second when a store is opened."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from ragcache.codecs import Codec
+from ragcache.engine.estimate import PrefillRate
+from ragcache.engine.rates import Rates
+from ragcache.kv.block import KVBlock
+from ragcache.models.lm import LanguageModel
+
+log = logging.getLogger(__name__)
+WARM_TOKENS = 16
+MOST_TOKENS = 512
+READ_BYTES = 256 << 10
+MOST_READ_BYTES = 16 << 20
+COPIED_BYTES = 8 << 20
+DECODED_TOKENS = 256
+# Of the time that may be spent: on the model, and on the disk; the rest is for memory and codec.
+MODEL_SHARE, DISK_SHARE = 0.6, 0.3
+
+
+def probe(rates: Rates, lm: LanguageModel, codec: Codec, block_file: Path | None, budget_s: float) -> None:
+    """Measure prefill, disk, memory and the codec's decoding, in about `budget_s` seconds.
+
+    A step that was begun is finished: at least 16 tokens run, and one block of 256 KiB is read.
+    block_file: read past the page cache where the file system allows it; None leaves the disk out
+    """
+    rates.set_prefill(probe_prefill(lm, MODEL_SHARE * budget_s))
+    if block_file is not None:
+        with suppress(OSError):  # deleted a moment ago, or not to be read: a question will find out
+            rates.set_tier("disk", *probe_disk(block_file, DISK_SHARE * budget_s))
+    rates.set_tier("memory", 0.0, probe_memory())
+    rates.set_decode(codec.name, probe_decode(lm, codec))
+
+
+def probe_prefill(lm: LanguageModel, budget_s: float) -> PrefillRate:
+    """One short pass to warm up, which tells how long a second one may be."""
+    longest = min(MOST_TOKENS, lm.max_positions - 1)
+    few = min(WARM_TOKENS, longest)
+    first_s = _encode_s(lm, few)
+    many = min(longest, max(few, int(few * (budget_s - first_s) / max(first_s, 1e-6))))
+    many_s = _encode_s(lm, many) if many > few or first_s < budget_s else first_s
+    return PrefillRate(many_s / many, 0.0)
+
+
+def _encode_s(lm: LanguageModel, num_tokens: int) -> float:
+    started = time.perf_counter()
+    blocks = lm.encode([[1 + rank % min(100, lm.vocab_size - 1) for rank in range(num_tokens)]])
+    if blocks[0].keys.is_cuda:
+        torch.cuda.synchronize(blocks[0].keys.device)
+    return time.perf_counter() - started
+
+
+def probe_disk(path: Path, budget_s: float) -> tuple[float, float]:
+    """Latency in seconds and bytes/s of reading a file, from the device itself where O_DIRECT can be had."""
+    descriptor = _open(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        buffer = mmap.mmap(-1, READ_BYTES)  # aligned to a page, as O_DIRECT wants it
+        times = []
+        started = time.perf_counter()
+        for offset in range(0, max(1, min(size, MOST_READ_BYTES)), READ_BYTES):
+            began = time.perf_counter()
+            moved = os.preadv(descriptor, [buffer], offset)
+            times.append((time.perf_counter() - began, moved))
+            if time.perf_counter() - started > budget_s:
+                break
+    finally:
+        os.close(descriptor)
+    return _line(times)
+
+
+def _line(times: list[tuple[float, int]]) -> tuple[float, float]:
+    """One read of a file's end is short: what it takes is mostly latency."""
+    short = [seconds for seconds, moved in times if moved < READ_BYTES // 8]
+    whole = [(seconds, moved) for seconds, moved in times if moved >= READ_BYTES // 8]
+    latency_s = min(short) if short else min(seconds for seconds, _ in whole) / 4
+    if not whole:
+        return latency_s, 1.0 / max(1e-12, latency_s) * READ_BYTES
+    rate = statistics.median(moved / max(seconds - latency_s, seconds / 4, 1e-9) for seconds, moved in whole)
+    return latency_s, rate
+
+
+def _open(path: Path) -> int:
+    direct = getattr(os, "O_DIRECT", 0)
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
+        try:
+            os.preadv(descriptor, [mmap.mmap(-1, READ_BYTES)], 0)  # some file systems refuse only now
+        except OSError:
+            os.close(descriptor)
+        else:
+            return descriptor
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def probe_memory() -> float:
+    """Bytes/s of a copy in host memory."""
+    source = torch.ones(COPIED_BYTES // 4)
+    place = torch.empty_like(source).copy_(source)
+    return COPIED_BYTES / _fastest_s(lambda: place.copy_(source))
+
+
+def probe_decode(lm: LanguageModel, codec: Codec) -> float:
+    """Bytes/s of decoded KV that one layer of a block gives in its place."""
+    shape = lm.shape
+    size = (1, shape.num_kv_heads, DECODED_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn((*size, shape.key_dim), generator=generator).to(shape.dtype)
+    values = torch.randn((*size, shape.value_dim), generator=generator).to(shape.dtype)
+    block = codec.decode(codec.encode(KVBlock(keys, values)))
+    key_place, value_place = torch.empty_like(keys[0]), torch.empty_like(values[0])
+
+    def place() -> None:
+        block.copy_keys(0, key_place)
+        block.copy_values(0, value_place)
+
+    return (keys.nbytes + values.nbytes) / _fastest_s(place)
+
+
+def _fastest_s(work: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(3):
+        started = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - started)
+    return max(min(taken), 1e-9)

@@ -1,0 +1,460 @@
+"""Blocks read in threads while others are computed: what comes out, whoever was first; nothing is timed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from ragcache.codecs import get_codec
+from ragcache.engine.blocks import load_or_compute
+from ragcache.engine.estimate import PrefillRate
+from ragcache.engine.loading import BlockLoader, LoadCounts
+from ragcache.engine.rates import Rates
+from ragcache.errors import ConfigError, SchemaVersionError
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.kv.block import KVBlock
+from ragcache.models.encoding import AbandonedSignal
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore
+from ragcache.store.records import Chunk
+from ragcache.store.trace import read_trace
+
+IDS = [[10 * n + i for i in range(5 + n)] for n in range(6)]
+FAST, HOPELESS = 1e12, 1.0  # bytes/s
+HANG_S = 60
+
+
+class TickingClock:
+    """Goes on by a hundredth of a second each time somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> float:
+        with self._lock:
+            self.now += 0.01
+            return self.now
+
+
+class GatedStore(KVStore):
+    """A store whose reads wait for `gate`; `began` says that one waits."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.began = threading.Event()
+        self.fetched: list[str] = []
+
+    def fetch(self, key):
+        self.began.set()
+        assert self.gate.wait(HANG_S)
+        self.fetched.append(key)
+        return super().fetch(key)
+
+
+class Watched(ModelEncoder):
+    """Says what was computed, in batches; `before` is called with each."""
+
+    def __init__(self, lm, **options) -> None:
+        super().__init__(lm, **options)
+        self.batches: list[list[list[int]]] = []
+        self.before = lambda chunks, wanted: None
+
+    @property
+    def batch_tokens(self) -> int:
+        return 12
+
+    def encode(self, chunks, wanted=None):
+        self.batches.append([list(chunk) for chunk in chunks])
+        self.before(chunks, wanted)
+        return super().encode(chunks, wanted)
+
+
+class Setup:
+    """A store with the blocks of IDS on disk and nothing in memory, as after a start."""
+
+    def __init__(self, root, lm, template, **options) -> None:
+        shutil.copytree(template, root, dirs_exist_ok=True)
+        self.encoder = Watched(lm)
+        self.handles = [self.encoder.key(ids) for ids in IDS]
+        self.chunks = [stored(rank, *pair) for rank, pair in enumerate(zip(IDS, self.handles, strict=True))]
+        with KVStore(root / "kv") as kv:
+            self.blocks = [loaded.block for loaded in kv.get_many(self.handles)]
+        self.kv = GatedStore(root / "kv", **options)
+        self.documents = DocumentStore.open(root / "documents.sqlite3")
+        self.clock = TickingClock()
+        self.rates = Rates(self.clock)
+        self.loaders: list[BlockLoader] = []
+
+    def loader(self, bytes_s: float, tokens_s: float = 1000.0, **options) -> BlockLoader:
+        self.rates.set_tier("disk", 1e-9, bytes_s)
+        self.rates.set_prefill(PrefillRate(1 / tokens_s, 0.0))
+        self.loaders.append(BlockLoader(self.kv, self.rates, **options))
+        return self.loaders[-1]
+
+    def load(self, loader, chunks=None, **options):
+        chosen = self.chunks if chunks is None else chunks
+        return load_or_compute(self.encoder, self.kv, self.documents, chosen, loader=loader, **options)
+
+    def close(self) -> None:
+        self.kv.gate.set()
+        for loader in self.loaders:
+            loader.close()
+        self.kv.close()
+        self.documents.close()
+
+
+def stored(rank, ids, handle) -> Chunk:
+    return Chunk(f"c{rank}", f"d{rank}", 0, "", ids, {}, rank, handle, 0.0, "", "")
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory, lm):
+    """Written once: flushing to a device takes a while where others use it too."""
+    root = tmp_path_factory.mktemp("template")
+    DocumentStore.open(root / "documents.sqlite3").close()
+    encoder = ModelEncoder(lm)
+    with KVStore(root / "kv") as kv:
+        for ids in IDS:
+            kv.put(encoder.key(ids), encoder.encode([ids])[0])
+    return root
+
+
+@pytest.fixture
+def open_setup(tmp_path, lm, template):
+    made = []
+
+    def open_one(**options):
+        made.append(Setup(tmp_path, lm, template, **options))
+        return made[-1]
+
+    yield open_one
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def setup(open_setup):
+    return open_setup()
+
+
+def close_to(found: list[KVBlock], wanted: list[KVBlock]) -> bool:
+    pairs = zip(found, wanted, strict=True)
+    return all(
+        torch.allclose(a.keys, b.keys, rtol=1e-4, atol=1e-5)
+        and torch.allclose(a.values, b.values, rtol=1e-4, atol=1e-5)
+        for a, b in pairs
+    )
+
+
+def identical(found: list[KVBlock], wanted: list[KVBlock]) -> bool:
+    return all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_from_a_fast_disk_all_is_read_bit_for_bit_and_nothing_computed(setup):
+    loader = setup.loader(FAST)
+    loaded = setup.load(loader)
+    assert (loaded.origins, loaded.encoded_tokens, setup.encoder.batches) == (["disk"] * 6, 0, [])
+    assert loaded.handles == setup.handles
+    assert identical(loaded.blocks, setup.blocks)
+    again = setup.load(loader)
+    assert again.origins == ["memory"] * 6
+    assert identical(again.blocks, setup.blocks)
+    assert setup.kv.stats().hits_by_tier == {**setup.kv.stats().hits_by_tier, "memory": 6, "disk": 6}
+    assert setup.kv.stats().misses == 0
+    assert loader.counts() == LoadCounts()
+
+
+@pytest.mark.parametrize("policy", ["auto", "never"])
+def test_what_is_computed_although_the_disk_has_it_is_not_written_again_but_remembered(setup, policy, lm):
+    files = {path: path.stat().st_mtime_ns for path in setup.kv.root.rglob("*.safetensors")}
+    loader = setup.loader(HOPELESS if policy == "auto" else FAST, policy=policy)
+    setup.rates.computed([10], 0.01)  # a measurement of now: nothing is to be explored
+    loaded = setup.load(loader)
+    assert loaded.origins == ["computed"] * 6
+    assert loaded.encoded_tokens == sum(map(len, IDS))
+    assert sorted(ids for batch in setup.encoder.batches for ids in batch) == sorted(IDS)
+    assert close_to(loaded.blocks, setup.blocks)
+    assert files == {path: path.stat().st_mtime_ns for path in setup.kv.root.rglob("*.safetensors")}
+    assert loader.counts().recomputed == 6
+    assert setup.kv.stats().misses == 6
+    again = setup.load(loader)
+    assert again.origins == ["memory"] * 6
+    assert identical(again.blocks, loaded.blocks), "the first use is like later ones"
+
+
+@pytest.mark.parametrize("codec", ["int8", "cachegen"])
+def test_a_recomputed_block_is_used_as_its_codec_gives_it_back(open_setup, lm, codec):
+    setup = open_setup(codec=codec)
+    loaded = setup.load(setup.loader(FAST, policy="never"))
+    own = get_codec(codec)
+    for batch in setup.encoder.batches:
+        for ids, block in zip(batch, lm.encode(batch, batch_tokens=1000), strict=True):
+            assert loaded.blocks[IDS.index(ids)].equal(own.decode(own.encode(block)))
+    assert not identical(loaded.blocks, ModelEncoder(lm).encode(IDS))
+
+
+def test_some_are_read_while_others_are_computed(setup):
+    per_token = setup.kv.size(setup.handles[-1]) / len(IDS[-1])
+    loader = setup.loader(per_token * 100, 100.0)  # either takes as long
+    permits, fetch = threading.Semaphore(0), setup.kv.fetch
+    setup.kv.fetch = lambda key: fetch(key) if permits.acquire(timeout=HANG_S) else None
+    setup.encoder.before = lambda chunks, wanted: permits.release()  # one read for one computation
+    loaded = setup.load(loader)
+    permits.release(len(IDS))
+    assert set(loaded.origins) == {"disk", "computed"}
+    assert close_to(loaded.blocks, setup.blocks)
+    read = [block.equal(own) for block, own in zip(loaded.blocks, setup.blocks, strict=True)]
+    assert all(same for same, origin in zip(read, loaded.origins, strict=True) if origin == "disk")
+    assert loaded.encoded_tokens == sum(len(i) for i, o in zip(IDS, loaded.origins, strict=True) if o == "computed")
+
+
+def test_a_disk_that_hangs_is_not_waited_for(setup):
+    loader = setup.loader(FAST)
+    setup.kv.gate.clear()
+    loaded = setup.load(loader)
+    assert loaded.origins == ["computed"] * 6
+    assert close_to(loaded.blocks, setup.blocks)
+    assert setup.kv.fetched == []
+    assert loader.counts().overtaken_bytes == sum(setup.kv.size(handle) for handle in setup.handles)
+    setup.kv.gate.set()
+    loader.close()
+    assert sorted(setup.kv.fetched) == sorted(setup.handles), "the reads came in, to memory"
+    assert all(setup.kv.locate(handle) == "memory" for handle in setup.handles)
+
+
+def test_a_computation_is_given_up_when_its_blocks_have_been_read(setup):
+    loader = setup.loader(FAST)
+    setup.kv.gate.clear()
+    abandoned = []
+
+    def read_now(chunks, wanted):
+        setup.kv.gate.set()
+        while wanted():
+            threading.Event().wait(0.001)
+        abandoned.append(chunks)
+
+    setup.encoder.before = read_now
+    loaded = setup.load(loader)
+    assert abandoned, "a late disk was not waited for"
+    assert loaded.origins == ["disk"] * 6
+    assert loaded.encoded_tokens == 0
+    assert identical(loaded.blocks, setup.blocks)
+
+
+def test_encoding_ends_in_the_layer_in_which_nobody_wants_it(lm):
+    asked = []
+    with pytest.raises(AbandonedSignal):
+        lm.encode([IDS[0]], wanted=lambda: bool(asked.append(1)) or len(asked) < 2)
+    assert len(asked) == 2
+    assert lm.encode([IDS[0]], wanted=lambda: True)[0].equal(lm.encode([IDS[0]])[0])
+
+
+def test_a_damaged_block_is_dropped_computed_and_kept(setup, caplog):
+    path = setup.kv.root / setup.handles[2][:2] / setup.handles[2][2:4] / f"{setup.handles[2]}.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    loaded = setup.load(setup.loader(FAST))
+    assert loaded.origins == ["disk", "disk", "computed", "disk", "disk", "disk"]
+    assert setup.encoder.batches == [[IDS[2]]]
+    assert identical(loaded.blocks, setup.blocks)
+    setup.kv.verify(setup.handles[2])
+    assert "dropped from disk" in caplog.text
+    assert setup.kv.stats().damaged == 1
+
+
+def test_what_no_tier_has_is_computed_in_batches_and_kept(setup):
+    for handle in setup.handles[1:4]:
+        setup.kv.delete(handle)
+    loaded = setup.load(setup.loader(FAST))
+    assert loaded.origins == ["disk", "computed", "computed", "computed", "disk", "disk"]
+    assert setup.encoder.batches == [[IDS[3]], [IDS[2]], [IDS[1]]], "batch_tokens is 12"
+    for handle in setup.handles:
+        setup.kv.verify(handle)
+
+
+def test_passages_from_elsewhere_are_kept_in_memory_alone(setup):
+    loader = setup.loader(FAST)
+    outside = [Chunk("x", "x", 0, "", [7, 8, 9], {}, -1, None, 0.0, "", "")]
+    key = setup.encoder.key([7, 8, 9])
+    assert setup.load(loader, outside).origins == ["computed"]
+    assert setup.kv.locate(key) == "memory"
+    assert key not in list(setup.kv.keys())
+    own = [stored(9, [4, 5], setup.encoder.key([4, 5]))]
+    assert setup.load(loader, own, passing=True).origins == ["computed"]
+    assert setup.encoder.key([4, 5]) not in list(setup.kv.keys())
+
+
+def test_an_error_of_a_read_reaches_the_asker_and_the_next_question_is_answered(setup, monkeypatch):
+    loader = setup.loader(FAST)
+
+    def newer(key):
+        raise SchemaVersionError("written by a newer version")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.kv, "fetch", newer)
+        with pytest.raises(SchemaVersionError, match="newer"):
+            setup.load(loader)
+    assert setup.load(loader).origins == ["disk"] * 6
+
+
+def test_an_error_of_a_computation_reaches_the_asker_though_reads_hang(setup):
+    setup.kv.delete(setup.handles[0])
+    loader = setup.loader(FAST)
+    setup.kv.gate.clear()
+
+    def fail(chunks, wanted):
+        raise RuntimeError("out of memory")
+
+    setup.encoder.before = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        setup.load(loader)
+    setup.encoder.before = lambda chunks, wanted: None
+    setup.kv.gate.set()
+    assert close_to(setup.load(loader).blocks, setup.blocks)
+
+
+def test_a_block_that_was_deleted_while_it_was_computed_is_not_remembered(setup):
+    loader = setup.loader(FAST, policy="never")
+    setup.encoder.before = lambda chunks, wanted: setup.kv.delete(setup.handles[0]) if IDS[0] in chunks else None
+    setup.load(loader)
+    assert setup.kv.locate(setup.handles[0]) is None
+    assert all(setup.kv.locate(handle) == "memory" for handle in setup.handles[1:])
+
+
+def test_the_same_passage_twice_is_read_once_and_counted_twice(setup):
+    loaded = setup.load(setup.loader(FAST), [setup.chunks[1], setup.chunks[2], setup.chunks[1]])
+    assert loaded.origins == ["disk"] * 3
+    assert sorted(setup.kv.fetched) == sorted(setup.handles[1:3])
+    assert loaded.blocks[0] is loaded.blocks[2]
+    assert setup.kv.stats().hits_by_tier["disk"] == 3
+
+
+def test_no_chunks_no_blocks(setup):
+    assert setup.load(setup.loader(FAST), []).blocks == []
+
+
+def test_many_askers_with_a_disk_of_moods(setup, lm):
+    """Reads take a random while, one in ten finds its block damaged, computing goes on beside."""
+    loader = setup.loader(3e5, 2e3)
+    chosen = random.Random(5)
+    fetch = setup.kv.fetch
+
+    def moody(key):
+        threading.Event().wait(chosen.random() * 0.01)
+        return None if chosen.random() < 0.1 else fetch(key)
+
+    setup.kv.fetch = moody
+
+    def ask(number):
+        mine = random.Random(number)
+        ranks = [mine.randrange(len(IDS)) for _ in range(mine.randint(1, 6))]
+        if mine.random() < 0.5:
+            setup.kv.refresh()
+        encoder = Watched(lm)
+        loaded = load_or_compute(encoder, setup.kv, setup.documents, [setup.chunks[r] for r in ranks], loader=loader)
+        assert close_to(loaded.blocks, [setup.blocks[rank] for rank in ranks])
+        assert set(loaded.origins) <= {"memory", "disk", "computed"}
+        computed = {rank for rank, origin in zip(ranks, loaded.origins, strict=True) if origin == "computed"}
+        assert loaded.encoded_tokens == sum(len(IDS[rank]) for rank in computed)
+
+    with ThreadPoolExecutor(8) as askers:
+        for done in [askers.submit(ask, number) for number in range(80)]:
+            done.result(timeout=HANG_S)
+
+
+def test_reads_begun_ahead_are_taken_or_counted_as_wasted(setup):
+    loader = setup.loader(FAST, ahead_bytes=1 << 30)
+    sizes = [setup.kv.size(handle) for handle in setup.handles]
+    ahead = loader.ahead()
+    ahead.begin(setup.handles[:4])
+    assert loader.counts().ahead_bytes == sum(sizes[:4])
+    loaded = setup.load(loader, setup.chunks[2:], ahead=ahead)
+    assert loaded.origins == ["disk"] * 4, "read ahead is not in memory: it came from disk for this question"
+    loader.close()
+    assert len(setup.kv.fetched) == 6
+    assert loader.counts().wasted_bytes == sum(sizes[:2])
+    assert setup.kv.stats().hits_by_tier["disk"] == 4, "what is not used is no access"
+
+
+def test_a_question_that_is_given_up_wastes_what_it_began(setup):
+    loader = setup.loader(FAST, ahead_bytes=1 << 30)
+    ahead = loader.ahead()
+    ahead.begin(setup.handles[:2])
+    ahead.close()
+    ahead.close()
+    counts = loader.counts()
+    assert counts.wasted_bytes == counts.ahead_bytes  # a read that had not begun is taken back from both
+
+
+def test_bytes_ahead_never_exceed_their_budget(setup):
+    size = max(setup.kv.size(handle) for handle in setup.handles)
+    loader = setup.loader(FAST, ahead_bytes=2 * size)
+    setup.kv.gate.clear()
+    first, second = loader.ahead(), loader.ahead()
+    first.begin(setup.handles)
+    second.begin(setup.handles[3:])
+    held = loader.counts().ahead_bytes
+    assert 0 < held <= 2 * size
+    first.close()
+    setup.kv.gate.set()
+    loader.close()
+    assert loader._ahead_held == 0
+    assert loader.counts().wasted_bytes <= held
+
+
+def test_nothing_is_read_ahead_from_a_slow_tier_from_memory_or_without_a_budget(setup):
+    for loader in (setup.loader(HOPELESS, ahead_bytes=1 << 30), setup.loader(FAST)):
+        ahead = loader.ahead()
+        setup.rates.set_tier("disk", 1e-9, HOPELESS if loader is setup.loaders[0] else FAST)
+        ahead.begin(setup.handles)
+        assert loader.counts().ahead_bytes == 0
+    setup.load(loader)
+    roomy = setup.loader(FAST, ahead_bytes=1 << 30)
+    roomy.ahead().begin(setup.handles)
+    assert roomy.counts().ahead_bytes == 0
+
+
+def test_the_trace_says_of_every_block_once_where_it_came_from(tmp_path, open_setup):
+    setup = open_setup(trace=tmp_path / "trace.jsonl")
+    setup.kv.delete(setup.handles[0])
+    setup.load(setup.loader(FAST))
+    setup.kv.refresh()
+    for handle in setup.handles:
+        setup.kv._tiers[0].delete(handle)
+    setup.load(setup.loader(FAST, policy="never"))
+    lines = list(read_trace(tmp_path / "trace.jsonl"))
+    first = {line.handle: line.tier for line in lines if line.request == lines[0].request}
+    assert first == {setup.handles[0]: "computed"} | dict.fromkeys(setup.handles[1:], "disk")
+    second = [line for line in lines if line.request != lines[0].request]
+    assert {line.handle: line.tier for line in second} == dict.fromkeys(setup.handles, "computed")
+    assert len({line.request for line in second}) == 1
+    assert len(lines) == 12
+
+
+@pytest.mark.parametrize("options", [{"policy": "sometimes"}, {"ahead_bytes": -1}])
+def test_bad_settings_are_refused(setup, options):
+    with pytest.raises(ConfigError, match=r"give 0|choose one of auto, always, never"):
+        BlockLoader(setup.kv, Rates(), **options)
+
+
+def test_a_read_only_store_computes_what_is_damaged_and_keeps_it_in_memory(tmp_path, setup):
+    path = setup.kv.root / setup.handles[0][:2] / setup.handles[0][2:4] / f"{setup.handles[0]}.safetensors"
+    os.truncate(path, 100)
+    kv = KVStore(tmp_path / "kv", read_only=True)
+    loader = BlockLoader(kv, Rates())
+    loaded = load_or_compute(setup.encoder, kv, setup.documents, setup.chunks, loader=loader)
+    assert loaded.origins[0] == "computed"
+    assert kv.locate(setup.handles[0]) == "memory"
+    assert path.stat().st_size == 100
+    loader.close()
+    kv.close()
