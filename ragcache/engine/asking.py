@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from ragcache.engine.admission import Admission, kv_bytes
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Timings, Token, Usage
 from ragcache.engine.blocks import LoadedBlocks, load_or_compute
 from ragcache.engine.prefixes import Prefixes
@@ -23,6 +24,7 @@ from ragcache.ingest.encoder import BlockEncoder, ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.prefix_tree import Lease
 from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
+from ragcache.models.limits import Limit, limited
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt, PromptEnds, PromptFormat
 from ragcache.retrieval.retriever import Hit
@@ -44,10 +46,17 @@ class Reading:
     sampling: Sampling = field(default_factory=Sampling)
     on_overflow: str = "error"
     cancelled: threading.Event | None = None
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; it must be above 0")
         if self.on_overflow not in OVERFLOWS:
             raise ConfigError(f"on_overflow {self.on_overflow!r} is unknown; choose one of {', '.join(OVERFLOWS)}")
+
+    def limit(self, started: float) -> Limit:
+        """When to give up on a question that was asked at `started`."""
+        return Limit.of(self.cancelled, self.timeout_s, started)
 
 
 class Reader:
@@ -66,6 +75,7 @@ class Reader:
         kv: KVStore,
         documents: DocumentStore,
         prefixes: Prefixes,
+        admission: Admission,
     ) -> None:
         self.lm = lm
         self.encoder = encoder
@@ -73,6 +83,7 @@ class Reader:
         self.kv = kv
         self.documents = documents
         self.prefixes = prefixes
+        self.admission = admission
         self._eos = eos_token_ids(lm)
         self._prefix_blocks: OrderedDict[tuple[int, ...], KVBlock] = OrderedDict()
         self._lock = threading.Lock()
@@ -122,16 +133,39 @@ class Reader:
         return replace(whole, chunk_ids=whole.chunk_ids[:kept]), len(hits) - kept
 
     def stream(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock) -> Iterator[Event]:
-        method, sampling = reading.method, reading.sampling
+        """Wait until there is memory for prompt and answer, then read and answer.
+
+        Raises AnswerTooLargeError, CancelledError, TimedOutError, and what `prompt` raises.
+        """
+        limit = reading.limit(clock.started)
         prompt, dropped = self.prompt(ends, hits, reading)
-        hits = hits[: len(hits) - dropped]
+        tokens = self._most_tokens(prompt, reading)
+        with self.admission.hold(kv_bytes(self.lm, tokens), tokens, limit):
+            yield from self._answer(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit)
+
+    def _most_tokens(self, prompt: Prompt, reading: Reading) -> int:
+        """Of the prompt, what the method adds, and the longest answer."""
+        added = reading.method.additions(self.lm).ids(len(prompt.chunk_ids)) if prompt.chunk_ids else ()
+        read = prompt.num_tokens + len(added)
+        return read + self._room(read, reading)
+
+    def _room(self, prompt_tokens: int, reading: Reading) -> int:
+        """For the longest answer that there can be."""
+        return max(0, min(reading.sampling.max_tokens, self.lm.max_positions - prompt_tokens))
+
+    def _answer(
+        self, prompt: Prompt, hits: Sequence[Hit], dropped: int, reading: Reading, clock: Clock, limit: Limit
+    ) -> Iterator[Event]:
+        method, sampling = reading.method, reading.sampling
         exact = self.prefixes.match(method, prompt, whole_suffix=reading.evict is not None)
         with exact or nullcontext():
             prefix = self._prefix(prompt, method)
             loaded = self._load(prompt, hits, method, prefix.block, exact)
             sources = _sources(hits, loaded)
             yield Sources(sources)
-            fused = self._fuse(prompt, reading, loaded, prefix.block, exact)
+            limit.check()
+            with limited(limit):
+                fused = self._fuse(prompt, reading, loaded, prefix.block, exact)
         clock.read(loaded, fused, prefix.encode_s)
         text, made, finish = "", list[int](), "length"
         pieces = TextStream(self.lm.tokenizer, sampling.stop)
@@ -143,7 +177,7 @@ class Reader:
             sampling,
             eos_ids=self._eos,
             never=fused.reserved_ids,
-            cancelled=reading.cancelled,
+            limit=limit,
         )
         try:
             for token in steps:
@@ -159,6 +193,7 @@ class Reader:
                 text += piece
                 yield Token(piece)
         finally:
+            steps.close()
             if reading.evict is None:
                 self.prefixes.keep(method, prompt, hits, made, fused)
             fused.cache.release()
@@ -192,7 +227,7 @@ class Reader:
     def _fuse(
         self, prompt: Prompt, reading: Reading, loaded: LoadedBlocks, prefix: KVBlock | None, exact: Lease | None
     ) -> Fused:
-        reserve, evict = reading.sampling.max_tokens, reading.evict
+        reserve, evict = self._room(prompt.num_tokens, reading), reading.evict
         if not reading.method.reuses_blocks:
             return fuse(self.lm, prompt, reading.method, reserve_tokens=reserve, evict=evict, exact=exact)
         return fuse(

@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ragcache.engine.admission import Admission, default_budget
 from ragcache.engine.aio import AsyncTwins
 from ragcache.engine.answer import Answer, Done, Event
 from ragcache.engine.asking import Clock, Reader, Reading
@@ -69,6 +70,7 @@ class RagCache(AsyncTwins):
         self._retriever: Retriever | None = None
         self._ingestor: Ingestor | None = None
         self._reader: Reader | None = None
+        self._admission: Admission | None = None
         self._whole: WholeTexts | None = None
         self._system: str | None = None
         self._generation = -1
@@ -166,7 +168,9 @@ class RagCache(AsyncTwins):
             prefix_ids += method.additions(lm).behind_prefix
         encoder = ModelEncoder(lm, block_recipe(lm, method, recipe), prefix_ids, tenant)
         prefixes = Prefixes(lm, store.documents, tenant, self.config.prefix_bytes)
-        self._reader = Reader(lm, encoder, text, store.kv, store.documents, prefixes)
+        answer_bytes = self.config.answer_bytes
+        self._admission = Admission(default_budget(lm) if answer_bytes is None else answer_bytes)
+        self._reader = Reader(lm, encoder, text, store.kv, store.documents, prefixes, self._admission)
         self._whole = WholeTexts(lm.tokenizer)
         self._system = system
         cut = Chunker(lm.tokenizer, **asdict(chunker)) if chunker else Chunker(lm.tokenizer)
@@ -191,6 +195,11 @@ class RagCache(AsyncTwins):
     def method(self) -> str:
         """Name of the fusion method that questions are read with, unless they name another."""
         return _present(self._method).name
+
+    @property
+    def admission(self) -> Admission:
+        """The memory of answers in progress. Raises ConfigError when the store was opened without models."""
+        return _present(self._admission)
 
     def count_tokens(self, text: str) -> int:
         """Of the language model, no special ones added."""
@@ -316,8 +325,13 @@ class RagCache(AsyncTwins):
             on_overflow: when the passages do not fit the model's context: "error", or "trim" whole passages from the
                          end (`Answer.dropped` says how many)
             cancelled:   a threading.Event; set it to stop
+            timeout_s:   how long the whole answer may take, waiting for memory and for the model included
 
-        Raises PromptError, ContextTooLongError, ConfigError, FilterError, UnknownHandleError, CancelledError.
+        Answers that are made at the same time share the model's passes and the memory of `StoreConfig.answer_bytes`;
+        one that does not fit waits for others to end, so close a stream that is not read to its end.
+
+        Raises PromptError, ContextTooLongError, AnswerTooLargeError, ConfigError, FilterError, UnknownHandleError,
+        CancelledError, TimedOutError.
         """
         chosen = self._reading(**reading)
 
@@ -403,11 +417,12 @@ class RagCache(AsyncTwins):
         sampling: Sampling | None = None,
         on_overflow: str = "error",
         cancelled: threading.Event | None = None,
+        timeout_s: float | None = None,
     ) -> Reading:
         chosen = self._chosen(method, method_options or {})
         _present(self._reader).check(chosen)
         choice = self._evict if evict is None else SnapKV.of(evict)
-        return Reading(chosen, choice, sampling or Sampling(), on_overflow, cancelled)
+        return Reading(chosen, choice, sampling or Sampling(), on_overflow, cancelled, timeout_s)
 
     def _chosen(self, method: str | FusionMethod | None, options: Mapping[str, Any]) -> FusionMethod:
         own = _present(self._method)

@@ -31,6 +31,7 @@ class StoreConfig:
     index:        "flat" (exact) or "hnsw"
     read_only:    nothing is written, not even computed blocks
     prefix_bytes: budget of the prefix tree: exact KV of earlier prompts and answers, on the model's device; 0: none
+    answer_bytes: KV that all answers in progress may hold together; None: half of the memory of the model's device
     """
 
     database: str | None = None
@@ -42,6 +43,11 @@ class StoreConfig:
     admission: str = "all"
     trace: str | Path | None = None
     prefix_bytes: int = DEFAULT_PREFIX_BYTES
+    answer_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.answer_bytes is not None and self.answer_bytes < 1:
+            raise ConfigError(f"answer_bytes is {self.answer_bytes}; it must be at least 1, or None for a default")
 
 
 class Store(NamedTuple):

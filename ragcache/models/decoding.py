@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +94,7 @@ def decode(
     never: Collection[int] = (),
     cancelled: threading.Event | None = None,
     limit: Limit | None = None,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Yield token ids until an EOS (not yielded), `max_tokens`, or the model's last position.
 
     logits:   float32 [vocab_size] of the prompt's last token
