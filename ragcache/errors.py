@@ -21,6 +21,7 @@
     │   ├── StoreBusyError              another process is writing
     │   ├── StoreReadOnlyError
     │   ├── StoreFullError              no space left on the device
+    │   ├── PinError                    pinned blocks would fill a tier
     │   ├── BlockError
     │   │   ├── DamagedBlockError       bytes do not match their checksum, or cannot be parsed
     │   │   ├── StaleBlockError         another fingerprint, recipe or prefix
@@ -135,6 +136,10 @@ class StoreReadOnlyError(StoreError):
 
 class StoreFullError(StoreError):
     """The device that holds the store has no space left."""
+
+
+class PinError(StoreError):
+    """The blocks that are to be pinned would leave a tier no room for others."""
 
 
 class BlockError(StoreError):

@@ -8,16 +8,19 @@ from pathlib import Path
 from torch import Tensor
 
 from ragcache.codecs import CODECS, Codec, get_codec
-from ragcache.codecs.container import read_container, write_container
+from ragcache.codecs.container import Claim, read_container, write_container
+from ragcache.codecs.layered import EncodedBlock
+from ragcache.codecs.raw import RawCodec
 from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
 
 FORMAT_VERSION = 1
 
 
-def write_block(path: Path, key: str, block: KVBlock, codec: Codec) -> KVBlock:
+def write_block(path: Path, key: str, block: KVBlock, codec: Codec, *, claim: Claim | None = None) -> KVBlock:
     """Store a block under its key and return it as it will be read back (another one where the codec is lossy).
 
+    claim: see `write_container`
     Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError.
     """
     tensors = encode_block(key, block, codec)
@@ -28,8 +31,13 @@ def write_block(path: Path, key: str, block: KVBlock, codec: Codec) -> KVBlock:
         "codec_version": str(codec.version),
         "num_tokens": str(block.num_tokens),
     }
-    write_container(path, tensors, metadata)
+    write_container(path, tensors, metadata, claim=claim)
     return codec.decode(tensors)
+
+
+def codec_of(block: KVBlock) -> Codec:
+    """The codec in whose tensors a block that was stored is held: encoding with it changes no bit."""
+    return block.codec if isinstance(block, EncodedBlock) else RawCodec()
 
 
 def encode_block(key: str, block: KVBlock, codec: Codec) -> dict[str, Tensor]:

@@ -18,9 +18,9 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import xxhash
@@ -48,8 +48,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PREFIX = b'{"__metadata__":{"checksum":"'
 _CHECKSUM = slice(8 + len(_PREFIX), 8 + len(_PREFIX) + 32)
 _ZEROS = b"0" * 32
+_MOST_PEEKED = 1 << 20
 # Linux's MADV_POPULATE_READ (5.14): map all pages at once instead of one fault for every 16. Python has no name for it.
 _MADV_POPULATE_READ = 22
+
+
+Claim = Callable[[BinaryIO, int], None]
 
 
 class Container(NamedTuple):
@@ -59,9 +63,13 @@ class Container(NamedTuple):
     metadata: dict[str, str]
 
 
-def write_container(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def write_container(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, claim: Claim | None = None
+) -> None:
     """Write tensors and metadata to `path`, whole or not at all, flushed to the device.
 
+    claim: told of the temporary file, still empty, and the bytes that it is going to have; what it raises ends the
+           writing, with nothing left behind
     Raises StoreFullError, StoreReadOnlyError.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -69,6 +77,8 @@ def write_container(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping
     header = bytearray(_header(ordered, metadata))
     header[_CHECKSUM] = _checksum(header, *buffers).encode()
     with atomic_write(path) as file:
+        if claim is not None:
+            claim(file, len(header) + sum(buffer.nbytes for buffer in buffers))
         for buffer in (memoryview(header), *buffers):
             write_all(file, buffer)
 
@@ -85,6 +95,20 @@ def read_container(path: Path) -> Container:
     if bytes(view[8 : _CHECKSUM.start]) != _PREFIX or _checksum(view) != _ascii(view[_CHECKSUM]):
         raise DamagedBlockError(f"{path}: the bytes do not match their checksum; the block has to be computed again")
     return _parse(path, mapped)
+
+
+def peek_metadata(path: Path) -> dict[str, str]:
+    """What a file says of itself, unverified; {} where it says nothing. For estimates alone: `read_container` verifies.
+
+    Raises OSError.
+    """
+    with open(path, "rb") as file:
+        head = file.read(8)
+        try:
+            header = json.loads(file.read(min(struct.unpack("<Q", head)[0], _MOST_PEEKED)))
+            return dict(header["__metadata__"])
+        except (ValueError, KeyError, TypeError, struct.error):
+            return {}
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -77,6 +77,10 @@ class LayerCodec(Codec):
     def encode_part(self, part: Part, numbers: Tensor) -> dict[str, Tensor]:
         """Tensors that stand for `numbers`, float [num_layers, num_kv_heads, num_tokens, dim], finite, on the CPU."""
 
+    def encode_parts(self, numbers: Mapping[Part, Tensor]) -> dict[Part, dict[str, Tensor]]:
+        """`encode_part` of keys and values. A codec that has to see both before it encodes either does so here."""
+        return {part: self.encode_part(part, numbers[part]) for part in PARTS}
+
     @abstractmethod
     def check_part(self, part: Part, tensors: Mapping[str, Tensor], spec: BlockSpec) -> None:
         """Raises DamagedBlockError where these tensors are not what `encode_part` returns for such a block."""
@@ -90,11 +94,15 @@ class LayerCodec(Codec):
         """The largest error of what these tensors decode to, rounding to the block's dtype included."""
 
     def encode(self, block: KVBlock) -> dict[str, Tensor]:
-        """Raises UnencodableBlockError for NaN, infinities, numbers beyond 2^126 and dtypes that are no float."""
+        """A block that this codec has encoded already is given as it is.
+
+        Raises UnencodableBlockError for NaN, infinities, numbers beyond 2^126 and dtypes that are no float.
+        """
+        if isinstance(block, EncodedBlock) and type(block.codec) is type(self):
+            return block.tensors
         found = dict(BlockSpec.of(block).to_tensors())
-        for part in PARTS:
-            numbers = _encodable(part, block)
-            found |= {f"{part}.{name}": tensor for name, tensor in self.encode_part(part, numbers).items()}
+        for part, tensors in self.encode_parts({part: _encodable(part, block) for part in PARTS}).items():
+            found |= {f"{part}.{name}": tensor for name, tensor in tensors.items()}
         return found
 
     def decode(self, tensors: Mapping[str, Tensor]) -> KVBlock:
@@ -126,6 +134,15 @@ class EncodedBlock(KVBlock):
 
     def __repr__(self) -> str:
         return f"EncodedBlock({self._codec.name}, keys {tuple(self.key_shape)}, {self.dtype}, {self.num_bytes} bytes)"
+
+    @property
+    def codec(self) -> LayerCodec:
+        return self._codec
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All encoded tensors, as a file holds them."""
+        return dict(self._tensors)
 
     def part(self, part: Part) -> Mapping[str, Tensor]:
         """The encoded tensors of keys or values, by the codec's names."""

@@ -241,6 +241,15 @@ class DocumentStore:
         with self._db.read() as connection:
             return set(connection.scalars(select(chunks.c.handle).where(chunks.c.handle.is_not(None)).distinct()))
 
+    def referenced(self, handles: Iterable[str]) -> set[str]:
+        """Those of the handles that a chunk refers to."""
+        with self._db.read() as connection:
+            return {
+                handle
+                for part in _parts(list(handles))
+                for handle in connection.scalars(select(chunks.c.handle).where(chunks.c.handle.in_(part)).distinct())
+            }
+
     def garbage(self) -> set[str]:
         """Handles that were dropped and whose KV bytes may still exist."""
         with self._db.read() as connection:

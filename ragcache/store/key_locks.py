@@ -31,5 +31,26 @@ class KeyLocks:
                 else:
                     self._locks[key] = (lock, waiting - 1)
 
+    @contextmanager
+    def try_hold(self, key: str) -> Iterator[bool]:
+        """As `hold` where nobody works on the key; False, at once, where somebody does."""
+        with self._guard:
+            free = key not in self._locks
+            if free:
+                lock = threading.Lock()
+                lock.acquire()
+                self._locks[key] = (lock, 1)
+        try:
+            yield free
+        finally:
+            if free:
+                with self._guard:
+                    lock, waiting = self._locks[key]
+                    lock.release()
+                    if waiting == 1:
+                        del self._locks[key]
+                    else:
+                        self._locks[key] = (lock, waiting - 1)
+
     def __len__(self) -> int:
         return len(self._locks)

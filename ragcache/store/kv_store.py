@@ -6,20 +6,26 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
+import torch
+
 from ragcache.codecs import get_codec
-from ragcache.errors import DamagedBlockError, StoreError, StoreReadOnlyError
+from ragcache.errors import DamagedBlockError, MissingBlockError, PinError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
-from ragcache.store.eviction import get_policy
+from ragcache.store.complaints import Complaints
+from ragcache.store.eviction import EvictionPolicy, get_policy
+from ragcache.store.expiry import Expiry
 from ragcache.store.key_locks import KeyLocks
-from ragcache.store.tiers import DiskTier, MemoryTier, Tier
+from ragcache.store.pins import Pins
+from ragcache.store.tiers import BudgetedTier, DeviceTier, DiskTier, MemoryTier, Tier
 from ragcache.store.trace import TraceWriter
+from ragcache.store.write_behind import WriteBehind
 
 DEFAULT_MEMORY_BYTES = 2 * 1024**3
 LEFTOVER_AGE_S = 3600.0
@@ -42,6 +48,8 @@ class KVStats:
     misses:        keys asked for that no tier served: it had none, a damaged one, or one that was faster to compute
     damaged:       blocks found damaged and dropped
     evictions:     blocks given up by tiers with a budget
+    unwritten_bytes: of blocks that wait to be written to disk, or are in use since they waited
+    pinned:        keys that no tier gives up
     """
 
     blocks: int
@@ -50,22 +58,33 @@ class KVStats:
     misses: int
     damaged: int
     evictions: int
+    unwritten_bytes: int = 0
+    pinned: int = 0
 
 
 class KVStore:
-    """Content-addressed KV blocks: host memory over local disk.
+    """Content-addressed KV blocks: the model's device over host memory over local disk.
 
     root:         directory of the disk tier, made at the first `put`
     memory_bytes: budget of the memory tier
+    device_bytes: budget of the device tier, which is there from `use_device` on; 0: no such tier
+    disk_bytes:   budget of the disk tier; None keeps every block
+    write_behind_bytes: of blocks that `put` leaves to a thread to write; 0: `put` writes
+    ttl_s:        seconds after which a block that was not used is dropped; None keeps it
     codec:        how new blocks are written; blocks of every known codec are read
-    eviction:     name of the memory tier's policy
-    admission:    "all", or "tinylfu": what the memory tier keeps in place of something else
+    eviction:     name of the tiers' policy
+    admission:    "all", or "tinylfu": what a full tier keeps in place of something else
     trace:        file to which every access is appended (see ragcache/store/trace.py); None records nothing
     read_only:    `put`, `delete` and `sweep` raise StoreReadOnlyError; damaged blocks are not served, but stay on disk
+    referenced:   which of some keys chunks refer to. Then a block that another process deleted is not written again by
+                  this one, and one that only this process holds outlives `refresh`
+
+    What a tier evicts goes to the next slower one, if it is not there. A block is in use until its tensors are gone; no
+    tier evicts it before, and its bytes stay counted when it is deleted.
 
     Safe to call from several threads; several processes may share one root. Every block returned stays valid after it
-    is evicted or deleted. Raises ConfigError for an unknown codec or policy, or a key that is no block key;
-    TraceError when the trace cannot be written.
+    is evicted or deleted. Raises ConfigError for an unknown codec or policy, a budget below 0, or a key that is no
+    block key; TraceError when the trace cannot be written.
     """
 
     def __init__(
@@ -73,17 +92,35 @@ class KVStore:
         root: Path,
         *,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        device_bytes: int = 0,
+        disk_bytes: int | None = None,
+        write_behind_bytes: int = 0,
+        ttl_s: float | None = None,
         codec: str = "raw",
         eviction: str = "lru",
         admission: str = "all",
         trace: str | Path | None = None,
         read_only: bool = False,
+        referenced: Callable[[Iterable[str]], set[str]] | None = None,
     ) -> None:
         self.root = Path(root)
         self.read_only = read_only
-        self._disk = DiskTier(self.root, get_codec(codec))
+        self._referenced = referenced
+        self._new_policy: Callable[[], EvictionPolicy] = lambda: get_policy(eviction, admission)
+        self._pins = Pins(self.root)
+        self._device_bytes = device_bytes
+        memory = MemoryTier(memory_bytes, self._new_policy(), is_pinned=self._pins.__contains__)
+        memory.demote = lambda key, block: self._demote(memory, key, block)
+        budget = None if read_only else disk_bytes
+        self._disk = DiskTier(self.root, get_codec(codec), budget, self._new_policy(), self._pins.__contains__)
+        behind = WriteBehind(self._disk, write_behind_bytes)
+        self._durable: DiskTier | WriteBehind = behind if write_behind_bytes else self._disk
         # Fastest first. Everything below is written for any number of tiers of which the last is durable.
-        self._tiers: tuple[Tier, ...] = (MemoryTier(memory_bytes, get_policy(eviction, admission)), self._disk)
+        self._volatile: tuple[BudgetedTier, ...] = (memory,)
+        self._expiry = None if ttl_s is None else Expiry(ttl_s, self._disk.files, writable=not read_only)
+        self._passing: set[str] = set()  # held here for a moment, and never to be written
+        self._written_late: set[str] = set()  # since the last look at what is referenced
+        self._complaints = Complaints(log)
         self._trace = None if trace is None else TraceWriter(Path(trace))
         self._key_locks = KeyLocks()
         self._readers = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="ragcache-read")
@@ -93,8 +130,28 @@ class KVStore:
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
 
-    def put(self, key: str, block: KVBlock) -> KVBlock:
-        """Hold a block in every tier, the durable one first: on return it is flushed to the device.
+    @property
+    def _tiers(self) -> tuple[Tier, ...]:
+        return (*self._volatile, self._durable)
+
+    def use_device(self, device: torch.device) -> None:
+        """Say where the model is, once it is loaded: from now on there is a device tier, if it has a budget, and on
+        CUDA host memory is page-locked. A second call changes nothing."""
+        if device.type == "cuda":
+            for tier in self._volatile:
+                if isinstance(tier, MemoryTier):
+                    tier.page_locked = True
+        if self._device_bytes and not any(isinstance(tier, DeviceTier) for tier in self._volatile):
+            tier = DeviceTier(device, self._device_bytes, self._new_policy(), is_pinned=self._pins.__contains__)
+            tier.demote = lambda key, block: self._demote(tier, key, block)
+            self._volatile = (tier, *self._volatile)
+
+    def put(self, key: str, block: KVBlock, *, flushed: bool = False) -> KVBlock:
+        """Hold a block in every tier, the durable one first: on return it is flushed to the device, unless it is
+        written behind. A block for which the disk budget has no room is held by the faster tiers alone.
+
+        flushed: write it before returning in any case
+
 
         Faster tiers hold what the durable one will give back, so that a block is the same from every tier (law 6); it
         is returned, so that a block's first use can be like all later ones.
@@ -102,10 +159,14 @@ class KVStore:
         """
         self._refuse_if_read_only()
         with self._key_locks.hold(key):
-            written = self._disk.put(key, block)
-            self._promote(key, written, len(self._tiers) - 1)
-        self._record_made(key, written)
-        return written
+            written = self._durable.put_now(key, block) if flushed else self._durable.put(key, block)
+            self._passing.discard(key)
+            if self._durable is not self._disk:
+                self._written_late.add(key)
+            kept = self._promote(key, written or self._disk.recoded(key, block), len(self._volatile))
+            self._mark_used(key)
+        self._record_made(key, kept)
+        return kept
 
     def remember(self, key: str, block: KVBlock) -> KVBlock:
         """Hold a block in this process alone: for a store that cannot be written, or is full.
@@ -114,7 +175,10 @@ class KVStore:
         """
         recoded = self._disk.recoded(key, block)
         with self._key_locks.hold(key):
-            self._promote(key, recoded, len(self._tiers) - 1)
+            if key not in self._durable:
+                self._passing.add(key)
+            self._promote(key, recoded, len(self._volatile))
+            self._mark_used(key)
         self._record_made(key, recoded)
         return recoded
 
@@ -127,15 +191,15 @@ class KVStore:
         recoded = self._disk.recoded(key, block)
         if hold:
             with self._key_locks.hold(key):
-                if key in self._tiers[-1]:
-                    recoded = self._promote(key, recoded, len(self._tiers) - 1)
+                if key in self._durable:
+                    recoded = self._promote(key, recoded, len(self._volatile))
         self._record_made(key, recoded)
         return recoded
 
     @property
     def durable_tier(self) -> str:
         """The name of the tier that keeps every block; what is in a faster one need not be waited for."""
-        return self._tiers[-1].name
+        return self._durable.name
 
     def get(self, key: str) -> Loaded | None:
         """The block from the fastest tier that has it, kept in the faster ones from now on; None when no tier has it.
@@ -164,35 +228,61 @@ class KVStore:
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Say that `fetch` is going to be called for these at once; the device then sees all of them."""
-        self._disk.prefetch([key for key in dict.fromkeys(keys) if key not in self._tiers[0]])
+        self._durable.prefetch(self._not_in_memory(keys))
 
     def get_many(self, keys: Sequence[str]) -> list[Loaded | None]:
         """`get` for several keys, in their order; files are read ahead together and verified on several threads."""
-        wanted = [key for key in dict.fromkeys(keys) if key not in self._tiers[0]]
-        self._disk.prefetch(wanted)
+        wanted = self._not_in_memory(keys)
+        self._durable.prefetch(wanted)
         found = [self._get(key) for key in keys] if len(wanted) <= 1 else list(self._readers.map(self._get, keys))
         self._record(keys, found)
         return found
 
     def locate(self, key: str) -> str | None:
         """The name of the fastest tier that has the block. Changes nothing and verifies nothing."""
-        return next((tier.name for tier in self._tiers if key in tier), None)
+        return None if self._is_over(key) else next((tier.name for tier in self._tiers if key in tier), None)
 
     def size(self, key: str) -> int | None:
         """Bytes that a read from the fastest tier that has the block moves, or None. Changes and reads nothing."""
+        if self._is_over(key):
+            return None
         return next((size for tier in self._tiers if (size := tier.size(key)) is not None), None)
 
     def prefetch(self, keys: Sequence[str]) -> None:
         """Say that these blocks are wanted soon; returns at once. They are brought into the fastest tier in the
         background, as far as its budget and policy take them. No access is counted, and nothing is raised for a block
         that cannot be served: whoever asks for it is told."""
-        wanted = [key for key in dict.fromkeys(keys) if key not in self._tiers[0]]
-        self._disk.prefetch(wanted)
-        for key in wanted:
-            self._prefetchers.submit(self._bring, key)
+        self._durable.prefetch(self._not_in_memory(keys))
+        for key in dict.fromkeys(keys) if any(tier.budget_bytes for tier in self._volatile) else ():
+            if key not in self._volatile[0]:
+                self._prefetchers.submit(self._bring, key)
 
     def __contains__(self, key: object) -> bool:
-        return any(key in tier for tier in self._tiers)
+        return any(key in tier for tier in self._tiers) and not self._is_over(str(key))
+
+    def pin(self, keys: Iterable[str]) -> None:
+        """Let no tier give up these blocks, nor time drop them, until `unpin` or `delete`; also after reopening.
+
+        Other processes heed it from their next `refresh` on. Raises MissingBlockError for a block that no tier has,
+        PinError when a budget would have no room left beside the pinned blocks, StoreReadOnlyError; then nothing is
+        pinned that was not.
+        """
+        self._refuse_if_read_only()
+        self._pins.add(keys, self._refuse_too_many_pins)
+
+    def unpin(self, keys: Iterable[str]) -> None:
+        """Let blocks go again. Those that are not pinned are ignored. Raises StoreReadOnlyError."""
+        self._refuse_if_read_only()
+        self._pins.remove(keys)
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        return self._pins.keys
+
+    def flush(self, keys: Iterable[str] | None = None) -> None:
+        """Wait until these blocks (None: all) are flushed to disk. Raises the first error that kept one from it."""
+        if isinstance(self._durable, WriteBehind):
+            self._durable.flush(keys)
 
     def delete(self, key: str) -> None:
         """Remove a block from every tier (law 10); an absent one is fine. Raises StoreReadOnlyError."""
@@ -200,33 +290,56 @@ class KVStore:
         with self._key_locks.hold(key):
             for tier in self._tiers:
                 tier.delete(key)
+            self._passing.discard(key)
+            self._forget_use(key)
+        self._pins.remove([key])
 
     def keys(self) -> Iterator[str]:
         """Keys of the durable tier. What no chunk refers to is an orphan: `doctor` collects it."""
-        return self._disk.keys()
+        return self._durable.keys()
 
     def verify(self, key: str) -> None:
         """Read a block from the durable tier and serve it to nobody.
 
         Raises MissingBlockError, DamagedBlockError, SchemaVersionError.
         """
-        self._disk.verify(key)
+        self._durable.verify(key)
 
     def refresh(self) -> int:
         """Let go of blocks that are not in the durable tier (any more); returns how many.
 
         To be called when the document store's generation has moved on: what another process deleted is in this one's
-        memory still. Blocks that were only remembered go too.
+        memory still. Blocks that were only remembered go too. What the disk's budget gave up stays while a chunk refers
+        to it. A block that was written late, after its document was deleted, is deleted as well.
         """
-        held = [(tier, key) for tier in self._tiers[:-1] for key in list(tier.keys())]
-        gone = [(tier, key) for tier, key in held if key not in self._tiers[-1]]
+        self._pins.reload()
+        self._delete_written_late()
+        held = [(tier, key) for tier in self._volatile for key in list(tier.keys()) if key not in self._durable]
+        known = {key for _, key in held} - self._passing
+        kept = self._referenced(known) if self._referenced is not None and known else set()
+        gone = [(tier, key) for tier, key in held if key not in kept]
         for tier, key in gone:
             tier.delete(key)
+            self._passing.discard(key)
         return len(gone)
 
-    def sweep(self, older_than_s: float = LEFTOVER_AGE_S) -> int:
-        """Remove temporary files of killed writers; returns how many. Nothing reads them, they only take up space."""
+    def expire(self) -> list[str]:
+        """Drop the blocks whose time to live is over from every tier; returns their keys."""
         self._refuse_if_read_only()
+        if self._expiry is None:
+            return []
+        over = [key for tier in self._tiers for key in list(tier.keys()) if self._is_over(key)]
+        for key in dict.fromkeys(over):
+            with self._key_locks.hold(key):
+                self._drop_if_over(key)
+        return list(dict.fromkeys(over))
+
+    def sweep(self, older_than_s: float = LEFTOVER_AGE_S) -> int:
+        """Remove temporary files of killed writers; returns how many. Nothing reads them, they only take up space.
+
+        Blocks whose time to live is over go, too.
+        """
+        self.expire()
         return self._disk.sweep(older_than_s)
 
     def stats(self) -> KVStats:
@@ -240,14 +353,18 @@ class KVStore:
                 misses=self._counts["misses"],
                 damaged=self._counts["damaged"],
                 evictions=sum(tier.evictions for tier in self._tiers),
+                unwritten_bytes=self._durable.unwritten_bytes if isinstance(self._durable, WriteBehind) else 0,
+                pinned=len(self._pins),
             )
 
     def close(self) -> None:
-        """Let go of memory and threads. Blocks that were returned stay valid. A second call is fine."""
+        """Write what waits to be written, and let go of memory and threads. Blocks that were returned stay valid. A
+        second call is fine."""
         self._prefetchers.shutdown(cancel_futures=True)
         self._readers.shutdown()
         for tier in self._tiers:
             tier.close()
+        self._delete_written_late()
         if self._trace is not None:
             self._trace.close()
 
@@ -261,7 +378,12 @@ class KVStore:
 
     def _get(self, key: str) -> Loaded | None:
         with self._key_locks.hold(key):
-            return self._load(key)
+            if self._drop_if_over(key):
+                return None
+            loaded = self._load(key)
+            if loaded is not None:
+                self._mark_used(key)
+            return loaded
 
     def _record(self, keys: Sequence[str], found: Sequence[Loaded | None]) -> None:
         for loaded in found:
@@ -273,7 +395,7 @@ class KVStore:
     def _bring(self, key: str) -> None:
         try:
             with self._key_locks.hold(key):
-                if key not in self._tiers[0]:
+                if key not in self._volatile[0] and not self._is_over(key):
                     self._load(key)
         except (StoreError, OSError) as error:
             log.debug("%s: not fetched ahead: %s", key, error)
@@ -298,6 +420,90 @@ class KVStore:
         for tier in reversed(self._tiers[:level]):
             block = tier.put(key, block) or block
         return block
+
+    def _not_in_memory(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in dict.fromkeys(keys) if not any(key in tier for tier in self._volatile)]
+
+    # Demotion
+
+    def _demote(self, above: BudgetedTier, key: str, block: KVBlock) -> None:
+        """Hand what a tier evicts to the next slower one, unless that has it, or somebody works on the key."""
+        below = self._tiers[self._volatile.index(above) + 1]
+        if key in below or (below is self._durable and not self._is_to_be_written(key)):
+            return
+        with self._key_locks.try_hold(key) as free:
+            if not free or not above.is_leaving(key):  # being read or made again; or deleted meanwhile
+                return
+            try:
+                if below is not self._durable:
+                    below.put(key, block)
+                    return
+                if self._referenced is None or self._referenced([key]):
+                    self._durable.put_as_held(key, block)
+                    self._written_late.add(key)
+                self._complaints.worked()
+            except (StoreError, OSError) as error:
+                self._complaints.failed(f"block {key} is not written, and is computed again when it is needed", error)
+
+    def _is_to_be_written(self, key: str) -> bool:
+        passing = key in self._passing
+        self._passing.discard(key)
+        return not (passing or self.read_only)
+
+    def _delete_written_late(self) -> None:
+        """Delete what was written after its document was deleted by another process, which did not find it (law 10)."""
+        late, self._written_late = self._written_late, set()
+        if self._referenced is None or not late:
+            return
+        try:
+            for key in late - self._referenced(late):
+                with self._key_locks.hold(key):
+                    self._durable.delete(key)
+        except (StoreError, OSError) as error:
+            self._written_late |= late
+            log.warning(
+                "%s: blocks of deleted documents may be left; `ragcache doctor` collects them: %s", self.root, error
+            )
+
+    # Time to live
+
+    def _is_over(self, key: str) -> bool:
+        return self._expiry is not None and key not in self._pins and self._expiry.is_over(key)
+
+    def _drop_if_over(self, key: str) -> bool:
+        """Drop a block whose time is over. Whether it can be removed or not, it is not served."""
+        over = self._is_over(key)
+        for tier in self._tiers[: -1 if self.read_only else None] if over else ():
+            try:
+                tier.delete(key)
+            except (StoreError, OSError) as error:
+                self._complaints.failed(f"block {key} cannot be removed", error)
+        if over and not self.read_only:
+            self._forget_use(key)
+        return over
+
+    def _mark_used(self, key: str) -> None:
+        if self._expiry is not None:
+            self._expiry.use(key)
+
+    def _forget_use(self, key: str) -> None:
+        if self._expiry is not None:
+            self._expiry.forget(key)
+
+    def _refuse_too_many_pins(self, pinned: frozenset[str]) -> None:
+        """Beside the pinned blocks every tier has to have room for one more of their size."""
+        sizes = {key: size for key in pinned if (size := self._disk.size(key) or self.size(key)) is not None}
+        missing = [key for key in pinned - sizes.keys() if key not in self._pins]
+        if missing:
+            raise MissingBlockError(f"no tier has the block {missing[0]}; it has to be computed before it is pinned")
+        total, largest = sum(sizes.values()), max(sizes.values(), default=0)
+        budgets = {tier.name: tier.budget_bytes for tier in self._volatile} | {"disk": self._disk.budget_bytes}
+        for name, budget in budgets.items():
+            if budget and budget < total + largest:
+                raise PinError(
+                    f"{len(sizes)} pinned blocks of {total:,} bytes would fill the {name} tier of {budget:,} bytes; "
+                    "pin fewer, or give the tier more"
+                )
 
     def _drop(self, key: str, tier: Tier, error: DamagedBlockError) -> None:
         log.warning("%s; dropped from %s", error, tier.name)

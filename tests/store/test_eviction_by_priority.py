@@ -256,8 +256,8 @@ def test_a_budget_holds_under_every_policy(
         if operation == "delete":
             tier.delete(key)
         elif operation == "put" or tier.get(key) is None:
-            kept = tier.put(key, make_block(number, num_tokens=number))
-            assert (kept is not None) == (key in tier)
+            kept = tier.put(key, make_block(number, num_tokens=number)) is not None
+            assert kept == (key in tier)
         held = {made: n for n in range(8) if (made := make_key(n)) in tier}
         assert sorted(held) == sorted(tier.keys()) == sorted(policy.victims())
         assert tier.usage() == (len(held), sum(held.values()) * unit)

@@ -8,7 +8,9 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+import torch
 from blocks import make_block, make_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,17 +24,21 @@ BYTES_PER_TOKEN = make_block(0, num_tokens=1).num_bytes
 
 
 class LiveBytes:
-    """Counts the bytes of the tensors that exist, by their finalizers: it asks the tier nothing."""
+    """Counts the bytes of the tensors that exist, by their buffers' finalizers: it asks the tier nothing."""
 
     def __init__(self) -> None:
         self.now = 0
         self.highest = 0
         self._lock = threading.Lock()
 
-    def watch(self, tensor: Tensor) -> Tensor:
+    def copy(self, tensor: Tensor, **_options: object) -> Tensor:
+        """A copy that is counted until its storage is gone, whichever tensors it had."""
+        if not tensor.numel():
+            return tensor.clone()
+        buffer = np.empty(tensor.nbytes, np.uint8)
         self._add(tensor.nbytes)
-        weakref.finalize(tensor, self._add, -tensor.nbytes)
-        return tensor
+        weakref.finalize(buffer, self._add, -tensor.nbytes)
+        return torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def _add(self, num_bytes: int) -> None:
         with self._lock:
@@ -42,8 +48,8 @@ class LiveBytes:
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBytes]:
-    live, copy = LiveBytes(), memory._private_copy
-    monkeypatch.setattr(memory, "_private_copy", lambda tensor: live.watch(copy(tensor)))
+    live = LiveBytes()
+    monkeypatch.setattr(memory, "_private_copy", live.copy)
     yield live
     gc.collect()
 
@@ -63,14 +69,11 @@ def churn(tier: MemoryTier, seed: int, steps: int) -> int:
 @pytest.mark.parametrize("budget_tokens", [0, 1, 10, 37])
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_bytes_that_exist_never_exceed_the_budget(live: LiveBytes, budget_tokens: int, num_threads: int) -> None:
-    """With several threads each may have one block in hand that was evicted since `put` returned it: that one is in use
-    and not the tier's any more."""
     budget = budget_tokens * BYTES_PER_TOKEN
-    in_hand = 0 if num_threads == 1 else num_threads * 11 * BYTES_PER_TOKEN
     tier = MemoryTier(budget, LRU())
     with ThreadPoolExecutor(num_threads) as threads:
         assert sum(threads.map(lambda seed: churn(tier, seed, 600 // num_threads), range(num_threads))) == 0
-    assert live.highest <= budget + in_hand
+    assert live.highest <= budget
     if budget_tokens >= 10:
         assert live.highest > budget // 2, "the budget is used, too"
         assert tier.evictions > 0
@@ -91,10 +94,10 @@ def test_what_is_held_equals_a_model(budget_tokens: int, operations: list[tuple[
     evictions = 0
     for name, number in operations:
         if name == "put":
-            kept = tier.put(make_key(number), make_block(number, num_tokens=number))
+            kept = tier.put(make_key(number), make_block(number, num_tokens=number)) is not None
             model = [held for held in model if held != number]
-            assert (kept is not None) == (number <= budget_tokens)
-            if kept is not None:
+            assert kept == (number <= budget_tokens)
+            if kept:
                 while sum(model) + number > budget_tokens:
                     model.pop(0)
                     evictions += 1
@@ -105,6 +108,7 @@ def test_what_is_held_equals_a_model(budget_tokens: int, operations: list[tuple[
             if got is not None:
                 assert got.equal(make_block(number, num_tokens=number))
                 model = [held for held in model if held != number] + [number]
+            del got
         else:
             tier.delete(make_key(number))
             model = [held for held in model if held != number]
@@ -121,14 +125,61 @@ def test_a_block_larger_than_the_budget_pushes_nothing_out() -> None:
     assert tier.evictions == 0
 
 
-def test_a_block_in_use_stays_valid_when_it_is_evicted() -> None:
-    tier = MemoryTier(5 * BYTES_PER_TOKEN, LRU())
+def test_a_block_in_use_is_not_evicted_and_a_newcomer_is_not_kept() -> None:
+    tier = MemoryTier(10 * BYTES_PER_TOKEN, LRU())
+    tier.put(make_key(1), make_block(1))
+    tier.put(make_key(2), make_block(2))
+    used = tier.get(make_key(1))
+    tier.get(make_key(2))
+    assert tier.put(make_key(3), make_block(3)) is not None, "the second one goes, though it was used last"
+    assert sorted(tier.keys()) == sorted([make_key(1), make_key(3)])
+    assert tier.put(make_key(4), make_block(4, num_tokens=6)) is None, "only five tokens can be given up"
+    assert used is not None
+    view = used.layer_keys(1)[:, 2:]
+    del used
+    assert tier.put(make_key(4), make_block(4, num_tokens=10)) is None, "a view of it is in use still"
+    del view
+    assert tier.put(make_key(4), make_block(4, num_tokens=10)) is not None
+
+
+def test_what_is_deleted_while_in_use_is_counted_until_it_is_not(live: LiveBytes) -> None:
+    tier = MemoryTier(10 * BYTES_PER_TOKEN, LRU())
     tier.put(make_key(1), make_block(1))
     used = tier.get(make_key(1))
-    tier.put(make_key(2), make_block(2))
+    tier.delete(make_key(1))
     assert make_key(1) not in tier
-    assert used is not None
-    assert used.equal(make_block(1))
+    assert tier.usage() == Usage(0, 5 * BYTES_PER_TOKEN)
+    assert live.now == 5 * BYTES_PER_TOKEN
+    assert tier.put(make_key(2), make_block(2, num_tokens=6)) is None
+    del used
+    assert tier.usage() == Usage(0, 0)
+    assert tier.put(make_key(2), make_block(2, num_tokens=10)) is not None
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_bytes_in_use_are_within_the_budget(live: LiveBytes, num_threads: int) -> None:
+    """Threads hold on to some of what they got while others put and delete."""
+    tier = MemoryTier(40 * BYTES_PER_TOKEN, LRU())
+
+    def use(seed: int) -> int:
+        wrong, held = 0, []
+        for step in range(400 // num_threads):
+            number = (seed * 13 + step * 5) % 17
+            got = tier.get(make_key(number)) or tier.put(make_key(number), make_block(number, num_tokens=number % 7))
+            if got is not None:
+                wrong += not got.equal(make_block(number, num_tokens=number % 7))
+                held.append(got.layer_values(0) if step % 2 else got)
+            held = held[-(step % 5) :] if step % 5 else []
+            if step % 11 == 0:
+                tier.delete(make_key((number + 3) % 17))
+            wrong += tier.usage().num_bytes > tier.budget_bytes
+        return wrong
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        assert sum(threads.map(use, range(num_threads))) == 0
+    assert 20 * BYTES_PER_TOKEN < live.highest <= 40 * BYTES_PER_TOKEN
+    assert live.now == tier.usage().num_bytes
+    assert tier.evictions > 0
 
 
 def test_looking_is_no_use() -> None:
@@ -143,7 +194,7 @@ def test_looking_is_no_use() -> None:
 def test_a_failed_copy_gives_its_reservation_back(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = MemoryTier(10 * BYTES_PER_TOKEN, LRU())
 
-    def fail(tensor: Tensor) -> Tensor:
+    def fail(tensor: Tensor, **options: object) -> Tensor:
         raise MemoryError
 
     with monkeypatch.context() as patch:

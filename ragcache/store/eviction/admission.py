@@ -69,6 +69,7 @@ class TinyLFU(EvictionPolicy):
     name: ClassVar[str] = "tinylfu"
 
     def __init__(self, policy: EvictionPolicy, sketch: CountMinSketch | None = None) -> None:
+        self.weighs_tokens = policy.weighs_tokens
         self._policy = policy
         self._sketch = sketch or CountMinSketch()
 

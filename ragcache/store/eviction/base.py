@@ -16,9 +16,13 @@ class Entry(NamedTuple):
 
 
 class EvictionPolicy(ABC):
-    """Orders the entries of one tier. Called under the tier's lock: an implementation needs none of its own."""
+    """Orders the entries of one tier. Called under the tier's lock: an implementation needs none of its own.
+
+    weighs_tokens: whether `Entry.num_tokens` matters; where it has to be looked up, it else need not be
+    """
 
     name: ClassVar[str]
+    weighs_tokens: bool = False
 
     @abstractmethod
     def insert(self, entry: Entry) -> None:

@@ -90,6 +90,7 @@ class PGDSF(GDSF):
     """
 
     name: ClassVar[str] = "pgdsf"
+    weighs_tokens = True
 
     def __init__(self, prefill: PrefillCost | None = None) -> None:
         super().__init__()

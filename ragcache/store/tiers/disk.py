@@ -3,51 +3,80 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
 from ragcache.codecs import Codec
 from ragcache.codecs.atomic import flush_directory, is_leftover
-from ragcache.codecs.block_file import encode_block, read_block, write_block
-from ragcache.errors import ConfigError, MissingBlockError, translate_os_errors
+from ragcache.codecs.block_file import codec_of, encode_block, read_block, write_block
+from ragcache.errors import MissingBlockError, translate_os_errors
 from ragcache.kv.block import KVBlock
+from ragcache.store.accounting import never
+from ragcache.store.block_files import BlockFiles
+from ragcache.store.disk_budget import Claimed, DiskBudget, NoRoomError
+from ragcache.store.eviction import LRU, Entry, EvictionPolicy
+from ragcache.store.leases import leased
 from ragcache.store.tiers.base import Tier, Usage
-
-SUFFIX = ".safetensors"
-_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class DiskTier(Tier):
-    """Files root/aa/bb/<key>.safetensors, where aabb are the key's first digits (some file systems are slow with many
-    names in one directory). Blocks are encoded by `codec` when written; any known codec is read.
+    """Blocks are encoded by `codec` when written; any known codec is read.
 
-    Deleting a file leaves it readable to those who have mapped it.
+    budget_bytes: of all files together, see DiskBudget; None keeps every block
+    policy:       which block has to go for another; LRU when None
+
+    Deleting a file leaves it readable to those who have mapped it. With a budget a block that is handed out is in use
+    until its tensors are gone, and is not evicted before.
     """
 
     name: ClassVar[str] = "disk"
     durable: ClassVar[bool] = True
 
-    def __init__(self, root: Path, codec: Codec) -> None:
+    def __init__(
+        self,
+        root: Path,
+        codec: Codec,
+        budget_bytes: int | None = None,
+        policy: EvictionPolicy | None = None,
+        is_pinned: Callable[[str], bool] = never,
+    ) -> None:
         self.root = root
+        self.files = BlockFiles(root)
         self._codec = codec
+        self._budget = (
+            None if budget_bytes is None else DiskBudget(self.files, budget_bytes, policy or LRU(), is_pinned)
+        )
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return None if self._budget is None else self._budget.budget_bytes
+
+    @property
+    def evictions(self) -> int:  # type: ignore[override]
+        return 0 if self._budget is None else self._budget.evictions
 
     def path(self, key: str) -> Path:
-        """Where the block's file is, or would be. Raises ConfigError when the key is no block key, so that no name
-        from outside ever becomes a path."""
-        if not _KEY.fullmatch(key):
-            raise ConfigError(f"{key!r} is no block key: 64 hex digits are")
-        return self.root / key[:2] / key[2:4] / f"{key}{SUFFIX}"
+        """Where the block's file is, or would be. Raises ConfigError when the key is no block key."""
+        return self.files.path(key)
 
-    def put(self, key: str, block: KVBlock) -> KVBlock:
-        """Written whole and flushed when this returns.
+    def put(self, key: str, block: KVBlock) -> KVBlock | None:
+        """Written whole and flushed when this returns; None when the budget has no room for it.
 
         Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError; then nothing is left behind, and an earlier
-        file of the key is still there.
+        file of the key is still there, unless there is a budget.
         """
-        return write_block(self.path(key), key, block, self._codec)
+        return self._write(key, block, self._codec)
+
+    def put_now(self, key: str, block: KVBlock) -> KVBlock | None:
+        """As `put`: nothing is written later than that here."""
+        return self.put(key, block)
+
+    def put_as_held(self, key: str, block: KVBlock) -> KVBlock | None:
+        """`put` of a block that was stored before, or recoded: its bits stay, whatever codec it was kept by."""
+        return self._write(key, block, codec_of(block))
 
     def recoded(self, key: str, block: KVBlock) -> KVBlock:
         """The block as `put` would return it, with nothing written. Raises UnencodableBlockError."""
@@ -56,8 +85,11 @@ class DiskTier(Tier):
 
     def get(self, key: str) -> KVBlock | None:
         """Tensors alias the mapped file where the codec lets them. Raises DamagedBlockError, SchemaVersionError."""
+        path = self.path(key)
+        if self._budget is not None:
+            return self._get_lent(path, key, self._budget)
         try:
-            return read_block(self.path(key), key)
+            return read_block(path, key)
         except MissingBlockError:
             return None
 
@@ -69,23 +101,23 @@ class DiskTier(Tier):
         """Gone from the device too when this returns. Raises StoreReadOnlyError."""
         path = self.path(key)
         with translate_os_errors(path), suppress(FileNotFoundError, NotADirectoryError):
-            path.unlink()
+            if self._budget is None:
+                path.unlink()
+            elif path.parent.is_dir():
+                self._budget.remove(key)
             flush_directory(path.parent)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.path(key).is_file()
 
     def size(self, key: str) -> int | None:
-        try:
-            return self.path(key).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        return self.files.size(key)
 
     def keys(self) -> Iterator[str]:
-        return (path.stem for path in self._files() if self._is_block(path))
+        return self.files.keys()
 
     def usage(self) -> Usage:
-        sizes = [_size(path) for path in self._files() if self._is_block(path)]
+        sizes = [file.num_bytes for file in self.files.walk() if file.key is not None]
         return Usage(len(sizes), sum(sizes))
 
     def prefetch(self, keys: Sequence[str]) -> None:
@@ -103,30 +135,46 @@ class DiskTier(Tier):
 
     def sweep(self, older_than_s: float) -> int:
         """Remove temporary files that killed writers left; returns how many. Files of running writers stay."""
-        leftovers = [path for path in self._files() if is_leftover(path, older_than_s)]
+        if self._budget is not None:
+            return self._budget.sweep(older_than_s)
+        leftovers = [path for path in self.files.paths() if is_leftover(path, older_than_s)]
         for path in leftovers:
             with translate_os_errors(path):
                 path.unlink(missing_ok=True)
         return len(leftovers)
 
-    def _files(self) -> Iterator[Path]:
-        return (path for shard in _sorted_entries(self.root) for directory in _sorted_entries(shard)
-                for path in _sorted_entries(directory))  # fmt: skip
+    def _write(self, key: str, block: KVBlock, codec: Codec) -> KVBlock | None:
+        path, budget = self.path(key), self._budget
+        if budget is None:
+            return write_block(path, key, block, codec)
+        claims: list[Claimed] = []
 
-    def _is_block(self, path: Path) -> bool:
-        return path.suffix == SUFFIX and bool(_KEY.fullmatch(path.stem)) and path == self.path(path.stem)
+        def claim(file: BinaryIO, num_bytes: int) -> None:
+            claims.append(budget.claim(Entry(key, num_bytes, block.num_tokens), file))
 
+        try:
+            written = write_block(path, key, block, codec, claim=claim)
+        except NoRoomError:
+            return None
+        except BaseException:
+            for claimed in claims:
+                budget.give_back(claimed)
+            raise
+        budget.written(Entry(key, claims[0].num_bytes, block.num_tokens))
+        return written
 
-def _sorted_entries(directory: Path) -> list[Path]:
-    """What is in a directory, by name; nothing when it is none (it may vanish while others write)."""
-    try:
-        return sorted(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+    def _get_lent(self, path: Path, key: str, budget: DiskBudget) -> KVBlock | None:
+        release = budget.lend(key)
+        if release is None:
+            return None
+        try:
+            block = read_block(path, key)
+        except MissingBlockError:
+            release()
+            budget.forget(key)
+            return None
+        except BaseException:
+            release()
+            raise
+        self.files.mark_used(key, time.time())  # the order of use outlives the process, and other processes see it
+        return leased(block, release)

@@ -1,0 +1,87 @@
+"""Where the files of blocks are."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ragcache.errors import ConfigError
+
+SUFFIX = ".safetensors"
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+class BlockFile(NamedTuple):
+    """key: None for what is no block, as a temporary file. used_at: Unix seconds, by the file's own time."""
+
+    path: Path
+    key: str | None
+    num_bytes: int
+    used_at: float
+
+
+class BlockFiles:
+    """Files root/aa/bb/<key>.safetensors, where aabb are the key's first digits (some file systems are slow with many
+    names in one directory)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, key: str) -> Path:
+        """Where the block's file is, or would be. Raises ConfigError when the key is no block key, so that no name
+        from outside ever becomes a path."""
+        if not _KEY.fullmatch(key):
+            raise ConfigError(f"{key!r} is no block key: 64 hex digits are")
+        return self.root / key[:2] / key[2:4] / f"{key}{SUFFIX}"
+
+    def paths(self) -> Iterator[Path]:
+        """All files, of blocks or not; they may vanish meanwhile."""
+        return (path for shard in _sorted_entries(self.root) for directory in _sorted_entries(shard)
+                for path in _sorted_entries(directory))  # fmt: skip
+
+    def keys(self) -> Iterator[str]:
+        return (key for path in self.paths() if (key := self.key_of(path)) is not None)
+
+    def walk(self) -> Iterator[BlockFile]:
+        """All files with what they take now."""
+        for path in self.paths():
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue
+            yield BlockFile(path, self.key_of(path), status.st_size, status.st_mtime)
+
+    def key_of(self, path: Path) -> str | None:
+        is_block = path.suffix == SUFFIX and bool(_KEY.fullmatch(path.stem)) and path == self.path(path.stem)
+        return path.stem if is_block else None
+
+    def size(self, key: str) -> int | None:
+        try:
+            return self.path(key).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def used_at(self, key: str) -> float | None:
+        """When the block was last marked as used, in Unix seconds."""
+        try:
+            return self.path(key).stat().st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def mark_used(self, key: str, at: float) -> None:
+        """Nothing happens where the file cannot be changed, or is gone: what is lost is an order, no block."""
+        try:
+            os.utime(self.path(key), (at, at))
+        except OSError:
+            return
+
+
+def _sorted_entries(directory: Path) -> list[Path]:
+    """What is in a directory, by name; nothing when it is none (it may vanish while others write)."""
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []

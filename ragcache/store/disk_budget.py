@@ -1,0 +1,268 @@
+"""A byte budget over a directory of blocks, kept by all processes that give one."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from filelock import FileLock, Timeout
+
+from ragcache.codecs.atomic import is_leftover, make_directory
+from ragcache.codecs.container import peek_metadata
+from ragcache.errors import ConfigError, StoreBusyError, translate_os_errors
+from ragcache.store.accounting import Ledger, never
+from ragcache.store.block_files import BlockFile, BlockFiles
+from ragcache.store.eviction import Entry, EvictionPolicy
+
+BUSY_AFTER_S = 30.0
+
+
+class NoRoomError(Exception):
+    """A block does not fit, or is not worth what would have to go. Stays inside the disk tier."""
+
+
+class Claimed(NamedTuple):
+    """Bytes that were claimed, in which state of the books."""
+
+    num_bytes: int
+    epoch: int
+
+
+@dataclass
+class _Books:
+    """What the counter file says. epoch: how often the directory was counted anew."""
+
+    epoch: int
+    total_bytes: int
+
+
+class DiskBudget:
+    """The sizes of all files below a root, temporary ones included, are at most budget_bytes at every moment.
+
+    The directory itself is what counts: a writer makes its temporary file as large as it is going to be, under a lock
+    that all processes share, before it writes the first byte; what has to go for it is deleted before, under the same
+    lock. A small file beside the blocks holds the sum, so that nobody has to walk the directory for every block. Its
+    number is never too low; a kill can leave it too high, and every process that opens the root counts anew.
+
+    Several processes keep the law together when each gives a budget; the files of one that gives none are seen when
+    room is needed, not before. A block in use is never evicted by its own process; when another one evicts it, the file
+    system gives the bytes back as soon as they are not used any more.
+    """
+
+    def __init__(
+        self,
+        files: BlockFiles,
+        budget_bytes: int,
+        policy: EvictionPolicy,
+        is_pinned: Callable[[str], bool] = never,
+    ) -> None:
+        if budget_bytes < 0:
+            raise ConfigError(f"a disk budget of {budget_bytes} bytes: give 0 (keep nothing) or more")
+        self.budget_bytes = budget_bytes
+        self._files = files
+        self._weighs_tokens = policy.weighs_tokens
+        self._ledger = Ledger(budget_bytes, policy, is_pinned)
+        self._leaving: set[str] = set()
+        self._lock = threading.Lock()  # of the ledger; never held while files are touched, but for the first walk
+        self._turn = threading.Lock()  # threads wait here, as the file lock can only be polled
+        self._file_lock = FileLock(files.root / ".budget.lock", thread_local=False)
+        self._counter = files.root / ".budget"
+        self._indexed = self._counted = False
+
+    @property
+    def evictions(self) -> int:
+        return self._ledger.evictions
+
+    def claim(self, entry: Entry, file: BinaryIO) -> Claimed:
+        """Make room, and make `file`, which is empty and below the root, as large as the entry.
+
+        An earlier file of the key goes first. Raises NoRoomError; then nothing was evicted. Raises StoreBusyError,
+        StoreReadOnlyError.
+        """
+        if entry.num_bytes > self.budget_bytes:
+            raise NoRoomError
+        with self._alone() as books:
+            self._unlink(books, entry.key)
+            self._make_room(books, entry)
+            # The sum first: it may be too high, never too low.
+            self._write(books, books.total_bytes + entry.num_bytes)
+            os.truncate(file.fileno(), entry.num_bytes)
+            return Claimed(entry.num_bytes, books.epoch)
+
+    def written(self, entry: Entry) -> None:
+        """The claimed file has its name now."""
+        with self._lock:
+            if entry.key not in self._ledger:
+                self._ledger.add(entry)
+
+    def give_back(self, claimed: Claimed) -> None:
+        """The claimed file is gone again. Where another process has counted since, the sum stays: it may lack it."""
+        with suppress(OSError), self._alone() as books:
+            if books.epoch == claimed.epoch:
+                self._write(books, books.total_bytes - claimed.num_bytes)
+
+    def lend(self, key: str) -> Callable[[], None] | None:
+        """Mark a block as asked for and in use; returns what ends the use, or None when it is not there."""
+        self._index()
+        with self._lock:
+            self._ledger.touch(key)
+            if key in self._leaving:
+                return None
+            if key not in self._ledger and not self._discover(key):
+                return None
+            return self._ledger.lease(key)
+
+    def remove(self, key: str) -> None:
+        """Delete a block's file. Raises StoreReadOnlyError, StoreBusyError."""
+        with self._alone() as books:
+            self._unlink(books, key)
+
+    def forget(self, key: str) -> None:
+        """A block's file was found to be gone."""
+        with self._lock:
+            self._ledger.remove(key)
+
+    def sweep(self, older_than_s: float) -> int:
+        """Remove the temporary files of killed writers; returns how many."""
+        with self._alone() as books:
+            leftovers = [file for file in self._files.walk() if is_leftover(file.path, older_than_s)]
+            for file in leftovers:
+                file.path.unlink(missing_ok=True)
+                self._write(books, books.total_bytes - file.num_bytes)
+        return len(leftovers)
+
+    def _make_room(self, books: _Books, entry: Entry) -> None:
+        """Evict until the entry fits. Every round forgets what it evicted, found or not, so it ends."""
+        walked = False
+        while (excess := self._taken(books) + entry.num_bytes - self.budget_bytes) > 0:
+            victims = self._take_victims(entry, excess)
+            if victims is None:
+                if walked:
+                    raise NoRoomError
+                self._count(books)  # others may have written blocks, or let go of some, that are not known here
+                walked = True
+                continue
+            for victim in victims:
+                self._unlink_file(books, victim.key)
+            with self._lock:
+                self._leaving.difference_update(victim.key for victim in victims)
+
+    def _taken(self, books: _Books) -> int:
+        """What the directory holds, and what was deleted while this process uses it: the device has both."""
+        with self._lock:
+            self._ledger.collect()
+            return books.total_bytes + self._ledger.ghost_bytes
+
+    def _take_victims(self, entry: Entry, excess_bytes: int) -> list[Entry] | None:
+        with self._lock:
+            victims = self._ledger.victims(excess_bytes)
+            if victims is not None and not self._ledger.admits(entry.key, victims):
+                raise NoRoomError
+            for victim in victims or ():
+                self._ledger.evict(victim.key)
+                self._leaving.add(victim.key)
+            return victims
+
+    def _unlink(self, books: _Books, key: str) -> None:
+        with self._lock:
+            self._ledger.remove(key)
+        self._unlink_file(books, key)
+
+    def _unlink_file(self, books: _Books, key: str) -> None:
+        size = self._files.size(key)
+        if size is not None:
+            self._files.path(key).unlink(missing_ok=True)
+            self._write(books, books.total_bytes - size)
+
+    # The sum that all processes share
+
+    @contextmanager
+    def _alone(self) -> Iterator[_Books]:
+        """The books, with no other thread or process at them."""
+        with self._turn, translate_os_errors(self._files.root):
+            make_directory(self._files.root)
+            try:
+                self._file_lock.acquire(timeout=BUSY_AFTER_S, poll_interval=0.002)
+            except Timeout as error:
+                raise StoreBusyError(
+                    f"{self._files.root}: another process keeps the disk budget's lock for {BUSY_AFTER_S:.0f} s"
+                ) from error
+            try:
+                books = self._read()
+                if not self._counted:
+                    self._count(books)
+                    self._counted = True
+                yield books
+            finally:
+                self._file_lock.release()
+
+    def _count(self, books: _Books) -> None:
+        """Walk the directory: the true sum, and the blocks that are there. Leftovers of killed writers go."""
+        found, total = [], 0
+        for file in self._files.walk():
+            if is_leftover(file.path, 0.0):
+                file.path.unlink(missing_ok=True)
+                continue
+            total += file.num_bytes
+            if file.key is not None:
+                found.append(file)
+        with self._lock:
+            self._take_stock(found)
+        books.epoch += 1
+        self._write(books, total)
+
+    def _read(self) -> _Books:
+        try:
+            return _Books(*struct.unpack("<qq", self._counter.read_bytes()))
+        except (FileNotFoundError, struct.error):  # new, or cut off by a power cut
+            self._counted = False
+            return _Books(time.time_ns(), 0)
+
+    def _write(self, books: _Books, total_bytes: int) -> None:
+        books.total_bytes = max(0, total_bytes)
+        descriptor = os.open(self._counter, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.pwrite(descriptor, struct.pack("<qq", books.epoch, books.total_bytes), 0)
+        finally:
+            os.close(descriptor)
+
+    # What this process knows of the blocks
+
+    def _index(self) -> None:
+        """Know the blocks that are there, at first use."""
+        if self._indexed:
+            return
+        with self._lock:
+            if not self._indexed:
+                self._take_stock([file for file in self._files.walk() if file.key is not None])
+
+    def _take_stock(self, found: list[BlockFile]) -> None:
+        """Blocks that are new here come in by their last use; those that are gone go."""
+        there = {file.key for file in found}
+        for key in set(self._ledger.keys()) - there:
+            self._ledger.remove(key)
+        for file in sorted(found, key=lambda file: file.used_at):
+            if file.key is not None and file.key not in self._ledger:
+                self._ledger.add(self._entry(file.key, file.path, file.num_bytes))
+        self._indexed = True
+
+    def _discover(self, key: str) -> bool:
+        """Another process may have written it."""
+        size = self._files.size(key)
+        if size is not None:
+            self._ledger.add(self._entry(key, self._files.path(key), size))
+        return size is not None
+
+    def _entry(self, key: str, path: Path, num_bytes: int) -> Entry:
+        tokens = 0
+        if self._weighs_tokens:
+            with suppress(OSError, ValueError):
+                tokens = int(peek_metadata(path).get("num_tokens", "0"))
+        return Entry(key, num_bytes, tokens)

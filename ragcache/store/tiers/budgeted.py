@@ -1,0 +1,154 @@
+"""A tier in memory of some kind, under a byte budget."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+from torch import Tensor
+
+from ragcache.errors import ConfigError
+from ragcache.kv.block import KVBlock
+from ragcache.store.accounting import Claim, Ledger, never
+from ragcache.store.eviction import Entry, EvictionPolicy
+from ragcache.store.leases import leased
+from ragcache.store.tiers.base import Tier, Usage
+
+# Called with a victim's key and block while its bytes are counted still.
+Demote = Callable[[str, KVBlock], None]
+
+
+def drop(_key: str, _block: KVBlock) -> None:
+    return
+
+
+class BudgetedTier(Tier):
+    """Private copies of blocks.
+
+    A block is copied when it comes in, once, to contiguous memory that the copy itself has faulted in: pages of a
+    mapped file are not host memory (the kernel may drop them), and a slice of a batch would keep the batch alive.
+
+    budget_bytes is never exceeded, not for a moment: room is made and reserved before the copy begins. Every block that
+    is handed out is in use until its tensors are gone. What is in use or pinned is never evicted; what is deleted
+    while it is in use is counted until it is not. A block larger than the room that can be made for it, or not worth
+    what would have to go, is not kept, and nothing is evicted for it.
+
+    demote:    takes what is evicted, before it is let go of; may be set later
+    is_pinned: whether a key is never evicted
+    """
+
+    durable: ClassVar[bool] = False
+    demote: Demote
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        policy: EvictionPolicy,
+        *,
+        demote: Demote = drop,
+        is_pinned: Callable[[str], bool] = never,
+    ) -> None:
+        if budget_bytes < 0:
+            raise ConfigError(f"a {self.name} budget of {budget_bytes} bytes: give 0 (keep nothing) or more")
+        self.demote = demote
+        self._ledger = Ledger(budget_bytes, policy, is_pinned)
+        self._blocks: dict[str, KVBlock] = {}
+        self._leaving: dict[str, KVBlock] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._ledger.budget_bytes
+
+    @property
+    def evictions(self) -> int:  # type: ignore[override]
+        return self._ledger.evictions
+
+    @abstractmethod
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy where this tier keeps its blocks."""
+
+    def put(self, key: str, block: KVBlock) -> KVBlock | None:
+        entry = Entry(key, block.num_bytes, block.num_tokens)
+        claim = self._claim(entry)
+        if claim is None:
+            return None
+        try:
+            self._let_go(claim)
+            held = block.map(self._copy)
+        except BaseException:
+            with self._lock:
+                self._ledger.give_back(entry.num_bytes)
+            raise
+        with self._lock:
+            self._forget(key)  # another thread may have put the same key meanwhile
+            self._blocks[key] = held
+            self._ledger.add(entry)
+            return self._lent(key, held)
+
+    def get(self, key: str) -> KVBlock | None:
+        with self._lock:
+            self._ledger.touch(key)
+            held = self._blocks.get(key)
+            return None if held is None else self._lent(key, held)
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._leaving.pop(key, None)
+            self._forget(key)
+
+    def is_leaving(self, key: str) -> bool:
+        """Whether the block is being evicted, and nobody has deleted it since."""
+        return key in self._leaving
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._blocks
+
+    def size(self, key: str) -> int | None:
+        block = self._blocks.get(key)
+        return None if block is None else block.num_bytes
+
+    def keys(self) -> Iterator[str]:
+        with self._lock:
+            return iter(list(self._blocks))
+
+    def usage(self) -> Usage:
+        with self._lock:
+            self._ledger.collect()
+            return Usage(len(self._blocks), self._ledger.used_bytes)
+
+    def close(self) -> None:
+        with self._lock:
+            for key in list(self._blocks):
+                self._forget(key)
+
+    def _lent(self, key: str, held: KVBlock) -> KVBlock:
+        return leased(held, self._ledger.lease(key))
+
+    def _claim(self, entry: Entry) -> Claim | None:
+        with self._lock:
+            self._forget(entry.key)
+            claim = self._ledger.claim(entry)
+            for victim in claim.victims if claim else ():
+                self._leaving[victim.key] = self._blocks.pop(victim.key)
+            return claim
+
+    def _let_go(self, claim: Claim) -> None:
+        """Hand the victims down, and let go of them."""
+        try:
+            for victim in claim.victims:
+                block = self._leaving.get(victim.key)
+                if block is not None:  # deleted meanwhile
+                    self.demote(victim.key, block)
+        finally:
+            block = None
+            with self._lock:
+                for victim in claim.victims:
+                    self._leaving.pop(victim.key, None)
+                self._ledger.settle(claim)
+
+    def _forget(self, key: str) -> None:
+        if self._blocks.pop(key, None) is not None:
+            self._ledger.remove(key)

@@ -1,0 +1,206 @@
+"""A disk tier whose `put` does not wait for the disk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ragcache.errors import ConfigError
+from ragcache.kv.block import KVBlock
+from ragcache.store.complaints import Complaints
+from ragcache.store.leases import leased
+from ragcache.store.tiers.base import Tier, Usage
+from ragcache.store.tiers.disk import DiskTier
+
+log = logging.getLogger(__name__)
+
+
+class WriteBehind(Tier):
+    """Takes blocks into host memory, and a thread writes them, oldest first.
+
+    bound_bytes: of the blocks that wait, or are in use since they waited. It is never exceeded: `put` waits until
+                 others are written, and writes itself what does not fit even then
+
+    Until a block is flushed a kill loses it, whole; `flush` and `close` wait for all. What cannot be written (a full
+    disk, one that turned read-only) is dropped with a warning: it is computed again, and `flush` raises the error.
+    """
+
+    name: ClassVar[str] = "disk"
+    durable: ClassVar[bool] = True
+
+    def __init__(self, disk: DiskTier, bound_bytes: int) -> None:
+        if bound_bytes < 0:
+            raise ConfigError(f"write-behind of {bound_bytes} bytes: give 0 (write at once) or more")
+        self.disk = disk
+        self.bound_bytes = bound_bytes
+        self._pending: dict[str, KVBlock] = {}
+        self._failed: dict[str, Exception] = {}
+        self._writing: str | None = None
+        self._used_bytes = 0
+        self._released: deque[int] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._writer: threading.Thread | None = None
+        self._complaints = Complaints(log)
+
+    @property
+    def evictions(self) -> int:  # type: ignore[override]
+        return self.disk.evictions
+
+    @property
+    def unwritten_bytes(self) -> int:
+        with self._changed:
+            self._collect()
+            return self._used_bytes
+
+    def put(self, key: str, block: KVBlock) -> KVBlock | None:
+        """Returns before the block is on disk. Raises UnencodableBlockError."""
+        return self.put_as_held(key, self.disk.recoded(key, block))
+
+    def put_as_held(self, key: str, block: KVBlock) -> KVBlock | None:
+        if not self._reserve(block.num_bytes):
+            self._cancel(key)
+            return self.disk.put_as_held(key, block)
+        num_bytes, released = block.num_bytes, self._released
+        held = leased(block.map(_private_copy), lambda: released.append(num_bytes))
+        with self._changed:
+            self._pending[key] = held
+            self._failed.pop(key, None)
+            if self._writer is None:
+                # A daemon: a process that ends without `close` loses what a kill would lose.
+                self._writer = threading.Thread(target=self._run, name="ragcache-write-behind", daemon=True)
+                self._writer.start()
+            self._changed.notify_all()
+        return held
+
+    def put_now(self, key: str, block: KVBlock) -> KVBlock | None:
+        """Flushed when this returns. Raises what the disk tier raises."""
+        self._cancel(key)
+        return self.disk.put_now(key, block)
+
+    def get(self, key: str) -> KVBlock | None:
+        with self._changed:
+            waiting = self._pending.get(key)
+        return self.disk.get(key) if waiting is None else waiting
+
+    def delete(self, key: str) -> None:
+        self._cancel(key)
+        self.disk.delete(key)
+
+    def flush(self, keys: Iterable[str] | None = None) -> None:
+        """Wait until these blocks (None: all) are on disk. Raises the first error that kept one of them from it."""
+        wanted = None if keys is None else set(keys)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting(wanted))
+            failed = [key for key in self._failed if wanted is None or key in wanted]
+            errors = [self._failed.pop(key) for key in failed]
+        if errors:
+            raise errors[0]
+
+    def verify(self, key: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting({key}))
+        self.disk.verify(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._pending or key in self.disk
+
+    def size(self, key: str) -> int | None:
+        waiting = self._pending.get(key)
+        return self.disk.size(key) if waiting is None else waiting.num_bytes
+
+    def keys(self) -> Iterator[str]:
+        with self._changed:
+            waiting = list(self._pending)
+        return iter(dict.fromkeys([*waiting, *self.disk.keys()]))
+
+    def usage(self) -> Usage:
+        """Of the files alone."""
+        return self.disk.usage()
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        self.disk.prefetch(keys)
+
+    def close(self) -> None:
+        """Write what waits, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._writer is not None:
+            self._writer.join()
+        self.disk.close()
+
+    def _reserve(self, num_bytes: int) -> bool:
+        """Wait for room; False when all is written and there is none: what is left of it is in use."""
+        with self._changed:
+            while self._taken() + num_bytes > self.bound_bytes:
+                if self._closing or num_bytes > self.bound_bytes or not self._waiting(None):
+                    return False
+                self._changed.wait()
+            self._used_bytes += num_bytes
+            return True
+
+    def _taken(self) -> int:
+        self._collect()
+        return self._used_bytes
+
+    def _collect(self) -> None:
+        while self._released:
+            self._used_bytes -= self._released.popleft()
+
+    def _waiting(self, wanted: set[str] | None) -> bool:
+        if wanted is None:
+            return bool(self._pending) or self._writing is not None
+        return self._writing in wanted or not wanted.isdisjoint(self._pending)
+
+    def _cancel(self, key: str) -> None:
+        """The block is not going to be written any more, and is not being written."""
+        with self._changed:
+            self._pending.pop(key, None)
+            self._changed.wait_for(lambda: self._writing != key)
+            self._pending.pop(key, None)
+
+    def _run(self) -> None:
+        while (key := self._next()) is not None:
+            self._write(key)
+
+    def _next(self) -> str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._pending) or self._closing)
+            self._writing = next(iter(self._pending), None)
+            return self._writing
+
+    def _write(self, key: str) -> None:
+        with self._changed:
+            block = self._pending.get(key)
+        failure: Exception | None = None
+        try:
+            if block is not None:
+                self.disk.put_as_held(key, block)
+                self._complaints.worked()
+        except Exception as error:  # whatever it is: a writer that ends would leave all waiting
+            failure = error
+            self._complaints.failed(f"block {key} cannot be written, and is computed again when it is needed", error)
+        with self._changed:
+            if failure is not None:
+                self._failed[key] = failure
+                while len(self._failed) > _MOST_FAILED:
+                    del self._failed[next(iter(self._failed))]
+            if self._pending.get(key) is block:
+                self._pending.pop(key, None)
+            self._writing = None
+            del block  # its bytes are free before those who wait look
+            self._changed.notify_all()
+
+
+_MOST_FAILED = 1024
+
+
+def _private_copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
