@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ragcache.engine.admission import Admission, kv_bytes
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Timings, Token, Usage
 from ragcache.engine.blocks import LoadedBlocks, load_or_compute
+from ragcache.engine.loading import Ahead, BlockLoader
 from ragcache.engine.prefixes import Prefixes
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.fusion.additions import Additions
@@ -47,6 +48,7 @@ class Reading:
     on_overflow: str = "error"
     cancelled: threading.Event | None = None
     timeout_s: float | None = None
+    ahead: Ahead | None = None
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -76,6 +78,7 @@ class Reader:
         documents: DocumentStore,
         prefixes: Prefixes,
         admission: Admission,
+        loader: BlockLoader | None = None,
     ) -> None:
         self.lm = lm
         self.encoder = encoder
@@ -84,6 +87,7 @@ class Reader:
         self.documents = documents
         self.prefixes = prefixes
         self.admission = admission
+        self.loader = loader
         self._eos = eos_token_ids(lm)
         self._prefix_blocks: OrderedDict[tuple[int, ...], KVBlock] = OrderedDict()
         self._lock = threading.Lock()
@@ -160,7 +164,7 @@ class Reader:
         exact = self.prefixes.match(method, prompt, whole_suffix=reading.evict is not None)
         with exact or nullcontext():
             prefix = self._prefix(prompt, method)
-            loaded = self._load(prompt, hits, method, prefix.block, exact)
+            loaded = self._load(prompt, hits, reading, prefix.block, exact)
             sources = _sources(hits, loaded)
             yield Sources(sources)
             limit.check()
@@ -210,8 +214,9 @@ class Reader:
             self._prefix_blocks.clear()
 
     def _load(
-        self, prompt: Prompt, hits: Sequence[Hit], method: FusionMethod, prefix: KVBlock | None, exact: Lease | None
+        self, prompt: Prompt, hits: Sequence[Hit], reading: Reading, prefix: KVBlock | None, exact: Lease | None
     ) -> LoadedBlocks:
+        method = reading.method
         if not method.reuses_blocks:
             handles = [self.encoder.key(hit.chunk.token_ids) for hit in hits]
             ends = accumulate((len(ids) for ids in prompt.chunk_ids), initial=len(prompt.prefix_ids))
@@ -222,7 +227,10 @@ class Reader:
         ids = self._prefix_ids(prompt, method)
         if passing := own.recipe.sees_prefix and ids != own.prefix_ids:
             encoder = ModelEncoder(self.lm, own.recipe, ids, own.tenant, prefix_block=prefix)
-        return load_or_compute(encoder, self.kv, self.documents, [hit.chunk for hit in hits], passing=passing)
+        chunks = [hit.chunk for hit in hits]
+        return load_or_compute(
+            encoder, self.kv, self.documents, chunks, passing=passing, loader=self.loader, ahead=reading.ahead
+        )
 
     def _fuse(
         self, prompt: Prompt, reading: Reading, loaded: LoadedBlocks, prefix: KVBlock | None, exact: Lease | None

@@ -14,16 +14,21 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ragcache.codecs import get_codec
 from ragcache.engine.admission import Admission, default_budget
 from ragcache.engine.aio import AsyncTwins
 from ragcache.engine.answer import Answer, Done, Event
 from ragcache.engine.asking import Clock, Reader, Reading
 from ragcache.engine.conversation import Conversation, completion_ends
 from ragcache.engine.estimate import PrefillRate, measure_prefill
+from ragcache.engine.loading import ALWAYS, Ahead, BlockLoader, LoadCounts
 from ragcache.engine.maintenance import DoctorReport, Info, doctor, info
 from ragcache.engine.opening import Store, StoreConfig, absent_embedder, open_embedder, open_model, open_store
 from ragcache.engine.passage import Passage, find_passages
 from ragcache.engine.prefixes import Prefixes
+from ragcache.engine.probe import open_rates
+from ragcache.engine.rates import RateFigures, Rates
+from ragcache.engine.rates_file import RatesFile, machine_key
 from ragcache.engine.usage import UsageLog
 from ragcache.engine.verdict import AUTO, choose_safe, warn_if_unsafe
 from ragcache.errors import ConfigError
@@ -64,6 +69,9 @@ class RagCache(AsyncTwins):
         self.store = store
         self.config = config
         self._usage = UsageLog(store.layout.root / "usage.json")
+        self._kept_rates = RatesFile(store.layout.root / "rates.json")
+        self._rates: Rates | None = None
+        self._loader: BlockLoader | None = None
         self._lm: LanguageModel | None = None
         self._method: FusionMethod | None = None
         self._evict: SnapKV | None = None
@@ -170,11 +178,19 @@ class RagCache(AsyncTwins):
         prefixes = Prefixes(lm, store.documents, tenant, self.config.prefix_bytes)
         answer_bytes = self.config.answer_bytes
         self._admission = Admission(default_budget(lm) if answer_bytes is None else answer_bytes)
-        self._reader = Reader(lm, encoder, text, store.kv, store.documents, prefixes, self._admission)
+        self._open_loader()
+        self._reader = Reader(lm, encoder, text, store.kv, store.documents, prefixes, self._admission, self._loader)
         self._whole = WholeTexts(lm.tokenizer)
         self._system = system
         cut = Chunker(lm.tokenizer, **asdict(chunker)) if chunker else Chunker(lm.tokenizer)
         self._ingestor = Ingestor(store.layout, store.documents, store.kv, self.retriever, cut, encoder, ingest)
+
+    def _open_loader(self) -> None:
+        config, kv = self.config, self.store.kv
+        if config.load == ALWAYS:
+            return
+        self._rates = open_rates(self._kept_rates, kv.root, self.lm, get_codec(config.codec), config.measure_s)
+        self._loader = BlockLoader(kv, self._rates, policy=config.load, ahead_bytes=config.speculative_bytes)
 
     # Parts
 
@@ -210,6 +226,8 @@ class RagCache(AsyncTwins):
         with self._measuring:
             if self._prefill_rate is None:
                 self._prefill_rate = measure_prefill(self.lm)
+                if self._rates is not None:
+                    self._rates.set_prefill(self._prefill_rate)
         return self._prefill_rate.seconds(num_tokens)
 
     # Documents
@@ -293,11 +311,18 @@ class RagCache(AsyncTwins):
         fetch_k: int | None = None,
     ) -> list[Hit]:
         """The k chunks nearest to the question (text, or its vector), best first; see `Retriever.retrieve`."""
-        self._drop_deleted()
         options = {"filter": filter, "score_threshold": score_threshold, "mmr_lambda": mmr_lambda, "fetch_k": fetch_k}
+        return self._retrieve(question, k, options)
+
+    def _retrieve(
+        self, question: str | NDArray[np.float32], k: int, options: dict[str, Any], ahead: Ahead | None = None
+    ) -> list[Hit]:
+        """ahead: begins to read what is likely to be among the hits."""
+        self._drop_deleted()
+        options = {**options, "foresee": None if ahead is None else ahead.begin}
         if isinstance(question, str):
-            return self.retriever.retrieve(question, k, **options)  # type: ignore[arg-type]
-        return self.retriever.retrieve_by_vector(question, k, **options)  # type: ignore[arg-type]
+            return self.retriever.retrieve(question, k, **options)
+        return self.retriever.retrieve_by_vector(question, k, **options)
 
     def ask(self, question: str, k: int = DEFAULT_K, **options: Any) -> Answer:
         """Answer a question from the store. Options as for `stream`; the same events, collected."""
@@ -339,7 +364,8 @@ class RagCache(AsyncTwins):
             if hits is not None:
                 self._drop_deleted()
                 return hits
-            return self.retrieve(question, k, filter=filter, score_threshold=score_threshold, mmr_lambda=mmr_lambda)
+            options = {"filter": filter, "score_threshold": score_threshold, "mmr_lambda": mmr_lambda}
+            return self._retrieve(question, k, options, chosen.ahead)
 
         return self._stream(lambda reader: reader.question_ends(question), find, chosen)
 
@@ -384,13 +410,8 @@ class RagCache(AsyncTwins):
             if passages is not None:
                 self._drop_deleted()
                 return passages
-            return self.retrieve(
-                conversation.question,
-                DEFAULT_K if k is None else k,
-                filter=filter,
-                score_threshold=score_threshold,
-                mmr_lambda=mmr_lambda,
-            )
+            options = {"filter": filter, "score_threshold": score_threshold, "mmr_lambda": mmr_lambda}
+            return self._retrieve(conversation.question, DEFAULT_K if k is None else k, options, chosen.ahead)
 
         def ends(reader: Reader) -> PromptEnds:
             first = reader.encoder.recipe.sees_prefix
@@ -422,7 +443,8 @@ class RagCache(AsyncTwins):
         chosen = self._chosen(method, method_options or {})
         _present(self._reader).check(chosen)
         choice = self._evict if evict is None else SnapKV.of(evict)
-        return Reading(chosen, choice, sampling or Sampling(), on_overflow, cancelled, timeout_s)
+        ahead = self._loader.ahead() if self._loader is not None and chosen.reuses_blocks else None
+        return Reading(chosen, choice, sampling or Sampling(), on_overflow, cancelled, timeout_s, ahead)
 
     def _chosen(self, method: str | FusionMethod | None, options: Mapping[str, Any]) -> FusionMethod:
         own = _present(self._method)
@@ -453,9 +475,13 @@ class RagCache(AsyncTwins):
         reader = _present(self._reader)
         ends = ends_of(reader)
         reader.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
-        hits = find_passages(find(), self.store.documents, _present(self._whole))
-        clock.retrieve_s = time.perf_counter() - clock.started
-        yield from reader.stream(ends, hits, reading, clock)
+        try:
+            hits = find_passages(find(), self.store.documents, _present(self._whole))
+            clock.retrieve_s = time.perf_counter() - clock.started
+            yield from reader.stream(ends, hits, reading, clock)
+        finally:
+            if reading.ahead is not None:
+                reading.ahead.close()
 
     def _drop_deleted(self) -> None:
         """What was deleted, by another process too, may be in this one's memory still (law 10)."""
@@ -468,6 +494,17 @@ class RagCache(AsyncTwins):
 
     # Care
 
+    def rates(self) -> RateFigures:
+        """How fast this machine reads and computes blocks, as far as it was measured: now, or when the store was last
+        closed by who had its models."""
+        if self._rates is not None:
+            return self._rates.figures()
+        return self._kept_rates.read() or RateFigures()
+
+    def load_counts(self) -> LoadCounts:
+        """What came of choosing between loading and computing, since the store was opened."""
+        return LoadCounts() if self._loader is None else self._loader.counts()
+
     def info(self) -> Info:
         return info(self.store, self._usage)
 
@@ -478,6 +515,10 @@ class RagCache(AsyncTwins):
     def close(self) -> None:
         """Write down the hit counts and let go of everything."""
         self._threads.close()
+        if self._loader is not None and self._rates is not None:
+            self._loader.close()
+            if not self.config.read_only and (figures := self._rates.figures()).is_measured:
+                self._kept_rates.write(machine_key(self.lm), figures)
         if not self.config.read_only:
             self._usage.record(self.store.kv.stats())
         self.store.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ragcache.engine.loading import AUTO, LOADS
 from ragcache.errors import ConfigError, StoreNotFoundError
 from ragcache.models.lm import LanguageModel
 from ragcache.models.loading import load_lm
@@ -19,6 +20,7 @@ from ragcache.store.layout import StoreLayout
 DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
 DEFAULT_PREFIX_BYTES = 512 << 20
+DEFAULT_SPECULATIVE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class StoreConfig:
     read_only:    nothing is written, not even computed blocks
     prefix_bytes: budget of the prefix tree: exact KV of earlier prompts and answers, on the model's device; 0: none
     answer_bytes: KV that all answers in progress may hold together; None: half of the memory of the model's device
+    load:         "auto": of loading a block and computing it the faster one, by measured rates; "always" load what a
+                  tier has; "never": compute all that is not in memory
+    speculative_bytes: of blocks that may be read while retrieval still ranks, held or on their way; 0 reads none
+    measure_s:    seconds to spend on measuring this machine at the first opening with a model; 0 measures nothing then
     """
 
     database: str | None = None
@@ -44,10 +50,19 @@ class StoreConfig:
     trace: str | Path | None = None
     prefix_bytes: int = DEFAULT_PREFIX_BYTES
     answer_bytes: int | None = None
+    load: str = AUTO
+    speculative_bytes: int = DEFAULT_SPECULATIVE_BYTES
+    measure_s: float = 0.25
 
     def __post_init__(self) -> None:
         if self.answer_bytes is not None and self.answer_bytes < 1:
             raise ConfigError(f"answer_bytes is {self.answer_bytes}; it must be at least 1, or None for a default")
+        if self.load not in LOADS:
+            raise ConfigError(f"load {self.load!r} is unknown; choose one of {', '.join(LOADS)}")
+        if self.speculative_bytes < 0 or not self.measure_s >= 0:
+            raise ConfigError(
+                f"speculative_bytes is {self.speculative_bytes} and measure_s {self.measure_s}; give 0 (none) or more"
+            )
 
 
 class Store(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a machine does, measured in a fraction of a second when a store is opened."""
+"""What a machine does, measured in a fraction of a second when a store is opened for the first time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from ragcache.codecs import Codec
 from ragcache.engine.estimate import PrefillRate
 from ragcache.engine.rates import Rates
+from ragcache.engine.rates_file import RatesFile, machine_key
 from ragcache.kv.block import KVBlock
 from ragcache.models.lm import LanguageModel
 
@@ -26,6 +28,7 @@ READ_BYTES = 256 << 10
 MOST_READ_BYTES = 16 << 20
 COPIED_BYTES = 8 << 20
 DECODED_TOKENS = 256
+LOOKED_AT = 8
 # Of the time that may be spent: on the model, and on the disk; the rest is for memory and codec.
 MODEL_SHARE, DISK_SHARE = 0.6, 0.3
 
@@ -136,3 +139,30 @@ def _fastest_s(work: Callable[[], object]) -> float:
         work()
         taken.append(time.perf_counter() - started)
     return max(min(taken), 1e-9)
+
+
+def open_rates(kept: RatesFile, kv_root: Path, lm: LanguageModel, codec: Codec, budget_s: float) -> Rates:
+    """Estimates for a store that was just opened: what this machine measured before, else what a probe finds.
+
+    Nothing is measured in a store without blocks, where there is nothing to choose, nor with a budget of 0.
+    """
+    rates = Rates()
+    known = kept.read(machine_key(lm))
+    if known is not None:
+        rates.restore(known)
+    elif budget_s and (block_file := _some_block(kv_root)) is not None:
+        probe(rates, lm, codec, block_file, budget_s)
+    return rates
+
+
+def _some_block(kv_root: Path) -> Path | None:
+    """The largest file of the first few."""
+    few = list(islice(kv_root.glob("*/*/*.safetensors"), LOOKED_AT))
+    return max(few, key=_size, default=None)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -212,6 +212,10 @@ class RateFigures:
     decode_bytes_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def is_measured(self) -> bool:
+        return bool(self.tiers) or self.prefill is not None
+
+    @property
     def prefill_tokens_s(self) -> float | None:
         """Of chunks of 256 tokens."""
         seconds = 0.0 if self.prefill is None else self.prefill.seconds(256)
