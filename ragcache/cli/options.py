@@ -86,7 +86,7 @@ class StoreOptions:
         int, option("--memory", "Budget of the host-memory tier.", parser=size, metavar="SIZE", show_default="2GiB")
     ] = 2 * 2**30
     codec: Annotated[
-        str, option("--codec", "How new KV blocks are kept: raw, int8, int4, fp8 or cachegen; all are read.")
+        str, option("--codec", "How new KV blocks are kept: raw, int8, int4, fp8, cachegen or mikv; all are read.")
     ] = "raw"
     eviction: Annotated[
         str, option("--eviction", "What the memory tier gives up when it is full: lru, lfu, gdsf or pgdsf.")

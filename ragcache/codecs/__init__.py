@@ -6,6 +6,7 @@ from ragcache.codecs.base import Codec
 from ragcache.codecs.cachegen import CacheGenCodec
 from ragcache.codecs.fp8 import Fp8Codec
 from ragcache.codecs.kivi import Int4Codec, Int8Codec
+from ragcache.codecs.mikv import MikvCodec
 from ragcache.codecs.raw import RawCodec
 from ragcache.errors import ConfigError
 
@@ -15,6 +16,7 @@ CODECS: dict[str, type[Codec]] = {
     "int4": Int4Codec,
     "fp8": Fp8Codec,
     "cachegen": CacheGenCodec,
+    "mikv": MikvCodec,
 }
 
 
@@ -25,4 +27,14 @@ def get_codec(name: str) -> Codec:
     return CODECS[name]()
 
 
-__all__ = ["CODECS", "CacheGenCodec", "Codec", "Fp8Codec", "Int4Codec", "Int8Codec", "RawCodec", "get_codec"]
+__all__ = [
+    "CODECS",
+    "CacheGenCodec",
+    "Codec",
+    "Fp8Codec",
+    "Int4Codec",
+    "Int8Codec",
+    "MikvCodec",
+    "RawCodec",
+    "get_codec",
+]

@@ -23,12 +23,12 @@ _GROUPED = {"keys": 2, "values": 3}  # of [num_layers, num_kv_heads, num_tokens,
 class KiviCodec(LayerCodec):
     """Codes, one scale and one zero point a group.
 
-    bits:    of a code: 8, or 4, two of which share a byte
+    bits:    of a code: 8, or 4 or 2, of which two or four share a byte
     largest: numbers in a group at most: of tokens for keys, of channels for values
 
     Tensors, for keys and for values: `codes`, uint8 [num_layers, num_kv_heads, num_tokens, head_dim], with 4 bits half
-    as many rows; `scales` and `zeros`, [num_layers, num_kv_heads, groups, head_dim] for keys, [num_layers,
-    num_kv_heads, num_tokens, groups] for values, float16 unless the numbers are too large for it.
+    as many rows, with 2 a quarter; `scales` and `zeros`, [num_layers, num_kv_heads, groups, head_dim] for keys,
+    [num_layers, num_kv_heads, num_tokens, groups] for values, float16 unless the numbers are too large for it.
 
     Bound: half a group's scale, and the rounding of the result to the block's dtype.
     """
@@ -42,7 +42,7 @@ class KiviCodec(LayerCodec):
         size = group_size(numbers.shape[dim], self.largest[part])
         layers = [quantise(layer.float(), dim - 1, size, levels, dtype) for layer in numbers]
         codes, scales, zeros = (torch.stack(tensors) for tensors in zip(*layers, strict=True))
-        return {"codes": pack(codes) if self.bits == 4 else codes, "scales": scales, "zeros": zeros}
+        return {"codes": pack(codes, self.bits), "scales": scales, "zeros": zeros}
 
     def check_part(self, part: Part, tensors: Mapping[str, Tensor], spec: BlockSpec) -> None:
         shape = spec.shape(part)
@@ -57,10 +57,7 @@ class KiviCodec(LayerCodec):
         codes, scales, zeros = (
             tensors[name][layer].to(out.device, non_blocking=True) for name in ("codes", "scales", "zeros")
         )
-        if self.bits == 4:
-            unpack(codes, out)
-        else:
-            out.copy_(codes)
+        unpack(codes, self.bits, out)
         dim = _GROUPED[part] - 1
         restore(out, dim, group_size(out.shape[dim], self.largest[part]), scales.float(), zeros.float())
 
@@ -90,19 +87,28 @@ class Int4Codec(KiviCodec):
     largest: ClassVar[dict[Part, int]] = {"keys": 64, "values": 64}
 
 
-def pack(codes: Tensor) -> Tensor:
-    """Two codes a byte: the first half of the tokens below, the second half above.
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """As many codes a byte as fit: the first part of the tokens in the lowest bits, and so on.
 
-    [..., num_tokens, dim] -> [..., ceil(num_tokens / 2), dim]. Halves instead of neighbours: both directions then move
-    whole runs of bytes.
+    [..., num_tokens, dim] -> [..., ceil(num_tokens * bits / 8), dim]. Parts of the tokens instead of neighbours: both
+    directions then move whole runs of bytes.
     """
-    half = -(-codes.shape[-2] // 2)
-    packed = codes[..., :half, :].clone()
-    packed[..., : codes.shape[-2] - half, :] |= codes[..., half:, :] << 4
+    rows = -(-codes.shape[-2] * bits // 8)
+    packed = codes[..., :rows, :].clone()
+    for place in range(1, 8 // bits):
+        part = codes[..., place * rows : (place + 1) * rows, :]
+        packed[..., : part.shape[-2], :] |= part << (place * bits)
     return packed
 
 
-def unpack(packed: Tensor, out: Tensor) -> None:
-    half = packed.shape[-2]
-    out[..., :half, :] = packed & 15
-    out[..., half:, :] = (packed >> 4)[..., : out.shape[-2] - half, :]
+def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
+    """Write the codes to `out`, [..., num_tokens, dim]."""
+    if bits == 8:
+        out.copy_(packed)
+        return
+    rows, places = packed.shape[-2], 8 // bits
+    for place in range(places):
+        part = out[..., place * rows : (place + 1) * rows, :]
+        codes = packed[..., : part.shape[-2], :]
+        codes = codes >> (place * bits) if place else codes
+        part.copy_(codes & (2**bits - 1) if place < places - 1 else codes)

@@ -19,3 +19,16 @@ def test_it_runs_and_states_its_goals(tmp_path, capsys):
     assert not any(goal.applies for goal in result.goals if "raw" in goal.what), "too few questions, another size"
     assert all(goal.met for goal in result.goals if "bfloat16" in goal.what)
     assert len((tmp_path / "codecs.md").read_text().splitlines()) == 2 + len(CODECS)
+
+
+def test_one_codec_is_measured_beside_raw_and_leaves_the_others_results_alone(tmp_path):
+    result = main(["--rounds", "0", "--questions", "1", "--codec", "mikv", "--out", str(tmp_path)])
+    assert [path.name for path in tmp_path.glob("*.json")] == ["codecs-mikv.json"]
+    figures = json.loads((tmp_path / "codecs-mikv.json").read_text())["figures"]
+    assert list(figures["fidelity"]) == list(figures["rates"]) == ["raw", "mikv"]
+    assert list(figures["sizes"]) == ["mikv"]
+    assert result.goals == [], "none is stated for it"
+    assert [line.split("`")[1] for line in (tmp_path / "codecs-mikv.md").read_text().splitlines()[2:]] == [
+        "raw",
+        "mikv",
+    ]
