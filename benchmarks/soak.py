@@ -84,7 +84,7 @@ class Settings:
     """minutes:      of asking; what comes before and after is not in it
     askers:       half of them ask through the server
     think_s:      mean wait of an asker between two questions; change_s: of each thread that changes documents
-    memory:       budget of each process's memory tier, bytes
+    memory, prefix_memory: budgets of each process's memory tier and prefix tree, bytes
     staying, passing, questions: documents of both kinds; questions over the staying ones
     sample_s:     between two looks at the processes
     warmup_s:     of the measured minutes, not counted where growth is looked for; None: a tenth, at most 5 minutes
@@ -95,6 +95,7 @@ class Settings:
     think_s: float = 3.0
     change_s: float = 4.0
     memory: int = 4 * MIB
+    prefix_memory: int = 8 * MIB
     codec: str = "int8"
     eviction: str = "lru"
     admission: str = "all"
@@ -114,10 +115,14 @@ class Settings:
     def corpus(self) -> Corpus:
         return draw_corpus(self.staying, self.passing, self.questions, self.seed)
 
-    def store(self, memory: int) -> rc.StoreConfig:
+    def store(self, memory: int, prefix_memory: int) -> rc.StoreConfig:
         return rc.StoreConfig(
-            memory_bytes=memory, codec=self.codec, eviction=self.eviction, admission=self.admission
-        )  # fmt: skip
+            memory_bytes=memory,
+            codec=self.codec,
+            eviction=self.eviction,
+            admission=self.admission,
+            prefix_bytes=prefix_memory,
+        )
 
 
 def expected_answers(settings: Settings, directory: Path) -> dict[tuple[str, int, str], Expected]:
@@ -127,10 +132,10 @@ def expected_answers(settings: Settings, directory: Path) -> dict[tuple[str, int
 
 
 def ask_one_by_one(settings: Settings, directory: Path) -> dict[tuple[str, int, str], Expected]:
-    """By kind, number and method: a fresh engine over all documents, with memory for all blocks."""
+    """By kind, number and method: a fresh engine over all documents, with memory for all blocks and no prefix tree."""
     torch.set_num_threads(settings.threads)
     corpus, found = settings.corpus(), {}
-    with rc.RagCache.open(directory, model="mini", store=settings.store(1 << 30)) as kb:
+    with rc.RagCache.open(directory, model="mini", store=settings.store(1 << 30, 0)) as kb:
         kb.ingest([*corpus.staying, *corpus.passing])
         door = EngineDoor(kb)
         asked = [one for kind, own in corpus.questions.items() if kind != OPEN for one in own]
@@ -173,7 +178,8 @@ class Serving:
 def serving(settings: Settings, store: Path, log: Path) -> Iterator[Serving]:
     """Raises ConfigError when it does not come up."""
     options = {
-        "--store": store, "--port": 0, "--memory": settings.memory, "--codec": settings.codec,
+        "--store": store, "--port": 0, "--memory": settings.memory, "--prefix-memory": settings.prefix_memory,
+        "--codec": settings.codec,
         "--eviction": settings.eviction, "--admission": settings.admission, "--slots": settings.askers,
     }  # fmt: skip
     command = [sys.executable, "-m", "ragcache", "serve", *(str(part) for pair in options.items() for part in pair)]
@@ -273,7 +279,8 @@ def soak(settings: Settings, directory: Path) -> tuple[Run, Counts, Ending, Doct
     expected = expected_answers(settings, directory / "expected")
     corpus, store = settings.corpus(), directory / "kb"
     with ExitStack() as stack:
-        kb = stack.enter_context(rc.RagCache.open(store, model="mini", store=settings.store(settings.memory)))
+        config = settings.store(settings.memory, settings.prefix_memory)
+        kb = stack.enter_context(rc.RagCache.open(store, model="mini", store=config))
         kb.ingest(corpus.staying)
         server = stack.enter_context(serving(settings, store, directory / "server.log"))
         door = ServerDoor(server.url, "mini")
@@ -387,8 +394,8 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
         "warmup-s": "seconds left out of what is said of growth",
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=float, default=getattr(default, name.replace("-", "_")), help=said)
-    for name in ("askers", "memory", "staying", "passing", "questions", "threads", "seed"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
+    for name in ("askers", "memory", "prefix-memory", "staying", "passing", "questions", "threads", "seed"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(default, name.replace("-", "_")))
     for name in ("codec", "eviction", "admission"):
         parser.add_argument(f"--{name}", default=getattr(default, name))
     parser.add_argument("--methods", default=METHODS, help="separated by commas")
