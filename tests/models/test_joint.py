@@ -1,0 +1,229 @@
+"""Tokens of several requests in one pass: each request's logits are those of plain transformers over it alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from families import (
+    FAMILIES,
+    VOCAB,
+    assert_same,
+    block_diagonal,
+    oracle_logits,
+    oracle_logits_of,
+    oracle_model,
+    random_prompt,
+    save_tiny,
+)
+
+import ragcache as rc
+from ragcache.models.attention import CURRENT
+from ragcache.models.decoding import Sampling, decode
+from ragcache.models.joint import Piece, Run, run_pieces
+
+DIVERSE = (
+    "llama",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "mixtral",
+    "olmoe",
+    "gpt_neox",
+    "cohere",
+    "smollm3",
+    "mistral-window",
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A family's model, and plain transformers' of the same weights; loaded once."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            directory = save_tiny(family, str(tmp_path_factory.mktemp(family)))
+            made[family] = rc.load_lm(directory), oracle_model(directory)
+        return made[family]
+
+    return get
+
+
+def ids_of(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
+
+
+def run_of(lm, ids, start, cache):
+    return Run(torch.tensor(ids), torch.arange(start, start + len(ids)), cache, ordered=True)
+
+
+def causal(n):
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in DIVERSE else pytest.mark.slow) for name in FAMILIES]
+)
+def test_a_joint_pass_equals_separate_plain_forwards(models, family):
+    """Requests of unlike lengths: one decodes a single token, two go on behind what they hold, one begins."""
+    lm, oracle = models(family)
+    texts = [ids_of(31, 1), ids_of(23, 2), ids_of(40, 3), ids_of(7, 4)]
+    held = [30, 12, 35, 0]
+    caches = [lm.new_cache(64) for _ in texts]
+    for ids, count, cache in zip(texts, held, caches, strict=True):
+        if count:
+            lm.run(ids[:count], 0, cache)
+    rows = zip(texts, held, caches, strict=True)
+    pieces = [Piece.next(run_of(lm, ids[count:], count, cache), len(ids) - count) for ids, count, cache in rows]
+    found = run_pieces(lm.model, pieces)
+    assert CURRENT.get() is None
+    for ids, cache, logits in zip(texts, caches, found, strict=True):
+        assert_same(logits, oracle_logits_of(oracle, ids, causal(len(ids))))
+        assert set(cache.lengths) == set(cache.computed_tokens) == {len(ids)}
+
+
+@pytest.mark.parametrize("family", DIVERSE)
+def test_the_suffix_of_one_joins_the_decoding_of_others(models, family):
+    """`reposition` under its block-diagonal mask beside plain decoding: blocks are placed within the joint pass."""
+    lm, oracle = models(family)
+    prompt = random_prompt(5)
+    decoding, cache = ids_of(26, 6), lm.new_cache(40)
+    lm.run(decoding[:-1], 0, cache)
+    suffixes = [Captured(lm, prompt, ratio) for ratio in ("reposition", "full")]
+    pieces = [Piece.next(run_of(lm, decoding[-1:], 25, cache), 1)]
+    pieces += [Piece.next(one.run, one.run.left) for one in suffixes]
+    step, moved, read = run_pieces(lm.model, pieces)
+    assert_same(step, oracle_logits_of(oracle, decoding, causal(26)))
+    assert_same(moved, oracle_logits(oracle, prompt, block_diagonal(prompt)))
+    assert_same(read, oracle_logits(oracle, prompt, causal(prompt.num_tokens)))
+
+
+class Captured:
+    """The run that a method asks for, caught before it runs."""
+
+    def __init__(self, lm, prompt, method):
+        self.run: Run | None = None
+        turns = lm.turns
+        original = turns.run
+
+        def catch(run, alone=None):
+            self.run = run
+            raise _CaughtError
+
+        turns.run = catch
+        try:
+            blocks = rc.encode(lm, prompt) if method != "full" else None
+            rc.fuse(lm, prompt, method, blocks, prefix_block=lm.encode([prompt.prefix_ids])[0])
+        except _CaughtError:
+            pass
+        finally:
+            turns.run = original
+
+
+class _CaughtError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "cohere2"])
+@pytest.mark.parametrize("size", [1, 7, 16])
+def test_a_run_in_pieces_equals_one_plain_forward(models, family, size):
+    lm, oracle = models(family)
+    ids = ids_of(45, 7)
+    run = run_of(lm, ids, 0, lm.new_cache(64))
+    while run.left:
+        piece = Piece.next(run, min(size, run.left))
+        (logits,) = run_pieces(lm.model, [piece])
+        piece.end()
+    assert_same(logits, oracle_logits_of(oracle, ids, causal(45)))
+    assert set(run.cache.computed_tokens) == {45}
+
+
+def test_a_failed_piece_leaves_the_cache_as_it_was(models):
+    """Also where the pass stopped between two layers, and where it placed the context."""
+    lm, oracle = models("llama")
+    one = Captured(lm, prompt := random_prompt(8), "reposition").run
+    piece = Piece.next(one, one.left)
+    layers = lm.model.model.layers
+
+    def fail(*_args):
+        raise RuntimeError("out of memory")
+
+    hook = layers[1].register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run_pieces(lm.model, [piece])
+    finally:
+        hook.remove()
+    assert one.cache.computed_tokens[0] == len(prompt.suffix_ids)
+    piece.undo()
+    assert set(one.cache.computed_tokens) == {0}
+    assert_same(run_pieces(lm.model, [piece])[0], oracle_logits(oracle, prompt, block_diagonal(prompt)))
+    assert set(one.cache.lengths) == {prompt.num_tokens}
+
+
+METHODS = ("reposition", "full", "cacheblend", "epic", "ape", "concat", "samkv")
+WAIT_S = 60.0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt_neox", "cohere"])
+def test_eight_threads_get_what_one_gets(models, family):
+    """Law 7: other questions, other methods, at the same time; token ids as one after another."""
+    lm, _ = models(family)
+    methods = [name for name in METHODS if _reads(lm, name)]
+    work = [(random_prompt(seed, suffix=3 + seed), methods[seed % len(methods)], 2 + seed) for seed in range(8)]
+
+    def answer(one):
+        prompt, method, tokens = one
+        fused = rc.fuse(lm, prompt, method)
+        steps = decode(lm, fused.cache, fused.next_logits, fused.next_position, Sampling(max_tokens=tokens))
+        return fused.next_logits, list(steps)
+
+    alone = [answer(one) for one in work]
+    before = lm.turns.stats().members
+    with ThreadPoolExecutor(9) as pool:
+        with model_held(lm, pool):
+            jobs = [pool.submit(answer, one) for one in work]
+            until(lambda: len(lm.turns._waiting) == len(work))
+        together = [job.result(WAIT_S) for job in jobs]
+    for (logits, ids), (expected, expected_ids) in zip(together, alone, strict=True):
+        assert_same(logits, expected)
+        assert ids == expected_ids
+    assert max(lm.turns.stats().members) >= 3 > max(before), "they shared passes"
+
+
+@contextmanager
+def model_held(lm, pool):
+    """Within, a pass of somebody else's is on its way."""
+    gate, entered = threading.Event(), threading.Event()
+
+    def hold():
+        entered.set()
+        assert gate.wait(WAIT_S)
+        return torch.zeros(1)
+
+    job = pool.submit(lm.turns.run, run_of(lm, [1], 0, lm.new_cache(1)), hold)
+    assert entered.wait(WAIT_S)
+    yield
+    gate.set()
+    job.result(WAIT_S)
+
+
+def until(condition):
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def _reads(lm, method):
+    try:
+        rc.fuse(lm, random_prompt(0), method)
+    except rc.RagCacheError:
+        return False
+    return True
