@@ -37,6 +37,8 @@ class StoreConfig:
     load:         "auto": of loading a block and computing it the faster one, by measured rates; "always" load what a
                   tier has; "never": compute all that is not in memory
     speculative_bytes: of blocks that may be read while retrieval still ranks, held or on their way; 0 reads none
+    device_bytes, disk_bytes, write_behind_bytes, ttl_s: see KVStore
+    kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
     measure_s:    seconds to spend on measuring this machine at the first opening with a model; 0 measures nothing then
     """
 
@@ -53,6 +55,12 @@ class StoreConfig:
     load: str = AUTO
     speculative_bytes: int = DEFAULT_SPECULATIVE_BYTES
     measure_s: float = 0.25
+    device_bytes: int = 0
+    disk_bytes: int | None = None
+    write_behind_bytes: int = 0
+    ttl_s: float | None = None
+    kv: str = "eager"
+    hot_after: int = 2
 
     def __post_init__(self) -> None:
         if self.answer_bytes is not None and self.answer_bytes < 1:
@@ -91,6 +99,11 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
         kv = KVStore(
             layout.kv,
             memory_bytes=config.memory_bytes,
+            device_bytes=config.device_bytes,
+            disk_bytes=config.disk_bytes,
+            write_behind_bytes=config.write_behind_bytes,
+            ttl_s=config.ttl_s,
+            referenced=documents.referenced,
             codec=config.codec,
             eviction=config.eviction,
             admission=config.admission,

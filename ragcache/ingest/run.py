@@ -207,7 +207,7 @@ class IngestRun:
 
     def _write(self, key: str, block: KVBlock) -> None:
         with self._timed("write_s"):
-            self.to.kv.put(key, block)
+            self.to.kv.put(key, block, flushed=True)  # a document is committed when its blocks outlive a kill
 
     def _commit(self, one: Prepared, vectors: NDArray[np.float32]) -> None:
         document = one.document
