@@ -166,7 +166,7 @@ class Ahead:
             return
         tier = loader.kv.durable_tier
         expected_s = loader.rates.backlog_s(tier)
-        wanted = []
+        wanted: list[str] = []
         for key in dict.fromkeys(keys):
             if key in self._reads or loader.kv.locate(key) != tier:
                 continue
@@ -200,11 +200,11 @@ class Ahead:
 
 
 class _Need(NamedTuple):
-    """One distinct block of a question."""
+    """One distinct block of a question, and how often it is in it."""
 
     handle: str
     chunk: Chunk
-    count: int
+    times: int
 
 
 class _TierCosts:
@@ -412,7 +412,7 @@ class _Question:
         self._blocks[need.handle] = block
         self._origins[need.handle] = COMPUTED
         self._encoded_tokens += block.num_tokens
-        for _ in range(need.count):
+        for _ in range(need.times):
             self._kv.serve(self._request, need.handle, None)
         if rank not in self._absent:
             self._loader.count("recomputed", 1)
@@ -422,5 +422,5 @@ class _Question:
     def _use(self, need: _Need, loaded: Loaded) -> None:
         self._blocks[need.handle] = loaded.block
         self._origins[need.handle] = loaded.tier
-        for _ in range(need.count):
+        for _ in range(need.times):
             self._kv.serve(self._request, need.handle, loaded)

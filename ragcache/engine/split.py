@@ -104,7 +104,7 @@ class Split:
 
     def next_reads(self) -> list[int]:
         """Ranks that are to be read from now on; they count as begun."""
-        begun = []
+        begun: list[int] = []
         while (rank := self._next_read(begun)) is not None:
             begun.append(rank)
             self._reading[rank] = self._clock()
@@ -219,7 +219,8 @@ class Split:
         return (self._batch_left_s() if self._computing else 0.0) + whole
 
     def _batches_s(self, ranks: Sequence[int]) -> float:
-        total_s, batch = 0.0, []
+        total_s = 0.0
+        batch: list[int] = []
         for rank in sorted(ranks, key=lambda rank: -self._parts[rank].num_tokens):
             if batch and self._padded([*batch, rank]) > self._limits.batch_tokens:
                 total_s += self._compute_s(batch)
