@@ -11,20 +11,21 @@ from ragcache.cli.output import bytes_text, print_json, print_table, say
 
 if TYPE_CHECKING:
     from ragcache.engine.maintenance import DoctorReport, Info
+    from ragcache.engine.rates import RateFigures
 
 
 @command
 def info(store: StoreOptions, as_json: Json = False) -> None:
     """Show what the store holds: counts, bytes by tier, hit rates."""
     with open_for_care(store, read_only=True) as kb:
-        found = kb.info()
+        found, rates = kb.info(), kb.rates()
     if as_json:
-        print_json({"store": str(store.store), **found.to_json()})
+        print_json({"store": str(store.store), **found.to_json(), "rates": rates.to_json()})
     else:
-        _print_info(store, found)
+        _print_info(store, found, rates)
 
 
-def _print_info(store: StoreOptions, found: Info) -> None:
+def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
     asked = sum(found.hits_by_tier.values()) + found.misses
     rate = "nothing asked yet" if found.hit_rate is None else f"{found.hit_rate:.1%} of {asked} blocks"
     rows = [
@@ -39,9 +40,22 @@ def _print_info(store: StoreOptions, found: Info) -> None:
         ("misses", found.misses),
         ("hit rate", rate),
         ("schema version", found.schema_version),
+        *_rate_rows(rates),
     ]
     for name, value in rows:
         say(f"{name:<16}{'-' if value is None else value}")
+
+
+def _rate_rows(rates: RateFigures) -> list[tuple[str, str]]:
+    """What was measured here by who last had the store's models open."""
+    rows = [
+        (f"{name} rate", f"{bytes_text(round(tier.bytes_s))}/s, {1000 * tier.latency_s:.2f} ms a read")
+        for name, tier in rates.tiers.items()
+    ]
+    rows += [(f"{codec} decoding", f"{bytes_text(round(rate))}/s") for codec, rate in rates.decode_bytes_s.items()]
+    if rates.prefill_tokens_s is not None:
+        rows.append(("prefill rate", f"{rates.prefill_tokens_s:,.0f} tokens/s"))
+    return rows
 
 
 @command

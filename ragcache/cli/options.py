@@ -107,6 +107,24 @@ class StoreOptions:
             show_default="512MiB",
         ),
     ] = 512 * 2**20
+    load: Annotated[
+        Literal["auto", "always", "never"],
+        option("--load", "Blocks on disk: load or compute, whichever is faster (auto); always load; never."),
+    ] = "auto"
+    speculative: Annotated[
+        int,
+        option(
+            "--speculative",
+            "Bytes of blocks that may be read while retrieval still ranks; 0: none.",
+            parser=size,
+            metavar="SIZE",
+            show_default="256MiB",
+        ),
+    ] = 256 * 2**20
+    measure_time: Annotated[
+        float,
+        option("--measure-time", "Seconds to measure this machine for, the first time a store is opened.", min=0),
+    ] = 0.25
     index: Annotated[Literal["flat", "hnsw"], option("--index", "Kind of vector index; flat is exact.")] = "flat"
 
     def config(self, *, read_only: bool = False) -> StoreConfig:
@@ -122,6 +140,9 @@ class StoreOptions:
             admission=self.admission,
             trace=self.trace,
             prefix_bytes=self.prefix_memory,
+            load=self.load,
+            speculative_bytes=self.speculative,
+            measure_s=self.measure_time,
         )
 
 

@@ -43,6 +43,5 @@ async def readyz(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     service = service_of(request)
     info = await service.figures.get()
-    return Response(
-        await service.in_thread(service.metrics.render, info), headers={"Content-Type": CONTENT_TYPE_LATEST}
-    )
+    text = await service.in_thread(service.metrics.render, info, service.kb.rates(), service.kb.load_counts())
+    return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -8,7 +8,9 @@ from dataclasses import asdict
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ragcache import Answer, Source
+from ragcache.engine.loading import LoadCounts
 from ragcache.engine.maintenance import Info
+from ragcache.engine.rates import RateFigures
 from ragcache.server.limits import Slots
 
 # From a block in memory to a full prefill on a slow machine.
@@ -35,6 +37,11 @@ class Metrics:
         self.tokens = self._counter("tokens", "Tokens: prompt, of these cached and computed; completion", "kind")
         self.store_bytes = self._gauge("store_bytes", "Bytes of KV blocks", "tier")
         self.store_counts = self._gauge("store_size", "What the store holds: documents, passages, tokens", "what")
+        self.tier_rate = self._gauge("tier_bytes_per_second", "Rate of reads from a tier, as measured", "tier")
+        self.prefill_rate = self._gauge("prefill_tokens_per_second", "Rate of computing passages, as measured")
+        self.loads = self._gauge(
+            "loading", "Blocks recomputed though stored; bytes read ahead, of these wasted, and overtaken", "what"
+        )
         for name, help, value in (
             ("queue_length", "Questions that wait for a slot", lambda: slots.waiting),
             ("slots_in_use", "Questions that are being answered", lambda: slots.in_use),
@@ -69,8 +76,13 @@ class Metrics:
             if source.kv in self.tiers:
                 self.hits.labels(source.kv).inc()
 
-    def render(self, info: Info) -> bytes:
+    def render(self, info: Info, rates: RateFigures, loads: LoadCounts) -> bytes:
         """The text that Prometheus reads."""
+        for tier, rate in rates.tiers.items():
+            self.tier_rate.labels(tier).set(rate.bytes_s)
+        self.prefill_rate.set(rates.prefill_tokens_s or float("nan"))
+        for what, count in asdict(loads).items():
+            self.loads.labels(what).set(count)
         for tier, count in info.bytes_by_tier.items():
             self.store_bytes.labels(tier).set(count)
         for what in ("documents", "chunks", "tokens"):
