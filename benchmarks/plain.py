@@ -60,7 +60,7 @@ def generate(
     Returns token ids and, for each, seconds since the call (time.perf_counter).
     """
     batch = torch.tensor([list(ids)], device=model.device)
-    clock = _Clock()
+    clock = Clock()
     out = model.generate(
         batch,
         attention_mask=torch.ones_like(batch),
@@ -89,7 +89,7 @@ def read_chunks(
         reader(input_ids=ids, attention_mask=present if mask else None, use_cache=False)
 
 
-class _Clock(BaseStreamer):  # type: ignore[misc]
+class Clock(BaseStreamer):  # type: ignore[misc]
     """Notes when tokens arrive. The first call of `put` is the prompt's own."""
 
     def __init__(self) -> None:

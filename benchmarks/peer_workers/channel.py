@@ -1,0 +1,87 @@
+"""What every peer speaks: one JSON object a line, requests over stdin, replies over stdout. Standard library only.
+
+The first line is the configuration; the worker replies with its versions and settings once it is ready.
+Times are taken in the worker's own process, from the token ids in hand to the token id on the host.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TextIO
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids: passages in their order, then everything behind them."""
+
+    passages: Sequence[Sequence[int]]
+    suffix: Sequence[int]
+
+    @property
+    def ids(self) -> list[int]:
+        return [*(id for passage in self.passages for id in passage), *self.suffix]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """first_s, total_s: seconds from the request to the first token and to the last, what is kept for later included
+    ids:    the answer's tokens, greedily chosen
+    reused: tokens of the prompt whose KV was there before
+    """
+
+    first_s: float
+    total_s: float
+    ids: list[int]
+    reused: int
+
+
+class Worker(Protocol):
+    def about(self) -> dict[str, Any]:
+        """Versions of what runs, and the settings that it runs under."""
+        ...
+
+    def read(self, passages: Sequence[Sequence[int]]) -> None:
+        """Prepare passages one by one, ahead of any question; nothing, for a peer that has no such step."""
+        ...
+
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+        """Answer prompts that come at the same moment, `tokens` each. Seconds count from that moment."""
+        ...
+
+
+def serve(make: Callable[[dict[str, Any]], Worker]) -> None:
+    """Answer requests until stdin ends. What libraries print goes to stderr."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
+        os.dup2(2, 1)
+        try:
+            worker = make(json.loads(sys.stdin.readline()))
+            _send(replies, worker.about())
+            for line in sys.stdin:
+                _send(replies, _handle(worker, json.loads(line)))
+        except Exception as error:
+            traceback.print_exc()
+            _send(replies, {"error": f"{type(error).__name__}: {error}"[:500]})
+            raise SystemExit(1) from error
+
+
+def _handle(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
+    gc.collect()  # outside the clock
+    if request["do"] == "read":
+        started = time.perf_counter()
+        worker.read(request["passages"])
+        return {"seconds": time.perf_counter() - started}
+    prompts = [Prompt(one["passages"], one["suffix"]) for one in request["prompts"]]
+    answers = worker.ask(request["variant"], prompts, request["tokens"])
+    return {"answers": [vars(answer) for answer in answers]}
+
+
+def _send(replies: TextIO, reply: dict[str, Any]) -> None:
+    replies.write(json.dumps(reply) + "\n")
+    replies.flush()

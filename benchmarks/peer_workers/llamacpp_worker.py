@@ -1,0 +1,94 @@
+"""llama.cpp through llama-cpp-python, with its prompt cache (`LlamaRAMCache`).
+
+Runs in the environment that `scripts/peers-environment` makes for it; nothing of ragcache is imported. Asked as
+`Llama.create_completion` asks itself, less the text: the cached state with the longest common prefix is loaded where it
+is longer than what the context holds, and kept after the answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+from llama_cpp import Llama, LlamaRAMCache
+
+from benchmarks.peer_workers.channel import Answer, Prompt, serve
+from benchmarks.peer_workers.gguf_file import write_gguf
+
+BATCH_TOKENS = 512  # llama.cpp's own default
+
+
+class LlamaCppWorker:
+    def __init__(self, config: dict[str, Any]) -> None:
+        path = Path(config["directory"]) / f"{config['dtype']}.gguf"
+        write_gguf(Path(config["model"]), path, config["dtype"])
+        # The KV of a bfloat16 model is kept in half precision, which is llama.cpp's default.
+        kind = llama_cpp.GGML_TYPE_F32 if config["dtype"] == "float32" else llama_cpp.GGML_TYPE_F16
+        self._kv_type = "float32" if kind == llama_cpp.GGML_TYPE_F32 else "float16"
+        self._threads = int(config["threads"])
+        self._llama = Llama(
+            str(path),
+            n_ctx=config["max_tokens"],
+            n_batch=BATCH_TOKENS,
+            n_threads=self._threads,
+            n_threads_batch=self._threads,
+            type_k=kind,
+            type_v=kind,
+            flash_attn=True,
+            verbose=False,
+        )
+        self._cache = LlamaRAMCache(capacity_bytes=config["kv_bytes"])
+        self._kv_bytes = int(config["kv_bytes"])
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "versions": {"llama-cpp-python": llama_cpp.__version__},
+            "settings": {
+                "threads": self._threads,
+                "batch_tokens": BATCH_TOKENS,
+                "kv_type": self._kv_type,
+                "flash_attention": True,
+                "prompt_cache_bytes": self._kv_bytes,
+            },
+        }
+
+    def read(self, passages: Sequence[Sequence[int]]) -> None:
+        return
+
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+        """One after another: the Python binding serves one sequence. Seconds of later ones include their waiting."""
+        started = time.perf_counter()
+        return [self._answer(prompt.ids, tokens, started) for prompt in prompts]
+
+    def _answer(self, prompt: list[int], tokens: int, started: float) -> Answer:
+        llama = self._llama
+        reused = self._recall(prompt)
+        ids: list[int] = []
+        first_s = 0.0
+        for token in llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
+            first_s = first_s or time.perf_counter() - started
+            ids.append(int(token))
+            if len(ids) == tokens:
+                break
+        self._cache[prompt + ids] = llama.save_state()
+        return Answer(first_s, time.perf_counter() - started, ids, reused)
+
+    def _recall(self, prompt: list[int]) -> int:
+        """Tokens of the prompt that the context holds after this; `generate` reads the last one in any case."""
+        llama = self._llama
+        held = Llama.longest_token_prefix(llama._input_ids.tolist(), prompt)
+        try:
+            state = self._cache[prompt]
+        except KeyError:
+            return min(held, len(prompt) - 1)
+        cached = Llama.longest_token_prefix(state.input_ids.tolist(), prompt)
+        if cached > held:
+            llama.load_state(state)
+        return min(max(cached, held), len(prompt) - 1)
+
+
+if __name__ == "__main__":
+    serve(LlamaCppWorker)

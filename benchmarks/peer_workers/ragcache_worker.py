@@ -1,0 +1,122 @@
+"""ragcache as a library: block keys, the KV store's memory tier, fused prefill, decoding; prefix tree for `full`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import ragcache as rc
+from benchmarks.peer_workers.channel import Answer, Prompt, serve
+from ragcache.fusion import get_method
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.fuse import Fused, block_recipe, fuse
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.kv.block import KVBlock
+from ragcache.kv.prefix_tree import PrefixTree, read_cache
+from ragcache.models.decoding import Sampling, decode
+from ragcache.store.kv_store import KVStore
+
+LINK_TOKENS = 5
+NAMESPACE = "peers"
+
+
+class RagCacheWorker:
+    """Variants are names of methods. Link tokens may be any ids: what they cost does not depend on them."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        torch.set_num_threads(config["threads"])
+        self._kv_bytes = int(config["kv_bytes"])
+        self._lm = rc.load_lm(config["model"], dtype=config["dtype"])
+        self._encoder = ModelEncoder(self._lm, block_recipe(self._lm, get_method("reposition")))
+        self._store = KVStore(Path(config["directory"]) / "kv", memory_bytes=self._kv_bytes)
+        self._tree = PrefixTree(self._lm.shape, self._kv_bytes)
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "versions": {
+                "ragcache": rc.__version__,
+                "transformers": transformers.__version__,
+                "torch": str(torch.__version__),
+            },
+            "settings": {
+                "threads": torch.get_num_threads(),
+                "memory_tier_bytes": self._kv_bytes,
+                "prefix_tree_bytes": self._kv_bytes,
+                "link_tokens": LINK_TOKENS,
+            },
+        }
+
+    def read(self, passages: Sequence[Sequence[int]]) -> None:
+        """As ingestion does, in batches that suit the device; held in memory alone, since no disk is compared here."""
+        size = max(1, self._encoder.batch_tokens // max(len(passage) for passage in passages))
+        for start in range(0, len(passages), size):
+            self._keep(passages[start : start + size])
+
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+        """A thread an asker, as under a server."""
+        if len(prompts) == 1:
+            return [self._answer(variant, prompts[0], tokens, time.perf_counter())]
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as askers:
+            return list(askers.map(lambda prompt: self._answer(variant, prompt, tokens, started), prompts))
+
+    def _answer(self, variant: str, prompt: Prompt, tokens: int, started: float) -> Answer:
+        method = _method(variant, len(prompt.passages))
+        if method.reuses_blocks:
+            fused, reused = self._over_blocks(method, prompt, tokens)
+        else:
+            fused, reused = self._over_prefix(method, prompt, tokens)
+        sampling, ids, first_s = Sampling(max_tokens=tokens), list[int](), 0.0
+        for token in decode(self._lm, fused.cache, fused.next_logits, fused.next_position, sampling):
+            first_s = first_s or time.perf_counter() - started
+            ids.append(token)
+        if not method.reuses_blocks:
+            self._keep_prefix(prompt, ids, fused)
+        fused.cache.release()
+        return Answer(first_s, time.perf_counter() - started, ids, reused)
+
+    def _over_blocks(self, method: FusionMethod, prompt: Prompt, tokens: int) -> tuple[Fused, int]:
+        blocks, reused = self._blocks(prompt.passages)
+        return fuse(self._lm, _prompt(prompt), method, blocks, reserve_tokens=tokens), reused
+
+    def _over_prefix(self, method: FusionMethod, prompt: Prompt, tokens: int) -> tuple[Fused, int]:
+        with self._tree.match(NAMESPACE, prompt.ids) as known:
+            known.cut(len(prompt.ids) - 1)  # the last token has to run: its logits choose the answer's first
+            exact = known if known.num_tokens else None
+            return fuse(self._lm, _prompt(prompt), method, exact=exact, reserve_tokens=tokens), known.num_tokens
+
+    def _keep_prefix(self, prompt: Prompt, answer: Sequence[int], fused: Fused) -> None:
+        """All but the answer's last token has run."""
+        self._tree.insert(NAMESPACE, [*prompt.ids, *answer[:-1]], read_cache(fused.cache))
+
+    def _blocks(self, passages: Sequence[Sequence[int]]) -> tuple[list[KVBlock], int]:
+        """Blocks in order, and how many tokens of them were there; the others are computed now, and kept."""
+        found = self._store.get_many([self._encoder.key(passage) for passage in passages])
+        reused = sum(loaded.block.num_tokens for loaded in found if loaded is not None)
+        made = iter(self._keep([ids for ids, loaded in zip(passages, found, strict=True) if loaded is None]))
+        return [next(made) if loaded is None else loaded.block for loaded in found], reused
+
+    def _keep(self, passages: Sequence[Sequence[int]]) -> list[KVBlock]:
+        blocks = self._lm.encode(passages, self._encoder.recipe) if passages else []
+        pairs = zip(passages, blocks, strict=True)
+        return [self._store.remember(self._encoder.key(ids), block) for ids, block in pairs]
+
+
+def _prompt(prompt: Prompt) -> rc.Prompt:
+    return rc.Prompt(prefix_ids=[], chunk_ids=[list(one) for one in prompt.passages], suffix_ids=list(prompt.suffix))
+
+
+def _method(variant: str, passages: int) -> FusionMethod:
+    if variant != "link":
+        return get_method(variant)
+    return get_method("link", link_ids=[list(range(LINK_TOKENS * n, LINK_TOKENS * (n + 1))) for n in range(passages)])
+
+
+if __name__ == "__main__":
+    serve(RagCacheWorker)

@@ -1,0 +1,88 @@
+"""vLLM on the CPU, with its automatic prefix caching: the engine behind `LLM`, asked for token ids step by step.
+
+Runs in the environment that `scripts/peers-environment` makes for vLLM; nothing of ragcache is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.peer_workers.channel import Answer, Prompt, serve
+
+GIB = 1 << 30
+
+
+class VLLMWorker:
+    def __init__(self, config: dict[str, Any]) -> None:
+        # Read when vLLM is imported. Cores are named: left to itself, vLLM keeps one free for a server's front end.
+        cores = sorted(os.sched_getaffinity(0))[: config["threads"]]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config["kv_bytes"] / GIB)))
+        os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        from vllm import LLM, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._sampling = lambda tokens: SamplingParams(
+            max_tokens=tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.CUMULATIVE,
+        )
+        self._llm = LLM(
+            config["model"],
+            dtype=config["dtype"],
+            max_model_len=config["max_tokens"],
+            max_num_seqs=max(8, config["askers"]),
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            seed=0,
+        )
+        self._threads = len(cores)
+        self._asked = 0
+
+    def about(self) -> dict[str, Any]:
+        import torch
+        import vllm
+
+        config = self._llm.llm_engine.vllm_config
+        return {
+            "versions": {"vllm": vllm.__version__, "torch": str(torch.__version__)},
+            "settings": {
+                "threads": self._threads,
+                "kv_cache_gib": int(os.environ["VLLM_CPU_KVCACHE_SPACE"]),
+                "block_tokens": config.cache_config.block_size,
+                "max_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+                "compiled": not config.model_config.enforce_eager,
+            },
+        }
+
+    def read(self, passages: Sequence[Sequence[int]]) -> None:
+        return
+
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+        engine, sampling = self._llm.llm_engine, self._sampling(tokens)
+        names = [f"{self._asked + rank}" for rank in range(len(prompts))]
+        self._asked += len(prompts)
+        first: dict[str, float] = {}
+        done: dict[str, Answer] = {}
+        started = time.perf_counter()
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt.ids}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                now = time.perf_counter() - started
+                ids = list(output.outputs[0].token_ids)
+                if ids:
+                    first.setdefault(output.request_id, now)
+                if output.finished:
+                    reused = output.num_cached_tokens or 0
+                    done[output.request_id] = Answer(first[output.request_id], now, ids, reused)
+        return [done[name] for name in names]
+
+
+if __name__ == "__main__":
+    serve(VLLMWorker)

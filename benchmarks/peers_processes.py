@@ -1,0 +1,161 @@
+"""A peer is a process in an environment of its own that answers one request at a time; see peer_workers/channel.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.peer_workers.channel import Answer
+from ragcache.errors import RagCacheError
+
+ROOT = Path(__file__).parent.parent
+START_TIMEOUT_S = 900.0  # vLLM compiles at its first start
+ASK_TIMEOUT_S = 600.0
+LOG_LINES = 40
+
+
+class PeerError(RagCacheError):
+    """A peer did not start, died, or said what was wrong."""
+
+
+@dataclass(frozen=True)
+class PeerSpec:
+    """module: under benchmarks.peer_workers; environment: its directory's name, None for the Python that runs this
+    variants: what it is asked for, the one that others are held against first
+    """
+
+    name: str
+    module: str
+    environment: str | None
+    variants: tuple[str, ...] = ("",)
+
+    def labels(self) -> dict[str, str]:
+        """Row names by variant."""
+        return {variant: f"{self.name} {variant}".strip() for variant in self.variants}
+
+
+PEERS = {
+    spec.name: spec
+    for spec in (
+        PeerSpec("ragcache", "ragcache_worker", None, ("reposition", "link", "full")),
+        PeerSpec("transformers", "transformers_worker", None),
+        PeerSpec("vllm", "vllm_worker", "vllm"),
+        PeerSpec("llamacpp", "llamacpp_worker", "llamacpp"),
+    )
+}
+
+
+def python_of(spec: PeerSpec, environments: Path) -> Path:
+    """Raises PeerError where the environment is not there."""
+    if spec.environment is None:
+        return Path(sys.executable)
+    python = environments / spec.environment / "bin" / "python"
+    if not (environments / spec.environment / "ready").is_file() or not python.exists():
+        raise PeerError(
+            f"its environment was not made (scripts/peers-environment makes it; looked for {spec.environment!r} in the "
+            "directory of environments)"
+        )
+    return python
+
+
+class PeerProcess:
+    """Requests are answered in turn. What the peer prints goes to `log`. Raises PeerError whenever it fails."""
+
+    def __init__(self, spec: PeerSpec, environments: Path, config: dict[str, Any], log: Path) -> None:
+        self.spec = spec
+        self._log = log
+        python = python_of(spec, environments)
+        command = [str(python), "-m", f"benchmarks.peer_workers.{spec.module}"]
+        with log.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=_variables(config["threads"], environments),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+            )
+        self._buffer = b""
+        self.about = self._request(config, START_TIMEOUT_S)
+
+    def read(self, passages: Sequence[Sequence[int]]) -> float:
+        """Seconds that it took the peer to prepare passages."""
+        return float(self._request({"do": "read", "passages": passages}, ASK_TIMEOUT_S)["seconds"])
+
+    def ask(self, variant: str, prompts: Sequence[dict[str, Any]], tokens: int) -> list[Answer]:
+        request = {"do": "ask", "variant": variant, "prompts": prompts, "tokens": tokens}
+        return [Answer(**answer) for answer in self._request(request, ASK_TIMEOUT_S)["answers"]]
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # a request that it never took
+                self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _request(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed("it ended") from None
+        reply: dict[str, Any] = json.loads(self._line(timeout_s))
+        if "error" in reply:
+            raise self._failed(str(reply["error"]))
+        return reply
+
+    def _line(self, timeout_s: float) -> bytes:
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                if not ready.select(timeout_s):
+                    self._process.kill()
+                    raise self._failed(f"it said nothing for {timeout_s:.0f} s")
+                more = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not more:
+                    raise self._failed("it ended")
+                self._buffer += more
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _failed(self, why: str) -> PeerError:
+        """Ends the process; what it printed last goes to stderr."""
+        self.close()
+        lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
+        return PeerError(why)
+
+
+def _variables(threads: int, environments: Path) -> dict[str, str]:
+    """Threads for every library's own pool; nothing is looked up outside; what vLLM compiles is kept for later runs."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CACHE_ROOT": str(environments / "vllm-cache"),
+    }

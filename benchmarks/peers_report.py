@@ -1,0 +1,205 @@
+"""Tables of results/peers.json, for results/peers.md and docs/results.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+OURS = "ragcache reposition"
+CELLS = {
+    "new": "new passages",
+    "again": "the same again",
+    "random": "random",
+    "zipf": "Zipf",
+    "first turn": "first turn",
+    "later turn": "later turns",
+}
+
+
+def markdown(found: Mapping[str, Any]) -> list[str]:
+    """found: what the benchmark wrote."""
+    dtypes = found["figures"]["dtypes"]
+    lines = [*_sizes(found["settings"]), ""]
+    for dtype, figures in dtypes.items():
+        lines += [*_first_tokens(dtype, figures), "", *_compared(dtype, found["ratios"]), ""]
+        lines += [line for table in (_throughput(dtype, figures), _together(dtype, figures)) for line in (*table, "")]
+    lines += [*_verdicts(dtypes, found["ratios"]), "", *_goals(found["goals"]), ""]
+    lines += [*_shares(found["figures"]["prefix_share"]), "", *_agreement(dtypes), "", *_not_run(dtypes)]
+    return [*lines, *_about(dtypes), "", _where(found["hardware"])]
+
+
+def _sizes(settings: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"{settings['shape']} shape, random weights, {settings['passages']} passages of {settings['tokens']} tokens, "
+        f"{settings['suffix']} of question and {settings['answer']} of answer; {settings['rounds']} rounds of new "
+        f"passages and of the same again, {settings['questions']} questions each of random and Zipf passages "
+        f"(exponent {settings['zipf']:g}) out of {settings['pool']}, {settings['conversations']} conversations of "
+        f"{settings['turns']} turns. {settings['threads']} threads, {settings['kv_mib']:,} MiB of cache each."
+    )
+
+
+def _rows(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row for rows in cells.values() for row in rows))
+
+
+def _header(first: str, columns: list[str]) -> Iterator[str]:
+    yield f"| {first} | " + " | ".join(columns) + " |"
+    yield "|" + "---|" * (len(columns) + 1)
+
+
+def _first_tokens(dtype: str, figures: Mapping[str, Any]) -> Iterator[str]:
+    cells = figures["cells"]
+    columns = [cell for cell in CELLS if cell in cells]
+    yield f"{dtype}: time to first token in ms, median; in brackets tokens of the prompt that were not computed:"
+    yield ""
+    yield from _header("", [CELLS[cell] for cell in columns])
+    for row in _rows(cells):
+        values = [cells[cell].get(row) for cell in columns]
+        yield f"| {row} | " + " | ".join(_first_token(value) for value in values) + " |"
+
+
+def _first_token(value: Mapping[str, Any] | None) -> str:
+    return "-" if value is None else f"{1000 * value['first_s']:,.0f} ({value['reused_tokens']:,.0f})"
+
+
+def _compared(dtype: str, ratios: Mapping[str, Any]) -> Iterator[str]:
+    """Ours over theirs by stream; the last column is the comparison that the goal is stated on."""
+    rows = list(dict.fromkeys(name.split(f"{OURS} / ")[1].removeprefix("new: ") for name in _of(dtype, ratios)))
+    columns = [cell for cell in CELLS if any(name.startswith(f"{dtype}, {cell}: {OURS} / ") for name in ratios)]
+    yield f"{dtype}: time to first token of `reposition` over theirs, median of pairs; below 1 ours is faster:"
+    yield ""
+    yield from _header("over", [*(CELLS[cell] for cell in columns), "ours read / theirs new"])
+    for row in rows:
+        names = [f"{dtype}, {cell}: {OURS} / {row}" for cell in columns]
+        names.append(f"{dtype}, again: {OURS} / new: {row}")
+        yield f"| {row} | " + " | ".join(_ratio(ratios.get(name)) for name in names) + " |"
+
+
+def _of(dtype: str, ratios: Mapping[str, Any]) -> list[str]:
+    return [name for name in ratios if name.startswith(f"{dtype}, ")]
+
+
+def _ratio(value: Mapping[str, Any] | None) -> str:
+    return "-" if value is None else f"{value['median']:.3f}"
+
+
+def _throughput(dtype: str, figures: Mapping[str, Any]) -> Iterator[str]:
+    cells = figures["cells"]
+    columns = [cell for cell in CELLS if cell in cells]
+    yield f"{dtype}: answers/s, one asker:"
+    yield ""
+    yield from _header("", [CELLS[cell] for cell in columns])
+    for row in _rows(cells):
+        values = [cells[cell].get(row) for cell in columns]
+        yield f"| {row} | " + " | ".join("-" if v is None else f"{v['answers_per_s']:.2f}" for v in values) + " |"
+
+
+def _together(dtype: str, figures: Mapping[str, Any]) -> Iterator[str]:
+    cells = figures["together"]
+    if not cells:
+        return
+    askers = max(int(value["askers"]) for rows in cells.values() for value in rows.values())
+    yield f"{dtype}: {askers} askers at the same moment, answers/s, and in brackets the last one's first token in ms:"
+    yield ""
+    yield from _header("", [CELLS[cell] for cell in cells])
+    for row in _rows(cells):
+        values = [rows.get(row) for rows in cells.values()]
+        texts = ["-" if v is None else f"{v['answers_per_s']:.2f} ({1000 * v['first_s_max']:,.0f})" for v in values]
+        yield f"| {row} | " + " | ".join(texts) + " |"
+
+
+def _verdicts(dtypes: Mapping[str, Any], ratios: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader has to know first, each line out of the figures."""
+    lost = [*_lost_first_tokens(ratios), *_lost_together(dtypes)]
+    yield "Where `reposition` is the slower one:"
+    yield ""
+    yield from lost or ["- nowhere in this run"]
+
+
+def _lost_first_tokens(ratios: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in ratios.items():
+        where, _, row = name.partition(f": {OURS} / ")
+        if value["median"] > 1 and row != "ragcache link":
+            dtype, _, cell = where.partition(", ")
+            yield f"- first token, {dtype}, {CELLS[cell]}: {value['median']:.2f} x the time of {row}"
+
+
+def _lost_together(dtypes: Mapping[str, Any]) -> Iterator[str]:
+    """One asker and several; the answer's decoding counts here."""
+    for dtype, figures in dtypes.items():
+        for kind, cells in (("one asker", figures["cells"]), ("several askers", figures["together"])):
+            for cell, rows in cells.items():
+                for row, value in rows.items():
+                    ours = rows.get(OURS, value)["answers_per_s"]
+                    if row.partition(" ")[0] != "ragcache" and value["answers_per_s"] > ours and _counts(figures, row):
+                        share = ours / value["answers_per_s"]
+                        yield f"- answers/s, {dtype}, {kind}, {CELLS[cell]}: {share:.2f} x those of {row}"
+
+
+def _counts(figures: Mapping[str, Any], row: str) -> bool:
+    return bool(figures["agreement"].get(row, {"agrees": True})["agrees"])
+
+
+def _goals(goals: list[dict[str, Any]]) -> Iterator[str]:
+    yield "| goal | limit | measured | |"
+    yield "|---|---|---|---|"
+    if not goals:
+        yield "| `reposition` over read passages / vLLM over new ones, bfloat16 | at most 0.025 | - | not measured |"
+    for goal in goals:
+        verdict = ("met" if goal["met"] else "missed") if goal["applies"] else "other sizes than the goal's"
+        yield f"| {goal['what']} | {goal['kind']} {goal['limit']:g} | {goal['measured']:.4g} | {verdict} |"
+
+
+def _shares(shares: Mapping[str, Any]) -> Iterator[str]:
+    """A run this short meets prefix caches that are nearly empty: what they find in the long run is counted."""
+    yield (
+        f"Share of passages that a prefix cache of this size finds over {shares['questions']:,} such questions "
+        f"(counted, not run; room for {shares['capacity']:,} passages, least recently "
+        "used out first). Blocks that may stand anywhere are found all."
+    )
+    yield ""
+    yield from _header("pool", ["random", "Zipf"])
+    for pool, found in shares["pools"].items():
+        yield f"| {int(pool):,} passages | {found['random']:.1%} | {found['zipf']:.1%} |"
+
+
+def _agreement(dtypes: Mapping[str, Any]) -> Iterator[str]:
+    """Of rows that should compute what transformers computes."""
+    found = [(dtype, row, same) for dtype, figures in dtypes.items() for row, same in figures["agreement"].items()]
+    if not found:
+        yield "Answers were not compared with transformers', which was not run."
+        return
+    yield "Greedy answers to the check prompts that are transformers', in the same dtype, up to the first difference:"
+    yield ""
+    yield from _header("", ["dtype", "first tokens", "all tokens", "compared"])
+    for dtype, row, same in found:
+        verdict = "yes" if same["agrees"] else "no: left out of the ratios"
+        counts = f"{same['first']} of {same['prompts']} | {same['common']} of {same['tokens']}"
+        yield f"| {row} | {dtype} | {counts} | {verdict} |"
+
+
+def _not_run(dtypes: Mapping[str, Any]) -> Iterator[str]:
+    missing = [(dtype, *one) for dtype, figures in dtypes.items() for one in figures["not_run"].items()]
+    for dtype, name, why in missing:
+        yield f"- {name}, {dtype}: not run (to its end), because {why}"
+    if missing:
+        yield ""
+
+
+def _about(dtypes: Mapping[str, Any]) -> Iterator[str]:
+    """Versions and settings, which differ between dtypes in the type of the KV at most."""
+    yield from _header("peer", ["versions", "settings"])
+    peers = {name: about for figures in reversed(list(dtypes.values())) for name, about in figures["peers"].items()}
+    for name, about in peers.items():
+        yield f"| {name} | {_pairs(about['versions'])} | {_pairs(about['settings'])} |"
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _where(hardware: Mapping[str, Any]) -> str:
+    return (
+        f"`{hardware['command']}`, {hardware['cpu']}, {hardware['threads']} threads, load before the run "
+        f"{hardware['load_1min']}, commit {hardware['commit']}, {hardware['date'][:10]}."
+    )

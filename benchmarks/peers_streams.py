@@ -1,0 +1,119 @@
+"""The questions that all peers are asked: prompts of token ids, the same for everybody.
+
+new, again       passages that nobody has read, then another question over the same passages in the same order
+random           passages drawn evenly from a pool
+zipf             passages drawn from the pool by Zipf's law, the order as drawn
+conversation     several conversations, turn by turn in turn; the passages stay, the prompt grows by question and answer
+
+The pool's passages are known beforehand, as a RAG application's are: a peer that can read them ahead of the questions
+does. Answers inside a conversation are scripted, so that its prompts do not depend on who answered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+SCRIPTED_ANSWER_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Question:
+    """passages: numbers of passages, in order; suffix: token ids of everything behind them"""
+
+    passages: tuple[int, ...]
+    suffix: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """passages x tokens, then a question of `suffix` tokens; pool: passages that are known beforehand."""
+
+    passages: int
+    tokens: int
+    suffix: int
+    pool: int
+    vocab_size: int
+    zipf: float
+    seed: int
+
+
+class Streams:
+    """Every draw depends on the seed and on what is drawn, never on what was drawn before."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+
+    def passage(self, number: int) -> list[int]:
+        return self._ids("passage", number, self._sizes.tokens)
+
+    def prompt(self, question: Question) -> dict[str, list[int] | list[list[int]]]:
+        """As a worker takes it."""
+        return {"passages": [self.passage(number) for number in question.passages], "suffix": list(question.suffix)}
+
+    def new(self, number: int) -> Question:
+        """Over passages of its own, outside the pool."""
+        first = self._sizes.pool + number * self._sizes.passages
+        return Question(tuple(range(first, first + self._sizes.passages)), self._suffix("new", number))
+
+    def again(self, number: int, asker: int = 0) -> Question:
+        """Another question over the passages of `new`."""
+        return Question(self.new(number).passages, self._suffix(f"again {asker}", number))
+
+    def random(self, count: int, label: str = "random") -> list[Question]:
+        return [self._drawn(label, number, None) for number in range(count)]
+
+    def zipf(self, count: int) -> list[Question]:
+        """The n-th passage of the pool is drawn in proportion to n ** -zipf."""
+        weights = np.arange(1, self._sizes.pool + 1, dtype=np.float64) ** -self._sizes.zipf
+        return [self._drawn("zipf", number, weights / weights.sum()) for number in range(count)]
+
+    def conversations(self, count: int, turns: int) -> list[list[Question]]:
+        """By turn: one question a conversation."""
+        starts = self.random(count, "conversation")
+        return [[self._turn(start, number, turn) for number, start in enumerate(starts)] for turn in range(turns)]
+
+    def _turn(self, start: Question, conversation: int, turn: int) -> Question:
+        said = list(start.suffix)
+        for number in range(1, turn + 1):
+            said += self._ids(f"answer {conversation}", number, SCRIPTED_ANSWER_TOKENS)
+            said += self._suffix(f"turn {conversation}", number)
+        return Question(start.passages, tuple(said))
+
+    def _drawn(self, label: str, number: int, weights: np.ndarray | None) -> Question:
+        sizes = self._sizes
+        chosen = self._generator(label, number).choice(sizes.pool, sizes.passages, replace=False, p=weights)
+        return Question(tuple(int(one) for one in chosen), self._suffix(label, number))
+
+    def _suffix(self, label: str, number: int) -> tuple[int, ...]:
+        return tuple(self._ids(f"question, {label}", number, self._sizes.suffix))
+
+    def _ids(self, label: str, number: int, count: int) -> list[int]:
+        drawn: list[int] = self._generator(label, number).integers(self._sizes.vocab_size, size=count).tolist()
+        return drawn
+
+    def _generator(self, label: str, number: int) -> np.random.Generator:
+        return np.random.default_rng([self._sizes.seed, number, *label.encode()])
+
+
+def prefix_share(questions: Iterable[Question], capacity: int) -> float:
+    """Share of the passages asked for that a prefix cache finds, questions coming one by one.
+
+    capacity: passages that it has room for, each counted once under every prefix that leads to it; the least recently
+    used goes first. Passages only: no two questions are alike.
+    """
+    held: OrderedDict[tuple[int, ...], None] = OrderedDict()
+    found = asked = 0
+    for question in questions:
+        starts = [question.passages[:length] for length in range(1, len(question.passages) + 1)]
+        found += sum(start in held for start in starts)
+        asked += len(starts)
+        for start in reversed(starts):  # a prefix is always younger than what hangs below it
+            held[start] = None
+            held.move_to_end(start)
+        while len(held) > capacity:
+            held.popitem(last=False)
+    return found / asked
