@@ -104,25 +104,28 @@ def test_a_good_line_is_read(tmp_path: Path) -> None:
         ("[1]", "not a JSON object"),
         (json.dumps({name: value for name, value in GOOD.items() if name != "bytes"}), "no 'bytes'"),
         (json.dumps(GOOD | {"bytes": -1}), "whole numbers"),
+        (json.dumps(GOOD | {"bytes": 10**26}), "whole numbers"),
+        (json.dumps(GOOD | {"tokens": 2**40 + 1}), "whole numbers"),
         (json.dumps(GOOD | {"tokens": 1.5}), "whole numbers"),
         (json.dumps(GOOD | {"tokens": True}), "whole numbers"),
         (json.dumps(GOOD | {"handle": ""}), "not empty"),
         (json.dumps(GOOD | {"tier": 3}), "not empty"),
         (json.dumps(GOOD | {"at": "noon"}), "number of seconds"),
         (json.dumps(GOOD | {"at": float("inf")}), "number of seconds"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (json.dumps(GOOD)[:40], "not JSON"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
+def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, reason: str) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text(f"{json.dumps(GOOD)}\n\n{line}\n")
+    path.write_bytes(b"%b\n\n%b\n" % (json.dumps(GOOD).encode(), line.encode() if isinstance(line, str) else line))
     with pytest.raises(TraceError, match=r"trace\.jsonl, line 3: ") as caught:
         list(read_trace(path))
     assert (caught.value.path, caught.value.line) == (str(path), 3)
     assert reason in caught.value.reason
 
 
-def test_what_is_no_text_is_no_trace(tmp_path: Path) -> None:
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    for name in ("bytes", "absent"):
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    for name in ("", "absent"):  # a directory, and nothing
         with pytest.raises(TraceError, match="cannot be read"):
             list(read_trace(tmp_path / name))
