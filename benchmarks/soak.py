@@ -74,7 +74,7 @@ from ragcache.errors import ConfigError
 ROOT = Path(__file__).parents[1]
 METHODS = "link,reposition,full,a3,cacheblend,samkv"
 SERVER_START_S = 180
-SERVER_STOP_S = 60
+SERVER_STOP_S = 300
 CURVE_POINTS = 120
 SHOWN = 20
 
