@@ -56,7 +56,17 @@ class Keeper:
         """The block as it was kept: with a lossy codec the first answer is then like all later ones."""
         if self._passing or not chunk.is_stored:
             return self._kv.remember(handle, block)
+        if chunk.uses_left and not self._is_hot(chunk):
+            return self._kv.pass_on(handle, block, hold=False)
         return self._store(chunk, handle, block)
+
+    def _is_hot(self, chunk: Chunk) -> bool:
+        """Count the retrieval (kv="hot"); whether it was the last one without KV."""
+        try:
+            self._documents.count_use(chunk.id)
+        except (StoreReadOnlyError, StoreFullError, StoreBusyError) as error:
+            log.warning("the retrieval of chunk %s is not counted: %s", chunk.id, error)
+        return chunk.uses_left == 1
 
     def _store(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
         """A store that cannot take it costs the next question time, never this one its answer."""

@@ -29,7 +29,8 @@ from ragcache.store.garbage import collect_garbage
 from ragcache.store.kv_store import KVStore
 from ragcache.store.layout import StoreLayout
 
-KV_MODES = ("eager", "lazy")
+KV_MODES = ("eager", "lazy", "hot")
+HOT_AFTER = 2
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Ingestor:
         inputs: Iterable[str | os.PathLike[str] | Document],
         *,
         kv: str = "eager",
+        hot_after: int = HOT_AFTER,
         chunker: Chunker | WholeTexts | None = None,
         progress: Progress | None = None,
         timeout_s: float = 30.0,
@@ -81,7 +83,8 @@ class Ingestor:
         cannot be ingested is in the report's `failed`, and the others go on. After an interruption, running again
         finishes: it computes only what is not on disk.
 
-        kv: "eager" computes KV blocks now; "lazy" leaves them to the first use
+        kv: "eager" computes KV blocks now; "lazy" leaves them to the first use; "hot" keeps those alone of chunks that
+            were retrieved `hot_after` times (the first uses compute and keep nothing)
         chunker: cuts these inputs; None: the ingestor's own
         timeout_s: how long to wait for another writer
 
@@ -89,8 +92,12 @@ class Ingestor:
         """
         if kv not in KV_MODES:
             raise ConfigError(f"kv={kv!r} is unknown; choose one of {', '.join(KV_MODES)}")
+        if hot_after < 1:
+            raise ConfigError(f"hot_after is {hot_after}; a passage is hot after 1 retrieval or more")
         with self.layout.writer(timeout_s):
-            return IngestRun(self, chunker or self.chunker, eager=kv == "eager", progress=progress)(inputs)
+            uses = hot_after if kv == "hot" else 0
+            run = IngestRun(self, chunker or self.chunker, eager=kv == "eager", uses=uses, progress=progress)
+            return run(inputs)
 
     def delete(self, ids: Iterable[str], *, timeout_s: float = 30.0) -> list[str]:
         """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found.

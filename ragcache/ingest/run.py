@@ -50,11 +50,19 @@ class IngestRun:
     """One call of `Ingestor.ingest`."""
 
     def __init__(
-        self, ingestor: Ingestor, chunker: Chunker | WholeTexts, *, eager: bool, progress: Progress | None
+        self,
+        ingestor: Ingestor,
+        chunker: Chunker | WholeTexts,
+        *,
+        eager: bool,
+        uses: int = 0,
+        progress: Progress | None,
     ) -> None:
+        """uses: times that a chunk without KV is to be retrieved before its KV is kept"""
         self.to = ingestor
         self.chunker = chunker
         self.eager = eager
+        self.uses = uses
         self.progress = progress or _silent
         self.report = IngestReport()
         self._known = ingestor.documents.content_hashes()
@@ -215,6 +223,7 @@ class IngestRun:
             NewChunk(
                 self.chunker.chunk_id(document.id, ordinal), chunk.text, chunk.token_ids, vector,
                 handle=key if self.eager or key in self.to.kv else None,
+                uses_left=self.uses,
                 metadata={"headings": list(chunk.headings)} if chunk.headings else {},
             )
             for ordinal, (chunk, key, vector) in enumerate(zip(one.chunks, one.keys, vectors, strict=True))

@@ -492,17 +492,17 @@ class KVStore:
 
     def _refuse_too_many_pins(self, pinned: frozenset[str]) -> None:
         """Beside the pinned blocks every tier has to have room for one more of their size."""
-        sizes = {key: size for key in pinned if (size := self._disk.size(key) or self.size(key)) is not None}
-        missing = [key for key in pinned - sizes.keys() if key not in self._pins]
+        missing = [key for key in pinned if key not in self._pins and self.size(key) is None]
         if missing:
             raise MissingBlockError(f"no tier has the block {missing[0]}; it has to be computed before it is pinned")
-        total, largest = sum(sizes.values()), max(sizes.values(), default=0)
-        budgets = {tier.name: tier.budget_bytes for tier in self._volatile} | {"disk": self._disk.budget_bytes}
-        for name, budget in budgets.items():
-            if budget and budget < total + largest:
+        held = [self.size(key) or 0 for key in pinned]
+        on_disk = [self._disk.size(key) or 0 for key in pinned]
+        budgets = [(tier.name, tier.budget_bytes, held) for tier in self._volatile]
+        for name, budget, sizes in [*budgets, ("disk", self._disk.budget_bytes, on_disk)]:
+            if budget and budget < sum(sizes) + max(sizes, default=0):
                 raise PinError(
-                    f"{len(sizes)} pinned blocks of {total:,} bytes would fill the {name} tier of {budget:,} bytes; "
-                    "pin fewer, or give the tier more"
+                    f"{len(pinned)} pinned blocks of {sum(sizes):,} bytes would fill the {name} tier of {budget:,} "
+                    "bytes; pin fewer, or give the tier more"
                 )
 
     def _drop(self, key: str, tier: Tier, error: DamagedBlockError) -> None:

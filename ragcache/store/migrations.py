@@ -12,8 +12,13 @@ from ragcache.store import schema
 
 Migration = Callable[[Connection], None]
 
+
+def _count_uses(connection: Connection) -> None:
+    connection.execute(text("ALTER TABLE ragcache_chunks ADD COLUMN uses_left INTEGER NOT NULL DEFAULT 0"))
+
+
 # MIGRATIONS[n] brings version n to n + 1, with SQL of its own: the tables in `schema` are today's, not those of then.
-MIGRATIONS: dict[int, Migration] = {}
+MIGRATIONS: dict[int, Migration] = {1: _count_uses}
 
 # Any number will do, as long as every process takes the same.
 _POSTGRES_LOCK = 7_231_554_190

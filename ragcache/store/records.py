@@ -30,6 +30,7 @@ class NewChunk:
     embedding: float32 [embedding_dim]
     handle:    names the chunk's KV block; None when its KV is not computed yet
     metadata:  the chunk's own, on top of its document's
+    uses_left: times that it is to be retrieved before its KV is kept
     """
 
     id: str
@@ -38,6 +39,7 @@ class NewChunk:
     embedding: NDArray[np.float32]
     handle: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    uses_left: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Chunk:
     metadata:  the document's with the chunk's own on top
     vector_id: the chunk's name in the vector index; never given to another chunk; NOT_STORED for a passage from outside
     source, title: the document's
+    uses_left: times that it is still to be retrieved before its KV is kept; 0: it is kept when it is computed
     """
 
     id: str
@@ -82,6 +85,7 @@ class Chunk:
     created_at: float
     source: str
     title: str
+    uses_left: int = 0
 
     @property
     def num_tokens(self) -> int:

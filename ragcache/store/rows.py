@@ -71,6 +71,7 @@ def chunk_values(document: NewDocument, new: NewChunk, ordinal: int, vector_id: 
         "vector_id": vector_id,
         "handle": new.handle,
         "created_at": now,
+        "uses_left": new.uses_left,
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from sqlalchemy import JSON, BigInteger, Column, Double, ForeignKey, Integer, LargeBinary, MetaData, Table, Text
 from sqlalchemy.dialects.postgresql import JSONB
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PREFIX = "ragcache_"
 
 metadata_obj = MetaData()
@@ -60,6 +60,8 @@ chunks = Table(
     Column("vector_id", BigInteger, nullable=False, unique=True),
     Column("handle", _Text, nullable=True, index=True),  # null: its KV was not computed yet
     Column("created_at", Double, nullable=False),
+    # kv="hot": times that it is still to be retrieved before its KV is kept.
+    Column("uses_left", Integer, nullable=False, server_default="0"),
 )
 
 # Handles that no chunk refers to any more, and whose KV bytes are still to be deleted.

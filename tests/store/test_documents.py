@@ -26,6 +26,7 @@ from ragcache.errors import (
 )
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import Counts, NewChunk, NewDocument
+from ragcache.store.schema import SCHEMA_VERSION
 
 DIM = 4
 
@@ -286,7 +287,7 @@ def test_properties_are_bound_once(store: DocumentStore, url: str) -> None:
     store.bind("fingerprint", "abc")
     store.bind("prefix", [1, 2])
     assert store.properties() == {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "embedder": {"name": "minilm", "dimension": 384},
         "fingerprint": "abc",
         "prefix": [1, 2],

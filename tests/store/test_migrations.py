@@ -18,7 +18,8 @@ from ragcache.store.documents import DocumentStore
 from ragcache.store.records import Chunk, NewChunk, NewDocument
 
 FROZEN = Path(__file__).parent / "frozen"
-VERSIONS = range(1, schema.SCHEMA_VERSION + 1)
+TODAY = schema.SCHEMA_VERSION
+VERSIONS = range(1, TODAY + 1)
 
 
 @pytest.fixture
@@ -128,9 +129,10 @@ def fail(connection: Connection) -> None:
 
 
 def use_migrations(patch: pytest.MonkeyPatch, *steps: migrations.Migration) -> None:
-    """Let the code be some versions ahead of version 1."""
-    patch.setattr(migrations, "MIGRATIONS", {1 + number: step for number, step in enumerate(steps)})
-    patch.setattr(schema, "SCHEMA_VERSION", 1 + len(steps))
+    """Let the code be some versions ahead of today's."""
+    added = {TODAY + number: step for number, step in enumerate(steps)}
+    patch.setattr(migrations, "MIGRATIONS", {**migrations.MIGRATIONS, **added})
+    patch.setattr(schema, "SCHEMA_VERSION", TODAY + len(steps))
 
 
 def test_migrations_run_in_order_once(url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +140,7 @@ def test_migrations_run_in_order_once(url: str, engine: Engine, monkeypatch: pyt
     use_migrations(monkeypatch, add_language, move_language)
     for _ in range(2):
         with DocumentStore.open(url) as store:
-            assert store.properties()["schema_version"] == 3
+            assert store.properties()["schema_version"] == TODAY + 2
             assert store.chunks_of("d")[0].text == "text"
     with engine.connect() as connection:
         assert connection.execute(text("SELECT id, language FROM ragcache_languages")).all() == [("d", "en")]
@@ -153,7 +155,7 @@ def test_several_processes_may_come_first(url: str, engine: Engine, monkeypatch:
     with ThreadPoolExecutor(4) as threads:
         stores = list(threads.map(lambda _: DocumentStore.open(url), range(4)))
     for store in stores:
-        assert store.properties()["schema_version"] == 2
+        assert store.properties()["schema_version"] == TODAY + 1
         store.close()
 
 
@@ -172,7 +174,7 @@ def test_a_failed_migration_leaves_the_old_version(url: str, engine: Engine, mon
 def test_a_reader_does_not_migrate(url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     build(engine, 1)
     use_migrations(monkeypatch, add_language)
-    with pytest.raises(SchemaVersionError, match=r"version 1 is older .* 2; open it once for writing"):
+    with pytest.raises(SchemaVersionError, match=rf"version 1 is older .* {TODAY + 1}; open it once for writing"):
         DocumentStore.open(url, read_only=True)
     assert version_of(engine) == 1
 

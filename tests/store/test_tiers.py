@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,19 +14,29 @@ from ragcache.codecs import RawCodec
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
 from ragcache.store.eviction import LRU
-from ragcache.store.tiers import DiskTier, MemoryTier, Tier, Usage
+from ragcache.store.tiers import DeviceTier, DiskTier, MemoryTier, Tier, Usage
+from ragcache.store.write_behind import WriteBehind
 
 TIERS: dict[str, Callable[[Path], Tier]] = {
+    "device": lambda path: DeviceTier(torch.device("cpu"), 1 << 20, LRU()),
     "memory": lambda path: MemoryTier(1 << 20, LRU()),
     "disk": lambda path: DiskTier(path, RawCodec()),
+    "disk with a budget": lambda path: DiskTier(path, RawCodec(), 1 << 20),
+    "disk written behind": lambda path: WriteBehind(DiskTier(path, RawCodec()), 1 << 20),
 }
 
 
 @pytest.fixture(params=sorted(TIERS))
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     tier = TIERS[request.param](tmp_path / "kv")
-    assert tier.name == request.param
-    return tier
+    assert tier.name == request.param.split()[0]
+    yield tier
+    tier.close()
+
+
+def settle(tier: Tier) -> None:
+    if isinstance(tier, WriteBehind):
+        tier.flush()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -56,6 +66,8 @@ def test_keys_and_usage_are_those_of_the_blocks_held(tier: Tier) -> None:
     for key, block in blocks.items():
         tier.put(key, block)
     assert sorted(tier.keys()) == sorted(blocks)
+    settle(tier)
+    assert sorted(tier.keys()) == sorted(blocks)
     usage = tier.usage()
     assert usage.blocks == 20
     assert usage.num_bytes >= sum(block.num_bytes for block in blocks.values())
@@ -66,8 +78,10 @@ def test_keys_and_usage_are_those_of_the_blocks_held(tier: Tier) -> None:
 
 def test_putting_a_key_again_replaces_its_block(tier: Tier) -> None:
     tier.put(make_key(1), make_block(1))
+    settle(tier)
     before = tier.usage()
     tier.put(make_key(1), make_block(2))
+    settle(tier)
     assert tier.usage() == before
     got = tier.get(make_key(1))
     assert got is not None
@@ -104,6 +118,7 @@ def test_slices_of_a_batch_are_held_without_the_batch(tier: Tier) -> None:
     assert got is not None
     assert got.equal(KVBlock(part, part))
     assert got.keys.is_contiguous()
+    settle(tier)
     assert tier.usage().num_bytes < batch.nbytes
 
 

@@ -1,0 +1,235 @@
+"""What a tier evicts goes to the next one; nothing that was deleted, or never was to be written, comes back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from blocks import make_block, make_key
+
+from ragcache.codecs import CODECS
+from ragcache.errors import ConfigError, MissingBlockError, PinError, StoreFullError, StoreReadOnlyError
+from ragcache.store.kv_store import KVStore
+from ragcache.store.tiers import device as device_tier
+
+ONE = make_block(0).num_bytes
+CPU = torch.device("cpu")
+
+
+def where(store: KVStore, count: int = 6) -> list[str | None]:
+    return [store.locate(make_key(number)) for number in range(count)]
+
+
+def open_store(root: Path, **options: object) -> KVStore:
+    store = KVStore(root, **options)  # type: ignore[arg-type]
+    store.use_device(CPU)
+    return store
+
+
+def test_promotion_on_use_and_demotion_on_eviction(tmp_path: Path) -> None:
+    with open_store(tmp_path, device_bytes=ONE, memory_bytes=2 * ONE) as store:
+        for number in range(4):
+            store.put(make_key(number), make_block(number))
+        assert where(store, 4) == ["disk", "disk", "memory", "device"]
+        assert sorted(store.stats().bytes_by_tier) == ["device", "disk", "memory"]
+        loaded = store.get(make_key(0))
+        assert loaded is not None
+        assert loaded.tier == "disk"
+        del loaded
+        assert store.locate(make_key(0)) == "device"
+        assert store.locate(make_key(3)) == "memory", "it made room on the device"
+
+
+def test_the_device_hands_down_what_memory_does_not_have(tmp_path: Path) -> None:
+    with open_store(tmp_path, device_bytes=2 * ONE, memory_bytes=2 * ONE) as store:
+        for number in range(3):
+            store.put(make_key(number), make_block(number))
+        assert where(store, 3) == ["memory", "device", "device"], "memory had given up the first, the device did later"
+        assert sorted(store._volatile[1].keys()) == sorted([make_key(0), make_key(2)])
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_what_the_disk_gave_up_comes_back_from_memory_bit_for_bit(tmp_path: Path, codec: str) -> None:
+    with KVStore(tmp_path / "size", codec=codec) as other:
+        other.put(make_key(0), make_block(0, num_tokens=40))
+        one = other.stats().bytes_by_tier
+    with open_store(
+        tmp_path / "kv", codec=codec, memory_bytes=2 * one["memory"], disk_bytes=2 * one["disk"] + 64
+    ) as store:
+        first = {number: store.put(make_key(number), make_block(number, num_tokens=40)) for number in range(2)}
+        expected = {number: (block.keys.clone(), block.values.clone()) for number, block in first.items()}
+        del first
+        store._disk.delete(make_key(0))  # as its budget may
+        assert store.locate(make_key(0)) == "memory"
+        store._disk.delete(make_key(1))
+        for number in (2, 3):
+            store.put(make_key(number), make_block(number, num_tokens=40))
+        for number in range(2):
+            loaded = store.get(make_key(number))
+            if loaded is not None:
+                assert torch.equal(loaded.block.keys, expected[number][0])
+                assert torch.equal(loaded.block.values, expected[number][1])
+        assert store.locate(make_key(1)) is not None, "memory handed it down"
+
+
+def test_a_lossy_block_of_another_codec_is_written_as_it_was_held(tmp_path: Path) -> None:
+    with KVStore(tmp_path, codec="int4") as store:
+        held = store.put(make_key(0), make_block(0, num_tokens=40))
+        bits = held.keys.clone()
+    with KVStore(tmp_path, codec="raw", memory_bytes=40 * ONE) as store:
+        assert store.get(make_key(0)) is not None
+        store._disk.delete(make_key(0))
+        memory = store._volatile[0]
+        memory._ledger.budget_bytes = 0
+        assert memory.put(make_key(1), make_block(1)) is None
+        memory._ledger.budget_bytes = make_block(1, num_tokens=40).num_bytes
+        store.put(make_key(1), make_block(1, num_tokens=40))
+        loaded = store.get(make_key(0))
+        assert loaded is not None
+        assert loaded.tier == "disk"
+        assert torch.equal(loaded.block.keys, bits)
+
+
+def test_what_was_only_remembered_is_never_written(tmp_path: Path) -> None:
+    with KVStore(tmp_path, memory_bytes=ONE) as store:
+        store.remember(make_key(0), make_block(0))
+        store.put(make_key(1), make_block(1))
+        assert where(store, 2) == [None, "memory"]
+        assert list(store.keys()) == [make_key(1)]
+
+
+def test_a_block_deleted_while_it_is_handed_down_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(tmp_path, device_bytes=ONE, memory_bytes=4 * ONE) as store:
+        store.put(make_key(0), make_block(0))
+        device, memory = store._volatile
+        memory.delete(make_key(0))
+        reached, go = threading.Event(), threading.Event()
+        hand_down = device.demote
+
+        def slowly(key: str, block: object) -> None:
+            reached.set()
+            go.wait(10)
+            hand_down(key, block)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(device, "demote", slowly)
+        with ThreadPoolExecutor(1) as threads:
+            putting = threads.submit(store.put, make_key(1), make_block(1))
+            assert reached.wait(10)
+            store.delete(make_key(0))
+            go.set()
+            putting.result(10)
+        assert where(store, 2) == [None, "device"]
+
+
+def test_a_block_of_a_document_that_another_process_deleted_is_not_written(tmp_path: Path) -> None:
+    known: set[str] = {make_key(0), make_key(1)}
+
+    def referenced(keys: Iterable[str]) -> set[str]:
+        return known & set(keys)
+
+    with KVStore(tmp_path, memory_bytes=ONE, referenced=referenced) as store:
+        store.put(make_key(0), make_block(0))
+        with KVStore(tmp_path) as other:
+            other.delete(make_key(0))
+        known.remove(make_key(0))
+        store.put(make_key(1), make_block(1))
+        assert where(store, 2) == [None, "memory"]
+        store._disk.delete(make_key(1))  # as the budget may
+        assert store.refresh() == 0, "a chunk refers to it"
+        known.clear()
+        assert store.refresh() == 1
+
+
+def test_a_device_without_memory_left_costs_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy, full = device_tier._device_copy, True
+
+    def fail(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if full:
+            raise torch.OutOfMemoryError("no memory")
+        return copy(tensor, device)
+
+    monkeypatch.setattr(device_tier, "_device_copy", fail)
+    with open_store(tmp_path, device_bytes=100 * ONE) as store:
+        for number in range(3):
+            store.put(make_key(number), make_block(number))
+        assert where(store, 3) == ["memory"] * 3
+        assert caplog.text.count("has no memory left") == 1
+        assert store.stats().bytes_by_tier["device"] == 0
+        full = False
+        for _ in range(device_tier.RETRY_AFTER):
+            assert store.get(make_key(0)) is not None
+        assert store.get(make_key(1)) is not None
+        assert store.locate(make_key(1)) == "device", "tried again"
+
+
+def test_pinned_blocks_stay_and_outlive_the_process(tmp_path: Path) -> None:
+    with open_store(tmp_path, device_bytes=2 * ONE, memory_bytes=3 * ONE) as store:
+        store.put(make_key(0), make_block(0))
+        store.pin([make_key(0)])
+        for number in range(1, 6):
+            store.put(make_key(number), make_block(number))
+        assert store.locate(make_key(0)) == "device"
+        assert store.stats().pinned == 1
+        with pytest.raises(PinError, match="would fill the device tier"):
+            store.pin([make_key(1)])
+        with pytest.raises(MissingBlockError, match=make_key(9)):
+            store.pin([make_key(9)])
+        assert store.pinned == {make_key(0)}
+    with KVStore(tmp_path, disk_bytes=4000) as store:
+        for number in range(6, 20):
+            store.put(make_key(number), make_block(number))
+        assert store.locate(make_key(0)) == "disk"
+        store.unpin([make_key(0), make_key(8)])
+        for number in range(20, 26):
+            store.put(make_key(number), make_block(number))
+        assert store.locate(make_key(0)) is None
+    with KVStore(tmp_path, read_only=True) as reader, pytest.raises(StoreReadOnlyError):
+        reader.pin([make_key(25)])
+
+
+def test_deleting_a_pinned_block_ends_the_pin(tmp_path: Path) -> None:
+    with KVStore(tmp_path) as store:
+        store.put(make_key(0), make_block(0))
+        store.pin([make_key(0)])
+        store.delete(make_key(0))
+        assert store.pinned == frozenset()
+        (tmp_path / ".pins.json").write_text("not JSON")
+        store.refresh()
+        assert store.pinned == frozenset()
+
+
+def test_a_disk_that_fails_while_memory_hands_down_costs_no_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with KVStore(tmp_path, memory_bytes=ONE) as store:
+        for number in range(3):
+            store.put(make_key(number), make_block(number))
+        store._disk.delete(make_key(2))
+
+        def full(key: str, block: object) -> None:
+            raise StoreFullError("no space")
+
+        monkeypatch.setattr(store._disk, "put_as_held", full)
+        for number in (0, 1, 0, 1):
+            loaded = store.get(make_key(number))
+            assert loaded is not None
+            assert loaded.block.equal(make_block(number))
+            del loaded
+        assert caplog.text.count("StoreFullError") == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"device_bytes": -1}, {"write_behind_bytes": -1}, {"disk_bytes": -1}, {"ttl_s": 0.0}]
+)
+def test_bad_settings_are_refused(tmp_path: Path, options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        open_store(tmp_path / "kv", **options)
+    assert not (tmp_path / "kv").exists()

@@ -1,0 +1,219 @@
+"""Blocks that are written by a thread: bounded, visible at once, and on disk when `flush` says so."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from blocks import make_block, make_key
+from tiny_disk import run_on_tiny_disk
+
+from ragcache.codecs import RawCodec
+from ragcache.errors import StoreFullError
+from ragcache.kv.block import KVBlock
+from ragcache.store.kv_store import KVStore
+from ragcache.store.tiers import DiskTier
+from ragcache.store.write_behind import WriteBehind
+
+ONE = make_block(0).num_bytes
+
+
+class Gate(DiskTier):
+    """A disk that writes when it is let."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, RawCodec())
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def put_as_held(self, key: str, block: KVBlock) -> KVBlock | None:
+        self.reached.set()
+        assert self.open.wait(30)
+        return super().put_as_held(key, block)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path / "kv")
+
+
+def test_put_returns_before_the_disk_has_the_block(gate: Gate) -> None:
+    behind = WriteBehind(gate, 10 * ONE)
+    behind.put(make_key(0), make_block(0))
+    assert gate.reached.wait(30)
+    assert make_key(0) in behind
+    assert make_key(0) not in gate
+    got = behind.get(make_key(0))
+    assert got is not None
+    assert got.equal(make_block(0))
+    assert behind.unwritten_bytes == ONE
+    assert (list(behind.keys()), behind.size(make_key(0))) == ([make_key(0)], ONE)
+    gate.open.set()
+    behind.flush()
+    assert make_key(0) in gate
+    assert behind.unwritten_bytes == ONE, "it is in use"
+    del got
+    assert behind.unwritten_bytes == 0
+    behind.close()
+
+
+def test_put_waits_at_the_bound(gate: Gate) -> None:
+    behind = WriteBehind(gate, 2 * ONE)
+    for number in range(2):
+        behind.put(make_key(number), make_block(number))
+    with ThreadPoolExecutor(1) as threads:
+        third = threads.submit(behind.put, make_key(2), make_block(2))
+        assert gate.reached.wait(30)
+        assert not third.done()
+        assert behind.unwritten_bytes == 2 * ONE
+        gate.open.set()
+        assert third.result(30) is not None
+    behind.close()
+    assert sorted(gate.keys()) == sorted(make_key(number) for number in range(3))
+
+
+def test_who_holds_what_waited_writes_the_next_one_himself(gate: Gate) -> None:
+    """Blocks of one question, all in use: no thread waits for itself."""
+    gate.open.set()
+    behind = WriteBehind(gate, 2 * ONE)
+    held = [behind.put(make_key(number), make_block(number)) for number in range(5)]
+    assert all(block is not None and block.equal(make_block(number)) for number, block in enumerate(held))
+    assert behind.unwritten_bytes <= 2 * ONE
+    large = behind.put(make_key(9), make_block(9, num_tokens=50))
+    assert large is not None
+    assert make_key(9) in gate, "larger than the bound: written at once"
+    behind.close()
+
+
+def test_deletion_while_a_block_waits_or_is_written(gate: Gate) -> None:
+    behind = WriteBehind(gate, 10 * ONE)
+    for number in range(3):
+        behind.put(make_key(number), make_block(number))
+    assert gate.reached.wait(30)
+    behind.delete(make_key(2))
+    with ThreadPoolExecutor(1) as threads:
+        deleting = threads.submit(behind.delete, make_key(0))
+        gate.open.set()
+        deleting.result(30)
+    behind.flush()
+    assert list(behind.keys()) == list(gate.keys()) == [make_key(1)]
+    behind.close()
+
+
+def test_what_cannot_be_written_is_named_and_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        KVStore(tmp_path, memory_bytes=10 * ONE, write_behind_bytes=10 * ONE) as store,
+        caplog.at_level(logging.WARNING),
+    ):
+
+        def full(key: str, block: KVBlock) -> KVBlock:
+            raise StoreFullError("no space left")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store._disk, "put_as_held", full)
+            for number in range(3):
+                assert store.put(make_key(number), make_block(number)).equal(make_block(number))
+            with pytest.raises(StoreFullError):
+                store.flush([make_key(1)])
+            store.flush([make_key(9)])
+        assert caplog.text.count("StoreFullError") == 1
+        assert [store.locate(make_key(number)) for number in range(3)] == ["memory"] * 3, "questions go on"
+        store.put(make_key(3), make_block(3))
+        store.flush([make_key(3)])
+    assert list(DiskTier(tmp_path, RawCodec()).keys()) == [make_key(3)]
+
+
+def test_flushed_puts_do_not_wait_in_line(tmp_path: Path) -> None:
+    with KVStore(tmp_path, write_behind_bytes=10 * ONE) as store:
+        store.put(make_key(0), make_block(0), flushed=True)
+        assert make_key(0) in store._disk
+        assert store.stats().unwritten_bytes == 0
+
+
+def test_close_writes_what_waits(tmp_path: Path) -> None:
+    with KVStore(tmp_path, write_behind_bytes=20 * ONE, memory_bytes=0) as store:
+        for number in range(12):
+            store.put(make_key(number), make_block(number))
+    with KVStore(tmp_path, memory_bytes=0) as store:
+        for number in range(12):
+            loaded = store.get(make_key(number))
+            assert loaded is not None
+            assert loaded.block.equal(make_block(number))
+
+
+def test_a_late_block_of_a_deleted_document_is_deleted(tmp_path: Path) -> None:
+    known = {make_key(0), make_key(1)}
+    with KVStore(tmp_path, write_behind_bytes=9 * ONE, referenced=lambda keys: known & set(keys)) as store:
+        for number in range(2):
+            store.put(make_key(number), make_block(number))
+        known.remove(make_key(1))  # by another process, which found no file to delete
+        store.flush()
+        store.refresh()
+        assert list(store.keys()) == [make_key(0)]
+        known.clear()
+        store.put(make_key(2), make_block(2))
+    assert list(DiskTier(tmp_path, RawCodec()).keys()) == [make_key(0)], "refresh looks at what was written late alone"
+
+
+def test_threads_stay_within_the_bound(tmp_path: Path) -> None:
+    bound, stop = 6 * ONE, threading.Event()
+    with KVStore(tmp_path, memory_bytes=3 * ONE, disk_bytes=9000, write_behind_bytes=bound) as store:
+
+        def look() -> int:
+            highest = 0
+            while not stop.is_set():
+                highest = max(highest, store._durable.unwritten_bytes)  # type: ignore[union-attr]
+            return highest
+
+        def work(seed: int) -> int:
+            wrong = 0
+            for step in range(40):
+                number = (seed * 7 + step) % 9
+                loaded = store.get(make_key(number))
+                block = store.put(make_key(number), make_block(number)) if loaded is None else loaded.block
+                wrong += not block.equal(make_block(number))
+                if step % 10 == seed:
+                    store.delete(make_key(number))
+            return wrong
+
+        with ThreadPoolExecutor(4) as threads:
+            looking = threads.submit(look)
+            wrong = sum(threads.map(work, range(3)))
+            stop.set()
+            assert 0 < looking.result() <= bound
+        assert wrong == 0
+        store.flush()
+        for key in store.keys():  # noqa: SIM118
+            store.verify(key)
+
+
+TURNS_READ_ONLY = """
+import subprocess, sys
+from pathlib import Path
+from blocks import make_block, make_key
+from ragcache.errors import StoreReadOnlyError
+from ragcache.store.kv_store import KVStore
+root = Path(sys.argv[1]) / "kv"
+with KVStore(root, write_behind_bytes=100_000, disk_bytes=100_000) as store:
+    store.put(make_key(1), make_block(1))
+    store.flush()
+    subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+    assert store.put(make_key(2), make_block(2)).equal(make_block(2))
+    try:
+        store.flush()
+    except StoreReadOnlyError as error:
+        assert str(root) in str(error)
+    else:
+        raise SystemExit("written to a read-only disk")
+    for number in (1, 2):
+        assert store.get(make_key(number)).block.equal(make_block(number))
+print("done")
+"""
+
+
+def test_a_disk_that_turns_read_only(tmp_path: Path) -> None:
+    run_on_tiny_disk(tmp_path, TURNS_READ_ONLY)
