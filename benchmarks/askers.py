@@ -1,0 +1,281 @@
+"""Many askers at once, against one at a time and against threads that do not share passes.
+
+    python -m benchmarks.askers --shape SmolLM2-135M --dtype float32 --device cpu --askers 8
+
+Whole questions through the engine: retrieval, blocks out of the memory tier, fused prefill, decoding. Every asker asks
+its next question as soon as it has its answer; the first ones start one after another. All ways answer the same
+questions, and what they answer is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.environment import environment
+from benchmarks.options import add_numbers, add_places, settings_from
+from benchmarks.prose import documents, train_tokenizer
+from benchmarks.report import Goal, Result, show, write
+from benchmarks.shapes import SHAPES, build
+from benchmarks.timing import Ratio, Timing
+from ragcache.engine.answer import Answer
+from ragcache.engine.kb import RagCache
+from ragcache.engine.opening import StoreConfig
+from ragcache.errors import ConfigError
+from ragcache.ingest.document import Document
+from ragcache.models.decoding import Sampling
+from ragcache.models.loading import DTYPES
+from ragcache.models.turns import PassStats
+from ragcache.retrieval.embedder import Embedder, load_embedder
+
+ONE, JOINED, APART = "one at a time", "joined passes", "a pass each"
+MEMORY_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class Settings:
+    """passages: that a question reads, each of `tokens`. documents: that they come from. answer: tokens of one."""
+
+    shape: str = "SmolLM2-135M"
+    dtype: str = "float32"
+    device: str = "cpu"
+    method: str = "reposition"
+    askers: int = 8
+    questions: int = 40
+    passages: int = 10
+    tokens: int = 200
+    documents: int = 30
+    answer: int = 32
+    rounds: int = 1
+    threads: int = 0
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.askers}x{self.passages}x{self.tokens}"
+        return f"askers-{self.shape}-{self.dtype}-{self.device.partition(':')[0]}-{sizes}"
+
+    @property
+    def on_goal(self) -> bool:
+        """Whether the goals are stated for this run."""
+        where = (self.shape, self.dtype, self.device.partition(":")[0])
+        stated = where in (("SmolLM2-135M", "float32", "cpu"), ("Llama-3.1-8B", "bfloat16", "cuda"))
+        return stated and self.askers == 8 and self.passages * self.tokens >= 1000 and self.questions >= 24
+
+
+class Served(NamedTuple):
+    """Answers to all questions, in the questions' order, and how long that took."""
+
+    answers: list[Answer]
+    seconds: float
+    passes: PassStats
+
+    @property
+    def ttfts(self) -> list[float]:
+        return [answer.timings.ttft_s for answer in self.answers]
+
+    @property
+    def answers_per_s(self) -> float:
+        return len(self.answers) / self.seconds
+
+
+class Asking:
+    """One knowledge base, and the questions."""
+
+    def __init__(self, kb: RagCache, questions: Sequence[str], settings: Settings) -> None:
+        self._kb = kb
+        self._questions = questions
+        self._settings = settings
+        self._sampling = Sampling(max_tokens=settings.answer)
+        self._stagger_s = 0.0
+
+    def warm_up(self) -> None:
+        """Bring every block to memory, and measure what one question takes: starts are spread over that time."""
+        for question in self._questions:
+            self._kb.ask(question, self._settings.passages, sampling=Sampling(max_tokens=1))
+        seconds = [self._ask(question).timings.total_s for question in self._questions[:2]]
+        self._stagger_s = min(seconds) / self._settings.askers
+
+    def one(self) -> Served:
+        return self._serve(1)
+
+    def joined(self) -> Served:
+        return self._serve(self._settings.askers)
+
+    def apart(self) -> Served:
+        self._kb.lm.turns.joining = False
+        try:
+            return self._serve(self._settings.askers)
+        finally:
+            self._kb.lm.turns.joining = True
+
+    def _ask(self, question: str) -> Answer:
+        return self._kb.ask(question, self._settings.passages, sampling=self._sampling)
+
+    def _serve(self, askers: int) -> Served:
+        """Every asker takes the next question that nobody has taken."""
+        answers: dict[int, Answer] = {}
+        left: Iterator[tuple[int, str]] = iter(enumerate(self._questions))
+        lock = threading.Lock()
+
+        def loop(number: int) -> None:
+            time.sleep(number * self._stagger_s)
+            while True:
+                with lock:
+                    rank, question = next(left, (-1, ""))
+                if rank < 0:
+                    return
+                answers[rank] = self._ask(question)
+
+        before = self._kb.lm.turns.stats()
+        started = time.perf_counter()
+        with ThreadPoolExecutor(askers) as pool:
+            for done in [pool.submit(loop, number) for number in range(askers)]:
+                done.result()
+        seconds = time.perf_counter() - started
+        return Served([answers[rank] for rank in sorted(answers)], seconds, _since(before, self._kb.lm.turns.stats()))
+
+
+def _since(before: PassStats, after: PassStats) -> PassStats:
+    members = {size: count - before.members.get(size, 0) for size, count in after.members.items()}
+    return PassStats(after.passes - before.passes, after.tokens - before.tokens, members)
+
+
+def passages_of(lm_tokenizer: object, settings: Settings) -> list[Document]:
+    """English of so many tokens each, cut from the help topics."""
+    whole = documents(lm_tokenizer, settings.documents * settings.tokens * 2)  # type: ignore[arg-type]
+    ids = [token for one in whole for token in lm_tokenizer(one.text, add_special_tokens=False)["input_ids"]]  # type: ignore[operator]
+    starts = range(0, settings.documents * settings.tokens, settings.tokens)
+    texts = [lm_tokenizer.decode(ids[start : start + settings.tokens]) for start in starts]  # type: ignore[attr-defined]
+    if not texts or len(ids) < settings.documents * settings.tokens:
+        raise ConfigError(f"there is no English for {settings.documents} documents; ask for fewer or shorter ones")
+    return [Document(f"passage {number}", text) for number, text in enumerate(texts)]
+
+
+def questions_of(passages: Sequence[Document], settings: Settings) -> list[str]:
+    """Each about some words of one passage, so that different ones are found."""
+    random = np.random.default_rng(settings.seed)
+    found = []
+    for number in range(settings.questions):
+        words = passages[number % len(passages)].text.split() or ["it"]
+        chosen = random.choice(words, size=12)
+        found.append(f"What is said about {' '.join(chosen)}?")
+    return found
+
+
+def measure(settings: Settings, embedder: Embedder, workdir: Path, arguments: Sequence[str]) -> Result:
+    device = torch.device(settings.device)
+    hardware = environment("benchmarks.askers", arguments, device)
+    tokenizer = train_tokenizer(vocab_size=min(16384, SHAPES[settings.shape]["vocab_size"]))
+    built = build(settings.shape, settings.dtype, device, tokenizer, settings.seed)
+    store = StoreConfig(memory_bytes=MEMORY_BYTES, prefix_bytes=0)
+    with RagCache.open(workdir / "store", model=built.lm, method=settings.method, embedder=embedder, store=store) as kb:
+        passages = passages_of(tokenizer, settings)
+        kb.ingest(passages, split=False)
+        work = Asking(kb, questions_of(passages, settings), settings)
+        work.warm_up()
+        return summarise(settings, hardware, _rounds(work, settings.rounds))
+
+
+def _rounds(work: Asking, rounds: int) -> dict[str, list[Served]]:
+    ways: list[tuple[str, Callable[[], Served]]] = [(ONE, work.one), (JOINED, work.joined), (APART, work.apart)]
+    served: dict[str, list[Served]] = {name: [] for name, _ in ways}
+    for number in range(rounds):
+        first = number % len(ways)
+        for name, way in [*ways[first:], *ways[:first]]:
+            served[name].append(way())
+            print(f"askers round {number + 1}/{rounds}: {name}", file=sys.stderr, flush=True)
+    return served
+
+
+def summarise(settings: Settings, hardware: object, served: dict[str, list[Served]]) -> Result:
+    ttfts = {name: [s for one in runs for s in one.ttfts] for name, runs in served.items()}
+    totals = {name: [a.timings.total_s for one in runs for a in one.answers] for name, runs in served.items()}
+    timings = {f"{name}: first token": Timing.of(taken) for name, taken in ttfts.items()}
+    timings |= {f"{name}: answer": Timing.of(taken) for name, taken in totals.items()}
+    ratios = {
+        f"{JOINED} / {ONE}, answers/s": _paired(served[JOINED], served[ONE]),
+        f"{JOINED} / {APART}, answers/s": _paired(served[JOINED], served[APART]),
+        f"{APART} / {ONE}, answers/s": _paired(served[APART], served[ONE]),
+    }
+    p95 = {name: float(np.percentile(taken, 95)) for name, taken in ttfts.items()}
+    same = {name: _same(runs, served[ONE][0]) for name, runs in served.items()}
+    passes = [one.passes for one in served[JOINED]]
+    figures = {
+        **{f"{name}, answers/s": statistics.median(one.answers_per_s for one in runs) for name, runs in served.items()},
+        **{f"{name}, first token p50, s": float(np.percentile(taken, 50)) for name, taken in ttfts.items()},
+        **{f"{name}, first token p95, s": seconds for name, seconds in p95.items()},
+        **{f"{name}, answers like {ONE}": share for name, share in same.items()},
+        "prompt tokens, mean": statistics.mean(a.usage.prompt_tokens for a in served[ONE][0].answers),
+        f"{JOINED}, passes": sum(one.passes for one in passes),
+        f"{JOINED}, tokens a pass": sum(one.tokens for one in passes) / sum(one.passes for one in passes),
+        f"{JOINED}, passes by members": _by_members(passes),
+    }
+    least = 3.0 if settings.device.startswith("cuda") else 1.5
+    faster = ratios[f"{JOINED} / {ONE}, answers/s"].median
+    goals = [
+        Goal(f"{JOINED} / {ONE}, answers/s", "at least", least, faster, settings.on_goal),
+        Goal(f"{JOINED} / {ONE}, first token p95", "at most", 2.0, p95[JOINED] / p95[ONE], settings.on_goal),
+        Goal(f"{JOINED}: share of answers like {ONE}", "at least", 1.0, same[JOINED], True),
+    ]
+    return Result(settings.name, settings, hardware, timings, ratios, figures, goals)  # type: ignore[arg-type]
+
+
+def _paired(above: Sequence[Served], below: Sequence[Served]) -> Ratio:
+    ratios = [a.answers_per_s / b.answers_per_s for a, b in zip(above, below, strict=True)]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+
+
+def _same(runs: Sequence[Served], expected: Served) -> float:
+    """Share of answers whose text is the one asker's."""
+    pairs = [(a.text, b.text) for one in runs for a, b in zip(one.answers, expected.answers, strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def _by_members(passes: Sequence[PassStats]) -> dict[str, int]:
+    sizes = sorted({size for one in passes for size in one.members})
+    return {str(size): sum(one.members.get(size, 0) for one in passes) for size in sizes}
+
+
+def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
+    parser = argparse.ArgumentParser("benchmarks.askers", description=__doc__)
+    default = Settings()
+    parser.add_argument("--shape", choices=SHAPES, default=default.shape)
+    parser.add_argument("--dtype", choices=DTYPES, default=default.dtype)
+    parser.add_argument("--device", default=default.device)
+    parser.add_argument("--method", default=default.method)
+    names = ("askers", "questions", "passages", "tokens", "documents", "answer", "rounds", "threads", "seed")
+    add_numbers(parser, default, names)
+    add_places(parser, "where the store is written; a temporary directory if not given")
+    given = parser.parse_args(arguments)
+    return settings_from(given, Settings), given
+
+
+def main(arguments: Sequence[str] | None = None, embedder: Callable[[], Embedder] | None = None) -> Result:
+    """embedder: makes the embedding model; the default one when None."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    settings, given = parse(arguments)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    with tempfile.TemporaryDirectory(prefix="ragcache-bench-", dir=given.workdir) as directory:
+        made = embedder() if embedder else load_embedder("minilm", settings.device)
+        result = measure(settings, made, Path(directory), arguments)
+    write(result, given.out)
+    show(result)
+    return result
+
+
+if __name__ == "__main__":
+    main()

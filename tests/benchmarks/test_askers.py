@@ -1,0 +1,38 @@
+"""The benchmark of many askers runs, compares the answers, and states its goals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import askers
+from benchmarks.askers import APART, JOINED, ONE, Settings
+from ragcache.errors import ConfigError
+from ragcache.retrieval.testing import BagOfWords
+
+
+def test_it_runs_and_compares(tmp_path: Path) -> None:
+    sizes = ["--shape=toy", "--askers=3", "--questions=6", "--passages=2", "--tokens=12", "--documents=4", "--answer=3"]
+    result = askers.main([*sizes, "--workdir", str(tmp_path), "--out", str(tmp_path / "out")], BagOfWords)
+    found = json.loads((tmp_path / "out" / f"{result.name}.json").read_text())
+    assert {f"{name}: first token" for name in (ONE, JOINED, APART)} <= found["timings"].keys()
+    assert [goal["limit"] for goal in found["goals"]] == [1.5, 2.0, 1.0]
+    assert [goal["applies"] for goal in found["goals"]] == [False, False, True]
+    assert found["figures"][f"{JOINED}, answers like {ONE}"] == 1
+    assert sum(found["figures"][f"{JOINED}, passes by members"].values()) == found["figures"][f"{JOINED}, passes"]
+    assert found["timings"][f"{JOINED}: answer"]["runs"] == 6
+    assert str(tmp_path) not in found["hardware"]["command"]
+
+
+def test_goals_are_stated_for_these_sizes() -> None:
+    assert Settings().on_goal
+    assert Settings(shape="Llama-3.1-8B", dtype="bfloat16", device="cuda:0").on_goal
+    assert not Settings(askers=4).on_goal
+    assert not Settings(tokens=10).on_goal
+
+
+def test_too_many_documents_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no English for 100000 documents"):
+        askers.main(["--shape=toy", "--documents=100000", "--out", str(tmp_path)], BagOfWords)
