@@ -2,7 +2,8 @@
 
 Sections stand between <!-- NAME: begin --> and <!-- NAME: end -->: `methods` comes from the code, `quality` from
 results/quality.json (`python -m benchmarks.quality`), `costs` from results/methods-*.json (`python -m
-benchmarks.methods`), `public` from results/eval/MODEL/*.json (`ragcache eval`). What was not measured says so.
+benchmarks.methods`), `public` from results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json
+(`python -m benchmarks.peers`). What was not measured says so.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ragcache as rc
+from benchmarks import peers_report
 from benchmarks.quality import Row, markdown
 from benchmarks.report import RESULTS
 from ragcache.errors import ConfigError
@@ -101,6 +103,13 @@ def _public_table(directory: Path) -> Iterator[str]:
         yield f"| `{one['data']}` | " + " | ".join(cells) + " |"
 
 
+def peers_lines(results: Path) -> list[str]:
+    path = results / "peers.json"
+    if not path.is_file():
+        return ["Not measured: run `python -m benchmarks.peers`."]
+    return peers_report.markdown(json.loads(path.read_text(encoding="utf-8")))
+
+
 def _goal_lines(found: dict[str, Any]) -> Iterator[str]:
     yield "| goal | limit | measured | |"
     yield "|---|---|---|---|"
@@ -125,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (METHODS_PAGE, "quality"): quality_lines(given.results),
         (METHODS_PAGE, "costs"): cost_lines(given.results),
         (RESULTS_PAGE, "public"): public_lines(given.results),
+        (RESULTS_PAGE, "peers"): peers_lines(given.results),
     }
     for (page, name), lines in sections.items():
         write_section(given.docs / page, name, lines)
