@@ -5,8 +5,8 @@ python -m benchmarks.peers --peers ragcache,transformers,vllm,llamacpp --rounds 
 
 The same random weights, saved once and loaded by all; the same prompts, as token ids; the same number of threads. Every
 peer is a process of its own; one question goes to all peers in turn, each question beginning with another peer, and
-while one answers the others sleep. A peer that cannot run is reported with the reason. Writes results/peers.json and
-results/peers.md; `python -m benchmarks.pages` takes the tables into docs/results.md.
+while one answers the others are stopped. A peer that cannot run is reported with the reason. Writes results/peers.json
+and results/peers.md; `python -m benchmarks.pages` takes the tables into docs/results.md.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -68,7 +69,12 @@ def python_of(spec: PeerSpec, environments: Path) -> Path:
 
 
 class PeerProcess:
-    """Requests are answered in turn. What the peer prints goes to `log`. Raises PeerError whenever it fails."""
+    """Requests are answered in turn. What the peer prints goes to `log`. Raises PeerError whenever it fails.
+
+    Between requests the peer is stopped, with the processes that it started: one that waits by spinning would take time
+    from the next. It has a process group of its own within this session, so that the kernel ends it, stopped or not,
+    where this process is killed.
+    """
 
     def __init__(self, spec: PeerSpec, environments: Path, config: dict[str, Any], log: Path) -> None:
         self.spec = spec
@@ -83,6 +89,7 @@ class PeerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
+                process_group=0,
             )
         self._buffer = b""
         self.about = self._request(config, START_TIMEOUT_S)
@@ -96,13 +103,14 @@ class PeerProcess:
         return [Answer(**answer) for answer in self._request(request, ASK_TIMEOUT_S)["answers"]]
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # a request that it never took
                 self._process.stdin.close()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._signal(signal.SIGKILL)
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -117,15 +125,21 @@ class PeerProcess:
 
     def _request(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise self._failed("it ended") from None
+            raise self._failure("it ended") from None
         reply: dict[str, Any] = json.loads(self._line(timeout_s))
         if "error" in reply:
-            raise self._failed(str(reply["error"]))
+            raise self._failure(str(reply["error"]))
+        self._signal(signal.SIGSTOP)
         return reply
+
+    def _signal(self, which: signal.Signals) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, which)
 
     def _line(self, timeout_s: float) -> bytes:
         assert self._process.stdout is not None
@@ -133,16 +147,16 @@ class PeerProcess:
             ready.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._buffer:
                 if not ready.select(timeout_s):
-                    self._process.kill()
-                    raise self._failed(f"it said nothing for {timeout_s:.0f} s")
+                    self._signal(signal.SIGKILL)
+                    raise self._failure(f"it said nothing for {timeout_s:.0f} s")
                 more = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not more:
-                    raise self._failed("it ended")
+                    raise self._failure("it ended")
                 self._buffer += more
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _failed(self, why: str) -> PeerError:
+    def _failure(self, why: str) -> PeerError:
         """Ends the process; what it printed last goes to stderr."""
         self.close()
         lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]

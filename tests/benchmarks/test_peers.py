@@ -132,7 +132,7 @@ def test_answers_are_those_of_plain_transformers(tmp_path: Path):
                 assert peer.read([streams.passage(n) for n in (30, 31)]) > 0
                 known = {"passages": [streams.passage(n) for n in (31, 30, 32)], "suffix": prompts[0]["suffix"]}
                 assert peer.ask("reposition", [known], 4)[0].reused == 40
-                with pytest.raises(PeerError, match="ConfigError: .* is unknown"):
+                with pytest.raises(PeerError, match=r"ConfigError: .* is unknown"):
                     peer.ask("no such method", prompts, 4)
 
 
