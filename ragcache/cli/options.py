@@ -125,6 +125,42 @@ class StoreOptions:
         float,
         option("--measure-time", "Seconds to measure this machine for, the first time a store is opened.", min=0),
     ] = 0.25
+    answer_memory: Annotated[
+        int | None,
+        option(
+            "--answer-memory",
+            "KV that all answers in progress may hold together; more wait. Half of the device's memory if not given.",
+            parser=size,
+            metavar="SIZE",
+        ),
+    ] = None
+    device_memory: Annotated[
+        int,
+        option(
+            "--device-memory",
+            "Budget for KV blocks on the model's device; 0: none are kept there.",
+            parser=size,
+            metavar="SIZE",
+            show_default="0",
+        ),
+    ] = 0
+    disk: Annotated[
+        int | None,
+        option("--disk", "Budget of the disk tier; without one it keeps every block.", parser=size, metavar="SIZE"),
+    ] = None
+    write_behind: Annotated[
+        int,
+        option(
+            "--write-behind",
+            "Blocks that questions leave to be written later, in bytes; 0: each is written at once.",
+            parser=size,
+            metavar="SIZE",
+            show_default="0",
+        ),
+    ] = 0
+    ttl: Annotated[
+        float | None, option("--ttl", "Drop blocks that were not used for so many seconds; pinned ones stay.")
+    ] = None
     index: Annotated[Literal["flat", "hnsw"], option("--index", "Kind of vector index; flat is exact.")] = "flat"
 
     def config(self, *, read_only: bool = False) -> StoreConfig:
@@ -143,6 +179,11 @@ class StoreOptions:
             load=self.load,
             speculative_bytes=self.speculative,
             measure_s=self.measure_time,
+            answer_bytes=self.answer_memory,
+            device_bytes=self.device_memory,
+            disk_bytes=self.disk,
+            write_behind_bytes=self.write_behind,
+            ttl_s=self.ttl,
         )
 
 

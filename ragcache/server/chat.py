@@ -53,7 +53,7 @@ async def create_chat_completion(request: Request) -> Response:
     service.check_model(asked.model, service.chat_model)
     call = engine_call(asked, service.settings.answers, service.kb.lm.max_positions)
     events = service.kb.astream_chat(call.messages, **call.options)
-    work = service.answer(_counted(service, events))
+    work = service.answer(_counted(service, events), asked.extension.timeout_s)
     writer = Writer(service, request)
     try:
         first = await unless_gone(request, anext(work))

@@ -77,6 +77,7 @@ MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
     engine.ConfigError: Meaning(400, "invalid_value"),
     engine.PromptError: Meaning(400, "invalid_prompt", param="messages"),
     engine.ContextTooLongError: Meaning(400, "context_length_exceeded", param="messages"),
+    engine.AnswerTooLargeError: Meaning(400, "answer_too_large", param="max_tokens"),
     engine.FilterError: Meaning(400, "invalid_filter", param="ragcache.filter"),
     engine.UnknownHandleError: Meaning(400, "unknown_handle", param="ragcache.documents"),
     engine.IngestError: Meaning(400, "invalid_document", param="documents"),
@@ -84,6 +85,7 @@ MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
     engine.StoreBusyError: Meaning(409, "store_busy", OVERLOADED, headers={"Retry-After": "2"}),
     engine.StoreReadOnlyError: Meaning(403, "store_read_only"),
     engine.StoreFullError: Meaning(507, "store_full", FAILED),
+    engine.TimedOutError: Meaning(504, "request_timeout", OVERLOADED, headers=NO_RETRY),
     engine.CancelledError: Meaning(503, "cancelled", OVERLOADED, headers={"Retry-After": "2"}),
 }
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ragcache import Answer, Source
+from ragcache.engine.admission import Admission
 from ragcache.engine.loading import LoadCounts
 from ragcache.engine.maintenance import Info
 from ragcache.engine.rates import RateFigures
+from ragcache.models.turns import Turns
 from ragcache.server.limits import Slots
 
 # From a block in memory to a full prefill on a slow machine.
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+PASS_SIZES = (1, 2, 4, 8, 16)
 COMPUTED = "computed"
 
 
@@ -22,9 +27,10 @@ class Metrics:
     """Counts of one server, in a registry of its own: two servers in one process do not mix.
 
     tiers: names of the store's tiers, fastest first
+    turns, admission: whose passes and whose memory are shown
     """
 
-    def __init__(self, slots: Slots, tiers: Sequence[str]) -> None:
+    def __init__(self, slots: Slots, tiers: Sequence[str], turns: Turns, admission: Admission) -> None:
         self.tiers = tuple(tiers)
         self.registry = CollectorRegistry()
         self.requests = self._counter("http_requests", "Requests", "route", "method", "status")
@@ -46,8 +52,11 @@ class Metrics:
             ("queue_length", "Questions that wait for a slot", lambda: slots.waiting),
             ("slots_in_use", "Questions that are being answered", lambda: slots.in_use),
             ("slots", "Questions that can be answered at the same time", lambda: slots.slots),
+            ("answer_bytes", "KV that answers in progress have reserved", lambda: admission.reserved_bytes),
+            ("answers_waiting", "Questions in a slot that wait for memory", lambda: admission.waiting),
         ):
             self._gauge(name, help).set_function(value)
+        self.registry.register(_Passes(turns))
 
     def count_answer(self, answer: Answer) -> None:
         phases = asdict(answer.timings)
@@ -97,3 +106,22 @@ class Metrics:
 
     def _histogram(self, name: str, help: str, *labels: str) -> Histogram:
         return Histogram(f"ragcache_{name}", help, labels, registry=self.registry, buckets=BUCKETS)
+
+
+class _Passes(Collector):
+    """The model's passes: how many questions shared each, and how many tokens ran."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._turns.stats()
+        cumulative = [(str(size), sum(n for m, n in stats.members.items() if m <= size)) for size in PASS_SIZES]
+        total = sum(members * count for members, count in stats.members.items())
+        yield HistogramMetricFamily(
+            "ragcache_pass_members",
+            "Runs of questions that shared a pass of the model",
+            buckets=[*cumulative, ("+Inf", stats.passes)],
+            sum_value=total,
+        )
+        yield CounterMetricFamily("ragcache_pass_tokens", "Tokens that ran in these passes", value=stats.tokens)

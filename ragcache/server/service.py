@@ -38,7 +38,7 @@ class Service:
         self.slots = Slots(settings.slots, settings.max_queue)
         self.writers = Writers(settings.write_wait_s)
         self.figures = Figures(kb, settings.figures_s, self.in_thread)
-        self.metrics = Metrics(self.slots, list(kb.info().bytes_by_tier))
+        self.metrics = Metrics(self.slots, list(kb.info().bytes_by_tier), kb.lm.turns, kb.admission)
         self.chat_model = settings.model_name or _public_name(kb.lm.name)
         self.embedding_model = kb.embedder.name
         self.created = int(time.time())
@@ -84,9 +84,13 @@ class Service:
             await asyncio.wait([future])
             raise
 
-    def answer(self, items: AsyncGenerator[T, None]) -> Work[T]:
-        """Work on a question, in a slot. Raises ApiError (503) when the server is to stop."""
-        return self._begin(Work(items, self.slots.hold(), self.settings.timeout_s, self._working.discard))
+    def answer(self, items: AsyncGenerator[T, None], timeout_s: float | None = None) -> Work[T]:
+        """Work on a question, in a slot, for at most the server's time or the question's own.
+
+        Raises ApiError (503) when the server is to stop.
+        """
+        most = self.settings.timeout_s if timeout_s is None else min(timeout_s, self.settings.timeout_s)
+        return self._begin(Work(items, self.slots.hold(), most, self._working.discard))
 
     def change(self, items: AsyncGenerator[T, None]) -> Work[T]:
         """Change the documents, alone. However long it takes: half an upload helps nobody."""

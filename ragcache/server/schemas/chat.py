@@ -85,6 +85,9 @@ class Extension(RequestModel):
     on_overflow: Literal["error", "trim"] | None = Field(default=None, description="Passages that do not fit")
     top_k: TokenCount | None = Field(default=None, description="Sample among so many tokens")
     evict: TokenCount | None = Field(default=None, description="Passages' tokens to keep after the first token")
+    timeout_s: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Seconds for the whole answer, waiting included; the server's own limit holds too"
+    )
 
 
 class StreamOptions(RequestModel):
