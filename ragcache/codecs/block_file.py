@@ -15,6 +15,7 @@ from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBl
 from ragcache.kv.block import KVBlock
 
 FORMAT_VERSION = 1
+_WAY_OUT = "use the version that wrote it, or delete the block's document and ingest it again"
 
 
 def write_block(path: Path, key: str, block: KVBlock, codec: Codec, *, claim: Claim | None = None) -> KVBlock:
@@ -70,13 +71,13 @@ def _codec_of(path: Path, metadata: Mapping[str, str]) -> Codec:
     if _number(metadata, "format_version") > FORMAT_VERSION or name not in CODECS:
         raise SchemaVersionError(
             f"{path}: block format {metadata.get('format_version')}, codec {name!r}; this version of ragcache reads "
-            f"format {FORMAT_VERSION} with codecs {', '.join(sorted(CODECS))}: use the version that wrote it"
+            f"format {FORMAT_VERSION} with codecs {', '.join(sorted(CODECS))}: {_WAY_OUT}"
         )
     codec = get_codec(name)
     if _number(metadata, "codec_version") > codec.version:
         raise SchemaVersionError(
             f"{path}: version {metadata.get('codec_version')} of codec {name!r}; this version of ragcache reads up to "
-            f"{codec.version}: use the version that wrote it"
+            f"{codec.version}: {_WAY_OUT}"
         )
     return codec
 
