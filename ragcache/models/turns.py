@@ -279,7 +279,7 @@ class Turns:
             if count:
                 shares.append((one, count))
                 room -= count
-        return [(leader, kept + (_share(run, room, kept) if run.ordered else 0)), *shares]
+        return [(leader, min(run.left, kept + max(0, room))), *shares]
 
     def _execute(self, leader: _Caller, members: Sequence[_Member]) -> None:
         if leader.alone is not None:
@@ -337,11 +337,10 @@ class Turns:
         caller.ready.set()
 
 
-def _share(run: Run, room: int, taken: int = 0) -> int:
+def _share(run: Run, room: int) -> int:
     """How many of its tokens go into what is left of a pass."""
-    left = run.left - taken
-    if left <= room:
-        return left
+    if run.left <= room:
+        return run.left
     return room if run.ordered and room >= LEAST_PIECE else 0
 
 

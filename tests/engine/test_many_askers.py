@@ -1,0 +1,258 @@
+"""Many askers of one store: the same answers, memory in order of arrival, and whoever gives up holds nobody up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+import ragcache as rc
+from ragcache.engine.admission import Admission, default_budget, kv_bytes
+from ragcache.errors import AnswerTooLargeError, CancelledError, ConfigError, PromptError, TimedOutError
+from ragcache.kv.cache import KVBuffers
+from ragcache.models.limits import NO_LIMIT, Limit
+
+QUESTIONS = [
+    "Where do dogs bark?",
+    "Where does the river rise?",
+    "When does the rowing club meet?",
+    "Is the cat happy?",
+]
+METHODS = ["reposition", "full", "cacheblend", "epic"]
+SHORT = rc.Sampling(max_tokens=6)
+WAIT_S = 60.0
+
+
+def until(condition):
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@contextmanager
+def model_held(lm, pool):
+    """Within, somebody else's pass is on its way: runs pile up."""
+    gate, entered = threading.Event(), threading.Event()
+    layer = lm.model.model.layers[0]
+
+    def hold(*_args):
+        entered.set()
+        assert gate.wait(WAIT_S)
+
+    hook = layer.register_forward_pre_hook(hold)
+    job = pool.submit(lm.run, [1], 0, lm.new_cache(1))
+    assert entered.wait(WAIT_S)
+    hook.remove()
+    try:
+        yield
+    finally:
+        gate.set()
+        job.result(WAIT_S)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(12) as pool:
+        yield pool
+
+
+def test_eight_askers_get_what_one_gets(kb, lm, pool):
+    """Law 7, text by text: other questions, methods and samplings in the same passes."""
+    samplings = [SHORT, rc.Sampling(max_tokens=9, temperature=1.0, seed=3)]
+    asked = [
+        (QUESTIONS[n % 4], {"k": 1 + n % 3, "method": METHODS[n % 4], "sampling": samplings[n // 4]}) for n in range(8)
+    ]
+    alone = [kb.ask(question, **options) for question, options in asked]
+    with model_held(lm, pool):
+        jobs = [pool.submit(kb.ask, question, **options) for question, options in asked]
+        until(lambda: len(lm.turns._waiting) == len(asked))
+    for job, expected in zip(jobs, alone, strict=True):
+        answer = job.result(WAIT_S)
+        assert answer.text == expected.text
+        assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+        assert answer.finish_reason == expected.finish_reason
+    assert kb.admission.reserved_bytes == 0
+
+
+def test_one_question_fails_and_the_others_are_answered(kb, lm, pool):
+    """A pass that runs out of memory for one of them is tried again for each."""
+    expected = [kb.ask(question, k=2, sampling=SHORT).text for question in QUESTIONS]
+
+    def fail(_module, _args, kwargs):
+        if " 7, 7, 7" in str(kwargs["input_ids"].flatten().tolist()):
+            raise RuntimeError("out of memory")
+
+    hook = lm.model.register_forward_pre_hook(fail, with_kwargs=True)
+    try:
+        with model_held(lm, pool):
+            jobs = [pool.submit(kb.ask, question, k=2, sampling=SHORT) for question in QUESTIONS]
+            until(lambda: len(lm.turns._waiting) == 4)
+            broken = pool.submit(lm.run, [1, 7, 7, 7], 0, lm.new_cache(4))
+            until(lambda: len(lm.turns._waiting) == 5)
+        assert [job.result(WAIT_S).text for job in jobs] == expected
+        with pytest.raises(RuntimeError, match="out of memory"):
+            broken.result(WAIT_S)
+    finally:
+        hook.remove()
+    assert kb.admission.reserved_bytes == 0
+
+
+def test_giving_up_while_the_model_is_busy(kb, lm, pool):
+    cancelled = threading.Event()
+    with model_held(lm, pool):
+        gone = pool.submit(kb.ask, QUESTIONS[0], sampling=SHORT, cancelled=cancelled)
+        late = pool.submit(kb.ask, QUESTIONS[1], sampling=SHORT, timeout_s=0.2)
+        until(lambda: late.done())
+        until(lambda: len(lm.turns._waiting) == 1)
+        cancelled.set()
+        with pytest.raises(CancelledError):
+            gone.result(WAIT_S)
+        with pytest.raises(TimedOutError, match=r"within 0\.2 s; allow more time"):
+            late.result(WAIT_S)
+        assert kb.admission.reserved_bytes == 0
+    assert kb.ask(QUESTIONS[0], sampling=SHORT).text
+
+
+def test_a_prompt_is_given_up_between_its_pieces(kb, lm, pool, monkeypatch):
+    monkeypatch.setattr(lm.turns, "alone_tokens", 16)
+    cancelled, passes = threading.Event(), []
+
+    def count(_module, _args, kwargs):
+        passes.append(kwargs["input_ids"].shape[1])
+        if len(passes) == 2:
+            cancelled.set()
+
+    hook = lm.model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        with pytest.raises(CancelledError):
+            kb.ask(QUESTIONS[0], k=3, method="full", sampling=SHORT, cancelled=cancelled)
+    finally:
+        hook.remove()
+    assert passes == [16, 16]
+    assert kb.admission.reserved_bytes == 0
+
+
+def test_a_deadline_ends_decoding(kb):
+    events = kb.stream(QUESTIONS[0], k=1, sampling=rc.Sampling(max_tokens=100), timeout_s=WAIT_S)
+    next(event for event in events if isinstance(event, rc.Token))
+    with pytest.raises(ConfigError, match="timeout_s is 0"):
+        kb.ask(QUESTIONS[0], timeout_s=0)
+    limit = Limit.of(None, 1.0, time.perf_counter() - 2)
+    with pytest.raises(TimedOutError):
+        limit.check()
+    events.close()
+    assert kb.admission.reserved_bytes == 0
+    assert not kb.lm.turns._decoding
+
+
+def reserved_for(kb, **options):
+    """Bytes that a question reserves."""
+    events = kb.stream(QUESTIONS[0], **options)
+    next(events)
+    reserved = kb.admission.reserved_bytes
+    events.close()
+    assert kb.admission.reserved_bytes == 0
+    return reserved
+
+
+def test_an_answer_reserves_its_cache(kb, lm):
+    """As much as the buffers that it then takes."""
+    prompt = kb.ask(QUESTIONS[0], k=3, sampling=rc.Sampling(max_tokens=1)).usage.prompt_tokens
+    buffers = [KVBuffers.allocate(lm.shape, -(-tokens // 256) * 256) for tokens in (prompt + 1, lm.max_positions)]
+    reserved = [reserved_for(kb, k=3, sampling=rc.Sampling(max_tokens=count)) for count in (1, 10**6)]
+    assert [one.num_bytes for one in buffers] == reserved, "no answer is longer than the model's context"
+    assert reserved[0] < reserved[1]
+
+
+def test_what_can_never_fit_is_named(kb, open_kb, tmp_path, lm):
+    kb.close()
+    small = open_kb(store=rc.StoreConfig(answer_bytes=1000))
+    with pytest.raises(AnswerTooLargeError, match=r"tokens, whose KV takes \d+ bytes.*1000; ask for a shorter answer"):
+        small.ask(QUESTIONS[0], sampling=SHORT)
+    assert issubclass(AnswerTooLargeError, PromptError)
+    with pytest.raises(ConfigError, match="answer_bytes is 0"):
+        rc.StoreConfig(answer_bytes=0)
+    assert default_budget(lm) > 1 << 28
+
+
+def test_a_question_waits_for_memory_and_every_way_out_frees_it(kb, open_kb, lm, pool):
+    kb.close()
+    one = kv_bytes(lm, 1)  # all of these prompts and answers fit the smallest buffers
+    tight = open_kb(store=rc.StoreConfig(answer_bytes=one))
+    options = {"k": 1, "sampling": rc.Sampling(max_tokens=40)}
+    expected = tight.ask(QUESTIONS[1], **options).text
+    first = tight.stream(QUESTIONS[0], **options)
+    next(first)
+    assert tight.admission.reserved_bytes == one
+    cancelled = threading.Event()
+    gone = pool.submit(tight.ask, QUESTIONS[2], cancelled=cancelled, **options)
+    until(lambda: tight.admission.waiting == 1)
+    second = pool.submit(tight.ask, QUESTIONS[1], **options)
+    until(lambda: tight.admission.waiting == 2)
+    with pytest.raises(TimedOutError):
+        tight.ask(QUESTIONS[3], timeout_s=0.01, **options)
+    cancelled.set()
+    with pytest.raises(CancelledError):
+        gone.result(WAIT_S)
+    assert not second.done()
+    first.close()
+    assert second.result(WAIT_S).text == expected
+    assert (tight.admission.reserved_bytes, tight.admission.waiting) == (0, 0)
+
+
+def test_a_large_answer_is_not_overtaken():
+    """Budget 10: while 6 are held, 8 wait; 2 that come later would fit, and wait behind."""
+    admission, order = Admission(10), []
+
+    def hold(size):
+        with admission.hold(size, size, NO_LIMIT):
+            order.append(size)
+
+    with ThreadPoolExecutor(2) as pool:
+        with admission.hold(6, 6, NO_LIMIT):
+            jobs = [pool.submit(hold, 8)]
+            until(lambda: admission.waiting == 1)
+            jobs.append(pool.submit(hold, 2))
+            until(lambda: admission.waiting == 2)
+            assert order == []
+        for job in jobs:
+            job.result(WAIT_S)
+    assert order == [8, 2]
+    assert admission.reserved_bytes == 0
+
+
+def test_the_budget_is_never_exceeded_whatever_comes():
+    admission, most = Admission(100), []
+
+    def work(number):
+        for step in range(20):
+            with admission.hold(1 + (7 * number + 13 * step) % 60, 1, NO_LIMIT):
+                most.append(admission.reserved_bytes)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert max(most) <= 100
+    assert (admission.reserved_bytes, admission.waiting) == (0, 0)
+
+
+def test_ingestion_goes_on_beside_many_askers(kb, pool):
+    expected = {q: kb.ask(q, k=1, sampling=SHORT).text for q in QUESTIONS}
+    more = [rc.Document(f"filler {n}", f"Number {n} is nothing special, and so is {n + 1}.\n") for n in range(12)]
+    ingesting = pool.submit(kb.ingest, more)
+    while True:
+        over = ingesting.done()
+        found = list(pool.map(lambda q: kb.ask(q, k=1, sampling=SHORT).text, QUESTIONS))
+        assert found == list(expected.values())
+        if over:
+            break
+    assert len(ingesting.result().added) == 12
+
+
+async def test_a_time_for_each_question_in_async_calls(kb):
+    with pytest.raises(TimedOutError):
+        await kb.aask(QUESTIONS[0], sampling=rc.Sampling(max_tokens=400), timeout_s=1e-6)
+    assert (await kb.aask(QUESTIONS[0], sampling=SHORT, timeout_s=WAIT_S)).text
