@@ -15,7 +15,8 @@ from ragcache.errors import ConfigError, PromptError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONTEXT_MARK = "\ue000ragcache-context\ue000"  # private use: no template or question holds it
+MARK = "\ue000ragcache-"  # private use: no template or question holds it
+CONTEXT_MARK = f"{MARK}context\ue000"
 DEFAULT_QUESTION_FORMAT = "Question: {question}"  # chunks end with a newline of their own
 
 
@@ -127,6 +128,29 @@ def conversation_ends(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mappin
     except ConfigError as error:
         raise PromptError(str(error)) from error
     return PromptEnds(_opening_ids(tokenizer, head), encode_text(tokenizer, tail))
+
+
+def conversation_pieces(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]], marks: Sequence[str]
+) -> list[str]:
+    """The rendered conversation cut at these marks, which stand in its turns in this order; one piece more than marks.
+
+    The first piece begins with BOS where the tokenizer has one and no template writes it. Raises PromptError when the
+    chat template refuses the turns, or drops, repeats or moves one.
+    """
+    try:
+        text = _render(tokenizer, turns)
+    except ConfigError as error:
+        raise PromptError(str(error)) from error
+    if tokenizer.chat_template is None:
+        text = (tokenizer.bos_token or "") + text
+    pieces: list[str] = []
+    for mark in marks:
+        before, found, text = text.partition(mark)
+        if not found or mark in text:
+            raise PromptError("the chat template does not render every turn exactly once, in order; it cannot be kept")
+        pieces.append(before)
+    return [*pieces, text]
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, head: str, tail: str | None) -> PromptEnds:

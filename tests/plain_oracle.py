@@ -6,6 +6,11 @@ import torch
 
 
 def greedy(model, tokenizer, prompt, allowed, count):
+    """The text of `greedy_ids`."""
+    return tokenizer.decode(greedy_ids(model, tokenizer, prompt, allowed, count))
+
+
+def greedy_ids(model, tokenizer, prompt, allowed, count):
     """Token by token, each a plain forward of everything under an explicit mask."""
     ids, made = list(prompt.ids), []
     while len(made) < count:
@@ -19,4 +24,4 @@ def greedy(model, tokenizer, prompt, allowed, count):
             break
         ids.append(token)
         made.append(token)
-    return tokenizer.decode(made)
+    return made

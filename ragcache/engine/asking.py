@@ -5,29 +5,32 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from functools import partial
 from typing import NamedTuple
 
 from ragcache.engine.admission import Admission, kv_bytes
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Timings, Token, Usage
 from ragcache.engine.blocks import LoadedBlocks, load_or_compute
+from ragcache.engine.context import Earlier
 from ragcache.engine.loading import Ahead, BlockLoader
-from ragcache.engine.prefixes import Prefixes
+from ragcache.engine.ordering import ORDERS, ReadCounts, relevance_hint, shared_order
+from ragcache.engine.prefixes import Path, Prefixes
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.fusion.additions import Additions
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
+from ragcache.fusion.turns import Passages, Text, fuse_turns, lay_out
 from ragcache.ingest.encoder import BlockEncoder, ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.prefix_tree import Lease
 from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
 from ragcache.models.limits import Limit, limited
 from ragcache.models.lm import LanguageModel
-from ragcache.prompt import Prompt, PromptEnds, PromptFormat
+from ragcache.prompt import Prompt, PromptEnds, PromptFormat, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
@@ -49,16 +52,30 @@ class Reading:
     cancelled: threading.Event | None = None
     timeout_s: float | None = None
     ahead: Ahead | None = None
+    order: str = "relevance"
+    hint: bool = True
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; it must be above 0")
+        if self.order not in ORDERS:
+            raise ConfigError(f"order {self.order!r} is unknown; choose one of {', '.join(ORDERS)}")
         if self.on_overflow not in OVERFLOWS:
             raise ConfigError(f"on_overflow {self.on_overflow!r} is unknown; choose one of {', '.join(OVERFLOWS)}")
 
     def limit(self, started: float) -> Limit:
         """When to give up on a question that was asked at `started`."""
         return Limit.of(self.cancelled, self.timeout_s, started)
+
+
+class Kept(NamedTuple):
+    """A conversation that keeps its context.
+
+    answered: is told this turn's new passages, the answer and its ids, before the answer is given out
+    """
+
+    earlier: Earlier
+    answered: Callable[[Sequence[Hit], str, Sequence[int]], None]
 
 
 class Reader:
@@ -89,6 +106,7 @@ class Reader:
         self.admission = admission
         self.loader = loader
         self._eos = eos_token_ids(lm)
+        self._read_counts = ReadCounts()
         self._prefix_blocks: OrderedDict[tuple[int, ...], KVBlock] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -136,16 +154,67 @@ class Reader:
             )
         return replace(whole, chunk_ids=whole.chunk_ids[:kept]), len(hits) - kept
 
-    def stream(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock) -> Iterator[Event]:
+    def check_keeps(self, reading: Reading) -> None:
+        """Raises ConfigError where a conversation's context cannot be kept this way."""
+        method = reading.method
+        if not method.keeps_context:
+            raise ConfigError(
+                f"method {method.name!r} cannot keep the context of earlier turns; choose full, reposition or link, or "
+                'leave out context="keep"'
+            )
+        if method.reuses_blocks and self.encoder.recipe.sees_prefix:
+            raise ConfigError(
+                'context="keep" needs blocks of recipe isolated: those behind a prefix stay behind it; open the store '
+                'with recipe="isolated"'
+            )
+        if reading.evict is not None:
+            raise ConfigError('evict and context="keep" exclude each other: one drops what the other keeps')
+
+    def fit(
+        self, earlier: Earlier, suffix_ids: Sequence[int], hits: Sequence[Hit], reading: Reading
+    ) -> tuple[PromptEnds, Earlier, list[Hit]]:
+        """A kept conversation's prompt: everything before this turn's passages as its prefix, and the passages that are
+        not in it yet. While prompt and answer do not fit the model, passages of the oldest turn that has any go."""
+        added = reading.method.additions(self.lm)
+        while True:
+            earlier, new = earlier.knowing(hits)
+            prefix_ids = [id for piece in earlier.laid_out(added, self.encoder.recipe) for id in piece.ids]
+            passages = sum(hit.chunk.num_tokens for hit in new) + len(added.ids(len(new)))
+            total = len(prefix_ids) + passages + len(suffix_ids) + reading.sampling.max_tokens
+            fewer = earlier.without_oldest() if total > self.lm.max_positions else None
+            if fewer is None:
+                return PromptEnds(prefix_ids, suffix_ids), earlier, new
+            earlier = fewer
+
+    def stream(
+        self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
+    ) -> Iterator[Event]:
         """Wait until there is memory for prompt and answer, then read and answer.
 
         Raises AnswerTooLargeError, CancelledError, TimedOutError, and what `prompt` raises.
         """
         limit = reading.limit(clock.started)
+        if kept is None:  # a conversation's order is what it was, and its later prompts would lack the hint
+            ends, hits = self._ordered(ends, hits, reading)
         prompt, dropped = self.prompt(ends, hits, reading)
         tokens = self._most_tokens(prompt, reading)
         with self.admission.hold(kv_bytes(self.lm, tokens), tokens, limit):
-            yield from self._answer(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit)
+            yield from self._answer(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
+
+    def _ordered(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> tuple[PromptEnds, Sequence[Hit]]:
+        """With order="shared", what fits in the order that shares most with the prefix tree, each passage once, and the
+        hint behind it. Of no use to a method that reads blocks, wherever they stand."""
+        if reading.order != "shared" or not reading.method.takes_exact:
+            return ends, hits
+        once = list({tuple(hit.chunk.token_ids): hit for hit in hits}.values())
+        if reading.on_overflow == "trim":
+            once = once[: len(once) - self.prompt(ends, once, reading)[1]]
+        passages = [tuple(hit.chunk.token_ids) for hit in once]
+        known = partial(self.prefixes.count, reading.method)
+        order = shared_order(known, self._read_counts, tuple(ends.prefix_ids), passages)
+        self._read_counts.count(passages)
+        hint = encode_text(self.lm.tokenizer, relevance_hint(order)) if reading.hint else []
+        return PromptEnds(ends.prefix_ids, [*hint, *ends.suffix_ids]), [once[rank] for rank in order]
 
     def _most_tokens(self, prompt: Prompt, reading: Reading) -> int:
         """Of the prompt, what the method adds, and the longest answer."""
@@ -158,18 +227,31 @@ class Reader:
         return max(0, min(reading.sampling.max_tokens, self.lm.max_positions - prompt_tokens))
 
     def _answer(
-        self, prompt: Prompt, hits: Sequence[Hit], dropped: int, reading: Reading, clock: Clock, limit: Limit
+        self,
+        prompt: Prompt,
+        hits: Sequence[Hit],
+        dropped: int,
+        reading: Reading,
+        clock: Clock,
+        limit: Limit,
+        kept: Kept | None,
     ) -> Iterator[Event]:
         method, sampling = reading.method, reading.sampling
-        exact = self.prefixes.match(method, prompt, whole_suffix=reading.evict is not None)
+        path = self._path(prompt, hits, method, kept)
+        exact = self._known(prompt, reading, path)
         with exact or nullcontext():
-            prefix = self._prefix(prompt, method)
-            loaded = self._load(prompt, hits, reading, prefix.block, exact)
-            sources = _sources(hits, loaded)
+            prefix = self._prefix(prompt, method) if kept is None else _Prefix()
+            if path is None:
+                loaded = self._load(prompt, hits, reading, prefix.block)
+                sources = _sources(hits, loaded)
+            else:
+                loaded = self._load_rest(path, reading, exact)
+                again = kept.earlier.again if kept else ()
+                sources = self._sources_along(path, again, loaded, exact.num_tokens if exact else 0)
             yield Sources(sources)
             limit.check()
             with limited(limit):
-                fused = self._fuse(prompt, reading, loaded, prefix.block, exact)
+                fused = self._fuse(prompt, reading, loaded, prefix.block, path, exact)
         clock.read(loaded, fused, prefix.encode_s)
         text, made, finish = "", list[int](), "length"
         pieces = TextStream(self.lm.tokenizer, sampling.stop)
@@ -198,12 +280,14 @@ class Reader:
                 yield Token(piece)
         finally:
             steps.close()
-            if reading.evict is None:
-                self.prefixes.keep(method, prompt, hits, made, fused)
+            if path is not None and reading.evict is None and _is_reused(path, method):
+                self.prefixes.keep(method, path, made, fused)
             fused.cache.release()
         created = prefix.created_tokens + loaded.encoded_tokens
         computed = max(fused.computed_tokens) + fused.encoded_tokens + created
         cached = max(0, fused.prompt_tokens - computed)
+        if kept is not None:
+            kept.answered(hits, text, made if not pieces.stopped else encode_text(self.lm.tokenizer, text))
         usage = Usage(fused.prompt_tokens, cached, len(made), created, computed)
         yield Done(Answer(text, sources, clock.timings(), usage, method.name, dropped, finish))
 
@@ -213,15 +297,52 @@ class Reader:
         with self._lock:
             self._prefix_blocks.clear()
 
-    def _load(
-        self, prompt: Prompt, hits: Sequence[Hit], reading: Reading, prefix: KVBlock | None, exact: Lease | None
-    ) -> LoadedBlocks:
+    def _path(self, prompt: Prompt, hits: Sequence[Hit], method: FusionMethod, kept: Kept | None) -> Path | None:
+        """The prompt as the prefix tree knows it; None where it is of no use to the method."""
+        if kept is None and (method.reuses_blocks or not method.takes_exact):
+            return None
+        before = [Text(tuple(prompt.prefix_ids))] if kept is None else kept.earlier.fused_parts()
+        parts = [*before, Passages(tuple(map(tuple, prompt.chunk_ids))), Text(tuple(prompt.suffix_ids))]
+        pieces = lay_out(parts, method.additions(self.lm), self.encoder.recipe)
+        earlier = [] if kept is None else kept.earlier.hits
+        return Path(pieces, [*earlier, *hits], len(hits), apart=method.reuses_blocks)
+
+    def _known(self, prompt: Prompt, reading: Reading, path: Path | None) -> Lease | None:
+        """All but the last token at most; nothing of the suffix where its rows vote on what is evicted."""
+        if path is None or not _is_reused(path, reading.method):
+            return None
+        most = path.num_tokens - 1 if reading.evict is None else prompt.context_tokens
+        return self.prefixes.match(reading.method, path, most)
+
+    def _load_rest(self, path: Path, reading: Reading, exact: Lease | None) -> LoadedBlocks:
+        """Blocks of the passages that are not known; of none for a method that reads text."""
+        known = 0 if exact is None else exact.num_tokens
+        chunks = [hit.chunk for piece, hit in path.passages if path.apart and piece.end > known]
+        if not chunks:
+            return LoadedBlocks([], [], [], 0.0, 0.0, 0)
+        return load_or_compute(self.encoder, self.kv, self.documents, chunks, loader=self.loader, ahead=reading.ahead)
+
+    def _sources_along(self, path: Path, again: Sequence[Hit], loaded: LoadedBlocks, known: int) -> list[Source]:
+        """This turn's passages, and those of them that were read before, with where their KV came from."""
+        fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
+        sources = []
+        for piece, hit in path.passages:
+            if path.apart and piece.end > known:
+                handle, origin = next(fresh)
+            else:
+                handle, origin = self.encoder.key(hit.chunk.token_ids), EXACT if piece.end <= known else UNUSED
+            sources.append(Source(hit.chunk, hit.score, handle, origin))
+        by_ids = {tuple(source.chunk.token_ids): source for source in sources}
+        return [
+            *sources[len(sources) - path.asked :],
+            *(replace(by_ids[tuple(hit.chunk.token_ids)], chunk=hit.chunk, score=hit.score) for hit in again),
+        ]
+
+    def _load(self, prompt: Prompt, hits: Sequence[Hit], reading: Reading, prefix: KVBlock | None) -> LoadedBlocks:
         method = reading.method
         if not method.reuses_blocks:
             handles = [self.encoder.key(hit.chunk.token_ids) for hit in hits]
-            ends = accumulate((len(ids) for ids in prompt.chunk_ids), initial=len(prompt.prefix_ids))
-            known = 0 if exact is None else exact.num_tokens
-            return LoadedBlocks([], handles, [EXACT if end <= known else UNUSED for end in list(ends)[1:]], 0.0, 0.0, 0)
+            return LoadedBlocks([], handles, [UNUSED] * len(hits), 0.0, 0.0, 0)
         own = self.encoder
         encoder: BlockEncoder = own
         ids = self._prefix_ids(prompt, method)
@@ -233,9 +354,19 @@ class Reader:
         )
 
     def _fuse(
-        self, prompt: Prompt, reading: Reading, loaded: LoadedBlocks, prefix: KVBlock | None, exact: Lease | None
+        self,
+        prompt: Prompt,
+        reading: Reading,
+        loaded: LoadedBlocks,
+        prefix: KVBlock | None,
+        path: Path | None,
+        exact: Lease | None,
     ) -> Fused:
         reserve, evict = self._room(prompt.num_tokens, reading), reading.evict
+        if path is not None and path.apart:
+            return fuse_turns(
+                self.lm, reading.method, prompt, path.pieces, loaded.blocks, exact=exact, reserve_tokens=reserve
+            )
         if not reading.method.reuses_blocks:
             return fuse(self.lm, prompt, reading.method, reserve_tokens=reserve, evict=evict, exact=exact)
         return fuse(
@@ -305,6 +436,10 @@ class Clock:
         total_s = time.perf_counter() - self.started
         ttft_s = total_s if self._ttft_s is None else self._ttft_s
         return Timings(retrieve_s=self.retrieve_s, ttft_s=ttft_s, total_s=total_s, **self._phases)
+
+
+def _is_reused(path: Path, method: FusionMethod) -> bool:
+    return path.apart or method.takes_exact
 
 
 def _sources(hits: Sequence[Hit], loaded: LoadedBlocks) -> list[Source]:

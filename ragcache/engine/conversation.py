@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.engine.passage import Passage
 from ragcache.errors import PromptError
-from ragcache.prompt import CONTEXT_MARK, PromptEnds, PromptFormat, conversation_ends, system_turn, text_ends
+from ragcache.prompt import (
+    CONTEXT_MARK,
+    MARK,
+    PromptEnds,
+    PromptFormat,
+    conversation_ends,
+    conversation_pieces,
+    system_turn,
+    text_ends,
+)
 from ragcache.retrieval.retriever import Hit
 
 ROLES = ("system", "user", "assistant")
@@ -33,6 +42,18 @@ class Turn:
         return "".join(_text(part) for part in self.parts)
 
 
+class Slot(NamedTuple):
+    """The place of a user turn's passages."""
+
+    turn: int
+
+
+class Said(NamedTuple):
+    """An assistant's turn, all of it."""
+
+    turn: int
+
+
 class Conversation:
     """Turns of a chat: {"role": "system" | "user" | "assistant", "content": text or list of texts and passages}.
 
@@ -51,6 +72,11 @@ class Conversation:
     def question(self) -> str:
         """The text of the last user message."""
         return next(turn.text for turn in reversed(self.turns) if turn.role == "user").strip()
+
+    @property
+    def asking(self) -> int:
+        """Which turn is the last user message."""
+        return max(rank for rank, turn in enumerate(self.turns) if turn.role == "user")
 
     @property
     def has_passages(self) -> bool:
@@ -82,6 +108,39 @@ class Conversation:
         texts = [form.asked(turn.text.strip()) if turn.role == "user" else turn.text for turn in self.turns]
         texts[marked] = CONTEXT_MARK + texts[marked]
         return conversation_ends(tokenizer, self._rendered(texts, system))
+
+    def in_pieces(
+        self, tokenizer: PreTrainedTokenizerBase, form: PromptFormat | None, system: str | None
+    ) -> list[str | Slot | Said]:
+        """The rendered conversation, cut at every user turn's passages and around every answer, so that what was there
+        at an earlier turn is the same piece at a later one.
+
+        form: puts passages in front of the user turns, and questions in its format; None: where the turns hold them
+        """
+        places: list[Slot | Said] = []
+
+        def mark(place: Slot | Said) -> str:
+            places.append(place)
+            return f"{MARK}turn-{len(places) - 1}\ue000"
+
+        texts = [self._marked(rank, form, mark) for rank in range(len(self.turns))]
+        marks = [f"{MARK}turn-{number}\ue000" for number in range(len(places))]
+        pieces = conversation_pieces(tokenizer, self._rendered(texts, system), marks)
+        found: list[str | Slot | Said] = [pieces[0]]
+        for place, piece in zip(places, pieces[1:], strict=True):
+            found += [place, piece]
+        return found
+
+    def _marked(self, rank: int, form: PromptFormat | None, mark: Callable[[Slot | Said], str]) -> str:
+        turn = self.turns[rank]
+        if turn.role == "assistant" and turn.text:
+            return mark(Said(rank))
+        if turn.role != "user":
+            return turn.text
+        if form is not None:
+            return mark(Slot(rank)) + form.asked(turn.text.strip())
+        head, _, tail = split_parts(turn.parts) if turn.has_passages else ("", [], turn.text)
+        return f"{head}{mark(Slot(rank))}{tail}"
 
     def _rendered(self, texts: Sequence[str], system: str | None) -> list[dict[str, str]]:
         turns = [{"role": turn.role, "content": text} for turn, text in zip(self.turns, texts, strict=True)]
@@ -122,7 +181,7 @@ def _turn(rank: int, message: Mapping[str, Any]) -> Turn:
     parts = (content,) if isinstance(content, str) else content
     if not isinstance(parts, list | tuple) or not all(isinstance(part, Part) for part in parts):
         raise PromptError(f"the content of message {rank} is neither text nor a list of texts and passages")
-    if any(CONTEXT_MARK in part for part in parts if isinstance(part, str)):
+    if any(MARK in part for part in parts if isinstance(part, str)):
         raise PromptError(f"message {rank} holds the private character sequence that marks the place of passages")
     return Turn(str(role), tuple(parts))
 

@@ -18,7 +18,8 @@ from ragcache.codecs import get_codec
 from ragcache.engine.admission import Admission, default_budget
 from ragcache.engine.aio import AsyncTwins
 from ragcache.engine.answer import Answer, Done, Event
-from ragcache.engine.asking import Clock, Reader, Reading
+from ragcache.engine.asking import Clock, Kept, Reader, Reading
+from ragcache.engine.context import KeptConversation, TurnMemory, inline_passages
 from ragcache.engine.conversation import Conversation, completion_ends
 from ragcache.engine.estimate import PrefillRate, measure_prefill
 from ragcache.engine.loading import ALWAYS, Ahead, BlockLoader, LoadCounts
@@ -54,6 +55,7 @@ from ragcache.store.records import Chunk
 from ragcache.store.records import Document as StoredDocument
 
 DEFAULT_K = 5
+CONTEXTS = ("last", "keep")
 T = TypeVar("T")
 
 
@@ -80,6 +82,7 @@ class RagCache(AsyncTwins):
         self._reader: Reader | None = None
         self._admission: Admission | None = None
         self._whole: WholeTexts | None = None
+        self._turns: TurnMemory | None = None
         self._system: str | None = None
         self._generation = -1
         self._prefill_rate: PrefillRate | None = None
@@ -175,7 +178,8 @@ class RagCache(AsyncTwins):
         if method.reuses_blocks:
             prefix_ids += method.additions(lm).behind_prefix
         encoder = ModelEncoder(lm, block_recipe(lm, method, recipe), prefix_ids, tenant)
-        prefixes = Prefixes(lm, store.documents, tenant, self.config.prefix_bytes)
+        prefixes = Prefixes(lm, store.documents, encoder.recipe, tenant, self.config.prefix_bytes)
+        self._turns = TurnMemory(store.documents, tenant)
         answer_bytes = self.config.answer_bytes
         self._admission = Admission(default_budget(lm) if answer_bytes is None else answer_bytes)
         self._open_loader()
@@ -350,6 +354,9 @@ class RagCache(AsyncTwins):
             on_overflow: when the passages do not fit the model's context: "error", or "trim" whole passages from the
                          end (`Answer.dropped` says how many)
             cancelled:   a threading.Event; set it to stop
+            order:       of the passages: "relevance", or "shared": as `full` finds most of them in the prefix tree (of
+                         no effect on methods that read blocks)
+            hint:        with "shared": a line before the question says which passages are the most relevant
             timeout_s:   how long the whole answer may take, waiting for memory and for the model included
 
         Answers that are made at the same time share the model's passes and the memory of `StoreConfig.answer_bytes`;
@@ -382,6 +389,7 @@ class RagCache(AsyncTwins):
         filter: Filter | None = None,
         score_threshold: float | None = None,
         mmr_lambda: float | None = None,
+        context: str = "last",
         **reading: Any,
     ) -> Iterator[Event]:
         """Go on with a conversation: sources, then tokens, then the whole answer.
@@ -391,6 +399,9 @@ class RagCache(AsyncTwins):
         passages: instead, passages to put in front of the last user message (of the first one where the store's blocks
                   are encoded behind its prefix)
         k:        instead, how many passages to retrieve for the last user message and put there
+        context:  "last": the model reads the passages of one turn; "keep": each turn's own, where they stood, so that
+                  every prompt is the one before with more behind it. They stand in the messages, or are retrieved by k;
+                  what the conversation has read is not read again. While it does not fit the model, the oldest go
         reading:  as for `stream`
 
         Without passages and k the model answers from the conversation alone. Raises what `stream` raises.
@@ -399,8 +410,15 @@ class RagCache(AsyncTwins):
         given = sum((conversation.has_passages, passages is not None, k is not None))
         if given > 1:
             raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
+        if context not in CONTEXTS:
+            raise ConfigError(f"context {context!r} is unknown; choose one of {', '.join(CONTEXTS)}")
         chosen = self._reading(**reading)
         tokenizer = self.lm.tokenizer
+        if context == "keep":
+            if passages is not None:
+                raise ConfigError('context="keep" takes passages in the messages, where each turn has its own, or k=')
+            options = {"filter": filter, "score_threshold": score_threshold, "mmr_lambda": mmr_lambda}
+            return self._stream_kept(conversation, k, options, chosen)
         if passages is None and k is None:
             written, inline = conversation.as_written(tokenizer, self._system)
             self._drop_deleted()
@@ -427,6 +445,7 @@ class RagCache(AsyncTwins):
         """Continue raw text, passages where they stand in it; no chat template. `reading`, errors: as for `stream`."""
         chosen = self._reading(**reading)
         ends, inline = completion_ends(self.lm.tokenizer, parts)
+        self._drop_deleted()
         return self._stream(lambda reader: ends, lambda: inline, chosen)
 
     def _reading(
@@ -439,12 +458,14 @@ class RagCache(AsyncTwins):
         on_overflow: str = "error",
         cancelled: threading.Event | None = None,
         timeout_s: float | None = None,
+        order: str = "relevance",
+        hint: bool = True,
     ) -> Reading:
         chosen = self._chosen(method, method_options or {})
         _present(self._reader).check(chosen)
         choice = self._evict if evict is None else SnapKV.of(evict)
         ahead = self._loader.ahead() if self._loader is not None and chosen.reuses_blocks else None
-        return Reading(chosen, choice, sampling or Sampling(), on_overflow, cancelled, timeout_s, ahead)
+        return Reading(chosen, choice, sampling or Sampling(), on_overflow, cancelled, timeout_s, ahead, order, hint)
 
     def _chosen(self, method: str | FusionMethod | None, options: Mapping[str, Any]) -> FusionMethod:
         own = _present(self._method)
@@ -479,6 +500,31 @@ class RagCache(AsyncTwins):
             hits = find_passages(find(), self.store.documents, _present(self._whole))
             clock.retrieve_s = time.perf_counter() - clock.started
             yield from reader.stream(ends, hits, reading, clock)
+        finally:
+            if reading.ahead is not None:
+                reading.ahead.close()
+
+    def _stream_kept(
+        self, conversation: Conversation, k: int | None, options: Mapping[str, Any], reading: Reading
+    ) -> Iterator[Event]:
+        clock = Clock(time.perf_counter())
+        reader, memory = _present(self._reader), _present(self._turns)
+        try:
+            reader.check_keeps(reading)
+            self._drop_deleted()
+            form = None if k is None else reader.format
+            pieces = conversation.in_pieces(self.lm.tokenizer, form, self._system)
+            talk = KeptConversation(conversation, memory, self.lm.tokenizer, options["filter"], self._system)
+            whole, documents = _present(self._whole), self.store.documents
+            given = {turn: find_passages(own, documents, whole) for turn, own in inline_passages(conversation).items()}
+            earlier, suffix_ids = talk.read(pieces, given)
+            reader.prompt(reader.fit(earlier, suffix_ids, [], reading)[0], [], reading)
+            hits = given.get(conversation.asking, [])
+            if k is not None:
+                hits = self._retrieve(conversation.question, k, options, reading.ahead)
+            clock.retrieve_s = time.perf_counter() - clock.started
+            ends, earlier, new = reader.fit(earlier, suffix_ids, hits, reading)
+            yield from reader.stream(ends, new, reading, clock, Kept(earlier, talk.remember))
         finally:
             if reading.ahead is not None:
                 reading.ahead.close()

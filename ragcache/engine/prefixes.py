@@ -4,18 +4,53 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
-from ragcache.kv.identity import digest
+from ragcache.fusion.turns import Piece, elements_of, whole_passages
+from ragcache.kv.identity import Recipe, digest
 from ragcache.kv.prefix_tree import Lease, Owned, PrefixStats, PrefixTree, read_cache
 from ragcache.models.lm import LanguageModel
-from ragcache.prompt import Prompt
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NOT_STORED
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Path:
+    """A prompt as the tree knows it.
+
+    pieces: all of it, laid out; hits: its passages, in their order, of which the last `asked` are this question's
+    apart:  whether passages are read apart, as blocks are, or as running text
+    """
+
+    pieces: Sequence[Piece]
+    hits: Sequence[Hit]
+    asked: int
+    apart: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.pieces[-1].end
+
+    @property
+    def passages(self) -> list[tuple[Piece, Hit]]:
+        return list(zip((piece for piece in self.pieces if piece.apart), self.hits, strict=True))
+
+    @property
+    def elements(self) -> list[int]:
+        return elements_of(self.pieces, apart=self.apart)
+
+    @property
+    def owned(self) -> list[Owned]:
+        return [Owned(piece.start, piece.end, hit.chunk.vector_id) for piece, hit in self.passages]
+
+    def usable(self, num_tokens: int) -> int:
+        """Of so many known tokens. A block cannot be placed in part."""
+        return whole_passages(self.pieces, num_tokens) if self.apart else num_tokens
 
 
 class Prefixes:
@@ -25,38 +60,41 @@ class Prefixes:
     name and go, as their blocks do, when any document changes.
     """
 
-    def __init__(self, lm: LanguageModel, documents: DocumentStore, tenant: str, budget_bytes: int) -> None:
+    def __init__(
+        self, lm: LanguageModel, documents: DocumentStore, recipe: Recipe, tenant: str, budget_bytes: int
+    ) -> None:
         """Raises ConfigError for a budget that is negative or too small for one token."""
         self._lm = lm
         self._documents = documents
+        self._recipe = recipe
         self._tenant = tenant
         self._tree = PrefixTree(lm.shape, budget_bytes)
 
-    def match(self, method: FusionMethod, prompt: Prompt, *, whole_suffix: bool) -> Lease | None:
-        """What is known of the prompt's first tokens: all but the last at most, or none of the suffix. None for a
-        method that cannot use it."""
-        if not method.takes_exact or not self._tree.budget_bytes:
+    def match(self, method: FusionMethod, path: Path, most: int) -> Lease | None:
+        """What is known of the prompt's first tokens, `most` of them at most; None where nothing is kept."""
+        if not self._tree.budget_bytes:
             return None
-        lease = self._tree.match(self._namespace(method), prompt.ids)
-        lease.cut(prompt.context_tokens if whole_suffix else prompt.num_tokens - 1)
+        lease = self._tree.match(self._namespace(method), path.elements)
+        lease.cut(path.usable(min(lease.num_tokens, most)))
         return lease
 
-    def keep(
-        self, method: FusionMethod, prompt: Prompt, hits: Sequence[Hit], answer_ids: Sequence[int], fused: Fused
-    ) -> None:
-        """Remember what was computed for a prompt over these passages, and for its answer.
+    def count(self, method: FusionMethod, elements: Sequence[int]) -> int:
+        """Tokens of a beginning that are known; changes nothing."""
+        return self._tree.count(self._namespace(method), elements)
+
+    def keep(self, method: FusionMethod, path: Path, answer_ids: Sequence[int], fused: Fused) -> None:
+        """Remember what was computed for a prompt and its answer.
 
         Where memory is short nothing is, with a warning: it costs a later question time, never this one its answer.
         """
-        if not method.takes_exact or not self._tree.budget_bytes or len(set(fused.cache.lengths)) > 1:
+        if not self._tree.budget_bytes or len(set(fused.cache.lengths)) > 1:
             return
-        ids = [*prompt.ids, *answer_ids][: fused.cache.get_seq_length()]
-        owned = _owned(prompt, hits)
+        elements = [*path.elements, *answer_ids][: fused.cache.get_seq_length()]
         try:
-            self._tree.insert(self._namespace(method), ids, read_cache(fused.cache), owned)
+            self._tree.insert(self._namespace(method), elements, read_cache(fused.cache), path.owned)
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when it finds no memory
             log.warning("the KV of a prompt is not kept for later ones: %s", error)
-        self._drop_gone({one.owner for one in owned} - {NOT_STORED})
+        self._drop_gone({one.owner for one in path.owned} - {NOT_STORED})
 
     def drop_deleted(self) -> None:
         """Let go of all that was computed over passages that are gone, and over those from outside (law 10)."""
@@ -74,12 +112,5 @@ class Prefixes:
             self._tree.drop(gone)
 
     def _namespace(self, method: FusionMethod) -> str:
-        return digest({"fingerprint": self._lm.fingerprint, "tenant": self._tenant, "method": repr(method)})
-
-
-def _owned(prompt: Prompt, hits: Sequence[Hit]) -> list[Owned]:
-    owned, start = [], len(prompt.prefix_ids)
-    for hit, ids in zip(hits, prompt.chunk_ids, strict=True):
-        owned.append(Owned(start, start + len(ids), hit.chunk.vector_id))
-        start += len(ids)
-    return owned
+        how = f"{method!r} over {self._recipe!r}"
+        return digest({"fingerprint": self._lm.fingerprint, "tenant": self._tenant, "how": how})

@@ -114,6 +114,12 @@ class FusionMethod(ABC):
         """Whether it goes on from KV of the prompt's first tokens that a plain pass left."""
         return False
 
+    @property
+    def keeps_context(self) -> bool:
+        """Whether it can read several turns, each with passages of its own (`fusion/turns.py`): every token at its
+        global position, blocks as they are, all other tokens over everything before them."""
+        return False
+
     def additions(self, lm: LanguageModel) -> Additions:
         """Tokens that the method puts between the prompt's own. Raises ConfigError where `lm` has none trained."""
         return NO_ADDITIONS

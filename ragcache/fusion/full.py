@@ -36,6 +36,10 @@ class Full(FusionMethod):
     def takes_exact(self) -> bool:
         return self.reuse
 
+    @property
+    def keeps_context(self) -> bool:
+        return True
+
     def prefill(
         self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
     ) -> Prefilled:

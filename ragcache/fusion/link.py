@@ -47,6 +47,10 @@ class Link(FusionMethod):
             raise ConfigError("link_ids and link_tokens exclude each other: the lists say how many there are")
         object.__setattr__(self, "link_ids", _lists_of_ids(self.link_ids))
 
+    @property
+    def keeps_context(self) -> bool:
+        return self.link_ids is None
+
     def additions(self, lm: LanguageModel) -> Additions:
         if self.link_ids is not None:
             links = tuple(tuple(ids) for ids in self.link_ids)

@@ -22,6 +22,10 @@ class Reposition(FusionMethod):
     paper: ClassVar[str] = "KVLink 2.2 (arXiv 2502.16002), Block-Attention (2409.15355), PIE (2407.03157)"
     summary: ClassVar[str] = "moves each block to its global positions"
 
+    @property
+    def keeps_context(self) -> bool:
+        return True
+
     def prefill(
         self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
     ) -> Prefilled:

@@ -1,0 +1,183 @@
+"""Conversations that keep the passages of their earlier turns."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from ragcache.engine.conversation import Conversation, Given, Said, Slot
+from ragcache.errors import PromptError
+from ragcache.fusion.additions import Additions
+from ragcache.fusion.turns import Passages, Piece, Text, lay_out
+from ragcache.kv.identity import Recipe, digest
+from ragcache.prompt import encode_text
+from ragcache.retrieval.retriever import Hit
+from ragcache.store.documents import DocumentStore
+
+REMEMBERED_TURNS = 16384
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a conversation has read before this turn's passages: texts as ids, and groups of passages, in order.
+
+    again: of the passages of this turn, those that are in here already
+    """
+
+    parts: tuple[tuple[int, ...] | tuple[Hit, ...], ...]
+    again: tuple[Hit, ...] = ()
+
+    @property
+    def hits(self) -> list[Hit]:
+        return [hit for part in self.parts for hit in part if isinstance(hit, Hit)]
+
+    def laid_out(self, added: Additions, recipe: Recipe) -> list[Piece]:
+        return lay_out(self.fused_parts(), added, recipe)
+
+    def fused_parts(self) -> list[Text | Passages]:
+        parts: list[Text | Passages] = []
+        for part in self.parts:
+            hits = [hit for hit in part if isinstance(hit, Hit)]
+            if hits:
+                parts.append(Passages(tuple(tuple(hit.chunk.token_ids) for hit in hits)))
+            else:
+                parts.append(Text(tuple(id for id in part if isinstance(id, int))))
+        return parts
+
+    def without_oldest(self) -> Earlier | None:
+        """Without the passages of the oldest turn that has any; None when none has."""
+        for place, part in enumerate(self.parts):
+            if part and isinstance(part[0], Hit):
+                return replace(self, parts=self.parts[:place] + self.parts[place + 1 :])
+        return None
+
+    def knowing(self, hits: Sequence[Hit]) -> tuple[Earlier, list[Hit]]:
+        """With those of the hits that are in here noted as such; and the others."""
+        held = {tuple(hit.chunk.token_ids) for hit in self.hits}
+        again = tuple(hit for hit in hits if tuple(hit.chunk.token_ids) in held)
+        return replace(self, again=again), [hit for hit in hits if tuple(hit.chunk.token_ids) not in held]
+
+
+class Turn(NamedTuple):
+    """What one answer was read from and what it was: (vector id, score) of the passages, and ids."""
+
+    passages: tuple[tuple[int, float], ...]
+    answer_ids: tuple[int, ...]
+
+
+class TurnMemory:
+    """By conversation up to an answer: that answer's passages and ids. Holds no text. Thread-safe.
+
+    A conversation is known by its tenant, the filter its passages were found under, and the texts of its turns: who can
+    say them and search under that filter could have found the same passages. The oldest are forgotten.
+    """
+
+    def __init__(self, documents: DocumentStore, tenant: str) -> None:
+        self._documents = documents
+        self._tenant = tenant
+        self._turns: OrderedDict[str, Turn] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def remember(self, key: str, turn: Turn) -> None:
+        with self._lock:
+            self._turns[key] = turn
+            self._turns.move_to_end(key)
+            while len(self._turns) > REMEMBERED_TURNS:
+                self._turns.popitem(last=False)
+
+    def find(self, key: str) -> Turn | None:
+        with self._lock:
+            if key in self._turns:
+                self._turns.move_to_end(key)
+            return self._turns.get(key)
+
+    def hits(self, turn: Turn) -> list[Hit]:
+        """The passages that are in the store still."""
+        scores = dict(turn.passages)
+        return [
+            Hit(chunk, scores[chunk.vector_id], chunk.handle)
+            for chunk in self._documents.chunks_by_vector_ids(id for id, _ in turn.passages)
+        ]
+
+    def keys(self, turns: Sequence[tuple[str, str]], where: Mapping[str, Any] | None, system: str | None) -> list[str]:
+        """One for each (role, text): of the conversation up to and with it."""
+        keys: list[str] = []
+        for role, text in turns:
+            before = keys[-1] if keys else [self._tenant, system, dict(where) if where else None]
+            keys.append(digest([before, role, text.strip()]))
+        return keys
+
+
+class KeptConversation:
+    """One conversation, as it stands before its next answer."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        memory: TurnMemory,
+        tokenizer: PreTrainedTokenizerBase,
+        where: Mapping[str, Any] | None,
+        system: str | None,
+    ) -> None:
+        self._conversation = conversation
+        self._memory = memory
+        self._tokenizer = tokenizer
+        self._turns = [(turn.role, turn.text) for turn in conversation.turns]
+        self._where, self._system = where, system
+        self._keys = memory.keys(self._turns, where, system)
+
+    def read(
+        self, pieces: Sequence[str | Slot | Said], given: Mapping[int, Sequence[Hit]]
+    ) -> tuple[Earlier, list[int]]:
+        """What stands before this turn's passages, and the ids behind them.
+
+        pieces: the rendered conversation; given: passages of the turns that state their own, by turn
+        """
+        last = max((place for place, piece in enumerate(pieces) if isinstance(piece, Slot)), default=None)
+        if last is None:
+            raise PromptError("there is no user message; end the conversation with a question")
+        once = _each_once(given)
+        ids = [self._part(piece, once) for piece in pieces[:last]]
+        behind = [id for piece in pieces[last + 1 :] for id in self._part(piece, given) if isinstance(id, int)]
+        return Earlier(tuple(part for part in ids if part)), behind
+
+    def _part(self, piece: str | Slot | Said, given: Mapping[int, Sequence[Hit]]) -> tuple[int, ...] | tuple[Hit, ...]:
+        if isinstance(piece, str):
+            return tuple(encode_text(self._tokenizer, piece))
+        if isinstance(piece, Said):
+            known = self._memory.find(self._keys[piece.turn])
+            return known.answer_ids if known else tuple(encode_text(self._tokenizer, self._turns[piece.turn][1]))
+        if piece.turn in given:
+            return tuple(given[piece.turn])
+        answer = next((n for n in range(piece.turn + 1, len(self._turns)) if self._turns[n][0] == "assistant"), None)
+        known = None if answer is None else self._memory.find(self._keys[answer])
+        return () if known is None else tuple(self._memory.hits(known))
+
+    def remember(self, hits: Sequence[Hit], answer: str, answer_ids: Sequence[int]) -> None:
+        """The answer to the last turn, for the next one."""
+        key = self._memory.keys([*self._turns, ("assistant", answer)], self._where, self._system)[-1]
+        passages = tuple((hit.chunk.vector_id, hit.score) for hit in hits if hit.chunk.is_stored)
+        self._memory.remember(key, Turn(passages, tuple(answer_ids)))
+
+
+def _each_once(given: Mapping[int, Sequence[Hit]]) -> dict[int, list[Hit]]:
+    """Every passage in the first turn that states it, where it was read."""
+    found: dict[int, list[Hit]] = {}
+    read: set[tuple[int, ...]] = set()
+    for turn, hits in sorted(given.items()):
+        found[turn] = [hit for hit in hits if tuple(hit.chunk.token_ids) not in read]
+        read |= {tuple(hit.chunk.token_ids) for hit in hits}
+    return found
+
+
+def inline_passages(conversation: Conversation) -> dict[int, list[Given]]:
+    """Passages that turns hold themselves, by turn."""
+    turns = enumerate(conversation.turns)
+    return {
+        rank: [part for part in turn.parts if not isinstance(part, str)] for rank, turn in turns if turn.has_passages
+    }

@@ -1,0 +1,163 @@
+"""Contexts of several turns against one plain forward: a passage sees itself alone, all else what comes before it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import assert_same, oracle_logits_of, oracle_model, save_tiny, tiny_config
+from transformers import AutoModelForCausalLM
+
+import ragcache as rc
+from ragcache.errors import ConfigError, StaleBlockError
+from ragcache.fusion import get_method
+from ragcache.fusion.turns import Passages, Text, elements_of, fuse_turns, lay_out, whole_passages
+from ragcache.kv.prefix_tree import PrefixTree, read_cache
+from ragcache.models.reuse import ReuseSpec
+
+TRAINED = ReuseSpec("link", link_tokens=2, link_slots=4, first_link_id=150, kv_start_id=160, kv_end_id=161)
+TURNS = [
+    ("text", [3, 4, 5]),
+    ("passages", [[10, 11, 12, 13, 14, 15], [20, 21, 22]]),
+    ("text", [6, 7, 8, 9]),  # a question, its answer, and what opens the next turn
+    ("passages", [[30, 31, 32, 33]]),
+    ("text", [40, 41]),
+    ("passages", []),
+    ("text", [42, 43]),
+    ("passages", [[10, 11, 12], [13, 14, 15]]),
+    ("text", [44, 45, 46]),
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral-window", "gemma3", "smollm3"])
+def family(request, tmp_path_factory):
+    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
+    return rc.load_lm(directory), oracle_model(directory)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("trained")
+    torch.manual_seed(0)
+    config = tiny_config("llama")
+    config.ragcache = TRAINED.section()
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return rc.load_lm(directory), oracle_model(str(directory))
+
+
+def parts_of(turns):
+    return [Text(tuple(what)) if kind == "text" else Passages(tuple(map(tuple, what))) for kind, what in turns]
+
+
+def spelt_out(turns, spec=None):
+    """(id, number of its passage or None), with KVLink's tokens where its paper puts them, turn by turn."""
+    tokens, number = [], 0
+    for kind, what in turns:
+        if kind == "text":
+            tokens += [(id, None) for id in what]
+            continue
+        if spec is not None and what:
+            tokens.append((spec.kv_start_id, None))
+        for rank, passage in enumerate(what):
+            tokens += [(id, number) for id in passage]
+            number += 1
+            if spec is not None:
+                tokens += [(spec.first_link_id + rank * spec.link_tokens + n, None) for n in range(spec.link_tokens)]
+        if spec is not None and what:
+            tokens.append((spec.kv_end_id, None))
+    return tokens
+
+
+def expected(oracle, tokens):
+    owners = [owner for _, owner in tokens]
+    n = len(tokens)
+    allowed = torch.tensor(
+        [[column <= row and owners[row] in (None, owners[column]) for column in range(n)] for row in range(n)]
+    )
+    return oracle_logits_of(oracle, [id for id, _ in tokens], allowed)
+
+
+def read(lm, method, turns, tree=None):
+    """Fused prefill of the turns, over what the tree has of them; returns it, tokens taken over and their number."""
+    parts = parts_of(turns)
+    pieces = lay_out(parts, method.additions(lm), rc.Recipe())
+    elements = elements_of(pieces, apart=True)
+    tree = tree or PrefixTree(lm.shape, 0)
+    prompt = rc.Prompt([id for piece in pieces[:-1] for id in piece.ids], [], pieces[-1].ids)
+    with tree.match("turns", elements) as exact:
+        exact.cut(whole_passages(pieces, min(exact.num_tokens, len(elements) - 1)))
+        blocks = lm.encode([piece.ids for piece in pieces if piece.apart and piece.end > exact.num_tokens])
+        fused = fuse_turns(lm, method, prompt, pieces, blocks, exact=exact)
+        known = exact.num_tokens
+    tree.insert("turns", elements, read_cache(fused.cache))
+    return fused, known, pieces
+
+
+@pytest.mark.parametrize("count", [3, 5, 7, 9])
+def test_several_turns_are_one_forward(family, count):
+    lm, oracle = family
+    fused, _, _ = read(lm, get_method("reposition"), TURNS[:count])
+    assert_same(fused.next_logits, expected(oracle, spelt_out(TURNS[:count])))
+
+
+def test_link_tokens_stand_in_every_turn(trained):
+    lm, oracle = trained
+    for count in (3, 5, 9):
+        fused, _, pieces = read(lm, get_method("link"), TURNS[:count])
+        tokens = spelt_out(TURNS[:count], TRAINED)
+        assert [id for piece in pieces for id in piece.ids] == [id for id, _ in tokens]
+        assert_same(fused.next_logits, expected(oracle, tokens))
+
+
+def test_one_turn_is_what_fuse_reads(family):
+    lm, _ = family
+    prompt = rc.Prompt(TURNS[0][1], TURNS[1][1], TURNS[2][1])
+    fused, _, _ = read(lm, get_method("reposition"), TURNS[:3])
+    assert_same(fused.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
+
+
+@pytest.mark.parametrize("name", ["reposition", "link"])
+def test_a_turn_goes_on_from_the_one_before(trained, name):
+    """Only what is new runs, and the answer is that of reading everything."""
+    lm, oracle = trained
+    spec = TRAINED if name == "link" else None
+    tree = PrefixTree(lm.shape, 1 << 24, page_tokens=4)
+    before = 0
+    for count in (3, 5, 7, 9, 9):
+        fused, known, pieces = read(lm, get_method(name), TURNS[:count], tree)
+        assert_same(fused.next_logits, expected(oracle, spelt_out(TURNS[:count], spec)))
+        total = pieces[-1].end
+        assert known == min(before, total - 1)
+        apart = sum(len(piece.ids) for piece in pieces if piece.apart and piece.start >= known)
+        assert set(fused.computed_tokens) == {total - known - apart}
+        before = total
+
+
+def test_a_passage_is_not_known_in_part_nor_by_its_tokens_alone(trained):
+    """Same tokens: as text, as one passage, as two. And a passage that begins like a known one is placed whole."""
+    lm, oracle = trained
+    method, tree = get_method("reposition"), PrefixTree(lm.shape, 1 << 24)
+    same = [
+        [("text", [3]), ("passages", [[10, 11, 12, 13]]), ("text", [5])],
+        [("text", [3]), ("passages", [[10, 11], [12, 13]]), ("text", [5])],
+        [("text", [3, 10, 11, 12, 13]), ("text", [5])],
+        [("text", [3]), ("passages", [[10, 11, 12, 13, 14]]), ("text", [5])],
+        [("text", [3]), ("passages", [[10, 11, 12, 13]]), ("text", [6])],
+    ]
+    found = []
+    for turns in same:
+        fused, known, _ = read(lm, method, turns, tree)
+        found.append(known)
+        assert_same(fused.next_logits, expected(oracle, spelt_out(turns)))
+    assert found == [0, 3, 1, 1, 5], "the first of two is known where a longer one begins with its tokens"
+
+
+def test_what_cannot_be_read_is_named(trained):
+    lm, _ = trained
+    pieces = lay_out(parts_of(TURNS[:3]), get_method("reposition").additions(lm), rc.Recipe())
+    prompt = rc.Prompt([3], [], [4])
+    with pytest.raises(ConfigError, match="'a3' cannot keep"):
+        fuse_turns(lm, get_method("a3"), prompt, pieces, [])
+    with pytest.raises(StaleBlockError, match="not those of the passages"):
+        fuse_turns(lm, get_method("reposition"), prompt, pieces, lm.encode([[1, 2]]))
+    with pytest.raises(ConfigError, match="5 passages of one turn, and the method reads 4"):
+        lay_out([Passages(((5,),) * 5)], get_method("link").additions(lm), rc.Recipe())
