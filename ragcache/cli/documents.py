@@ -34,7 +34,13 @@ def ingest(
     store: StoreOptions,
     models: ModelOptions,
     chunks: ChunkOptions,
-    kv: Annotated[Literal["eager", "lazy"], option("--kv", "Compute KV now (eager) or on first use (lazy).")] = "eager",
+    kv: Annotated[
+        Literal["eager", "lazy", "hot"],
+        option("--kv", "Compute KV now (eager), on first use (lazy), or keep that of passages in demand alone (hot)."),
+    ] = "eager",
+    hot_after: Annotated[
+        int, option("--hot-after", "With --kv hot: a passage is hot at its so manieth retrieval.", min=1)
+    ] = 2,
     wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
@@ -44,7 +50,7 @@ def ingest(
     and the others go on; the exit status is 1 then. After an interruption, run it again: it goes on from there.
     """
     with open_with_models(store, models, chunks, create=True) as kb:
-        report = kb.ingest(paths, kv=kv, progress=on_terminal(), timeout_s=wait)
+        report = kb.ingest(paths, kv=kv, hot_after=hot_after, progress=on_terminal(), timeout_s=wait)
     if as_json:
         print_json(report_to_json(report))
     else:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,6 +27,7 @@ from ragcache.engine.loading import ALWAYS, Ahead, BlockLoader, LoadCounts
 from ragcache.engine.maintenance import DoctorReport, Info, doctor, info
 from ragcache.engine.opening import Store, StoreConfig, absent_embedder, open_embedder, open_model, open_store
 from ragcache.engine.passage import Passage, find_passages
+from ragcache.engine.pinning import pin, unpin
 from ragcache.engine.prefixes import Prefixes
 from ragcache.engine.probe import open_rates
 from ragcache.engine.rates import RateFigures, Rates
@@ -159,6 +161,7 @@ class RagCache(AsyncTwins):
     ) -> None:
         documents = self.store.documents
         self._lm = open_model(documents, model, dtype, device)
+        self.store.kv.use_device(self._lm.device)
         found = open_embedder(documents, embedder, device)
         self._retriever = Retriever.open(documents, self.store.layout.index, found, kind=self.config.index)
 
@@ -240,25 +243,35 @@ class RagCache(AsyncTwins):
         self,
         inputs: Iterable[str | os.PathLike[str] | Document] | str | os.PathLike[str] | Document,
         *,
-        kv: str = "eager",
+        kv: str | None = None,
+        hot_after: int | None = None,
         split: bool = True,
         progress: Progress | bool | None = None,
         timeout_s: float = 30.0,
     ) -> IngestReport:
         """Store files, folders and Document objects; see `Ingestor.ingest`.
 
+        kv, hot_after: None: as the store was opened (StoreConfig)
         split:    False makes every document one passage, kept as it is, whose chunk's id is the document's
         progress: a callback of ProgressEvents, or True for bars on the terminal
         """
         given = [inputs] if isinstance(inputs, str | os.PathLike | Document) else inputs
         ingestor = _present(self._ingestor)
         chunker = None if split else self._whole
+        run = partial(
+            ingestor.ingest,
+            given,
+            kv=self.config.kv if kv is None else kv,
+            hot_after=self.config.hot_after if hot_after is None else hot_after,
+            chunker=chunker,
+            timeout_s=timeout_s,
+        )
         if progress is not True:
-            return ingestor.ingest(given, kv=kv, chunker=chunker, progress=progress or None, timeout_s=timeout_s)
+            return run(progress=progress or None)
         from ragcache.ingest.progress_bars import progress_bars
 
         with progress_bars() as bars:
-            return ingestor.ingest(given, kv=kv, chunker=chunker, progress=bars, timeout_s=timeout_s)
+            return run(progress=bars)
 
     def delete(self, ids: Iterable[str] | str, *, timeout_s: float = 30.0) -> list[str]:
         """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found."""
@@ -301,6 +314,22 @@ class RagCache(AsyncTwins):
     def vectors(self, ids: Iterable[str]) -> NDArray[np.float32]:
         """The embeddings of `chunks(ids)`: float32 [n, dimension]."""
         return self.store.documents.vectors(ids, self.embedder.dimension)
+
+    def pin(self, ids: Iterable[str] | str) -> list[str]:
+        """Let no tier give up the KV of these documents or chunks, nor time drop it, until `unpin` or `delete`; what is
+        not there is computed. Returns the handles.
+
+        Raises NoSuchDocumentError, PinError (a tier would have no room left), MissingBlockError (nothing to compute it
+        with, or no room), StoreReadOnlyError.
+        """
+        return pin(self.store.documents, self.store.kv, self._encoder(), [ids] if isinstance(ids, str) else ids)
+
+    def unpin(self, ids: Iterable[str] | str) -> list[str]:
+        """End `pin`; returns the handles that were pinned. Raises NoSuchDocumentError, StoreReadOnlyError."""
+        return unpin(self.store.documents, self.store.kv, self._encoder(), [ids] if isinstance(ids, str) else ids)
+
+    def _encoder(self) -> ModelEncoder | None:
+        return None if self._reader is None else self._reader.encoder
 
     # Questions
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ class Info:
     model: str | None
     embedder: str | None
     schema_version: int
+    pinned: int = 0
+    unwritten_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,6 +55,8 @@ def info(store: Store, usage: UsageLog) -> Info:
         model=None if "model_name" not in bound else str(bound["model_name"]),
         embedder=None if "embedder" not in bound else str(bound["embedder"]),
         schema_version=int(str(bound["schema_version"])),
+        pinned=stats.pinned,
+        unwritten_bytes=stats.unwritten_bytes,
     )
 
 
@@ -62,11 +66,14 @@ class DoctorReport:
 
     blocks:   verified byte by byte
     damaged:  keys of blocks that were dropped; they are computed again on first use
-    missing:  chunks whose block no tier had; likewise
+    missing:  chunks whose block no tier had; likewise. Where a disk budget or a time to live gives blocks up, that is
+              as it should be
     orphans:  keys of blocks that no chunk refers to; deleted
     newer:    keys of blocks that a newer version wrote; left alone
     leftovers: temporary files of killed writers; removed
     index:    "sound", "absent" (nothing to search), or why it was rebuilt
+    expired:  keys of blocks whose time to live was over; dropped
+    gives_up: whether the store's disk tier may give blocks up
     """
 
     blocks: int
@@ -76,11 +83,14 @@ class DoctorReport:
     newer: list[str]
     leftovers: int
     index: str
+    expired: list[str] = field(default_factory=list)
+    gives_up: bool = False
 
     @property
     def sound(self) -> bool:
         """Whether there was nothing to repair."""
-        repaired = self.damaged or self.missing or self.orphans or self.leftovers
+        missing = self.missing and not self.gives_up
+        repaired = self.damaged or missing or self.orphans or self.leftovers
         return not repaired and self.index in ("sound", "absent")
 
     def to_json(self) -> dict[str, Any]:
@@ -95,6 +105,8 @@ def doctor(store: Store, *, index_kind: str = "flat", timeout_s: float = 30.0) -
     """
     with store.layout.writer(timeout_s):
         collect_garbage(store.documents, store.kv)
+        store.kv.flush()
+        expired = store.kv.expire()
         referenced = store.documents.handles()
         damaged, newer, checked = _verify_blocks(store)
         orphans = [key for key in list(store.kv.keys()) if key not in referenced and key not in newer]
@@ -103,7 +115,8 @@ def doctor(store: Store, *, index_kind: str = "flat", timeout_s: float = 30.0) -
         missing = _forget_missing(store)
         leftovers = store.kv.sweep(0.0)
         index = _check_index(store, index_kind)
-    return DoctorReport(checked, damaged, missing, orphans, newer, leftovers, index)
+    gives_up = store.kv.gives_up
+    return DoctorReport(checked, damaged, missing, orphans, newer, leftovers, index, expired, gives_up)
 
 
 def _verify_blocks(store: Store) -> tuple[list[str], list[str], int]:

@@ -22,6 +22,7 @@ from ragcache.store.block_files import BlockFile, BlockFiles
 from ragcache.store.eviction import Entry, EvictionPolicy
 
 BUSY_AFTER_S = 30.0
+BOOKS = ".budget"
 
 
 class NoRoomError(Exception):
@@ -73,7 +74,7 @@ class DiskBudget:
         self._lock = threading.Lock()  # of the ledger; never held while files are touched, but for the first walk
         self._turn = threading.Lock()  # threads wait here, as the file lock can only be polled
         self._file_lock = FileLock(files.root / ".budget.lock", thread_local=False)
-        self._counter = files.root / ".budget"
+        self._counter = files.root / BOOKS
         self._indexed = self._counted = False
 
     @property

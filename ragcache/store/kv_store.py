@@ -279,6 +279,11 @@ class KVStore:
     def pinned(self) -> frozenset[str]:
         return self._pins.keys
 
+    @property
+    def gives_up(self) -> bool:
+        """Whether a block can be gone that nobody deleted: there is, or was, a disk budget, or a time to live."""
+        return self._expiry is not None or self._disk.has_been_bounded
+
     def flush(self, keys: Iterable[str] | None = None) -> None:
         """Wait until these blocks (None: all) are flushed to disk. Raises the first error that kept one from it."""
         if isinstance(self._durable, WriteBehind):

@@ -16,7 +16,7 @@ from ragcache.errors import MissingBlockError, translate_os_errors
 from ragcache.kv.block import KVBlock
 from ragcache.store.accounting import never
 from ragcache.store.block_files import BlockFiles
-from ragcache.store.disk_budget import Claimed, DiskBudget, NoRoomError
+from ragcache.store.disk_budget import BOOKS, Claimed, DiskBudget, NoRoomError
 from ragcache.store.eviction import LRU, Entry, EvictionPolicy
 from ragcache.store.leases import leased
 from ragcache.store.tiers.base import Tier, Usage
@@ -53,6 +53,11 @@ class DiskTier(Tier):
     @property
     def budget_bytes(self) -> int | None:
         return None if self._budget is None else self._budget.budget_bytes
+
+    @property
+    def has_been_bounded(self) -> bool:
+        """Whether some process has given this root a budget."""
+        return self._budget is not None or (self.root / BOOKS).exists()
 
     @property
     def evictions(self) -> int:  # type: ignore[override]

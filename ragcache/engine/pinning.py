@@ -1,0 +1,64 @@
+"""Pin the KV of documents and chunks, computed where it is not there yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ragcache.engine.blocks import load_or_compute
+from ragcache.errors import MissingBlockError, NoSuchDocumentError, PinError
+from ragcache.ingest.encoder import BlockEncoder
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore
+from ragcache.store.records import Chunk
+
+
+def pin(documents: DocumentStore, kv: KVStore, encoder: BlockEncoder | None, ids: Iterable[str]) -> list[str]:
+    """Pin the blocks of these documents and chunks; returns their keys.
+
+    encoder: computes what no tier has; None (a store without its models) computes nothing
+
+    Raises NoSuchDocumentError, MissingBlockError, PinError, StoreReadOnlyError.
+    """
+    chunks = find_chunks(documents, ids)
+    keys = [_key(chunk, encoder) for chunk in chunks]
+    # Pinned is wanted, however often it was retrieved.
+    missing = [replace(chunk, uses_left=0) for chunk, key in zip(chunks, keys, strict=True) if key not in kv]
+    if missing and encoder is not None:
+        load_or_compute(encoder, kv, documents, missing)
+        kv.flush(keys)
+        if absent := [key for key in keys if key not in kv]:
+            raise PinError(f"the tiers have no room for {len(keys)} blocks at once ({len(absent)} are gone already)")
+    kv.pin(keys)
+    return list(dict.fromkeys(keys))
+
+
+def unpin(documents: DocumentStore, kv: KVStore, encoder: BlockEncoder | None, ids: Iterable[str]) -> list[str]:
+    """Let go of the blocks of these documents and chunks; returns the keys that were pinned."""
+    chunks = find_chunks(documents, ids)
+    named = {chunk.handle for chunk in chunks if chunk.handle is not None}
+    named |= set() if encoder is None else {encoder.key(chunk.token_ids) for chunk in chunks}
+    pinned = sorted(named & kv.pinned)
+    kv.unpin(pinned)
+    return pinned
+
+
+def find_chunks(documents: DocumentStore, ids: Iterable[str]) -> list[Chunk]:
+    """All chunks of these documents, and these chunks. Raises NoSuchDocumentError for an id that is neither's."""
+    found: list[Chunk] = []
+    for id in dict.fromkeys(ids):
+        chunks = documents.chunks_of(id) or documents.chunks([id])
+        if not chunks and documents.document(id) is None:
+            raise NoSuchDocumentError(f"{id!r}: neither a document nor a chunk has this id; `ragcache list` shows them")
+        found += chunks
+    return found
+
+
+def _key(chunk: Chunk, encoder: BlockEncoder | None) -> str:
+    if encoder is not None:
+        return encoder.key(chunk.token_ids)
+    if chunk.handle is None:
+        raise MissingBlockError(
+            f"chunk {chunk.id!r} has no KV yet; open the store with its models to compute and pin it"
+        )
+    return chunk.handle

@@ -1,0 +1,126 @@
+"""What is kept of KV, and where: the same answers whatever the budgets."""
+
+from __future__ import annotations
+
+import pytest
+
+import ragcache as rc
+from ragcache.errors import ConfigError, MissingBlockError, NoSuchDocumentError, PinError
+
+TEXTS = {
+    "cats": "The cat sat on the mat. It was happy there.\n",
+    "dogs": "Dogs bark at night in the town of Kelbrook.\n",
+    "rivers": "The river Arno rises in the Vale hills.\n",
+    "clubs": "The rowing club of Kelbrook meets on Monday.\n",
+}
+QUESTION = "Where does the Arno rise?"
+
+
+def documents() -> list[rc.Document]:
+    return [rc.Document(id, text) for id, text in TEXTS.items()]
+
+
+def origins(kb: rc.RagCache, question: str = QUESTION) -> list[str]:
+    return [hit.kv for hit in kb.ask(question, k=1).hits]
+
+
+def block_bytes(kb: rc.RagCache) -> dict[str, int]:
+    stats = kb.store.kv.stats()
+    return {tier: count // max(1, stats.blocks) for tier, count in stats.bytes_by_tier.items()}
+
+
+def test_answers_are_the_same_whatever_the_budgets(open_kb, tmp_path) -> None:
+    with open_kb(tmp_path / "plain", store=rc.StoreConfig(load="always")) as plain:
+        plain.ingest(documents())
+        expected = plain.ask(QUESTION, k=3)
+        one = block_bytes(plain)
+    budgets = [
+        {"device_bytes": 2 * one["memory"], "memory_bytes": 2 * one["memory"]},
+        {"disk_bytes": 2 * one["disk"], "memory_bytes": one["memory"]},
+        {"disk_bytes": 0, "memory_bytes": 0},
+        {"write_behind_bytes": 3 * one["memory"], "ttl_s": 3600.0, "memory_bytes": 0, "disk_bytes": 3 * one["disk"]},
+    ]
+    for number, budget in enumerate(budgets):
+        with open_kb(tmp_path / f"kb{number}", store=rc.StoreConfig(load="always", **budget)) as kb:
+            kb.ingest(documents())
+            for _ in range(3):
+                answer = kb.ask(QUESTION, k=3)
+                assert (answer.text, [hit.handle for hit in answer.hits]) == (
+                    expected.text,
+                    [hit.handle for hit in expected.hits],
+                ), budget
+            held = kb.info().bytes_by_tier
+            assert held["memory"] <= budget["memory_bytes"]
+            assert held["disk"] <= budget.get("disk_bytes", 1 << 40)
+            assert ("device" in held) == ("device_bytes" in budget)
+            assert kb.doctor().sound
+
+
+def test_hot_keeps_from_the_second_retrieval_on(open_kb) -> None:
+    config = rc.StoreConfig(load="always")
+    with open_kb(store=config) as kb:
+        report = kb.ingest(documents(), kv="hot")
+        assert (report.computed_tokens, kb.info().blocks) == (0, 0)
+        first = kb.ask(QUESTION, k=1)
+        assert [hit.kv for hit in first.hits] == ["computed"]
+        assert kb.info().blocks == 0
+        assert kb.store.kv.stats().bytes_by_tier["memory"] == 0
+    with open_kb(store=config) as kb:
+        assert origins(kb) == ["computed"], "the count outlived the process, and this one is the second"
+        assert kb.info().blocks == 1
+        again = kb.ask(QUESTION, k=1)
+        assert [hit.kv for hit in again.hits] == ["memory"]
+        assert again.text == first.text
+        assert kb.info().pending == 3
+
+
+def test_the_store_says_what_ingest_does_where_it_is_not_told(open_kb) -> None:
+    with open_kb(store=rc.StoreConfig(load="always", kv="hot", hot_after=1)) as kb:
+        assert kb.ingest(documents()).computed_tokens == 0
+        assert [origins(kb), origins(kb)] == [["computed"], ["memory"]], "hot after one"
+        with pytest.raises(ConfigError, match="hot_after is 0"):
+            kb.ingest(documents(), hot_after=0)
+        assert kb.ingest(rc.Document("new", "Some more about Kelbrook.\n"), kv="eager").computed_tokens > 0
+
+
+def test_pinned_documents_stay_and_are_computed_where_needed(open_kb, tmp_path) -> None:
+    with open_kb(tmp_path / "plain") as plain:
+        plain.ingest(documents())
+        one = block_bytes(plain)["disk"]
+    config = rc.StoreConfig(load="always", disk_bytes=int(2.5 * one), memory_bytes=0)
+    with open_kb(store=config) as kb:
+        kb.ingest(documents(), kv="hot", hot_after=9)
+        (key,) = kb.pin("rivers")
+        assert kb.info().pinned == 1
+        for _ in range(2):
+            for id in TEXTS:
+                kb.pin([]) if id == "rivers" else kb.ingest(rc.Document(f"{id} more", TEXTS[id] + "And more.\n"))
+        assert key in kb.store.kv
+        assert origins(kb) == ["disk"]
+        with pytest.raises(PinError):
+            kb.pin(["cats", "dogs", "clubs"])
+        with pytest.raises(NoSuchDocumentError, match="nobody"):
+            kb.pin("nobody")
+    with open_kb(store=config, models=False, model=None, embedder=None) as kb:
+        assert kb.info().pinned == 1
+        with pytest.raises(MissingBlockError, match="no KV yet|no tier has"):
+            kb.pin("cats")
+        assert kb.unpin("rivers") == [key]
+        assert kb.info().pinned == 0
+        kb.pin("rivers")
+        kb.delete("rivers")
+        assert kb.info().pinned == 0
+        assert key not in kb.store.kv
+
+
+def test_evicted_blocks_are_no_fault_to_the_doctor(open_kb, tmp_path) -> None:
+    with open_kb(tmp_path / "plain") as plain:
+        plain.ingest(documents())
+        one = block_bytes(plain)["disk"]
+    with open_kb(store=rc.StoreConfig(disk_bytes=2 * one)) as kb:
+        kb.ingest(documents())
+    with open_kb() as kb:  # without the budget: the store remembers that there was one
+        report = kb.doctor()
+        assert report.sound
+        assert report.missing
+        assert kb.info().pending == len(report.missing)
