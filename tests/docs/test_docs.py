@@ -126,7 +126,7 @@ def test_the_page_of_the_command_line_is_complete():
 def test_json_fields_are_documented():
     rows = dict(re.findall(r"^\| `(\w+)` \| (`.*) \|$", TEXTS["docs/cli.md"].split("## JSON")[1], re.M))
     promised = {command: set(re.findall(r"`(\w+)`", row)) for command, row in rows.items()}
-    assert promised["info"] == {f.name for f in fields(Info)} | {"store"}
+    assert promised["info"] == {f.name for f in fields(Info)} | {"store", "rates"}
     assert promised["doctor"] == {f.name for f in fields(DoctorReport)} | {"sound"}
     assert promised["list"] == {f.name for f in fields(Document)} | {"documents", "state"}
     assert promised["methods"] == set(rc.MethodInfo._fields) | {"methods"}
