@@ -348,7 +348,7 @@ class RagCache(AsyncTwins):
         return self._retrieve(question, k, options)
 
     def _retrieve(
-        self, question: str | NDArray[np.float32], k: int, options: dict[str, Any], ahead: Ahead | None = None
+        self, question: str | NDArray[np.float32], k: int, options: Mapping[str, Any], ahead: Ahead | None = None
     ) -> list[Hit]:
         """ahead: begins to read what is likely to be among the hits."""
         self._drop_deleted()
