@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import random_model
 from benchmarks.environment import environment
 from benchmarks.options import add_numbers, add_places, settings_from
 from benchmarks.peer_workers.channel import Answer
 from benchmarks.peers_asking import REFERENCE, Run, Table
+from benchmarks.peers_checkpoint import write_checkpoint
 from benchmarks.peers_processes import PEERS, ROOT, PeerProcess
 from benchmarks.peers_report import OURS, markdown
 from benchmarks.peers_streams import SCRIPTED_ANSWER_TOKENS, Sizes, Streams, prefix_share
@@ -151,7 +151,7 @@ def longest(settings: Settings) -> int:
 def measure(settings: Settings, places: Places, arguments: Sequence[str]) -> Result:
     torch.set_num_threads(settings.threads)  # of this process, which computes nothing; stated in the result
     hardware = environment("benchmarks.peers", arguments, torch.device("cpu"))
-    random_model.main([str(places.model), "--shape", settings.shape, "--seed", str(settings.seed)])
+    write_checkpoint(places.model, settings.shape, settings.seed)
     streams = Streams(sizes_of(settings))
     dtypes = settings.dtypes.split(",")
     runs = [run_dtype(settings, dtype, dtype == dtypes[0], places, streams) for dtype in dtypes]

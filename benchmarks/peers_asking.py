@@ -40,7 +40,7 @@ class Run:
         if row not in self.same:
             return True
         found = self.same[row]
-        return found["first"] >= (found["prompts"] if self.dtype == "float32" else found["prompts"] / 2)
+        return found["first"] >= (found["prompts"] if self.dtype == "float32" else 1)
 
 
 class Asked(Protocol):

@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import peers, random_model
+from benchmarks import peers
 from benchmarks.peer_workers.channel import Answer
 from benchmarks.peers_asking import Run
+from benchmarks.peers_checkpoint import sharpen, write_checkpoint
 from benchmarks.peers_processes import PEERS, ROOT, PeerError, PeerProcess, PeerSpec
 from benchmarks.peers_report import markdown
 from benchmarks.peers_streams import Question, Sizes, Streams, prefix_share
+from benchmarks.shapes import build
 
 SIZES = Sizes(passages=4, tokens=20, suffix=5, pool=12, vocab_size=512, zipf=1.0, seed=0)
 TINY = [
@@ -108,7 +110,7 @@ def test_rows_that_compute_something_else_are_left_out_of_the_ratios():
 
 def test_answers_are_those_of_plain_transformers(tmp_path: Path):
     """Both peers that need no other environment, over their own channel."""
-    random_model.main([str(tmp_path / "model"), "--shape", "toy"])
+    write_checkpoint(tmp_path / "model", "toy", 0)
     streams = Streams(SIZES)
     prompts = [streams.prompt(streams.new(0)), streams.prompt(streams.again(0))]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -134,6 +136,22 @@ def test_answers_are_those_of_plain_transformers(tmp_path: Path):
                 assert peer.ask("reposition", [known], 4)[0].reused == 40
                 with pytest.raises(PeerError, match=r"ConfigError: .* is unknown"):
                     peer.ask("no such method", prompts, 4)
+
+
+def test_wrongly_paired_keys_choose_other_tokens():
+    """What the check prompts are for: llama.cpp rotates neighbours, transformers halves; see gguf_file.py."""
+    streams = Streams(SIZES)
+    prompts = [streams.prompt(streams.new(number)) for number in range(3)]
+    rows = [[*(id for passage in one["passages"] for id in passage), *one["suffix"]] for one in prompts]
+    model = build("toy").plain
+    sharpen(model)
+    right = model(input_ids=torch.tensor(rows)).logits[:, -1].argmax(-1)
+    for layer in model.model.layers:
+        for part, heads in ((layer.self_attn.q_proj, 4), (layer.self_attn.k_proj, 2)):
+            halves = part.weight.reshape(heads, 2, 6, 48)
+            part.weight.data = halves.swapaxes(1, 2).reshape(part.weight.shape)
+    wrong = model(input_ids=torch.tensor(rows)).logits[:, -1].argmax(-1)
+    assert not (right == wrong).any()
 
 
 def test_a_run_reports_who_was_there_and_who_was_not(tmp_path: Path):
@@ -181,7 +199,7 @@ def test_other_programs_compute_what_transformers_computes(name: str, tmp_path: 
     environments = ROOT / ".peers"
     if not (environments / name / "ready").is_file():
         pytest.skip(f"scripts/peers-environment made no environment of {name}")
-    random_model.main([str(tmp_path / "model")])
+    write_checkpoint(tmp_path / "model", "SmolLM2-135M", 0)
     streams = Streams(Sizes(passages=4, tokens=100, suffix=30, pool=12, vocab_size=49152, zipf=1.0, seed=0))
     prompts = [streams.prompt(streams.new(0)), streams.prompt(streams.again(0))]
     answers = {}
