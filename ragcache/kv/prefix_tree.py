@@ -343,7 +343,7 @@ class PrefixTree:
         """New pages of these sizes with the sequence's KV from `start` on."""
         pages = []
         for size in sizes:
-            page = _Page(*(self._empty(size, width) for width in (self.shape.key_dim, self.shape.value_dim)))
+            page = _Page(self._empty(size, self.shape.key_dim), self._empty(size, self.shape.value_dim))
             for layer in range(self.shape.num_layers):
                 keys, values = read(layer, start, start + size)
                 page.keys[layer].copy_(keys)

@@ -35,6 +35,7 @@ def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: i
         "method_options": asked.method_options,
         "on_overflow": _first(asked.on_overflow, defaults.on_overflow),
         "evict": _first(asked.evict, defaults.evict),
+        "context": asked.context or ("last" if asked.documents is not None else defaults.context),
         **_passages(asked, defaults),
     }
     return Call(turns(request.messages), options)

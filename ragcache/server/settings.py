@@ -23,6 +23,7 @@ class AnswerDefaults:
     temperature: 0 is greedy
     top_p, top_k, seed, stop: as for `Sampling`
     filter, score_threshold, mmr_lambda, on_overflow, evict: as for `RagCache.stream`
+    context:     as for `RagCache.stream_chat`; a request with documents of its own is read by these alone
     """
 
     k: int = 5
@@ -37,6 +38,7 @@ class AnswerDefaults:
     mmr_lambda: float | None = None
     on_overflow: str = "error"
     evict: int | None = None
+    context: str = "last"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def examples(tmp_path):
 
 
 def test_it_runs_and_shares_grow_with_reuse(tmp_path, examples, capsys):
-    sizes = ["--shape", "toy", "--documents", "6", "--tokens", "24", "--k", "3", "--stream-questions", "8"]
+    sizes = ["--shape", "toy", "--documents", "6", "--tokens", "24", "--k", "3", "--stream-questions", "6"]
     result = main(
         [*sizes, "--answer-tokens", "2", "--quality-questions", "2", "--out", str(tmp_path)], BagOfWords(), examples
     )

@@ -253,3 +253,16 @@ def test_two_servers_on_one_store_do_not_mix(served: Served, serve):
     other = serve(model_name="mine")
     assert httpx.get(f"{other.base_url}/models", trust_env=False).json()["data"][0]["id"] == "mine"
     assert served.http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+
+
+def test_a_conversation_keeps_its_context_where_it_is_asked_to(client, kb):
+    keep = {"extra_body": {"ragcache": {"context": "keep", "k": 2}}}
+    turns = [{"role": "user", "content": QUESTION}]
+    first = ask(client, messages=turns, **keep)
+    turns += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "Why?"}]
+    second = ask(client, messages=turns, **keep)
+    assert second.choices[0].message.content == kb.chat(turns, k=2, context="keep", sampling=rc.Sampling(12)).text
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens + first.usage.completion_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+    with pytest.raises(BadRequestError, match="takes passages in the messages"):
+        ask(client, extra_body={"ragcache": {"context": "keep", "documents": [{"text": TEXTS["cats"]}]}})

@@ -82,6 +82,9 @@ class Extension(RequestModel):
     filter: JsonObject | None = Field(default=None, description='Of metadata, such as {"year": {"$gte": 2020}}')
     score_threshold: float | None = Field(default=None, description="Leave out passages with a lower score")
     mmr_lambda: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="Choose for variety too")
+    context: Literal["last", "keep"] | None = Field(
+        default=None, description="keep: every turn keeps the passages that it was read over"
+    )
     on_overflow: Literal["error", "trim"] | None = Field(default=None, description="Passages that do not fit")
     top_k: TokenCount | None = Field(default=None, description="Sample among so many tokens")
     evict: TokenCount | None = Field(default=None, description="Passages' tokens to keep after the first token")
