@@ -240,7 +240,7 @@ def _attend_jointly(
 ) -> Tensor:
     """Each request's rows over what its own cache holds."""
     parts = []
-    for member, rows in zip(current.members, query.split(current.lengths, dim=2), strict=True):  # type: ignore[arg-type]
+    for member, rows in zip(current.members, torch.split(query, list(current.lengths), dim=2), strict=True):
         key, value, _ = member.cache.layer_state(layer)
         parts.append(_attend_fused(member, layer, rows, key, value, window, scaling, softcap, sinks))
     return torch.cat(parts, dim=2)

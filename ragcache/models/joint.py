@@ -43,20 +43,20 @@ class Run:
 
 
 class Piece(NamedTuple):
-    """Tokens of a run that are next: `count` of them from `start`. `mark`: what its cache held before."""
+    """Tokens of a run that are next: so many from `start`. `mark`: what its cache held before."""
 
     run: Run
     start: int
-    count: int
+    num_tokens: int
     mark: CacheMark
 
     @classmethod
-    def next(cls, run: Run, count: int) -> Piece:
-        return cls(run, run.done, count, run.cache.mark())
+    def next(cls, run: Run, num_tokens: int) -> Piece:
+        return cls(run, run.done, num_tokens, run.cache.mark())
 
     @property
     def ids(self) -> Tensor:
-        return self.run.ids[self.start : self.start + self.count]
+        return self.run.ids[self.start : self.start + self.num_tokens]
 
     @property
     def has_run(self) -> bool:
@@ -65,12 +65,12 @@ class Piece(NamedTuple):
     def begin(self) -> FusedPass:
         """Announce the tokens to the cache."""
         run = self.run
-        positions = run.positions[self.start : self.start + self.count]
+        positions = run.positions[self.start : self.start + self.num_tokens]
         run.cache.begin(positions)
         return FusedPass(run.cache, positions, run.ordered)
 
     def end(self) -> None:
-        self.run.done = self.start + self.count
+        self.run.done = self.start + self.num_tokens
 
     def undo(self) -> None:
         """After a failure: the cache holds again what it held before."""
@@ -83,13 +83,13 @@ class JointCache(Cache):  # type: ignore[misc]
     def __init__(self, pieces: Sequence[Piece]) -> None:
         super().__init__(layers=[])
         self._caches = [piece.run.cache for piece in pieces]
-        self._lengths = [piece.count for piece in pieces]
+        self._lengths = [piece.num_tokens for piece in pieces]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Returns what came: `attention` reads what each cache holds from the cache itself."""
-        split = zip(key_states.split(self._lengths, 2), value_states.split(self._lengths, 2), strict=True)
+        split = zip(torch.split(key_states, self._lengths, 2), torch.split(value_states, self._lengths, 2), strict=True)
         for cache, (keys, values) in zip(self._caches, split, strict=True):
             cache.update(keys, values, layer_idx)
         return key_states, value_states
@@ -105,7 +105,7 @@ def run_pieces(model: PreTrainedModel, pieces: Sequence[Piece]) -> list[Tensor]:
     A single piece runs as it would without this module.
     """
     passes = [piece.begin() for piece in pieces]
-    lengths = [piece.count for piece in pieces]
+    lengths = [piece.num_tokens for piece in pieces]
     ids = torch.cat([piece.ids for piece in pieces])
     positions = torch.cat([one.positions for one in passes])
     alone = len(pieces) == 1

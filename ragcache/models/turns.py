@@ -315,7 +315,7 @@ class Turns:
 
     def _end(self, leader: _Caller, members: Sequence[_Member], seconds: float) -> None:
         now = time.perf_counter()
-        tokens = sum(member.piece.count for member in members)
+        tokens = sum(member.piece.num_tokens for member in members)
         with self._lock:
             self._last_pass_s = seconds
             counts = dict(self._stats.members)

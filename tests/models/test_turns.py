@@ -38,7 +38,7 @@ class Model:
         assert self.running == 0, "one pass at a time"
         self.running += 1
         try:
-            self.passes.append({int(piece.run.ids[0]): piece.count for piece in pieces})
+            self.passes.append({int(piece.run.ids[0]): piece.num_tokens for piece in pieces})
             self.entered.release()
             assert self.gate.wait(WAIT_S)
             if found := self.bad & {int(piece.run.ids[0]) for piece in pieces}:
