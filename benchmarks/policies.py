@@ -150,19 +150,21 @@ def _tenth(trace: Accesses) -> Budgets:
     return Budgets(int(trace.num_bytes.sum()) // 10)
 
 
-def measure(settings: Settings) -> tuple[dict[str, Any], list[Goal]]:
+def measure(settings: Settings) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "rows": [asdict(row) for row in rows(settings)],
         "streams": {stream.name: asdict(stream.workload(settings)) for stream in STREAMS},
         "rates": asdict(Rates()),
     }
-    if not settings.million:
-        return figures, []
-    speed = timed(settings.million, settings.seed)
-    what = "seconds for a million reads of a million blocks"
-    return {**figures, "speed": asdict(speed)}, [
-        Goal(what, "at most", MOST_SECONDS, speed.wall_s, settings.million == MILLION)
-    ]
+    return {**figures, "speed": asdict(timed(settings.million, settings.seed))} if settings.million else figures
+
+
+def goals(figures: dict[str, Any], settings: Settings) -> list[Goal]:
+    """On processor time: by the clock it depends on what else the machine does, and the page says both."""
+    if "speed" not in figures:
+        return []
+    what = "processor seconds for a million reads of a million blocks, on one core"
+    return [Goal(what, "at most", MOST_SECONDS, figures["speed"]["cpu_s"], settings.million == MILLION)]
 
 
 def parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
@@ -174,21 +176,28 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> Result:
-    from benchmarks.policies_plot import plot_hits, plot_ttft  # need matplotlib: missing it shows before the work
+    import benchmarks.policies_plot  # noqa: F401  # needs matplotlib: missing it shows before the work
 
     arguments = sys.argv[1:] if arguments is None else arguments
     settings, out = parse(arguments)
     hardware = environment("benchmarks.policies", arguments, torch.device("cpu"))
-    figures, goals = measure(settings)
-    result = Result("policies", settings, hardware, {}, {}, figures, goals)
+    figures = measure(settings)
+    result = Result("policies", settings, hardware, {}, {}, figures, goals(figures, settings))
+    write_all(result, out)
+    show(replace(result, figures=figures.get("speed", {})), Console(width=140))
+    return result
+
+
+def write_all(result: Result, out: Path) -> None:
+    """JSON, page and plots."""
+    from benchmarks.policies_plot import plot_hits, plot_ttft
+
     path = write(result, out)
     found = result.to_json()
     (out / "policies.md").write_text("\n".join(page(found)) + "\n", encoding="utf-8")
     plot_hits(found, out / "policies-hits.png")
     plot_ttft(found, out / "policies-ttft.png")
-    show(replace(result, figures=figures.get("speed", {})), Console(width=140))
     print(f"written to {path.parent}: policies.json, policies.md, policies-hits.png, policies-ttft.png")
-    return result
 
 
 if __name__ == "__main__":
