@@ -127,7 +127,8 @@ def _of(precision: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _pack_mask(mask: Tensor) -> Tensor:
-    bits = torch.nn.functional.pad(mask, (0, -mask.shape[2] % 8)).unflatten(2, (-1, 8)).to(torch.uint8)
+    whole = torch.nn.functional.pad(mask, (0, -mask.shape[2] % 8))
+    bits = torch.unflatten(whole, 2, (whole.shape[2] // 8, 8)).to(torch.uint8)
     return (bits << _shifts(mask.device)).sum(3, dtype=torch.uint8)
 
 
