@@ -75,13 +75,19 @@ class Keeper:
             stored = self._kv.put(handle, block)
             if chunk.handle != handle:
                 self._documents.set_handle(chunk.id, handle)
+            elif not self._documents.chunks([chunk.id]):
+                self._forget(handle)
         except NoSuchDocumentError:
-            if handle not in self._documents.handles():  # deleted since it was retrieved: leave no bytes (law 10)
-                self._kv.delete(handle)
+            self._forget(handle)
         except (StoreReadOnlyError, StoreFullError, StoreBusyError) as error:
             log.warning("the block of chunk %s is kept in memory only: %s", chunk.id, error)
             stored = self._kv.remember(handle, block)
         return stored
+
+    def _forget(self, handle: str) -> None:
+        """The chunk was deleted since it was retrieved: leave no bytes of it (law 10), unless others have the same."""
+        if handle not in self._documents.handles():
+            self._kv.delete(handle)
 
 
 def load_or_compute(

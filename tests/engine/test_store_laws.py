@@ -119,6 +119,25 @@ def test_deleting_without_models_is_the_same(kb, open_kb):
         plain.ask(QUESTION)
 
 
+def test_a_block_computed_while_its_document_is_deleted_is_not_left_behind(kb, monkeypatch):
+    """The block had been dropped as damaged; its chunk, retrieved before, still names it."""
+    gone = next(hit for hit in ask(kb).hits if hit.chunk.document_id == "dogs")
+    kb.store.kv.delete(gone.handle)
+    put = kb.store.kv.put
+
+    def put_too_late(key, block):
+        if key == gone.handle:
+            assert kb.delete("dogs") == ["dogs"]
+        return put(key, block)
+
+    monkeypatch.setattr(kb.store.kv, "put", put_too_late)
+    assert "dogs" in [hit.chunk.document_id for hit in ask(kb).hits], "the question was asked before"
+    assert kb.document("dogs") is None
+    assert kb.store.kv.locate(gone.handle) is None
+    assert set(kb.store.kv.keys()) == set(kb.store.documents.handles())
+    assert kb.doctor().sound
+
+
 def test_a_text_that_two_documents_share_stays_while_one_has_it(kb):
     text = "Dogs bark at night in the town of Kelbrook.\n"
     kb.ingest(rc.Document("dogs again", text))
