@@ -87,7 +87,7 @@ class Settings:
     memory, prefix_memory: budgets of each process's memory tier and prefix tree, bytes
     staying, passing, questions: documents of both kinds; questions over the staying ones
     sample_s:     between two looks at the processes
-    warmup_s:     of the measured minutes, not counted where growth is looked for; None: a tenth, at most 5 minutes
+    warmup_s:     of the measured minutes, not counted where growth is looked for; None: a quarter, at most 15 minutes
     """
 
     minutes: float = 60.0
@@ -110,7 +110,7 @@ class Settings:
 
     @property
     def limits(self) -> Limits:
-        return Limits(warmup_s=min(300.0, 6.0 * self.minutes) if self.warmup_s is None else self.warmup_s)
+        return Limits(warmup_s=min(900.0, 15.0 * self.minutes) if self.warmup_s is None else self.warmup_s)
 
     def corpus(self) -> Corpus:
         return draw_corpus(self.staying, self.passing, self.questions, self.seed)
