@@ -36,6 +36,7 @@ from ragcache.evaluation.intervals import estimate
 from ragcache.models.reuse import ReuseSpec
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.testing import BagOfWords
+from ragcache.training.evaluate import MAX_ANSWER_TOKENS
 
 VLLM_BLOCK = 16
 LINK_TOKENS = 5
@@ -213,14 +214,14 @@ def quality(
     lines = (examples / "corpus_questions.jsonl").read_text(encoding="utf-8").splitlines()
     step = max(1, len(lines) // settings.quality_questions)
     questions = [json.loads(line) for line in lines[::step][: settings.quality_questions]]
-    figures = {}
+    figures, short = {}, rc.Sampling(MAX_ANSWER_TOKENS)
     with tempfile.TemporaryDirectory(dir=workdir) as root:
         kb_root = Path(root) / "kb"
         with rc.RagCache.open(kb_root, model="mini", method="full", embedder=embedder) as kb:
             kb.ingest(examples / "corpus", kv="lazy")
         for name, options in ORDERINGS.items():  # opened anew: each begins with an empty tree
             with rc.RagCache.open(kb_root, method="full", embedder=embedder) as kb:
-                asked = [kb.ask(one["question"], 8, on_overflow="trim", **options) for one in questions]
+                asked = [kb.ask(one["question"], 8, sampling=short, on_overflow="trim", **options) for one in questions]
             right = [answer.text.strip() == one["answer"] for answer, one in zip(asked, questions, strict=True)]
             figures[name] = {
                 "exact_match": estimate(right)._asdict(),
