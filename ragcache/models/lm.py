@@ -27,7 +27,7 @@ CPU_BATCH_TOKENS = 512
 GPU_BATCH_TOKENS = 16384
 # Tokens of one pass while several callers want to run: what a new one waits for at most. Long runs are cut even where
 # nobody else is there, so that whoever comes is not kept waiting for thousands of tokens.
-CPU_PASS_TOKENS, CPU_ALONE_TOKENS = 256, 1024
+CPU_PASS_TOKENS, CPU_ALONE_TOKENS = 64, 1024
 GPU_PASS_TOKENS, GPU_ALONE_TOKENS = 2048, 16384
 DEFAULT_POOL_BYTES = 2 << 30
 

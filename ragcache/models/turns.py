@@ -9,8 +9,9 @@ longest. A caller that is alone leads at once and waits for nobody.
 - *Lockstep*: sequences that are being decoded come back with their next token a moment after each pass. The leader
   waits for them, a short bounded time, so that they stay in one pass. One that was late is not waited for until it was
   in time.
-- *Fairness*: turns are given in the order of arrival; a long run is cut into pieces and stands at the end again after
-  each. Short runs go first within a pass, and the leader always gets a share of it.
+- *Fairness*: turns are given in the order of arrival; a run too long for a pass is cut into pieces and stands at the
+  end again after each. Within a pass it takes what shorter runs leave, but as the leader always a share. Questions that
+  come together are read a few in each pass, so that the first of them do not wait for the last.
 - *Errors*: where a joint pass fails, each of its runs is tried alone, so that only the faulty one fails.
 - *Giving up*: see `models/limits.py`. A caller leaves while it waits, and between pieces; not amid a pass.
 """
@@ -106,7 +107,8 @@ class Turns:
     """The model's queue. Thread-safe.
 
     forward:     runs pieces in one pass and returns each one's last logits
-    pass_tokens: most tokens of a pass while others wait; a run that cannot be cut may exceed it alone
+    pass_tokens: most tokens of a pass while others wait, next tokens of decoded sequences aside; a run that cannot be
+                 cut may exceed it
     alone_tokens: most tokens of a pass while nobody else is there
     joining:     False: every run is one pass of its own, whenever its caller likes
     """
@@ -245,7 +247,8 @@ class Turns:
             if leader.alone is not None:
                 shares = [(leader, leader.run.left)]
             else:
-                self._await_decoding()
+                if not self._is_question(leader.run):
+                    self._await_decoding()
                 shares = self._shares(leader)
             for caller, _ in shares:
                 self._waiting.remove(caller)
@@ -267,19 +270,34 @@ class Turns:
         return min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, PATIENCE_SHARE * self._last_pass_s))
 
     def _shares(self, leader: _Caller) -> list[tuple[_Caller, int]]:
-        """Who joins with how many tokens: the shortest runs first, the leader's share set aside for it."""
-        others = [one for one in self._waiting if one.alone is None and one is not leader]
+        """Who joins with how many tokens: next tokens of sequences always, then others by arrival, long runs last.
+
+        A question that leads has waited for a whole pass already: it takes other questions along, and nothing else.
+        """
         run = leader.run
+        others = [one for one in self._waiting if one.alone is None and one is not leader]
+        if self._is_question(run):
+            others = [one for one in others if self._is_question(one.run)]
         room = self.pass_tokens if others or self._is_decoding_besides(run.cache) else self.alone_tokens
-        kept = min(run.left, room // LEADERS_SHARE) if run.ordered else run.left
+        kept = room // LEADERS_SHARE if run.ordered and run.left > room else run.left
         room -= kept
         shares = []
-        for one in sorted(others, key=lambda one: one.run.left):
-            count = _share(one.run, room)
+        for one in sorted(others, key=lambda one: (one.run.left > 1) + (one.run.left > self.pass_tokens)):
+            count = self._share(one.run, room)
             if count:
                 shares.append((one, count))
                 room -= count
         return [(leader, min(run.left, kept + max(0, room))), *shares]
+
+    def _is_question(self, run: Run) -> bool:
+        """Short, and no next token of a sequence: somebody waits for a first token."""
+        return 1 < run.left <= self.pass_tokens
+
+    def _share(self, run: Run, room: int) -> int:
+        """How many of its tokens go into what is left of a pass. Only what fits no pass is cut."""
+        if run.left == 1 or run.left <= room:
+            return run.left
+        return room if run.ordered and run.left > self.pass_tokens and room >= LEAST_PIECE else 0
 
     def _execute(self, leader: _Caller, members: Sequence[_Member]) -> None:
         if leader.alone is not None:
@@ -335,13 +353,6 @@ class Turns:
         if decoding is not None and not decoding.over:
             decoding.since = now
         caller.ready.set()
-
-
-def _share(run: Run, room: int) -> int:
-    """How many of its tokens go into what is left of a pass."""
-    if run.left <= room:
-        return run.left
-    return room if run.ordered and room >= LEAST_PIECE else 0
 
 
 def _advance(member: _Member, logits: Tensor) -> None:
