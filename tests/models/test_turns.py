@@ -130,6 +130,15 @@ def test_those_who_wait_join_one_pass(turns, model, pool):
     assert (stats.passes, stats.tokens, stats.members) == (2, 6, {1: 1, 5: 1})
 
 
+def test_a_waiting_question_goes_before_next_tokens(turns, model, pool):
+    """It takes along the questions that fit; the sequences, which came later, have the next pass, with what is left."""
+    crowd = Crowd(turns, model, pool)
+    jobs = [crowd.add(100, 30), crowd.add(1), crowd.add(200, 30), crowd.add(2), crowd.add(300, 30)]
+    crowd.go()
+    assert [job.result(WAIT_S) for job in jobs] == [129, 1, 229, 2, 329]
+    assert model.passes[1:] == [{100: 30, 200: 30}, {1: 1, 2: 1, 300: 30}]
+
+
 def test_a_long_run_is_cut_and_others_go_on_beside_it(turns, model, pool):
     """While anybody else is there it has what they leave of each pass, and always its share."""
     crowd = Crowd(turns, model, pool)
