@@ -8,6 +8,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.models.encoding import AbandonedSignal
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
-from ragcache.store.records import Chunk
+from ragcache.store.records import Chunk, NewChunk, NewDocument
 from ragcache.store.trace import read_trace
 
 IDS = [[10 * n + i for i in range(5 + n)] for n in range(6)]
@@ -120,11 +121,13 @@ def stored(rank, ids, handle) -> Chunk:
 def template(tmp_path_factory, lm):
     """Written once: flushing to a device takes a while where others use it too."""
     root = tmp_path_factory.mktemp("template")
-    DocumentStore.open(root / "documents.sqlite3").close()
     encoder = ModelEncoder(lm)
-    with KVStore(root / "kv") as kv:
-        for ids in IDS:
-            kv.put(encoder.key(ids), encoder.encode([ids])[0])
+    with KVStore(root / "kv") as kv, DocumentStore.open(root / "documents.sqlite3") as documents:
+        for rank, ids in enumerate(IDS):
+            handle = encoder.key(ids)
+            kv.put(handle, encoder.encode([ids])[0])
+            chunk = NewChunk(f"c{rank}", "", ids, np.zeros(2, np.float32), handle)
+            documents.replace_document(NewDocument(f"d{rank}"), [chunk])
     return root
 
 
