@@ -42,6 +42,7 @@ from ragcache.retrieval.embedder import Embedder, load_embedder
 
 ONE, JOINED, APART = "one at a time", "joined passes", "a pass each"
 MEMORY_BYTES = 8 << 30
+STAGGER = 0.5  # of one answer's time, between the starts of two askers
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,15 @@ class Asking:
         self._stagger_s = 0.0
 
     def warm_up(self) -> None:
-        """Bring every block to memory, and measure what one question takes: starts are spread over that time."""
+        """Bring every block to memory, and measure what one question takes.
+
+        Starts are spread over about the time that an answer takes among so many: askers that started together would
+        end together, and ask together again, for as long as all answers are of one length.
+        """
         for question in self._questions:
             self._kb.ask(question, self._settings.passages, sampling=Sampling(max_tokens=1))
         seconds = [self._ask(question).timings.total_s for question in self._questions[:2]]
-        self._stagger_s = min(seconds) / self._settings.askers
+        self._stagger_s = STAGGER * min(seconds)
 
     def one(self) -> Served:
         return self._serve(1)
