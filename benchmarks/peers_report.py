@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 OURS = "ragcache reposition"
@@ -47,19 +47,23 @@ def _header(first: str, columns: list[str]) -> Iterator[str]:
     yield "|" + "---|" * (len(columns) + 1)
 
 
-def _first_tokens(dtype: str, figures: Mapping[str, Any]) -> Iterator[str]:
-    cells = figures["cells"]
+def _table(cells: Mapping[str, Mapping[str, Any]], show: Callable[[Mapping[str, Any]], str]) -> Iterator[str]:
+    """A row for every row that some cell has; a dash where a cell lacks it."""
     columns = [cell for cell in CELLS if cell in cells]
-    yield f"{dtype}: time to first token in ms, median; in brackets tokens of the prompt that were not computed:"
-    yield ""
     yield from _header("", [CELLS[cell] for cell in columns])
     for row in _rows(cells):
-        values = [cells[cell].get(row) for cell in columns]
-        yield f"| {row} | " + " | ".join(_first_token(value) for value in values) + " |"
+        texts = [show(cells[cell][row]) if row in cells[cell] else "-" for cell in columns]
+        yield f"| {row} | " + " | ".join(texts) + " |"
 
 
-def _first_token(value: Mapping[str, Any] | None) -> str:
-    return "-" if value is None else f"{1000 * value['first_s']:,.0f} ({value['reused_tokens']:,.0f})"
+def _first_tokens(dtype: str, figures: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{dtype}: time to first token in ms, median; in brackets tokens of the prompt that were not computed:"
+    yield ""
+    yield from _table(figures["cells"], _first_token)
+
+
+def _first_token(value: Mapping[str, Any]) -> str:
+    return f"{1000 * value['first_s']:,.0f} ({value['reused_tokens']:,.0f})"
 
 
 def _compared(dtype: str, ratios: Mapping[str, Any]) -> Iterator[str]:
@@ -84,14 +88,9 @@ def _ratio(value: Mapping[str, Any] | None) -> str:
 
 
 def _throughput(dtype: str, figures: Mapping[str, Any]) -> Iterator[str]:
-    cells = figures["cells"]
-    columns = [cell for cell in CELLS if cell in cells]
     yield f"{dtype}: answers/s, one asker:"
     yield ""
-    yield from _header("", [CELLS[cell] for cell in columns])
-    for row in _rows(cells):
-        values = [cells[cell].get(row) for cell in columns]
-        yield f"| {row} | " + " | ".join("-" if v is None else f"{v['answers_per_s']:.2f}" for v in values) + " |"
+    yield from _table(figures["cells"], lambda value: f"{value['answers_per_s']:.2f}")
 
 
 def _together(dtype: str, figures: Mapping[str, Any]) -> Iterator[str]:
