@@ -200,11 +200,10 @@ class Ahead:
 
 
 class _Need(NamedTuple):
-    """One distinct block of a question, and how often it is in it."""
+    """One distinct block of a question."""
 
     handle: str
     chunk: Chunk
-    times: int
 
 
 class _TierCosts:
@@ -247,12 +246,12 @@ class _Question:
         self._encoder = encoder
         self._keeper = keeper
         self._handles = handles
-        counts = Counter(handles)
         chunk_of = dict(zip(handles, chunks, strict=True))
-        self._needs = [_Need(handle, chunk_of[handle], counts[handle]) for handle in chunk_of]
+        self._needs = [_Need(handle, chunk) for handle, chunk in chunk_of.items()]
         self._ahead = {} if ahead is None else ahead.take(list(chunk_of))
         self._blocks: dict[str, KVBlock] = {}
         self._origins: dict[str, str] = {}
+        self._read: dict[str, Loaded] = {}
         self._encoded_tokens = 0
         self._encode_s = 0.0
         self._changed = threading.Condition()
@@ -264,13 +263,14 @@ class _Question:
     def run(self) -> LoadedBlocks:
         started = time.perf_counter()
         self._request = self._kv.ask(self._handles)
-        self._slow = [need for need in self._needs if not self._take_from_memory(need)]
-        if self._slow:
-            try:
+        try:
+            self._slow = [need for need in self._needs if not self._take_from_memory(need)]
+            if self._slow:
                 self._load_and_compute()
-            finally:
-                with self._changed:
-                    self._closed = True
+        finally:
+            with self._changed:
+                self._closed = True
+            self._report()
         total_s = time.perf_counter() - started
         return LoadedBlocks(
             blocks=[self._blocks[handle] for handle in self._handles],
@@ -412,8 +412,6 @@ class _Question:
         self._blocks[need.handle] = block
         self._origins[need.handle] = COMPUTED
         self._encoded_tokens += block.num_tokens
-        for _ in range(need.times):
-            self._kv.serve(self._request, need.handle, None)
         if rank not in self._absent:
             self._loader.count("recomputed", 1)
         if self._split.is_reading(rank):
@@ -422,5 +420,10 @@ class _Question:
     def _use(self, need: _Need, loaded: Loaded) -> None:
         self._blocks[need.handle] = loaded.block
         self._origins[need.handle] = loaded.tier
-        for _ in range(need.times):
-            self._kv.serve(self._request, need.handle, loaded)
+        self._read[need.handle] = loaded
+
+    def _report(self) -> None:
+        """Count and trace what became of each block, in the question's order: they came in any."""
+        for handle in self._handles:
+            if handle in self._blocks:
+                self._kv.serve(self._request, handle, self._read.get(handle))
