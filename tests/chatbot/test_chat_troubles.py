@@ -45,6 +45,16 @@ def test_connection_that_breaks_within_an_answer(open_tab, kb):
         tab.complaints.clear()
 
 
+def test_question_that_is_asked_before_the_page_knows_its_model(open_tab, site):
+    tab = open_tab(site)
+    tab.page.route("**/v1/store", lambda route: None)  # held until there is no such route any more
+    tab.page.goto(site.url)
+    turn = tab.send(QUESTION)
+    expect(turn).to_have_attribute("aria-busy", "true")
+    tab.page.unroute("**/v1/store")
+    expect(turn.locator(".answer")).to_have_text(ANSWER)
+
+
 def test_key_is_asked_for_and_kept_for_the_tab(open_tab, kb):
     with serving(kb, api_keys=["right"]) as site:
         tab = open_tab(site)

@@ -21,7 +21,7 @@ const store = new StoreView(api);
 let model = "";
 
 const talk = new Talk(api, new Conversation(), settings, {
-  model: () => model,
+  model: servedModel,
   busy: (busy) => composer.busy(busy),
   answered: () => void refreshStore(),
 });
@@ -42,6 +42,12 @@ async function refreshStore() {
   byId("served").textContent = figures.model;
   showHints(figures, ask);
   await offerMethods(figures.method);
+}
+
+/** The model's name, which a question may need before the store's figures are here. Raises ApiError, ConnectionError. */
+async function servedModel() {
+  if (!model) ({ model } = await api.json("v1/store"));
+  return model;
 }
 
 /** @param {string} own */

@@ -21,7 +21,7 @@ export class Talk {
    * @param {import("./api.js").Api} api
    * @param {import("./conversation.js").Conversation} conversation
    * @param {import("./settings.js").Settings} settings
-   * @param {{model: () => string, busy: (busy: boolean) => void, answered: () => void}} page
+   * @param {{model: () => Promise<string>, busy: (busy: boolean) => void, answered: () => void}} page
    *   model: what requests name; busy: an answer is coming, or is not any more; answered: the store was used
    */
   constructor(api, conversation, settings, page) {
@@ -49,9 +49,8 @@ export class Talk {
     this.#running = new AbortController();
     this.page.busy(true);
     announce("Reading");
-    const messages = this.conversation.messages(turn);
-    const ask = { model: this.page.model(), messages, method, k, trim: turn.trim };
-    await this.#follow(view, askStreaming(this.api, ask, this.#running.signal));
+    const ask = { messages: this.conversation.messages(turn), method, k, trim: turn.trim };
+    await this.#follow(view, this.#stream(ask, this.#running.signal));
     this.#running = null;
     this.page.busy(false);
     this.page.answered();
@@ -81,13 +80,19 @@ export class Talk {
     announce("New conversation");
   }
 
+  /** @param {Omit<import("./chat.js").Ask, "model">} ask @param {AbortSignal} signal */
+  async *#stream(ask, signal) {
+    yield* askStreaming(this.api, { model: await this.page.model(), ...ask }, signal);
+  }
+
   /** Read the prompt of a turn once more with nothing reused. @param {TurnView} view */
   async #measure(view) {
     const { turn, prefill } = view;
     Object.assign(prefill, { measuring: true, trouble: "" });
     view.updatePrefill();
     try {
-      turn.full = await measureFullPrefill(this.api, this.page.model(), this.conversation.messages(turn), turn.sources ?? []);
+      const model = await this.page.model();
+      turn.full = await measureFullPrefill(this.api, model, this.conversation.messages(turn), turn.sources ?? []);
       announce("Full prefill measured");
     } catch (error) {
       const { message, advice } = explain(error);
