@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from ragcache.errors import translate_os_errors
 
-_TEMPORARY = re.compile(r"\..+\.(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 _DAY_S = 24 * 3600.0
 
 
@@ -69,6 +69,12 @@ def flush_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def final_path(path: Path) -> Path | None:
+    """What a temporary file of `atomic_write` is going to be called; None when `path` is none."""
+    match = _TEMPORARY.fullmatch(path.name)
+    return None if match is None else path.with_name(match["name"])
 
 
 def is_leftover(path: Path, older_than_s: float) -> bool:

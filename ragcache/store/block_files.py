@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ragcache.codecs.atomic import final_path
 from ragcache.errors import ConfigError
 
 SUFFIX = ".safetensors"
@@ -39,20 +40,32 @@ class BlockFiles:
 
     def paths(self) -> Iterator[Path]:
         """All files, of blocks or not; they may vanish meanwhile."""
-        return (path for shard in _sorted_entries(self.root) for directory in _sorted_entries(shard)
-                for path in _sorted_entries(directory))  # fmt: skip
+        return (path for directory in self._directories() for path in _sorted_entries(directory))
 
     def keys(self) -> Iterator[str]:
         return (key for path in self.paths() if (key := self.key_of(path)) is not None)
 
     def walk(self) -> Iterator[BlockFile]:
-        """All files with what they take now."""
-        for path in self.paths():
-            try:
-                status = path.stat()
-            except FileNotFoundError:
-                continue
-            yield BlockFile(path, self.key_of(path), status.st_size, status.st_mtime)
+        """All files with what they take now. A file that gets its name meanwhile is not missed, but may come twice."""
+        for directory in self._directories():
+            targets = {path: final_path(path) for path in _sorted_entries(directory)}
+            for path, target in targets.items():
+                if target is not None and (file := self._look(path)) is not None:
+                    yield file
+            # After the temporary files: what was one when it was listed may have its name by now.
+            for path in sorted({target or path for path, target in targets.items()}):
+                if (file := self._look(path)) is not None:
+                    yield file
+
+    def _directories(self) -> Iterator[Path]:
+        return (directory for shard in _sorted_entries(self.root) for directory in _sorted_entries(shard))
+
+    def _look(self, path: Path) -> BlockFile | None:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return None
+        return BlockFile(path, self.key_of(path), status.st_size, status.st_mtime)
 
     def key_of(self, path: Path) -> str | None:
         is_block = path.suffix == SUFFIX and bool(_KEY.fullmatch(path.stem)) and path == self.path(path.stem)
