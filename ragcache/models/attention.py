@@ -83,12 +83,14 @@ class ProjectedSignal(Exception):  # noqa: N818 - it ends a layer early; it is n
 
 
 class Span(NamedTuple):
-    """Rows that attend together to the first `num_keys` keys under `mask` (None: they see them all)."""
+    """Rows that attend together to the first `num_keys` keys under `mask` (None: they see them all), which hides none
+    before `hidden_from`."""
 
     start: int
     end: int
     num_keys: int
     mask: Tensor | None
+    hidden_from: int
 
 
 @dataclass(eq=False)
@@ -288,6 +290,7 @@ def _attend_fused(
             softcap,
             sinks,
             adjust,
+            span.hidden_from,
         )
         for span in _spans(current, layer, positions, length, window, query.dtype)
     ]
@@ -309,7 +312,11 @@ def _spans(
         mask = _mask(current, layer, positions, start, end, window)
         num_keys = length if current.cache.adjust else int(mask.flatten(0, -2).any(0).nonzero()[-1]) + 1
         mask = mask[..., :num_keys]
-        spans.append(Span(start, end, num_keys, None if bool(mask.all()) else additive(mask, dtype)))
+        hidden = (~mask.flatten(0, -2)).any(0).nonzero()
+        if hidden.numel():
+            spans.append(Span(start, end, num_keys, additive(mask, dtype), int(hidden[0])))
+        else:
+            spans.append(Span(start, end, num_keys, None, num_keys))
     current.masks[window, length] = (key_positions, spans)
     return spans
 
@@ -350,12 +357,15 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
     adjust: Callable[[Tensor], Tensor] | None = None,
+    hidden_from: int = 0,
 ) -> Tensor:
     if softcap is not None or sinks is not None or adjust is not None:
         return _attend_explicitly(query, key, value, mask, causal, scaling, softcap, sinks, adjust)
     few = query.shape[2] * 4 < key.shape[2]
     if few and key.device.type == "cpu" and key.dtype != torch.float32 and not causal:
         # Half-precision matrix products are far faster than the fused kernel on a CPU for a short suffix.
+        if query.shape[0] == 1:
+            return _attend_by_head(query, key, value, mask, hidden_from, scaling)
         return _attend_explicitly(query, key, value, mask, causal, scaling, None, None)
     grouped = query.shape[1] != key.shape[1]
     if type(mask) is Tensor and mask.dim() == 3:
@@ -365,6 +375,23 @@ def _attend(
         repeats = query.shape[1] // key.shape[1]
         key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
     return _sdpa(query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
+
+
+def _attend_by_head(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, hidden_from: int, scaling: float
+) -> Tensor:
+    """A few rows of one request, KV head by KV head: a batched product would copy all keys and values, since they are
+    a part of the cache's tensors, and weights need no more precision than the values that they weigh."""
+    num_kv_heads, length = key.shape[1:3]
+    num_heads, num_tokens, width = query.shape[1:]
+    folded = (query * scaling).reshape(num_kv_heads, -1, width)
+    rows = []
+    for head in range(num_kv_heads):
+        scores = torch.mm(folded[head], key[0, head].t()).view(-1, num_tokens, length)
+        if mask is not None:
+            scores[..., hidden_from:] += (mask if mask.dim() == 2 else mask[head])[..., hidden_from:]
+        rows.append(torch.mm(scores.softmax(-1).view(-1, length), value[0, head]))
+    return torch.stack(rows).view(1, num_heads, num_tokens, -1)
 
 
 def _attend_explicitly(

@@ -116,7 +116,7 @@ def run_pieces(model: PreTrainedModel, pieces: Sequence[Piece]) -> list[Tensor]:
             position_ids=positions[None],
             past_key_values=pieces[0].run.cache if alone else JointCache(pieces),
             use_cache=True,
-            logits_to_keep=1 if alone else torch.tensor(lengths, device=ids.device).cumsum(0) - 1,
+            logits_to_keep=torch.tensor(lengths, device=ids.device).cumsum(0) - 1,
         )
     finally:
         CURRENT.reset(token)

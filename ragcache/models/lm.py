@@ -233,7 +233,8 @@ class LanguageModel:
                     position_ids=run.positions[None],
                     past_key_values=run.cache,
                     use_cache=True,
-                    logits_to_keep=num_logits or 1,
+                    # By index: of a slice of rows torch makes a batched product, which copies the head's weights.
+                    logits_to_keep=torch.arange(-(num_logits or 1), 0, device=self.device),
                 )
         finally:
             CURRENT.reset(token)

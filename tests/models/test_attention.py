@@ -48,6 +48,32 @@ def test_masked_grouped_attention(rows, length, window, dtype):
     np.testing.assert_allclose(got.float().numpy(), expected, atol=1e-5 if dtype == torch.float32 else 0.03)
 
 
+@pytest.mark.parametrize("hidden", ["none", "the last columns", "anywhere", "by KV head"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_few_rows_in_half_precision(rows, hidden):
+    """One request's rows over a part of a larger tensor, as caches hold keys and values."""
+    length, dtype = 61, torch.bfloat16
+    query, key, value = (tensor[:1] for tensor in inputs(rows, length + 9, dtype=dtype))
+    key, value = key[:, :, :length], value[:, :, :length]
+    generator = torch.Generator().manual_seed(rows)
+    allowed = torch.ones(2, rows, length, dtype=torch.bool)
+    if hidden == "the last columns":
+        allowed[..., -rows:] = torch.ones(rows, rows, dtype=torch.bool).tril()
+    elif hidden != "none":
+        allowed[..., 3:] = torch.rand(2, rows, length - 3, generator=generator) < 0.6
+    if hidden != "by KV head":
+        allowed[1] = allowed[0]
+    mask = additive(allowed if hidden == "by KV head" else allowed[0], dtype)
+    first = length - rows if hidden == "the last columns" else 3
+    got = _attend(query, key, value, None if hidden == "none" else mask, False, 0.3, None, None, None, first)
+    for kv_head in range(2):
+        heads = slice(3 * kv_head, 3 * kv_head + 3)
+        ours = by_hand(
+            query[:, heads], key[:, kv_head : kv_head + 1], value[:, kv_head : kv_head + 1], allowed[kv_head], 0.3
+        )
+        np.testing.assert_allclose(got[:, heads].double().numpy(), ours, atol=0.03)
+
+
 def test_softcap_and_sinks():
     query, key, value = inputs(4, 12)
     allowed = visible(torch.arange(8, 12), torch.arange(12), None)
