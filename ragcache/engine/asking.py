@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from ragcache.engine.blocks import LoadedBlocks, load_or_compute
 from ragcache.engine.context import Earlier
 from ragcache.engine.loading import Ahead, BlockLoader
 from ragcache.engine.ordering import ORDERS, ReadCounts, relevance_hint, shared_order
+from ragcache.engine.prefix_blocks import PrefixBlock, PrefixBlocks
 from ragcache.engine.prefixes import Path, Prefixes
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.fusion.additions import Additions
@@ -38,7 +38,7 @@ from ragcache.store.kv_store import KVStore
 OVERFLOWS = ("error", "trim")
 UNUSED = "unused"
 EXACT = "exact"
-PREFIX_BLOCKS = 8
+LEAST_PREFIX_BYTES = 64 << 20  # system prompts are not read again, whatever the prefix tree may hold
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ class Reader:
     """Answers prompts over hits that are already retrieved. Thread-safe.
 
     The store's prefix is the same for all questions, so its own block is computed once and kept here; a method may put
-    tokens of its own behind it, which makes another block, and a conversation may bring a prefix of its own. The last
-    few are kept.
+    tokens of its own behind it, which makes another block, and a conversation may bring a prefix of its own.
     """
 
     def __init__(
@@ -107,8 +106,7 @@ class Reader:
         self.loader = loader
         self._eos = eos_token_ids(lm)
         self._read_counts = ReadCounts()
-        self._prefix_blocks: OrderedDict[tuple[int, ...], KVBlock] = OrderedDict()
-        self._lock = threading.Lock()
+        self._prefix_blocks = PrefixBlocks(lm, max(prefixes.budget_bytes, LEAST_PREFIX_BYTES))
 
     def check(self, method: FusionMethod) -> None:
         """Raises ConfigError when the method cannot read the blocks that this store's encoder makes."""
@@ -240,7 +238,7 @@ class Reader:
         path = self._path(prompt, hits, method, kept)
         exact = self._known(prompt, reading, path)
         with exact or nullcontext():
-            prefix = self._prefix(prompt, method) if kept is None else _Prefix()
+            prefix = self._prefix(prompt, method) if kept is None else PrefixBlock()
             if path is None:
                 loaded = self._load(prompt, hits, reading, prefix.block)
                 sources = _sources(hits, loaded)
@@ -294,8 +292,7 @@ class Reader:
     def drop_deleted(self) -> None:
         """Let go of what was computed over passages that are gone. A conversation's prefix may quote any."""
         self.prefixes.drop_deleted()
-        with self._lock:
-            self._prefix_blocks.clear()
+        self._prefix_blocks.clear()
 
     def _path(self, prompt: Prompt, hits: Sequence[Hit], method: FusionMethod, kept: Kept | None) -> Path | None:
         """The prompt as the prefix tree knows it; None where it is of no use to the method."""
@@ -380,34 +377,13 @@ class Reader:
             evict=evict,
         )
 
-    def _prefix(self, prompt: Prompt, method: FusionMethod) -> _Prefix:
-        ids = tuple(self._prefix_ids(prompt, method))
-        if not ids or not method.reuses_blocks:
-            return _Prefix()
-        with self._lock:
-            if ids in self._prefix_blocks:
-                self._prefix_blocks.move_to_end(ids)
-                return _Prefix(self._prefix_blocks[ids])
-        started = time.perf_counter()
-        block = self.lm.encode([ids])[0]  # outside the lock: another asker must not wait for a long conversation
-        with self._lock:
-            self._prefix_blocks[ids] = block
-            while len(self._prefix_blocks) > PREFIX_BLOCKS:
-                self._prefix_blocks.popitem(last=False)
-        return _Prefix(block, len(ids), time.perf_counter() - started)
+    def _prefix(self, prompt: Prompt, method: FusionMethod) -> PrefixBlock:
+        return self._prefix_blocks.get(self._prefix_ids(prompt, method)) if method.reuses_blocks else PrefixBlock()
 
     def _prefix_ids(self, prompt: Prompt, method: FusionMethod) -> list[int]:
         """With what the method puts behind the prefix."""
         behind = method.additions(self.lm).behind_prefix if prompt.chunk_ids else ()
         return [*prompt.prefix_ids, *behind]
-
-
-class _Prefix(NamedTuple):
-    """The prefix's block; tokens and seconds spent on it now."""
-
-    block: KVBlock | None = None
-    created_tokens: int = 0
-    encode_s: float = 0.0
 
 
 @dataclass

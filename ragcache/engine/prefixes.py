@@ -70,6 +70,10 @@ class Prefixes:
         self._tenant = tenant
         self._tree = PrefixTree(lm.shape, budget_bytes)
 
+    @property
+    def budget_bytes(self) -> int:
+        return self._tree.budget_bytes
+
     def match(self, method: FusionMethod, path: Path, most: int) -> Lease | None:
         """What is known of the prompt's first tokens, `most` of them at most; None where nothing is kept."""
         if not self._tree.budget_bytes:

@@ -133,6 +133,24 @@ def test_blocks_behind_another_prefix_are_computed_for_it(open_kb, tmp_path, ora
     assert set(kb.store.kv.keys()) == {own}
 
 
+def test_a_growing_conversation_is_read_on(kb, oracle):
+    """Only what was said since the last turn runs before the passages of the next one."""
+    turns, heads = [], []
+    for question in ("Where do dogs bark?", "Is the cat happy?", "Who meets on Monday?"):
+        turns.append(user(question))
+        answer = kb.chat(turns, k=1, sampling=SHORT)
+        passage = answer.hits[0].chunk.text
+        said = [f"Question: {turn['content']}" if turn["role"] == "user" else turn["content"] for turn in turns[:-1]]
+        head = "".join(f"[{turn['role']}]{text}[end]" for turn, text in zip(turns, said, strict=False))
+        pieces = [f"{bos(oracle)}{head}[user]", passage, f"Question: {question}[end][assistant]"]
+        heads.append(len(oracle[1](pieces[0], add_special_tokens=False)["input_ids"]))
+        assert answer.text == reading(oracle, pieces)
+        turns.append({"role": "assistant", "content": answer.text})
+        new = heads[-1] - (heads[-2] if len(heads) > 1 else 0)
+        assert answer.usage.created_tokens <= new + 2  # where two texts meet they may be cut otherwise
+    assert heads[0] < heads[1] < heads[2]
+
+
 # Given passages
 
 
