@@ -12,6 +12,7 @@ from ragcache.cli.check import check
 from ragcache.cli.demo import demo
 from ragcache.cli.documents import delete, ingest, list_documents
 from ragcache.cli.evaluate import evaluate
+from ragcache.cli.pinning import pin, unpin
 from ragcache.cli.plan import plan
 from ragcache.cli.serve import serve
 from ragcache.cli.simulate import simulate
@@ -24,6 +25,8 @@ COMMANDS = {
     "serve": serve,
     "list": list_documents,
     "delete": delete,
+    "pin": pin,
+    "unpin": unpin,
     "info": info,
     "doctor": doctor,
     "methods": methods,

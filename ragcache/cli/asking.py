@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ragcache.cli.command import command
 from ragcache.cli.opening import open_with_models
-from ragcache.cli.options import AnswerOptions, Json, ModelOptions, StoreOptions, option
+from ragcache.cli.options import AnswerOptions, Json, ModelOptions, StoreOptions, TurnOptions, option
 from ragcache.cli.output import print_json, say, say_error, seconds_text
 from ragcache.cli.serve import AddressOptions, run_page
 from ragcache.errors import RagCacheError
 
 if TYPE_CHECKING:
     from ragcache import Answer, RagCache, Source
+    from ragcache.engine.answer import Event
 
 LEAVE = ("/exit", "/quit")
 
@@ -35,7 +37,7 @@ def ask(
         if as_json:
             print_json(kb.ask(question, **options).to_json())
         else:
-            print_answer(stream_text(kb, question, options))
+            print_answer(stream_text(kb.stream(question, **options)))
 
 
 @command
@@ -43,27 +45,47 @@ def chat(
     store: StoreOptions,
     models: ModelOptions,
     answer: AnswerOptions,
+    turns: TurnOptions,
     address: AddressOptions,
     web: Annotated[bool, option("--web", "Chat in a web page: the API and the page, on --host and --port.")] = False,
 ) -> None:
     """Ask one question after another. Each stands for itself: passages are read, earlier questions are not.
 
-    Ctrl-C ends an answer, /exit or Ctrl-D the chat. With --web a page takes the terminal's place, where a conversation
-    goes on from its earlier questions; Ctrl-C ends the server.
+    With --context keep the chat is one conversation: every turn goes on from the questions, answers and passages
+    before it, and only what is new is read. Ctrl-C ends an answer, /exit or Ctrl-D the chat. With --web a page takes
+    the terminal's place, where a conversation goes on from its earlier questions; Ctrl-C ends the server.
     """
     if web:
-        run_page(store, models, answer, address)
+        run_page(store, models, answer, turns, address)
         return
     options = answer.stream_options()
     with open_with_models(store, models) as kb:
+        asking = partial(kb.stream, **options) if turns.context == "last" else _conversation(kb, options)
         for question in _questions():
             try:
-                print_answer(stream_text(kb, question, options))
+                print_answer(stream_text(asking(question)))
             except RagCacheError as error:
                 say_error(error)
             except KeyboardInterrupt:
                 say("\n(stopped)")
             say()
+
+
+def _conversation(kb: RagCache, options: Mapping[str, Any]) -> Callable[[str], Iterator[Event]]:
+    """Asks each question behind those that were answered, over their passages and its own. One that failed or was
+    stopped is forgotten."""
+    from ragcache import Done
+
+    messages: list[dict[str, str]] = []
+
+    def ask_next(question: str) -> Iterator[Event]:
+        asked = [*messages, {"role": "user", "content": question}]
+        for event in kb.stream_chat(asked, context="keep", **options):
+            if isinstance(event, Done):
+                messages[:] = [*asked, {"role": "assistant", "content": event.answer.text}]
+            yield event
+
+    return ask_next
 
 
 def _questions() -> Iterator[str]:
@@ -78,11 +100,11 @@ def _questions() -> Iterator[str]:
             yield line.strip()
 
 
-def stream_text(kb: RagCache, question: str, options: dict[str, object]) -> Answer:
+def stream_text(events: Iterator[Event]) -> Answer:
     """Write the answer as its tokens come; returns all of it."""
     from ragcache import Done, Token
 
-    for event in kb.stream(question, **options):  # type: ignore[arg-type]
+    for event in events:
         if isinstance(event, Token):
             say(event.text, end="")
         elif isinstance(event, Done):

@@ -271,6 +271,13 @@ class AnswerOptions:
         int | None,
         option("--evict", "After the first token, keep so many of the passages' tokens in each layer and KV head."),
     ] = None
+    order: Annotated[
+        Literal["relevance", "shared"],
+        option("--order", "Of the passages: as they rank, or as --method full finds most of them read already."),
+    ] = "relevance"
+    hint: Annotated[
+        bool, option("--hint/--no-hint", "With --order shared: say before the question which passages rank first.")
+    ] = True
 
     def sampling(self) -> Sampling:
         from ragcache import Sampling
@@ -287,4 +294,16 @@ class AnswerOptions:
             "mmr_lambda": self.mmr_lambda,
             "on_overflow": self.on_overflow,
             "evict": self.evict,
+            "order": self.order,
+            "hint": self.hint,
         }
+
+
+@dataclass(frozen=True)
+class TurnOptions:
+    """How a conversation goes on."""
+
+    context: Annotated[
+        Literal["last", "keep"],
+        option("--context", "Passages that a turn is read over: its own, or those of the turns before it, too."),
+    ] = "last"

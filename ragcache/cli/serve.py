@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ragcache.cli.command import command
 from ragcache.cli.opening import hide_bars_in_pipes, open_with_models
-from ragcache.cli.options import AnswerOptions, ModelOptions, StoreOptions, json_object, option, size
+from ragcache.cli.options import AnswerOptions, ModelOptions, StoreOptions, TurnOptions, json_object, option, size
 from ragcache.cli.output import say, say_error
 from ragcache.errors import ConfigError
 
@@ -69,6 +69,7 @@ def serve(
     store: StoreOptions,
     models: ModelOptions,
     answer: AnswerOptions,
+    turns: TurnOptions,
     address: AddressOptions,
     limits: LimitOptions,
     serving: ServeOptions,
@@ -78,27 +79,26 @@ def serve(
     Answer options are defaults for requests that do not say otherwise. A store that is not there is made. SIGTERM or
     Ctrl-C lets running answers finish; a second one does not.
     """
-    run_server(store, models, answer, address, limits, serving)
+    check_installed()
+    settings = server_settings(answer, turns, address, limits, serving)
+    run_server(store, models, address, settings, web=serving.web)
 
 
-def run_page(store: StoreOptions, models: ModelOptions, answer: AnswerOptions, address: AddressOptions) -> None:
+def run_page(
+    store: StoreOptions, models: ModelOptions, answer: AnswerOptions, turns: TurnOptions, address: AddressOptions
+) -> None:
     """The chat page and the API below it, until interrupted."""
-    run_server(store, models, answer, address, LimitOptions(), ServeOptions(web=True))
+    check_installed()
+    settings = server_settings(answer, turns, address, LimitOptions(), ServeOptions())
+    run_server(store, models, address, settings, web=True)
 
 
 def run_server(
-    store: StoreOptions,
-    models: ModelOptions,
-    answer: AnswerOptions,
-    address: AddressOptions,
-    limits: LimitOptions,
-    serving: ServeOptions,
+    store: StoreOptions, models: ModelOptions, address: AddressOptions, settings: ServerSettings, *, web: bool
 ) -> None:
-    """Raises ConfigError (extra absent, address taken, keys unreadable) before a model is loaded."""
-    check_installed()
+    """Raises ConfigError (address taken) before a model is loaded."""
     from ragcache.server.run import listen, url_of
 
-    settings = server_settings(answer, address, limits, serving)
     if address.host not in LOOPBACK and not settings.api_keys:
         say_error(f"warning: {address.host} is reached from outside, and no API key is set: anyone can read the store")
     log_as_json()
@@ -107,9 +107,9 @@ def run_server(
         from ragcache.server.app import create_app
         from ragcache.server.run import Server
 
-        server = Server(create_app(kb, settings, web=serving.web), drain_s=settings.drain_s)
+        server = Server(create_app(kb, settings, web=web), drain_s=settings.drain_s)
         url = url_of(bound)
-        say(f"{url}/ is the chat page" if serving.web else f"{url}/v1 is the base URL for OpenAI clients")
+        say(f"{url}/ is the chat page" if web else f"{url}/v1 is the base URL for OpenAI clients")
         server.run(sockets=[bound])
 
 
@@ -121,7 +121,7 @@ def check_installed() -> None:
 
 
 def server_settings(
-    answer: AnswerOptions, address: AddressOptions, limits: LimitOptions, serving: ServeOptions
+    answer: AnswerOptions, turns: TurnOptions, address: AddressOptions, limits: LimitOptions, serving: ServeOptions
 ) -> ServerSettings:
     """Raises ConfigError naming the option that is out of range, or the file of keys that cannot be read."""
     from ragcache.server.auth import LOOPBACK_NAMES, read_keys
@@ -139,11 +139,11 @@ def server_settings(
         # Who listens for this machine alone is asked for by its names: not by a name that a web page rebinds to it.
         allowed_hosts=LOOPBACK_NAMES if address.host in LOOPBACK else (),
         model_name=serving.model_name,
-        answers=answer_defaults(answer),
+        answers=answer_defaults(answer, turns),
     )
 
 
-def answer_defaults(answer: AnswerOptions) -> AnswerDefaults:
+def answer_defaults(answer: AnswerOptions, turns: TurnOptions) -> AnswerDefaults:
     from ragcache.server.settings import AnswerDefaults
 
     sampling = answer.sampling()  # checks them
@@ -160,6 +160,9 @@ def answer_defaults(answer: AnswerOptions) -> AnswerDefaults:
         mmr_lambda=answer.mmr_lambda,
         on_overflow=answer.on_overflow,
         evict=answer.evict,
+        order=answer.order,
+        hint=answer.hint,
+        context=turns.context,
     )
 
 

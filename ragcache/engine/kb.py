@@ -46,6 +46,7 @@ from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.identity import Recipe
+from ragcache.kv.prefix_tree import PrefixStats
 from ragcache.models.decoding import Sampling
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import PromptEnds, encode_text, prompt_format
@@ -580,6 +581,10 @@ class RagCache(AsyncTwins):
         """What came of choosing between loading and computing, since the store was opened."""
         return LoadCounts() if self._loader is None else self._loader.counts()
 
+    def prefix_stats(self) -> PrefixStats:
+        """The prefix tree's size, and what was found in it, since the store was opened with its models."""
+        return _present(self._reader).prefixes.stats()
+
     def info(self) -> Info:
         return info(self.store, self._usage)
 
@@ -590,6 +595,8 @@ class RagCache(AsyncTwins):
     def close(self) -> None:
         """Write down the hit counts and let go of everything."""
         self._threads.close()
+        if self._reader is not None:
+            self._reader.prefixes.clear()
         if self._loader is not None and self._rates is not None:
             self._loader.close()
             if not self.config.read_only and (figures := self._rates.figures()).is_measured:

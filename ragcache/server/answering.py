@@ -35,6 +35,8 @@ def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: i
         "method_options": asked.method_options,
         "on_overflow": _first(asked.on_overflow, defaults.on_overflow),
         "evict": _first(asked.evict, defaults.evict),
+        "order": _first(asked.order, defaults.order),
+        "hint": _first(asked.hint, defaults.hint),
         "context": asked.context or ("last" if asked.documents is not None else defaults.context),
         **_passages(asked, defaults),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,6 +14,7 @@ from ragcache.engine.admission import Admission
 from ragcache.engine.loading import LoadCounts
 from ragcache.engine.maintenance import Info
 from ragcache.engine.rates import RateFigures
+from ragcache.kv.prefix_tree import PrefixStats
 from ragcache.models.turns import Turns
 from ragcache.server.limits import Slots
 
@@ -27,10 +28,17 @@ class Metrics:
     """Counts of one server, in a registry of its own: two servers in one process do not mix.
 
     tiers: names of the store's tiers, fastest first
-    turns, admission: whose passes and whose memory are shown
+    turns, admission, prefixes: whose passes, memory and prefix tree are shown
     """
 
-    def __init__(self, slots: Slots, tiers: Sequence[str], turns: Turns, admission: Admission) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        tiers: Sequence[str],
+        turns: Turns,
+        admission: Admission,
+        prefixes: Callable[[], PrefixStats],
+    ) -> None:
         self.tiers = tuple(tiers)
         self.registry = CollectorRegistry()
         self.requests = self._counter("http_requests", "Requests", "route", "method", "status")
@@ -54,9 +62,11 @@ class Metrics:
             ("slots", "Questions that can be answered at the same time", lambda: slots.slots),
             ("answer_bytes", "KV that answers in progress have reserved", lambda: admission.reserved_bytes),
             ("answers_waiting", "Questions in a slot that wait for memory", lambda: admission.waiting),
+            ("prefix_bytes", "Exact KV of earlier prompts and answers", lambda: prefixes().num_bytes),
         ):
             self._gauge(name, help).set_function(value)
         self.registry.register(_Passes(turns))
+        self.registry.register(_Prefixes(prefixes))
 
     def count_answer(self, answer: Answer) -> None:
         phases = asdict(answer.timings)
@@ -125,3 +135,18 @@ class _Passes(Collector):
             sum_value=total,
         )
         yield CounterMetricFamily("ragcache_pass_tokens", "Tokens that ran in these passes", value=stats.tokens)
+
+
+class _Prefixes(Collector):
+    """Tokens that the prefix tree was asked for, those of them that it had, and those that it gave up for others."""
+
+    def __init__(self, prefixes: Callable[[], PrefixStats]) -> None:
+        self._prefixes = prefixes
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._prefixes()
+        tokens = CounterMetricFamily("ragcache_prefix_tokens", "Tokens of the prefix tree", labels=["what"])
+        tokens.add_metric(["asked"], stats.asked_tokens)
+        tokens.add_metric(["matched"], stats.matched_tokens)
+        tokens.add_metric(["evicted"], stats.evicted_tokens)
+        yield tokens

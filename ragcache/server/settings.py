@@ -22,7 +22,7 @@ class AnswerDefaults:
     max_tokens:  longest answer
     temperature: 0 is greedy
     top_p, top_k, seed, stop: as for `Sampling`
-    filter, score_threshold, mmr_lambda, on_overflow, evict: as for `RagCache.stream`
+    filter, score_threshold, mmr_lambda, on_overflow, evict, order, hint: as for `RagCache.stream`
     context:     as for `RagCache.stream_chat`; a request with documents of its own is read by these alone
     """
 
@@ -38,6 +38,8 @@ class AnswerDefaults:
     mmr_lambda: float | None = None
     on_overflow: str = "error"
     evict: int | None = None
+    order: str = "relevance"
+    hint: bool = True
     context: str = "last"
 
 

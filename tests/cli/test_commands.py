@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 
 import pytest
@@ -145,6 +146,62 @@ def test_chat_answers_line_by_line_as_ask_does(store):
     assert result.stdout.count("first token after") == 2
     asked = invoke("ask", "Dogs?", "--store", store, "--max-tokens", 4, "--k", 2)
     assert asked.stdout.split("\n\n")[0] in result.stdout
+
+
+def test_chat_that_keeps_its_context_is_one_conversation(store):
+    result = invoke(
+        "chat", "--context", "keep", "--store", store, "--max-tokens", 4, "--k", 1, input="Where is the cat?\nDogs?\n"
+    )
+    assert result.exit_code == 0, result.output
+    options = {"k": 1, "context": "keep", "sampling": rc.Sampling(max_tokens=4)}
+    with rc.RagCache.open(store) as kb:
+        first = kb.chat([asked := {"role": "user", "content": "Where is the cat?"}], **options)
+        said = {"role": "assistant", "content": first.text}
+        second = kb.chat([asked, said, {"role": "user", "content": "Dogs?"}], **options)
+        assert second.usage.prompt_tokens > first.usage.prompt_tokens
+    written = result.stdout.split("first token after")
+    for answer, shown, cost in zip((first, second), written, written[1:], strict=False):
+        assert answer.text in shown
+        assert f"{answer.usage.prompt_tokens} prompt tokens, {answer.usage.cached_tokens} of them" in cost
+
+
+def test_chat_forgets_a_turn_that_failed(store):
+    long = "x" * 900
+    result = invoke(
+        "chat", "--context", "keep", "--store", store, "--max-tokens", 2, "--k", 1, input=f"{long}\nDogs?\n"
+    )
+    assert result.exit_code == 0, result.output
+    assert "error: " in result.stderr
+    assert result.stdout.count("first token after") == 1
+
+
+def test_a_shared_order_comes_with_a_hint_or_without(store):
+    """The second question finds the passages of the first one in another order."""
+    arguments = ["chat", "--store", store, "--method", "full", "--k", 4, "--max-tokens", 2]
+    asked = "Where is the cat?\nDogs at night in Kelbrook?\n"
+    tokens = [
+        [int(count) for count in re.findall(r"(\d+) prompt tokens", invoke(*arguments, *more, input=asked).stdout)]
+        for more in ((), ("--order", "shared"), ("--order", "shared", "--no-hint"))
+    ]
+    plain, hinted, bare = tokens
+    assert len(plain) == 2
+    assert plain == bare
+    assert hinted[0] == plain[0]
+    assert hinted[1] > plain[1]
+
+
+def test_pins_hold_until_they_are_taken_back(store):
+    pinned = json_of(invoke("pin", "arno", "club", "--store", store, "--json"))["pinned"]
+    assert len(pinned) == 2
+    assert json_of(invoke("info", "--store", store, "--json"))["pinned"] == 2
+    with rc.RagCache.open(store, models=False) as kb:
+        assert kb.store.kv.pinned == set(pinned)
+    assert json_of(invoke("unpin", "arno", "--store", store, "--json"))["unpinned"] == pinned[:1]
+    assert json_of(invoke("info", "--store", store, "--json"))["pinned"] == 1
+    unknown = invoke("pin", "nobody", "--store", store)
+    assert unknown.exit_code == 1
+    assert "'nobody': neither a document nor a chunk" in unknown.stderr
+    assert invoke("pin", "arno", "--store", store).stdout == "1 blocks pinned\n"
 
 
 def test_chat_survives_a_question_that_is_too_long(store):

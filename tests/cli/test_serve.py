@@ -16,7 +16,7 @@ import httpx
 import pytest
 from terminal import invoke
 
-from ragcache.cli.options import AnswerOptions
+from ragcache.cli.options import AnswerOptions, TurnOptions
 from ragcache.cli.serve import AddressOptions, LimitOptions, ServeOptions, server_settings
 from ragcache.server.run import listen
 from ragcache.server.settings import ServerSettings
@@ -121,10 +121,12 @@ def test_without_the_extra(store, monkeypatch):
 
 def test_options_are_the_servers_settings(tmp_path):
     answer = AnswerOptions(
-        k=3, max_tokens=9, temperature=0.5, stop=["x"], filter='{"a": 1}', on_overflow="trim", evict=7
-    )
+        k=3, max_tokens=9, temperature=0.5, stop=["x"], filter='{"a": 1}', on_overflow="trim", evict=7,
+        order="shared", hint=False,
+    )  # fmt: skip
     limits = LimitOptions(slots=2, queue=3, timeout=4.0, drain=5.0, max_body=6000, max_upload=7000)
-    made = server_settings(answer, AddressOptions(), limits, ServeOptions(model_name="ours", open_metrics=True))
+    serving = ServeOptions(model_name="ours", open_metrics=True)
+    made = server_settings(answer, TurnOptions(context="keep"), AddressOptions(), limits, serving)
     assert (made.slots, made.max_queue, made.timeout_s, made.drain_s) == (2, 3, 4.0, 5.0)
     assert (made.max_body_bytes, made.max_upload_bytes) == (6000, 7000)
     assert (made.model_name, made.open_metrics, tuple(made.api_keys)) == ("ours", True, ())
@@ -132,7 +134,8 @@ def test_options_are_the_servers_settings(tmp_path):
     given = made.answers
     assert (given.k, given.max_tokens, given.temperature, tuple(given.stop)) == (3, 9, 0.5, ("x",))
     assert (given.filter, given.on_overflow, given.evict) == ({"a": 1}, "trim", 7)
-    reached = server_settings(answer, AddressOptions(host="0.0.0.0"), limits, ServeOptions())
+    assert (given.order, given.hint, given.context) == ("shared", False, "keep")
+    reached = server_settings(answer, TurnOptions(), AddressOptions(host="0.0.0.0"), limits, ServeOptions())
     assert reached.allowed_hosts == ()
 
 

@@ -180,3 +180,26 @@ def test_a_failure_in_mid_stream_is_told_in_the_stream(served: Served, kb, lines
     assert "xylophone" not in answer.text.partition('"ragcache"')[2].partition("error")[2]
     wait_for(lambda: len(lines) == 2)
     assert lines[-1]["error"] == "internal_error"
+
+
+def test_the_prefix_tree(served: Served):
+    options = {"method": "full", "k": 2}
+    answers = [served.chat(QUESTION, max_tokens=1, ragcache=options).json() for _ in range(2)]
+    found = figures(served)
+    prompts = sum(answer["usage"]["prompt_tokens"] for answer in answers)
+    cached = sum(answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers)
+    assert found["ragcache_prefix_tokens_total", "asked"] == prompts
+    assert found["ragcache_prefix_tokens_total", "matched"] >= cached > 0
+    assert found["ragcache_prefix_tokens_total", "evicted"] == 0
+    assert found["ragcache_prefix_bytes",] > 0
+
+
+def test_an_order_that_shares_more_is_asked_for_by_request(served: Served):
+    served.chat("Dogs?", max_tokens=1, ragcache={"method": "full", "k": 4})  # passages in another order
+    counts = []
+    for hint in (True, False):
+        options = {"method": "full", "k": 4, "order": "shared", "hint": hint}
+        answer = served.chat(QUESTION, max_tokens=1, ragcache=options)
+        assert answer.status_code == 200, answer.text
+        counts.append(answer.json()["usage"]["prompt_tokens"])
+    assert counts[0] > counts[1]

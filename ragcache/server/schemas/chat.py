@@ -85,6 +85,10 @@ class Extension(RequestModel):
     context: Literal["last", "keep"] | None = Field(
         default=None, description="keep: every turn keeps the passages that it was read over"
     )
+    order: Literal["relevance", "shared"] | None = Field(
+        default=None, description="shared: passages as method full finds most of them read already"
+    )
+    hint: bool | None = Field(default=None, description="With order shared: say which passages rank first")
     on_overflow: Literal["error", "trim"] | None = Field(default=None, description="Passages that do not fit")
     top_k: TokenCount | None = Field(default=None, description="Sample among so many tokens")
     evict: TokenCount | None = Field(default=None, description="Passages' tokens to keep after the first token")
