@@ -36,6 +36,7 @@ from rich.console import Console
 import ragcache as rc
 from benchmarks.environment import environment
 from benchmarks.files import file_system
+from benchmarks.malloc import allocated_bytes
 from benchmarks.report import RESULTS, Result, show, write
 from benchmarks.soak_checks import (
     ANSWERED,
@@ -214,6 +215,7 @@ def sample(process: str, pid: int, at_s: float, tier_bytes: int) -> Sample:
         threads=int(status["Threads"]),
         cpu_s=(int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK"),
         tier_bytes=tier_bytes,
+        allocated_bytes=allocated_bytes() if pid == os.getpid() else None,
     )  # fmt: skip
 
 
@@ -320,7 +322,7 @@ def figures(run: Run, counts: Counts, ending: Ending, report: DoctorReport) -> d
         process: {
             name: None if (found := growth(of(run.samples, process), name, settings.limits.warmup_s)) is None
             else {**found._asdict(), "rise": found.rise}
-            for name in ("rss_bytes", "anonymous_bytes", "descriptors", "threads")
+            for name in ("rss_bytes", "anonymous_bytes", "allocated_bytes", "descriptors", "threads")
         }
         for process in processes(run.samples)
     }  # fmt: skip
@@ -378,6 +380,7 @@ def curve(samples: Sequence[Sample]) -> dict[str, list[dict[str, float]]]:
                 "at_s": round(one.at_s, 1), "rss_mib": round(one.rss_bytes / MIB, 1),
                 "anonymous_mib": round(one.anonymous_bytes / MIB, 1), "descriptors": one.descriptors,
                 "threads": one.threads,
+                **({} if one.allocated_bytes is None else {"allocated_mib": round(one.allocated_bytes / MIB, 1)}),
             }
             for one in own[::-step][::-1]
         ]  # fmt: skip

@@ -70,7 +70,11 @@ Answers = Mapping[tuple[str, int, str], Expected]
 
 @dataclass(frozen=True)
 class Sample:
-    """One process at one moment. at_s: on the run's clock. cpu_s: processor time so far."""
+    """One process at one moment.
+
+    at_s:  on the run's clock; cpu_s: processor time so far
+    allocated_bytes: by malloc, and not freed; None where nobody knows: of another process, say
+    """
 
     process: str
     at_s: float
@@ -80,6 +84,7 @@ class Sample:
     threads: int
     cpu_s: float
     tier_bytes: int
+    allocated_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -205,8 +210,8 @@ class Growth(NamedTuple):
 
 
 def growth(samples: Sequence[Sample], figure: str, warmup_s: float) -> Growth | None:
-    """samples: of one process, in order. None for fewer than eight after the warm-up."""
-    kept = [one for one in samples if one.at_s >= warmup_s]
+    """samples: of one process, in order. None for fewer than eight after the warm-up that have the figure."""
+    kept = [one for one in samples if one.at_s >= warmup_s and getattr(one, figure) is not None]
     if len(kept) < 8:
         return None
     values = [float(getattr(one, figure)) for one in kept]
@@ -266,6 +271,8 @@ def flat(process: str, samples: Sequence[Sample], limits: Limits) -> list[Goal]:
         ("file descriptors, last quarter less first", limits.spare, descriptors.rise),
         ("threads, last quarter less first", limits.spare, threads.rise),
     ]
+    if (allocated := growth(samples, "allocated_bytes", limits.warmup_s)) is not None:
+        rows.append(("allocated by malloc, last quarter less first, MiB", most, allocated.rise / MIB))
     return [Goal(f"{process}: {what}", "at most", limit, measured, applies) for what, limit, measured in rows]
 
 

@@ -23,6 +23,11 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             minutes, [point["anonymous_mib"] for point in points], "--", color=line.get_color(), linewidth=0.9,
             label=f"{process}: of it anonymous",
         )  # fmt: skip
+        if all("allocated_mib" in point for point in points):
+            ax.plot(
+                minutes, [point["allocated_mib"] for point in points], ":", color=line.get_color(), linewidth=0.9,
+                label=f"{process}: allocated by malloc",
+            )  # fmt: skip
     warmup = result["figures"]["limits"]["warmup_s"] / 60
     ax.axvspan(0, warmup, color="0.92", label="warming up: left out")
     ax.set_xlim(left=0)
