@@ -19,6 +19,7 @@ from ragcache.codecs import get_codec
 from ragcache.errors import DamagedBlockError, MissingBlockError, PinError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
 from ragcache.store.complaints import Complaints
+from ragcache.store.demotion import Demotion
 from ragcache.store.eviction import EvictionPolicy, get_policy
 from ragcache.store.expiry import Expiry
 from ragcache.store.key_locks import KeyLocks
@@ -105,12 +106,11 @@ class KVStore:
     ) -> None:
         self.root = Path(root)
         self.read_only = read_only
-        self._referenced = referenced
         self._new_policy: Callable[[], EvictionPolicy] = lambda: get_policy(eviction, admission)
         self._pins = Pins(self.root)
         self._device_bytes = device_bytes
         memory = MemoryTier(memory_bytes, self._new_policy(), is_pinned=self._pins.__contains__)
-        memory.demote = lambda key, block: self._demote(memory, key, block)
+        memory.demote = lambda key, block: self._demotion.demote(memory, self._below(memory), key, block)
         budget = None if read_only else disk_bytes
         self._disk = DiskTier(self.root, get_codec(codec), budget, self._new_policy(), self._pins.__contains__)
         behind = WriteBehind(self._disk, write_behind_bytes)
@@ -118,11 +118,10 @@ class KVStore:
         # Fastest first. Everything below is written for any number of tiers of which the last is durable.
         self._volatile: tuple[BudgetedTier, ...] = (memory,)
         self._expiry = None if ttl_s is None else Expiry(ttl_s, self._disk.files, writable=not read_only)
-        self._passing: set[str] = set()  # held here for a moment, and never to be written
-        self._written_late: set[str] = set()  # since the last look at what is referenced
         self._complaints = Complaints(log)
         self._trace = None if trace is None else TraceWriter(Path(trace))
         self._key_locks = KeyLocks()
+        self._demotion = Demotion(self._durable, self._key_locks, read_only=read_only, referenced=referenced)
         self._readers = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="ragcache-read")
         # Apart from the readers: what may be wanted never stands before what is.
         self._prefetchers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="ragcache-prefetch")
@@ -134,6 +133,9 @@ class KVStore:
     def _tiers(self) -> tuple[Tier, ...]:
         return (*self._volatile, self._durable)
 
+    def _below(self, tier: BudgetedTier) -> Tier:
+        return self._tiers[self._volatile.index(tier) + 1]
+
     def use_device(self, device: torch.device) -> None:
         """Say where the model is, once it is loaded: from now on there is a device tier, if it has a budget, and on
         CUDA host memory is page-locked. A second call changes nothing."""
@@ -143,7 +145,7 @@ class KVStore:
                     tier.page_locked = True
         if self._device_bytes and not any(isinstance(tier, DeviceTier) for tier in self._volatile):
             tier = DeviceTier(device, self._device_bytes, self._new_policy(), is_pinned=self._pins.__contains__)
-            tier.demote = lambda key, block: self._demote(tier, key, block)
+            tier.demote = lambda key, block: self._demotion.demote(tier, self._below(tier), key, block)
             self._volatile = (tier, *self._volatile)
 
     def put(self, key: str, block: KVBlock, *, flushed: bool = False) -> KVBlock:
@@ -160,9 +162,7 @@ class KVStore:
         self._refuse_if_read_only()
         with self._key_locks.hold(key):
             written = self._durable.put_now(key, block) if flushed else self._durable.put(key, block)
-            self._passing.discard(key)
-            if self._durable is not self._disk:
-                self._written_late.add(key)
+            self._demotion.stays(key, late=self._durable is not self._disk)
             kept = self._promote(key, written or self._disk.recoded(key, block), len(self._volatile))
             self._mark_used(key)
         self._record_made(key, kept)
@@ -176,7 +176,7 @@ class KVStore:
         recoded = self._disk.recoded(key, block)
         with self._key_locks.hold(key):
             if key not in self._durable:
-                self._passing.add(key)
+                self._demotion.passes(key)
             self._promote(key, recoded, len(self._volatile))
             self._mark_used(key)
         self._record_made(key, recoded)
@@ -295,7 +295,7 @@ class KVStore:
         with self._key_locks.hold(key):
             for tier in self._tiers:
                 tier.delete(key)
-            self._passing.discard(key)
+            self._demotion.stays(key)
             self._forget_use(key)
         self._pins.remove([key])
 
@@ -318,14 +318,13 @@ class KVStore:
         to it. A block that was written late, after its document was deleted, is deleted as well.
         """
         self._pins.reload()
-        self._delete_written_late()
+        self._demotion.delete_late()
         held = [(tier, key) for tier in self._volatile for key in list(tier.keys()) if key not in self._durable]
-        known = {key for _, key in held} - self._passing
-        kept = self._referenced(known) if self._referenced is not None and known else set()
+        kept = self._demotion.wanted(key for _, key in held)
         gone = [(tier, key) for tier, key in held if key not in kept]
         for tier, key in gone:
             tier.delete(key)
-            self._passing.discard(key)
+            self._demotion.stays(key)
         return len(gone)
 
     def expire(self) -> list[str]:
@@ -369,7 +368,7 @@ class KVStore:
         self._readers.shutdown()
         for tier in self._tiers:
             tier.close()
-        self._delete_written_late()
+        self._demotion.delete_late()
         if self._trace is not None:
             self._trace.close()
 
@@ -428,47 +427,6 @@ class KVStore:
 
     def _not_in_memory(self, keys: Sequence[str]) -> list[str]:
         return [key for key in dict.fromkeys(keys) if not any(key in tier for tier in self._volatile)]
-
-    # Demotion
-
-    def _demote(self, above: BudgetedTier, key: str, block: KVBlock) -> None:
-        """Hand what a tier evicts to the next slower one, unless that has it, or somebody works on the key."""
-        below = self._tiers[self._volatile.index(above) + 1]
-        if key in below or (below is self._durable and not self._is_to_be_written(key)):
-            return
-        with self._key_locks.try_hold(key) as free:
-            if not free or not above.is_leaving(key):  # being read or made again; or deleted meanwhile
-                return
-            try:
-                if below is not self._durable:
-                    below.put(key, block)
-                    return
-                if self._referenced is None or self._referenced([key]):
-                    self._durable.put_as_held(key, block)
-                    self._written_late.add(key)
-                self._complaints.worked()
-            except (StoreError, OSError) as error:
-                self._complaints.failed(f"block {key} is not written, and is computed again when it is needed", error)
-
-    def _is_to_be_written(self, key: str) -> bool:
-        passing = key in self._passing
-        self._passing.discard(key)
-        return not (passing or self.read_only)
-
-    def _delete_written_late(self) -> None:
-        """Delete what was written after its document was deleted by another process, which did not find it (law 10)."""
-        late, self._written_late = self._written_late, set()
-        if self._referenced is None or not late:
-            return
-        try:
-            for key in late - self._referenced(late):
-                with self._key_locks.hold(key):
-                    self._durable.delete(key)
-        except (StoreError, OSError) as error:
-            self._written_late |= late
-            log.warning(
-                "%s: blocks of deleted documents may be left; `ragcache doctor` collects them: %s", self.root, error
-            )
 
     # Time to live
 
