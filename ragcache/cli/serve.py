@@ -97,8 +97,10 @@ def run_server(
     store: StoreOptions, models: ModelOptions, address: AddressOptions, settings: ServerSettings, *, web: bool
 ) -> None:
     """Raises ConfigError (address taken) before a model is loaded."""
+    from ragcache.server.arenas import limit_arenas
     from ragcache.server.run import listen, url_of
 
+    limit_arenas()
     if address.host not in LOOPBACK and not settings.api_keys:
         say_error(f"warning: {address.host} is reached from outside, and no API key is set: anyone can read the store")
     log_as_json()
