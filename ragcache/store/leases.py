@@ -27,10 +27,23 @@ class _Token:
     """Lives as long as the aliases."""
 
 
-class _Leased(np.ndarray):
-    """A buffer that keeps a token alive: a storage made over it holds it until the last tensor of the storage goes."""
+class _Memory:
+    """A tensor's bytes for NumPy, whose arrays over them keep this alive. The bytes go before the token does: once that
+    is gone, somebody else may take their room."""
 
-    token: _Token | None = None
+    def __init__(self, tensor: Tensor, token: _Token) -> None:
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        self._tensor: Tensor | None = tensor
+        self._token: _Token | None = token
+
+    def __del__(self) -> None:
+        self._tensor = None
+        self._token = None
 
 
 def _alias(tensor: Tensor, token: _Token) -> Tensor:
@@ -39,8 +52,7 @@ def _alias(tensor: Tensor, token: _Token) -> Tensor:
     # Page-locked memory: the allocator has to know its own storage, to wait for copies that are under way.
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_pinned():
         return _alias_of_storage(tensor, token)
-    buffer = tensor.detach().view(-1).view(torch.uint8).numpy().view(_Leased)
-    buffer.token = token
+    buffer = np.asarray(_Memory(tensor.detach(), token))
     return torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
 
 

@@ -55,7 +55,7 @@ class BudgetedTier(Tier):
         self.demote = demote
         self._ledger = Ledger(budget_bytes, policy, is_pinned)
         self._blocks: dict[str, KVBlock] = {}
-        self._leaving: dict[str, KVBlock] = {}
+        self._leaving: dict[str, dict[str, KVBlock]] = {}  # and with which others
         self._lock = threading.Lock()
 
     @property
@@ -76,7 +76,7 @@ class BudgetedTier(Tier):
         if claim is None:
             return None
         try:
-            self._let_go(claim)
+            self._let_go(*claim)
             held = block.map(self._copy)
         except BaseException:
             with self._lock:
@@ -127,26 +127,30 @@ class BudgetedTier(Tier):
     def _lent(self, key: str, held: KVBlock) -> KVBlock:
         return leased(held, self._ledger.lease(key))
 
-    def _claim(self, entry: Entry) -> Claim | None:
+    def _claim(self, entry: Entry) -> tuple[Claim, dict[str, KVBlock]] | None:
+        """The claim, and the blocks of its victims, which nobody else holds."""
         with self._lock:
             self._forget(entry.key)
             claim = self._ledger.claim(entry)
-            for victim in claim.victims if claim else ():
-                self._leaving[victim.key] = self._blocks.pop(victim.key)
-            return claim
+            if claim is None:
+                return None
+            going = {victim.key: self._blocks.pop(victim.key) for victim in claim.victims}
+            self._leaving |= dict.fromkeys(going, going)
+            return claim, going
 
-    def _let_go(self, claim: Claim) -> None:
+    def _let_go(self, claim: Claim, going: dict[str, KVBlock]) -> None:
         """Hand the victims down, and let go of them."""
         try:
-            for victim in claim.victims:
-                block = self._leaving.get(victim.key)
-                if block is not None:  # deleted meanwhile
-                    self.demote(victim.key, block)
+            for key in list(going):
+                if self._leaving.get(key) is going:  # else it was deleted, or put and evicted once more
+                    self.demote(key, going[key])
+                del going[key]
         finally:
-            block = None
             with self._lock:
                 for victim in claim.victims:
-                    self._leaving.pop(victim.key, None)
+                    if self._leaving.get(victim.key) is going:
+                        del self._leaving[victim.key]
+                going.clear()
                 self._ledger.settle(claim)
 
     def _forget(self, key: str) -> None:
