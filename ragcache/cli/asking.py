@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -60,15 +59,19 @@ def chat(
         return
     options = answer.stream_options()
     with open_with_models(store, models) as kb:
-        asking = partial(kb.stream, **options) if turns.context == "last" else _conversation(kb, options)
+        ask_next = _one_by_one(kb, options) if turns.context == "last" else _conversation(kb, options)
         for question in _questions():
             try:
-                print_answer(stream_text(asking(question)))
+                print_answer(stream_text(ask_next(question)))
             except RagCacheError as error:
                 say_error(error)
             except KeyboardInterrupt:
                 say("\n(stopped)")
             say()
+
+
+def _one_by_one(kb: RagCache, options: Mapping[str, Any]) -> Callable[[str], Iterator[Event]]:
+    return lambda question: kb.stream(question, **options)
 
 
 def _conversation(kb: RagCache, options: Mapping[str, Any]) -> Callable[[str], Iterator[Event]]:
