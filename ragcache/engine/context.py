@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 
 REMEMBERED_TURNS = 16384
+SPACES = ("\u2581", "\u0120")
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,19 @@ class KeptConversation:
         if last is None:
             raise PromptError("there is no user message; end the conversation with a question")
         once = _each_once(given)
-        ids = [self._part(piece, once) for piece in pieces[:last]]
+        ids = [self._part(piece, once) for piece in self._without_double_space(pieces[:last])]
         behind = [id for piece in pieces[last + 1 :] for id in self._part(piece, given) if isinstance(id, int)]
         return Earlier(tuple(part for part in ids if part)), behind
+
+    def _without_double_space(self, pieces: Sequence[str | Slot | Said]) -> Iterator[str | Slot | Said]:
+        """Templates may put a space before an answer's text, and models make one themselves: the prompt then goes on
+        from what the answer was read behind, and is what the template makes of it."""
+        for piece, behind in zip(pieces, [*pieces[1:], None], strict=True):
+            known = self._memory.find(self._keys[behind.turn]) if isinstance(behind, Said) else None
+            if isinstance(piece, str) and known and known.answer_ids:
+                piece = piece.removesuffix(_leading_space(self._tokenizer, known.answer_ids))
+            if piece != "":
+                yield piece
 
     def _part(self, piece: str | Slot | Said, given: Mapping[int, Sequence[Hit]]) -> tuple[int, ...] | tuple[Hit, ...]:
         if isinstance(piece, str):
@@ -163,6 +174,14 @@ class KeptConversation:
         key = self._memory.keys([*self._turns, ("assistant", answer)], self._where, self._system)[-1]
         passages = tuple((hit.chunk.vector_id, hit.score) for hit in hits if hit.chunk.is_stored)
         self._memory.remember(key, Turn(passages, tuple(answer_ids)))
+
+
+def _leading_space(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """That the text of these tokens begins with. Some decoders leave the first one out; the token itself shows it, in
+    SentencePiece's spelling or in that of byte-level BPE."""
+    text = str(tokenizer.decode(ids))
+    written = str(tokenizer.convert_ids_to_tokens(ids[0]))
+    return text[: len(text) - len(text.lstrip())] or (" " if written[:1] in SPACES else "")
 
 
 def _each_once(given: Mapping[int, Sequence[Hit]]) -> dict[int, list[Hit]]:

