@@ -43,9 +43,10 @@ class Children:
         assert self.parent.stdin is not None
         self.parent.stdin.write(" ".join(command).encode() + b"\n")
         self.parent.stdin.flush()
-        lines = self._lines_until(2)
+        lines: list[str] = []
+        while "ready" not in lines or not any(line.startswith("pid ") for line in lines):
+            lines += self._lines_until(1)  # the child may have said much before its parent says who it is
         pid = next(int(line.split()[1]) for line in lines if line.startswith("pid "))
-        assert "ready" in lines, lines
         said = [line for line in lines if line != "ready" and not line.startswith("pid ")]
         said += self._lines_until(after_lines - len(said))
         said += self._lines_for(after_s)
