@@ -188,8 +188,8 @@ def serving(settings: Settings, store: Path, log: Path) -> Iterator[Serving]:
     environ = {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(settings.threads)}
     with log.open("w") as said:
         process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=said, text=True)
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         waiting = threading.Timer(SERVER_START_S, process.kill)
         waiting.start()
         url = re.search(r"http://\S+?(?=/v1)", process.stdout.readline())
@@ -201,6 +201,7 @@ def serving(settings: Settings, store: Path, log: Path) -> Iterator[Serving]:
         if process.poll() is None:
             process.kill()
             process.wait()
+        process.stdout.close()
 
 
 def sample(process: str, pid: int, at_s: float, tier_bytes: int) -> Sample:
