@@ -29,6 +29,7 @@ from transformers import AttentionInterface
 
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.rope import Rope
+from ragcache.models.attend import Scoring, additive, attend, attention_weights, visible
 
 NAME = "ragcache"
 # Rows that share one mask: more of them attend to keys that only the last can see. A GPU repeats the KV heads for every
@@ -36,7 +37,6 @@ NAME = "ragcache"
 CPU_SPAN_ROWS = 128
 GPU_SPAN_ROWS = 1024
 SCORES_AT_ONCE = 1 << 24  # attention weights that are looked at together: 64 MiB
-_sdpa = nn.functional.scaled_dot_product_attention
 
 
 @dataclass(eq=False)
@@ -61,17 +61,16 @@ class Projected(NamedTuple):
     query:      [1, num_heads, num_rows, head_dim]
     key, value: [1, num_kv_heads, num_rows, head_dim] of the same tokens
     positions:  int64 [num_rows]
-    scaling, window, softcap, sinks: how the layer scores them
+    scoring:    how the layer scores them
+    window:     the layer's sliding window, or None
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     positions: Tensor
-    scaling: float
+    scoring: Scoring
     window: int | None
-    softcap: float | None
-    sinks: Tensor | None
 
 
 class ProjectedSignal(Exception):  # noqa: N818 - it ends a layer early; it is no error
@@ -191,22 +190,21 @@ def attention(
 
     Returns [batch, num_tokens, num_heads, head_dim], as transformers' own attention functions do.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     current = CURRENT.get()
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(current, FusedPass):
         if current.cache.probing:
-            positions = current.running
-            raise ProjectedSignal(Projected(query, key, value, positions, scaling, sliding_window, softcap, s_aux))
-        out = _attend_fused(current, layer, query, key, value, sliding_window, scaling, softcap, s_aux)
+            raise ProjectedSignal(Projected(query, key, value, current.running, scoring, sliding_window))
+        out = _attend_fused(current, layer, query, key, value, sliding_window, scoring)
     elif isinstance(current, JointPass):
-        out = _attend_jointly(current, layer, query, sliding_window, scaling, softcap, s_aux)
+        out = _attend_jointly(current, layer, query, sliding_window, scoring)
     else:
         if isinstance(current, EncodePass):
             query, key, value, mask, causal = _encode_inputs(current, layer, query, key, value, sliding_window)
         else:
             mask, causal = attention_mask, attention_mask is None and query.shape[2] > 1
-        out = _attend(query, key, value, mask, causal, scaling, softcap, s_aux)
+        out = attend(query, key, value, mask, causal, scoring)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -231,20 +229,12 @@ def _encode_inputs(
     return query, key, value, additive(mask, query.dtype), False
 
 
-def _attend_jointly(
-    current: JointPass,
-    layer: int,
-    query: Tensor,
-    window: int | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend_jointly(current: JointPass, layer: int, query: Tensor, window: int | None, scoring: Scoring) -> Tensor:
     """Each request's rows over what its own cache holds."""
     parts = []
     for member, rows in zip(current.members, torch.split(query, list(current.lengths), dim=2), strict=True):
         key, value, _ = member.cache.layer_state(layer)
-        parts.append(_attend_fused(member, layer, rows, key, value, window, scaling, softcap, sinks))
+        parts.append(_attend_fused(member, layer, rows, key, value, window, scoring))
     return torch.cat(parts, dim=2)
 
 
@@ -255,12 +245,11 @@ def _attend_fused(
     key: Tensor,
     value: Tensor,
     window: int | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     change = current.cache.adjust
-    adjust = None if change is None else lambda scores: change(scores, current.cache.layer_state(layer)[2])
+    if change is not None:
+        scoring = scoring._replace(adjust=lambda scores: change(scores, current.cache.layer_state(layer)[2]))
     positions = current.running
     num_tokens, length = positions.shape[0], key.shape[2]
     if window is not None and int(positions.max()) < window:
@@ -270,26 +259,22 @@ def _attend_fused(
 
         def weights(rows: int) -> Tensor:
             mask = additive(_mask(current, layer, positions, num_tokens - rows, num_tokens, window), torch.float32)
-            return _weights(query[:, :, -rows:], key, mask, False, scaling, softcap, sinks, adjust)[0]
+            return attention_weights(query[:, :, -rows:], key, mask, False, scoring)[0]
 
         observer(Attended(layer, query, positions, weights))
     if current.ordered and window is None:
         causal = num_tokens == length and num_tokens > 1
-        plain = softcap is None and sinks is None and adjust is None
-        if causal or num_tokens == 1 or (positions.is_cuda and plain):
+        if causal or num_tokens == 1 or (positions.is_cuda and scoring.plain):
             mask = None if causal or num_tokens == 1 else causal_lower_right(num_tokens, length)
-            return _attend(query, key, value, mask, causal, scaling, softcap, sinks, adjust)
+            return attend(query, key, value, mask, causal, scoring)
     parts = [
-        _attend(
+        attend(
             query[:, :, span.start : span.end],
             key[:, :, : span.num_keys],
             value[:, :, : span.num_keys],
             span.mask,
             False,
-            scaling,
-            softcap,
-            sinks,
-            adjust,
+            scoring,
             span.hidden_from,
         )
         for span in _spans(current, layer, positions, length, window, query.dtype)
@@ -332,118 +317,6 @@ def _mask(current: FusedPass, layer: int, positions: Tensor, start: int, end: in
     return mask
 
 
-def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """bool [num_queries, num_keys]: keys at or before the query and, in a sliding layer, less than `window` back.
-
-    [num_kv_heads, num_queries, num_keys] for key positions [num_kv_heads, num_keys]: after eviction heads may differ.
-    """
-    distance = query_positions[:, None] - key_positions[..., None, :]
-    mask = distance >= 0
-    return mask if window is None else mask & (distance < window)
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where visible, the lowest value elsewhere. Made once a pass: a boolean mask is converted in every layer."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    adjust: Callable[[Tensor], Tensor] | None = None,
-    hidden_from: int = 0,
-) -> Tensor:
-    if softcap is not None or sinks is not None or adjust is not None:
-        return _attend_explicitly(query, key, value, mask, causal, scaling, softcap, sinks, adjust)
-    few = query.shape[2] * 4 < key.shape[2]
-    if few and key.device.type == "cpu" and key.dtype != torch.float32 and not causal:
-        # Half-precision matrix products are far faster than the fused kernel on a CPU for a short suffix.
-        if query.shape[0] == 1:
-            return _attend_by_head(query, key, value, mask, hidden_from, scaling)
-        return _attend_explicitly(query, key, value, mask, causal, scaling, None, None)
-    grouped = query.shape[1] != key.shape[1]
-    if type(mask) is Tensor and mask.dim() == 3:
-        mask = mask.repeat_interleave(query.shape[1] // key.shape[1], 0)[None]
-    if mask is not None and key.is_cuda and grouped and isinstance(mask, Tensor) and type(mask) is Tensor:
-        # A masked grouped call falls back to the slow kernel on CUDA; repeating the heads does not.
-        repeats = query.shape[1] // key.shape[1]
-        key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
-    return _sdpa(query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
-
-
-def _attend_by_head(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, hidden_from: int, scaling: float
-) -> Tensor:
-    """A few rows of one request, KV head by KV head: a batched product would copy all keys and values, since they are
-    a part of the cache's tensors, and weights need no more precision than the values that they weigh."""
-    num_kv_heads, length = key.shape[1:3]
-    num_heads, num_tokens, width = query.shape[1:]
-    folded = (query * scaling).reshape(num_kv_heads, -1, width)
-    rows = []
-    for head in range(num_kv_heads):
-        scores = torch.mm(folded[head], key[0, head].t()).view(-1, num_tokens, length)
-        if mask is not None:
-            scores[..., hidden_from:] += (mask if mask.dim() == 2 else mask[head])[..., hidden_from:]
-        rows.append(torch.mm(scores.softmax(-1).view(-1, length), value[0, head]))
-    return torch.stack(rows).view(1, num_heads, num_tokens, -1)
-
-
-def _attend_explicitly(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    adjust: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    batch, num_heads, num_tokens, _ = query.shape
-    weights = _weights(query, key, mask, causal, scaling, softcap, sinks, adjust)
-    weights = weights.to(value.dtype).view(batch, key.shape[1], -1, key.shape[2])
-    return torch.matmul(weights, value).view(batch, num_heads, num_tokens, -1)
-
-
-def _weights(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    adjust: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """Softmax(cap(q k^T * scaling)), float32 [batch, num_kv_heads, groups, num_tokens, length], with the query heads
-    of one KV head folded into its rows, so that no head repeats."""
-    batch, num_heads, num_tokens, width = query.shape
-    num_kv_heads = key.shape[1]
-    groups = num_heads // num_kv_heads
-    folded = query.reshape(batch, num_kv_heads, groups * num_tokens, width)
-    scores = torch.matmul(folded * scaling, key.transpose(2, 3)).float()
-    scores = scores.view(batch, num_kv_heads, groups, num_tokens, -1)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if causal:
-        positions = torch.arange(num_tokens, device=key.device)
-        mask = additive(visible(positions, positions, None), scores.dtype)
-    if mask is not None:
-        scores += mask if mask.dim() == 2 else mask[:, None]
-    if adjust is not None:
-        scores = adjust(scores)
-    if sinks is None:
-        return scores.softmax(-1)
-    column = sinks.float().view(1, num_kv_heads, groups, 1, 1).expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
-
-
 def attention_received(projected: Projected, key: Tensor, key_positions: Tensor) -> Tensor:
     """What each key gets of the projected rows' attention, summed over rows and heads: float32 [length].
 
@@ -456,6 +329,6 @@ def attention_received(projected: Projected, key: Tensor, key_positions: Tensor)
     for start in range(0, query.shape[2], step):
         rows = slice(start, start + step)
         mask = additive(visible(positions[rows], key_positions, projected.window), torch.float32)
-        weights = _weights(query[:, :, rows], key, mask, False, projected.scaling, projected.softcap, projected.sinks)
+        weights = attention_weights(query[:, :, rows], key, mask, False, projected.scoring)
         total += weights.sum((0, 1, 2, 3))
     return total

@@ -95,8 +95,8 @@ def test_a_long_suffix_is_scored_a_few_rows_at_a_time(load, monkeypatch):
     prompt = random_prompt(43, chunks=CHUNKS, suffix=40)
     at_once = rc.fuse(lm, prompt, "a3", ratio=0.3).next_logits
     seen = []
-    weights = attention._weights
-    monkeypatch.setattr(attention, "_weights", lambda *args: seen.append(weights(*args)) or seen[-1])
+    weights = attention.attention_weights
+    monkeypatch.setattr(attention, "attention_weights", lambda *args: seen.append(weights(*args)) or seen[-1])
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * prompt.num_tokens * 7)
     assert_same(rc.fuse(lm, prompt, "a3", ratio=0.3).next_logits, at_once)
     assert sum(part.shape[3] == 7 and part.shape[4] == prompt.num_tokens for part in seen) == 5

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from ragcache.models.attention import _attend, _attend_explicitly, additive, visible
+from ragcache.models.attend import Scoring, additive, attend, attend_explicitly, visible
 
 
 def by_hand(query, key, value, allowed, scaling, softcap=None, sinks=None):
@@ -44,7 +44,7 @@ def test_masked_grouped_attention(rows, length, window, dtype):
     query, key, value = inputs(rows, length, dtype=dtype)
     allowed = visible(torch.arange(length - rows, length), torch.arange(length), window)
     expected = by_hand(query, key, value, allowed.numpy(), 0.3)
-    got = _attend(query, key, value, additive(allowed, dtype), False, 0.3, None, None)
+    got = attend(query, key, value, additive(allowed, dtype), False, Scoring(0.3))
     np.testing.assert_allclose(got.float().numpy(), expected, atol=1e-5 if dtype == torch.float32 else 0.03)
 
 
@@ -65,7 +65,7 @@ def test_a_few_rows_in_half_precision(rows, hidden):
         allowed[1] = allowed[0]
     mask = additive(allowed if hidden == "by KV head" else allowed[0], dtype)
     first = length - rows if hidden == "the last columns" else 3
-    got = _attend(query, key, value, None if hidden == "none" else mask, False, 0.3, None, None, None, first)
+    got = attend(query, key, value, None if hidden == "none" else mask, False, Scoring(0.3), first)
     for kv_head in range(2):
         heads = slice(3 * kv_head, 3 * kv_head + 3)
         ours = by_hand(
@@ -79,7 +79,7 @@ def test_softcap_and_sinks():
     allowed = visible(torch.arange(8, 12), torch.arange(12), None)
     sinks = torch.linspace(-1, 1, 6)
     expected = by_hand(query, key, value, allowed.numpy(), 0.5, softcap=2.0, sinks=sinks.numpy())
-    got = _attend(query, key, value, additive(allowed, torch.float32), False, 0.5, 2.0, sinks)
+    got = attend(query, key, value, additive(allowed, torch.float32), False, Scoring(0.5, 2.0, sinks))
     np.testing.assert_allclose(got.numpy(), expected, atol=1e-5)
 
 
@@ -89,12 +89,12 @@ def test_causal_paths_agree():
     allowed = visible(torch.arange(6), torch.arange(6), None)
     expected = by_hand(query, key, value, allowed.numpy(), 0.4)
     for got in (
-        _attend(query, key, value, None, True, 0.4, None, None),
-        _attend(query, key, value, causal_lower_right(6, 6), False, 0.4, None, None),
-        _attend_explicitly(query, key, value, None, True, 0.4, None, None),
+        attend(query, key, value, None, True, Scoring(0.4)),
+        attend(query, key, value, causal_lower_right(6, 6), False, Scoring(0.4)),
+        attend_explicitly(query, key, value, None, True, Scoring(0.4)),
     ):
         np.testing.assert_allclose(got.numpy(), expected, atol=1e-5)
-    shorter = _attend(query[:, :, 4:], key, value, causal_lower_right(2, 6), False, 0.4, None, None)
+    shorter = attend(query[:, :, 4:], key, value, causal_lower_right(2, 6), False, Scoring(0.4))
     np.testing.assert_allclose(shorter.numpy(), expected[:, :, 4:], atol=1e-5)
 
 
@@ -102,4 +102,4 @@ def test_no_row_is_ever_empty():
     """A query that sees nothing would be NaN; masks are finite, so it is an average instead."""
     query, key, value = inputs(1, 4)
     nothing = additive(torch.zeros(1, 4, dtype=torch.bool), torch.float32)
-    assert torch.isfinite(_attend(query, key, value, nothing, False, 0.3, None, None)).all()
+    assert torch.isfinite(attend(query, key, value, nothing, False, Scoring(0.3))).all()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ragcache.models.attention import additive
+from ragcache.models.attend import additive
 
 OPEN = 0
 PADDING = -(1 << 30)

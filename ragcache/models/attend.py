@@ -1,0 +1,133 @@
+"""Attention of some rows over some keys: which computation is the fastest, and the explicit one where none other can.
+
+Softmax(cap(q k^T * scaling)) v, grouped-query, with KV heads unrepeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_sdpa = nn.functional.scaled_dot_product_attention
+
+
+class Scoring(NamedTuple):
+    """How a layer turns the products of queries and keys into weights.
+
+    scaling: factor of the products
+    softcap: Gemma 2's cap of the scores; None: none
+    sinks:   float [num_heads], GPT-OSS's score of a key that is not there; None: none
+    adjust:  changes capped and masked scores, float32 [batch, num_kv_heads, groups, num_rows, length]; None: nothing
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    adjust: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but the scaling: what PyTorch's kernels compute."""
+        return self.softcap is None and self.sinks is None and self.adjust is None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scoring: Scoring,
+    hidden_from: int = 0,
+) -> Tensor:
+    """query: [batch, num_heads, num_rows, head_dim]; key, value: [batch, num_kv_heads, length, head_dim].
+
+    mask:        see `additive`; None: every key is visible, or with `causal` as many as rows, the later ones last
+    hidden_from: the mask hides no key before this one
+    Returns [batch, num_heads, num_rows, head_dim].
+    """
+    if not scoring.plain:
+        return attend_explicitly(query, key, value, mask, causal, scoring)
+    few = query.shape[2] * 4 < key.shape[2]
+    if few and key.device.type == "cpu" and key.dtype != torch.float32 and not causal:
+        # Half-precision matrix products are far faster than the fused kernel on a CPU for a short suffix.
+        if query.shape[0] == 1:
+            return _attend_by_head(query, key, value, mask, hidden_from, scoring.scaling)
+        return attend_explicitly(query, key, value, mask, causal, scoring)
+    grouped = query.shape[1] != key.shape[1]
+    if type(mask) is Tensor and mask.dim() == 3:
+        mask = mask.repeat_interleave(query.shape[1] // key.shape[1], 0)[None]
+    if type(mask) is Tensor and key.is_cuda and grouped:
+        # A masked grouped call falls back to the slow kernel on CUDA; repeating the heads does not.
+        repeats = query.shape[1] // key.shape[1]
+        key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
+    return _sdpa(query, key, value, attn_mask=mask, is_causal=causal, scale=scoring.scaling, enable_gqa=grouped)
+
+
+def _attend_by_head(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, hidden_from: int, scaling: float
+) -> Tensor:
+    """A few rows of one request, KV head by KV head: a batched product would copy all keys and values, since they are
+    a part of the cache's tensors, and weights need no more precision than the values that they weigh."""
+    num_kv_heads, length = key.shape[1:3]
+    num_heads, num_tokens, width = query.shape[1:]
+    folded = (query * scaling).reshape(num_kv_heads, -1, width)
+    rows = []
+    for head in range(num_kv_heads):
+        scores = torch.mm(folded[head], key[0, head].t()).view(-1, num_tokens, length)
+        if mask is not None:
+            scores[..., hidden_from:] += (mask if mask.dim() == 2 else mask[head])[..., hidden_from:]
+        rows.append(torch.mm(scores.softmax(-1).view(-1, length), value[0, head]))
+    return torch.stack(rows).view(1, num_heads, num_tokens, -1)
+
+
+def attend_explicitly(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scoring: Scoring
+) -> Tensor:
+    """`attend` written out: for what no kernel computes."""
+    batch, num_heads, num_tokens, _ = query.shape
+    weights = attention_weights(query, key, mask, causal, scoring)
+    weights = weights.to(value.dtype).view(batch, key.shape[1], -1, key.shape[2])
+    return torch.matmul(weights, value).view(batch, num_heads, num_tokens, -1)
+
+
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scoring: Scoring) -> Tensor:
+    """Softmax(cap(q k^T * scaling)): float32 [batch, num_kv_heads, groups, num_tokens, length], with the query heads
+    of one KV head folded into its rows, so that no head repeats."""
+    batch, num_heads, num_tokens, width = query.shape
+    num_kv_heads = key.shape[1]
+    groups = num_heads // num_kv_heads
+    folded = query.reshape(batch, num_kv_heads, groups * num_tokens, width)
+    scores = torch.matmul(folded * scoring.scaling, key.transpose(2, 3)).float()
+    scores = scores.view(batch, num_kv_heads, groups, num_tokens, -1)
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    if causal:
+        positions = torch.arange(num_tokens, device=key.device)
+        mask = additive(visible(positions, positions, None), scores.dtype)
+    if mask is not None:
+        scores += mask if mask.dim() == 2 else mask[:, None]
+    if scoring.adjust is not None:
+        scores = scoring.adjust(scores)
+    if scoring.sinks is None:
+        return scores.softmax(-1)
+    column = scoring.sinks.float().view(1, num_kv_heads, groups, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+
+
+def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+    """bool [num_queries, num_keys]: keys at or before the query and, in a sliding layer, less than `window` back.
+
+    [num_kv_heads, num_queries, num_keys] for key positions [num_kv_heads, num_keys]: after eviction heads may differ.
+    """
+    distance = query_positions[:, None] - key_positions[..., None, :]
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, the lowest value elsewhere. Made once a pass: a boolean mask is converted in every layer."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
