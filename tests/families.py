@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ragcache as rc
+from ragcache.models.lm import LanguageModel
 
 VOCAB = 199
 SMALL: dict[str, Any] = {
@@ -107,6 +109,12 @@ def save_tiny(family: str, directory: str) -> str:
 def oracle_model(directory: str) -> PreTrainedModel:
     """Plain transformers, eager attention: nothing of ragcache in it."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def load_tiny(family: str, directory: Path) -> tuple[LanguageModel, PreTrainedModel]:
+    """Random weights of `family`, saved in `directory`, as ragcache and as the oracle load them."""
+    saved = save_tiny(family, str(directory))
+    return rc.load_lm(saved), oracle_model(saved)
 
 
 def random_prompt(

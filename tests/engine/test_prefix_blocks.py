@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, assert_same, block_diagonal, oracle_logits, oracle_model, random_prompt, save_tiny
+from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.engine.prefix_blocks import PrefixBlocks
@@ -15,8 +15,7 @@ from ragcache.fusion.fuse import fuse
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def family(request, tmp_path_factory):
-    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
-    return rc.load_lm(directory), oracle_model(directory)
+    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")

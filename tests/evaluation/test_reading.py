@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import oracle_model, random_prompt, save_tiny
+from families import load_tiny, random_prompt
 
 import ragcache as rc
 from ragcache.evaluation.reading import forced_logits, would_write
@@ -15,8 +15,7 @@ LENGTH = 6
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "gpt_oss", "mixtral"])
 def model(request, tmp_path_factory):
-    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
-    return rc.load_lm(directory), oracle_model(directory)
+    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("method", ["full", "epic", "ape"])

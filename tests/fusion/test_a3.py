@@ -7,16 +7,7 @@ import math
 import pytest
 import torch
 from blend_oracle import blended_logits
-from families import (
-    FAMILIES,
-    assert_same,
-    block_diagonal,
-    masks_of,
-    oracle_logits,
-    oracle_model,
-    random_prompt,
-    save_tiny,
-)
+from families import FAMILIES, assert_same, block_diagonal, masks_of, oracle_logits, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -25,19 +16,6 @@ from ragcache.models import attention
 
 CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
 CHUNKS = (17, 3, 20, 12)
-
-
-@pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    loaded = {}
-
-    def by_name(family):
-        if family not in loaded:
-            directory = save_tiny(family, str(tmp_path_factory.mktemp(family)))
-            loaded[family] = rc.load_lm(directory), oracle_model(directory)
-        return loaded[family]
-
-    return by_name
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import oracle_logits, oracle_model, random_prompt, save_tiny
+from families import load_tiny, oracle_logits, random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -20,7 +20,7 @@ def test_what_is_no_count_is_refused(first_tokens):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mixtral", "mistral-window", "gemma2"])
 def test_no_token_is_reposition_and_all_of_them_behind_a_first_chunk_that_saw_the_prefix_are_full(family, tmp_path):
     """Law 3 as far as it can hold: the first chunk keeps its own keys, which are exact behind the prefix."""
-    lm, oracle = rc.load_lm(save_tiny(family, str(tmp_path))), oracle_model(str(tmp_path))
+    lm, oracle = load_tiny(family, tmp_path)
     prompt = random_prompt(51)
     n = prompt.num_tokens
     every = rc.fuse(lm, prompt, "epic", first_tokens=99, recipe="prefix").next_logits

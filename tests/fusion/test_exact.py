@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import assert_same, oracle_logits_of, oracle_model, random_prompt, save_tiny
+from families import assert_same, load_tiny, oracle_logits_of, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -16,8 +16,7 @@ from ragcache.kv.prefix_tree import PrefixTree, read_cache
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    directory = save_tiny("llama", str(tmp_path_factory.mktemp("llama")))
-    return rc.load_lm(directory), oracle_model(directory)
+    return load_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 def plain(oracle, ids):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import block_diagonal, oracle_model, random_prompt, save_tiny
+from families import block_diagonal, load_tiny, random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
@@ -12,8 +12,7 @@ from ragcache.errors import ConfigError, ContextTooLongError, PromptError, Stale
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    directory = save_tiny("llama", str(tmp_path_factory.mktemp("llama")))
-    return rc.load_lm(directory), oracle_model(directory)
+    return load_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 def _additive(allowed):

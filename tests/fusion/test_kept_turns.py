@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import assert_same, oracle_logits_of, oracle_model, save_tiny, tiny_config
+from families import assert_same, load_tiny, oracle_logits_of, oracle_model, tiny_config
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
@@ -30,8 +30,7 @@ TURNS = [
 
 @pytest.fixture(scope="module", params=["llama", "mistral-window", "gemma3", "smollm3"])
 def family(request, tmp_path_factory):
-    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
-    return rc.load_lm(directory), oracle_model(directory)
+    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, assert_same, block_diagonal, oracle_logits, oracle_model, random_prompt, save_tiny
+from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
 
 import ragcache as rc
 from ragcache.kv.prefix_tree import PrefixTree, read_cache
@@ -12,8 +12,7 @@ from ragcache.kv.prefix_tree import PrefixTree, read_cache
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def family(request, tmp_path_factory):
-    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
-    return rc.load_lm(directory), oracle_model(directory)
+    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -9,6 +9,7 @@ from families import (
     SMALL,
     VOCAB,
     assert_same,
+    load_tiny,
     oracle_logits_of,
     oracle_model,
     random_prompt,
@@ -27,8 +28,7 @@ TRAINED = ReuseSpec("link", link_tokens=2, link_slots=4, first_link_id=150, kv_s
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def family(request, tmp_path_factory):
-    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
-    return rc.load_lm(directory), oracle_model(directory)
+    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")

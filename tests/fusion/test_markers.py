@@ -11,6 +11,7 @@ from families import (
     VOCAB,
     assert_same,
     block_diagonal,
+    load_tiny,
     oracle_logits_of,
     oracle_model,
     random_prompt,
@@ -30,8 +31,7 @@ MARKED = rc.Recipe("isolated", markers=(START, END))
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def family(request, tmp_path_factory):
-    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
-    return rc.load_lm(directory), oracle_model(directory)
+    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from blend_oracle import blended_logits
-from families import FAMILIES, assert_same, oracle_logits, oracle_model, random_prompt, save_tiny
+from families import FAMILIES, assert_same, load_tiny, oracle_logits, random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -19,8 +19,7 @@ from ragcache.models import attention
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def family(request, tmp_path_factory):
-    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
-    return rc.load_lm(directory), oracle_model(directory)
+    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def test_probes_show_what_the_layer_would_have_used(family):
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "smollm3"])
 def test_rows_are_cut_into_spans_without_a_trace(name, tmp_path, monkeypatch):
     """More rows than share a mask: those that run are scattered, so every span ends at another key."""
-    lm, oracle = rc.load_lm(save_tiny(name, str(tmp_path))), oracle_model(str(tmp_path))
+    lm, oracle = load_tiny(name, tmp_path)
     prompt = random_prompt(16, chunks=(9, 21, 14))
     script = _script(lm, prompt, 5, True)
     monkeypatch.setattr(attention, "CPU_SPAN_ROWS", 4)

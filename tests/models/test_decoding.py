@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from families import oracle_model, random_prompt, save_tiny
+from families import load_tiny, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -19,8 +19,7 @@ from ragcache.models.decoding import Chooser, Sampling, TextStream, decode
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    directory = save_tiny("llama", str(tmp_path_factory.mktemp("llama")))
-    return rc.load_lm(directory), oracle_model(directory)
+    return load_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

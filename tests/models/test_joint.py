@@ -14,11 +14,10 @@ from families import (
     VOCAB,
     assert_same,
     block_diagonal,
+    load_tiny,
     oracle_logits,
     oracle_logits_of,
-    oracle_model,
     random_prompt,
-    save_tiny,
 )
 
 import ragcache as rc
@@ -47,8 +46,7 @@ def models(tmp_path_factory):
 
     def get(family):
         if family not in made:
-            directory = save_tiny(family, str(tmp_path_factory.mktemp(family)))
-            made[family] = rc.load_lm(directory), oracle_model(directory)
+            made[family] = load_tiny(family, tmp_path_factory.mktemp(family))
         return made[family]
 
     return get
