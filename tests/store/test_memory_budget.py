@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import gc
-import threading
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
-import torch
 from blocks import make_block, make_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_bytes import LiveBytes
 from torch import Tensor
 
 from ragcache.errors import ConfigError
@@ -21,29 +18,6 @@ from ragcache.store.eviction import LRU, Entry
 from ragcache.store.tiers import MemoryTier, Usage, memory
 
 BYTES_PER_TOKEN = make_block(0, num_tokens=1).num_bytes
-
-
-class LiveBytes:
-    """Counts the bytes of the tensors that exist, by their buffers' finalizers: it asks the tier nothing."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self.highest = 0
-        self._lock = threading.Lock()
-
-    def copy(self, tensor: Tensor, **_options: object) -> Tensor:
-        """A copy that is counted until its storage is gone, whichever tensors it had."""
-        if not tensor.numel():
-            return tensor.clone()
-        buffer = np.empty(tensor.nbytes, np.uint8)
-        self._add(tensor.nbytes)
-        weakref.finalize(buffer, self._add, -tensor.nbytes)
-        return torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
-
-    def _add(self, num_bytes: int) -> None:
-        with self._lock:
-            self.now += num_bytes
-            self.highest = max(self.highest, self.now)
 
 
 @pytest.fixture
