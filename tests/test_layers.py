@@ -11,7 +11,7 @@ from ragcache.fusion import METHODS
 
 PACKAGE = Path(ragcache.__file__).parent
 LAYERS = [
-    {"errors"},
+    {"errors", "openmp"},
     {"prompt", "kv"},
     {"models", "codecs"},
     {"fusion", "store"},

@@ -49,6 +49,7 @@ from ragcache.kv.identity import Recipe
 from ragcache.kv.prefix_tree import PrefixStats
 from ragcache.models.decoding import Sampling
 from ragcache.models.lm import LanguageModel
+from ragcache.openmp import end_team, team_ends
 from ragcache.prompt import PromptEnds, encode_text, prompt_format
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.retriever import Hit, Retriever
@@ -166,6 +167,7 @@ class RagCache(AsyncTwins):
         found = open_embedder(documents, embedder, device)
         self._retriever = Retriever.open(documents, self.store.layout.index, found, kind=self.config.index)
 
+    @team_ends()
     def _prepare(
         self,
         recipe: str | Recipe | None,
@@ -229,6 +231,7 @@ class RagCache(AsyncTwins):
         """Of the language model, no special ones added."""
         return len(encode_text(self.lm.tokenizer, text))
 
+    @team_ends()
     def full_prefill_estimate_s(self, num_tokens: int) -> float:
         """Seconds that a full prefill of so many tokens takes here, by two short ones, run at the first call."""
         with self._measuring:
@@ -240,6 +243,7 @@ class RagCache(AsyncTwins):
 
     # Documents
 
+    @team_ends()
     def ingest(
         self,
         inputs: Iterable[str | os.PathLike[str] | Document] | str | os.PathLike[str] | Document,
@@ -316,6 +320,7 @@ class RagCache(AsyncTwins):
         """The embeddings of `chunks(ids)`: float32 [n, dimension]."""
         return self.store.documents.vectors(ids, self.embedder.dimension)
 
+    @team_ends()
     def pin(self, ids: Iterable[str] | str) -> list[str]:
         """Let no tier give up the KV of these documents or chunks, nor time drop it, until `unpin` or `delete`; what is
         not there is computed. Returns the handles.
@@ -527,12 +532,14 @@ class RagCache(AsyncTwins):
         ends = ends_of(reader)
         reader.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
         try:
-            hits = find_passages(find(), self.store.documents, _present(self._whole))
-            clock.retrieve_s = time.perf_counter() - clock.started
-            yield from reader.stream(ends, hits, reading, clock)
+            with self.lm.turns.expected():
+                hits = find_passages(find(), self.store.documents, _present(self._whole))
+                clock.retrieve_s = time.perf_counter() - clock.started
+                yield from reader.stream(ends, hits, reading, clock)
         finally:
             if reading.ahead is not None:
                 reading.ahead.close()
+            end_team()
 
     def _stream_kept(
         self, conversation: Conversation, k: int | None, options: Mapping[str, Any], reading: Reading
@@ -550,14 +557,16 @@ class RagCache(AsyncTwins):
             earlier, suffix_ids = talk.read(pieces, given)
             reader.prompt(reader.fit(earlier, suffix_ids, [], reading)[0], [], reading)
             hits = given.get(conversation.asking, [])
-            if k is not None:
-                hits = self._retrieve(conversation.question, k, options, reading.ahead)
-            clock.retrieve_s = time.perf_counter() - clock.started
-            ends, earlier, new = reader.fit(earlier, suffix_ids, hits, reading)
-            yield from reader.stream(ends, new, reading, clock, Kept(earlier, talk.remember))
+            with self.lm.turns.expected():
+                if k is not None:
+                    hits = self._retrieve(conversation.question, k, options, reading.ahead)
+                clock.retrieve_s = time.perf_counter() - clock.started
+                ends, earlier, new = reader.fit(earlier, suffix_ids, hits, reading)
+                yield from reader.stream(ends, new, reading, clock, Kept(earlier, talk.remember))
         finally:
             if reading.ahead is not None:
                 reading.ahead.close()
+            end_team()
 
     def _drop_deleted(self) -> None:
         """What was deleted, by another process too, may be in this one's memory still (law 10)."""

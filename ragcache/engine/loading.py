@@ -19,6 +19,7 @@ from ragcache.errors import ConfigError
 from ragcache.ingest.encoder import BlockEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.encoding import AbandonedSignal
+from ragcache.openmp import work_alone
 from ragcache.store.kv_store import KVStore, Loaded
 from ragcache.store.records import Chunk
 
@@ -71,7 +72,7 @@ class BlockLoader:
         self.policy = policy
         self._ahead_budget = ahead_bytes
         self._ahead_held = 0
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ragcache-load")
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ragcache-load", initializer=work_alone)
         self._reading: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()

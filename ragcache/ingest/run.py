@@ -21,6 +21,7 @@ from ragcache.ingest.report import Failure, IngestReport, Progress, ProgressEven
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.block import KVBlock
 from ragcache.models.encoding import plan_batches
+from ragcache.openmp import work_alone
 from ragcache.store.records import Chunk, NewChunk, NewDocument
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class IngestRun:
         self._total = dict(self._done)
         self._saved_at = time.monotonic()
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="ragcache-embed")
-        self._writing = ThreadPoolExecutor(1, thread_name_prefix="ragcache-write")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="ragcache-write", initializer=work_alone)
 
     def __call__(self, inputs: Iterable[str | os.PathLike[str] | Document]) -> IngestReport:
         started = time.perf_counter()

@@ -15,6 +15,7 @@ from ragcache.errors import ConfigError
 from ragcache.kv.cache import FusedCache
 from ragcache.models.limits import Limit, limited
 from ragcache.models.lm import LanguageModel
+from ragcache.openmp import working_alone
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,10 @@ class Chooser:
             self._generator.seed()
 
     def __call__(self, logits: Tensor) -> int:
+        with working_alone():  # others' passes may go on beside it
+            return self._choose(logits)
+
+    def _choose(self, logits: Tensor) -> int:
         if self._never.numel():
             logits = logits.index_fill(0, self._never, float("-inf"))
         if self._greedy:

@@ -20,6 +20,7 @@ from ragcache.models.joint import Run, run_pieces
 from ragcache.models.layerwise import BeforeLayer, walking
 from ragcache.models.reuse import ReuseSpec
 from ragcache.models.turns import Turns
+from ragcache.openmp import team_ends
 
 # Padded tokens that are encoded together. On a CPU more only leaves its caches: 792 tokens/s at 512 against 723 at
 # 2,048 for the 135M shape on two cores. A GPU wants more.
@@ -116,6 +117,7 @@ class LanguageModel:
     ) -> str:
         return block_key(self.fingerprint, recipe, prefix_ids, chunk_ids, tenant)
 
+    @team_ends()
     def encode(
         self,
         chunks: Sequence[Sequence[int]],

@@ -18,12 +18,14 @@ from ragcache.models.attention import NAME, register
 from ragcache.models.lm import LanguageModel
 from ragcache.models.reuse import ReuseSpec
 from ragcache.models.support import describe_config, inspect, refuse_by_config
+from ragcache.openmp import team_ends
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 BUNDLED = {"mini": "mini", "mini-base": "mini_base"}  # name -> directory inside the package
 
 
+@team_ends()
 def load_lm(
     name: str | Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
 ) -> LanguageModel:

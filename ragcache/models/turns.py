@@ -9,6 +9,9 @@ longest. A caller that is alone leads at once and waits for nobody.
 - *Lockstep*: sequences that are being decoded come back with their next token a moment after each pass. The leader
   waits for them, a short bounded time, so that they stay in one pass. One that was late is not waited for until it was
   in time.
+- *Questions on their way*: who is going to run a prompt says so before it looks for passages. A leader that would go on
+  decoding waits for it as long as for a sequence, where it is due by then: else it came a moment too late for one pass,
+  and waited for all of it.
 - *Fairness*: turns are given in the order of arrival; a run too long for a pass is cut into pieces and stands at the
   end again after each. Within a pass it takes what shorter runs leave, but as the leader always a share. Questions that
   come together are read a few in each pass, so that the first of them do not wait for the last.
@@ -18,8 +21,10 @@ longest. A caller that is alone leads at once and waits for nobody.
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,11 +36,17 @@ from torch import Tensor
 from ragcache.kv.cache import FusedCache
 from ragcache.models.joint import Piece, Run
 from ragcache.models.limits import LIMIT, POLL_S
+from ragcache.openmp import end_team, working_alone
 
 # Longest time that a leader waits for sequences that are being decoded, as a share of the last pass and in seconds.
 PATIENCE_SHARE = 0.5
 LEAST_PATIENCE_S = 0.002
 MOST_PATIENCE_S = 0.05
+# The same for questions: what looks for passages beside a pass slows it by about as much.
+QUESTION_SHARE = 0.5
+# Times from announcement to arrival that say when the next question is due, and how much later it may be.
+ARRIVALS = 9
+LATE = 1.5
 # How long the end of a decoding may wait for the lock to tell of it.
 LAST_WORD_S = 0.1
 # The part of a pass that the leader gets at least, and the smallest piece that is worth cutting.
@@ -123,6 +134,8 @@ class Turns:
         self._waiting: list[_Caller] = []
         self._led = False
         self._decoding: WeakKeyDictionary[FusedCache, _Decoding] = WeakKeyDictionary()
+        self._coming: dict[int, float] = {}  # since when, by thread
+        self._approaches: deque[float] = deque(maxlen=ARRIVALS)
         self._last_pass_s = 0.0
         self._stats = PassStats()
 
@@ -146,6 +159,19 @@ class Turns:
                 self._arrived.notify_all()
                 self._lock.release()
 
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Within, the calling thread is about to run a prompt, until it does: see above."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._coming[thread] = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._coming.pop(thread, None)
+                self._arrived.notify_all()
+
     def run(self, run: Run, alone: Callable[[], Tensor] | None = None) -> Tensor:
         """Run all of its tokens, in one or several passes; the last one's logits.
 
@@ -155,7 +181,8 @@ class Turns:
         """
         caller = _Caller(run, alone)
         if run.cache.fill is not None and self._others(run.cache):
-            run.cache.place()  # beside the others' pass, not in it: a slow disk must not stop them
+            with working_alone():  # beside the others' pass, not in it: a slow disk must not stop them
+                run.cache.place()
         self._enter(caller)
         while True:
             self._wait(caller)
@@ -173,6 +200,9 @@ class Turns:
     def _enter(self, caller: _Caller) -> None:
         with self._lock:
             self._waiting.append(caller)
+            since = self._coming.pop(threading.get_ident(), None)
+            if since is not None:
+                self._approaches.append(time.perf_counter() - since)
             decoding = self._decoding.get(caller.run.cache)
             if decoding is not None and decoding.since is not None:
                 decoding.prompt = time.perf_counter() - decoding.since <= self._patience_s()
@@ -194,6 +224,8 @@ class Turns:
     def _wait(self, caller: _Caller) -> None:
         """Until it is finished, or its turn. Raises what its limit raises."""
         limit = LIMIT.get()
+        if not caller.ready.is_set():
+            end_team()  # while it waits, whoever runs the model has the processors
         try:
             while not caller.ready.wait(limit.poll_s()):
                 if self._is_waiting(caller):
@@ -248,23 +280,32 @@ class Turns:
                 shares = [(leader, leader.run.left)]
             else:
                 if not self._is_question(leader.run):
-                    self._await_decoding()
+                    self._await_others()
                 shares = self._shares(leader)
             for caller, _ in shares:
                 self._waiting.remove(caller)
         return [_Member(caller, Piece.next(caller.run, count)) for caller, count in shares]
 
-    def _await_decoding(self) -> None:
-        """A moment for the sequences whose next token is due."""
-        patience = self._patience_s()
-        due = time.perf_counter() + patience
-        while thinking := [one for one in self._decoding.values() if one.since is not None and one.prompt]:
-            left = due - time.perf_counter()
-            if left <= 0:
+    def _await_others(self) -> None:
+        """A moment for the sequences whose next token is due, and for the questions that are."""
+        started = time.perf_counter()
+        while True:
+            thinking = [one for one in self._decoding.values() if one.since is not None and one.prompt]
+            now = time.perf_counter()
+            due = started + self._patience_s() if thinking else self._questions_due(started, now)
+            if due <= now:
                 for one in thinking:
                     one.prompt = False
                 return
-            self._arrived.wait(left)
+            self._arrived.wait(due - now)
+
+    def _questions_due(self, started: float, now: float) -> float:
+        """When to stop waiting for questions: `now` where none is due soon."""
+        if not self._approaches:
+            return now
+        usual, until = statistics.median(self._approaches), started + QUESTION_SHARE * self._last_pass_s
+        due = [since + LATE * usual for since in self._coming.values() if since + usual <= until]
+        return min(until, max(due, default=now))
 
     def _patience_s(self) -> float:
         return min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, PATIENCE_SHARE * self._last_pass_s))

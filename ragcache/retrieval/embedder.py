@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import ConfigError, EmbedderError
+from ragcache.openmp import team_ends
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -105,7 +106,7 @@ class SentenceEmbedder:
         return vector
 
     def _encode(self, encode: Callable[..., Any], texts: list[str]) -> Vectors:
-        with self._lock:
+        with self._lock, team_ends():
             vectors = encode(texts, batch_size=len(texts), show_progress_bar=False, convert_to_numpy=True)
         return np.asarray(vectors, dtype=np.float32)
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -18,6 +19,7 @@ import torch
 from ragcache.codecs import get_codec
 from ragcache.errors import DamagedBlockError, MissingBlockError, PinError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
+from ragcache.openmp import work_alone
 from ragcache.store.complaints import Complaints
 from ragcache.store.demotion import Demotion
 from ragcache.store.eviction import EvictionPolicy, get_policy
@@ -122,9 +124,10 @@ class KVStore:
         self._trace = None if trace is None else TraceWriter(Path(trace))
         self._key_locks = KeyLocks()
         self._demotion = Demotion(self._durable, self._key_locks, read_only=read_only, referenced=referenced)
-        self._readers = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="ragcache-read")
+        helpers = partial(ThreadPoolExecutor, initializer=work_alone)
+        self._readers = helpers(min(8, os.cpu_count() or 1), thread_name_prefix="ragcache-read")
         # Apart from the readers: what may be wanted never stands before what is.
-        self._prefetchers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="ragcache-prefetch")
+        self._prefetchers = helpers(2, thread_name_prefix="ragcache-prefetch")
         self._hits: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -153,7 +156,6 @@ class KVStore:
         written behind. A block for which the disk budget has no room is held by the faster tiers alone.
 
         flushed: write it before returning in any case
-
 
         Faster tiers hold what the durable one will give back, so that a block is the same from every tier (law 6); it
         is returned, so that a block's first use can be like all later ones.

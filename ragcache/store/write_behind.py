@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
+from ragcache.openmp import work_alone
 from ragcache.store.complaints import Complaints
 from ragcache.store.leases import leased
 from ragcache.store.tiers.base import Tier, Usage
@@ -167,6 +168,7 @@ class WriteBehind(Tier):
             self._pending.pop(key, None)
 
     def _run(self) -> None:
+        work_alone()
         while (key := self._next()) is not None:
             self._write(key)
 

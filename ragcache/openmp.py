@@ -1,0 +1,71 @@
+"""Teams of threads, with which PyTorch runs large operations on a CPU.
+
+GNU OpenMP gives every thread that runs such an operation a team of its own, which lasts as long as that thread. While
+all teams together have more threads than the machine has processors, none of them spins any more as it waits for its
+next operation (libgomp, `gomp_throttled_spin_count_var`): every operation of every thread then costs a wake-up, 30 us
+instead of 8, and a pass of a model has hundreds of them. So a thread that once copied a block slows all passes for as
+long as it lives. `python -m benchmarks.teams` measures it.
+
+Hence: threads that only read, copy and write run their operations alone, and a thread that has computed ends its team
+before it waits, and when it is done. Without an OpenMP library nothing is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_SOFT = 1  # omp_pause_soft: settings stay, threads go
+
+
+def _library() -> Any:
+    """PyTorch's OpenMP library, which it loads for all to see; None where there is none, or none that can pause."""
+    if sys.platform == "win32":
+        return None
+    library = ctypes.CDLL(None)
+    known = all(hasattr(library, name) for name in ("omp_set_num_threads", "omp_pause_resource_all"))
+    return library if known else None
+
+
+_OPENMP = _library()
+
+
+def work_alone() -> None:
+    """The calling thread's operations run on it alone from now on: what a thread that helps does first."""
+    if _OPENMP is not None:
+        torch.get_num_threads()  # PyTorch sets the number at a thread's first use of it
+        _OPENMP.omp_set_num_threads(1)
+
+
+@contextmanager
+def working_alone() -> Iterator[None]:
+    """Within, the calling thread's operations run on it alone."""
+    if _OPENMP is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    _OPENMP.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        _OPENMP.omp_set_num_threads(before)
+
+
+def end_team() -> None:
+    """The calling thread has no team any more, until its next large operation: a third of a millisecond."""
+    if _OPENMP is not None:
+        _OPENMP.omp_pause_resource_all(_SOFT)
+
+
+@contextmanager
+def team_ends() -> Iterator[None]:
+    """Behind it, or behind a function that it decorates, the calling thread has no team."""
+    try:
+        yield
+    finally:
+        end_team()

@@ -1,0 +1,107 @@
+"""Threads of the operating system, counted in a process that may use four: Python starts some, OpenMP the others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+HEAD = """
+import os, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import torch
+torch.set_num_threads(4)
+from ragcache import openmp
+
+def large():
+    torch.zeros(1 << 20).add_(1)
+
+def teams():
+    return len(os.listdir("/proc/self/task")) - threading.active_count() - more
+
+more = 0
+large()
+openmp.end_team()
+more = teams()  # of other libraries
+
+def in_thread(*steps):
+    "What `teams` is while a thread that has done these things lives."
+    with ThreadPoolExecutor(1) as pool:
+        for step in steps:
+            pool.submit(step).result()
+        return teams()
+"""
+
+
+def run(script: str, *arguments: str) -> list[int]:
+    """The numbers that a script prints."""
+    if not Path("/proc/self/task").is_dir():
+        pytest.skip("threads are counted in /proc, which Linux has")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    command = [sys.executable, "-W", "error", "-c", HEAD + script, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=240)
+    assert result.returncode == 0, result.stderr
+    return [int(word) for word in result.stdout.split()]
+
+
+def test_a_thread_has_a_team_until_it_ends_it_or_none() -> None:
+    script = """
+print(in_thread(large), in_thread(large, openmp.end_team), in_thread(openmp.work_alone, large), teams())
+def within():
+    with openmp.working_alone():
+        large()
+print(in_thread(within), in_thread(within, large))
+"""
+    assert run(script) == [3, 0, 0, 0, 0, 3]
+
+
+def test_the_number_of_threads_is_what_it_was() -> None:
+    script = """
+def within():
+    with openmp.working_alone():
+        print(torch.get_num_threads())
+    print(torch.get_num_threads())
+in_thread(within, openmp.end_team, within)
+torch.set_num_threads(3)
+in_thread(within)
+"""
+    assert run(script) == [1, 4, 1, 4, 1, 3]
+
+
+ASKING = """
+import tempfile
+from pathlib import Path
+import ragcache as rc
+from ragcache.engine.opening import StoreConfig
+from ragcache.retrieval.testing import BagOfWords
+
+if sys.argv[1] == "off":
+    openmp._OPENMP = None
+texts = {str(n): f"Town {n} has a river. " + "The club meets in the old mill by the bridge. " * 20 for n in range(4)}
+config = StoreConfig(codec="int8", write_behind_bytes=1 << 24, memory_bytes=1 << 26, load="always")
+with tempfile.TemporaryDirectory() as root:
+    def ingest():
+        with rc.RagCache.open(root, model="mini", embedder=BagOfWords(), store=config) as kb:
+            kb.ingest(rc.Document(id, text) for id, text in texts.items())
+    print(in_thread(ingest))
+    kb = rc.RagCache.open(root, model="mini", embedder=BagOfWords(), store=config)
+    print(teams())
+    with ThreadPoolExecutor(3) as askers:
+        ask = lambda n: kb.ask(f"What does town {n} have?", k=3, sampling=rc.Sampling(max_tokens=4)).usage.cached_tokens
+        cached = list(askers.map(ask, range(6)))
+        print(teams())
+    print(int(min(cached) > 300))
+    kb.close()
+"""
+
+
+def test_no_team_outlives_an_answer_an_ingestion_or_loading() -> None:
+    """Readers, the writer behind and askers live on. Without `openmp`, each of them keeps three threads."""
+    assert run(ASKING, "on") == [0, 0, 0, 1]
+    ingested, opened, asked, cached = run(ASKING, "off")
+    assert min(ingested, opened, asked) >= 3
+    assert cached == 1
