@@ -74,12 +74,14 @@ class _Caller:
 
     alone:    runs it in a pass of its own; None for a run that may join
     ready:    set when it is finished, or leads
+    gave_way: it led, and ran a question before its own run
     """
 
     run: Run
     alone: Callable[[], Tensor] | None = None
     ready: threading.Event = field(default_factory=threading.Event)
     leads: bool = False
+    gave_way: bool = False
     finished: bool = False
     logits: Tensor | None = None
     error: BaseException | None = None
@@ -279,9 +281,13 @@ class Turns:
             if leader.alone is not None:
                 shares = [(leader, leader.run.left)]
             else:
+                first = leader
                 if not self._is_question(leader.run):
+                    known = set(map(id, self._waiting))
                     self._await_others()
-                shares = self._shares(leader)
+                    came = [one for one in self._waiting if id(one) not in known]
+                    first = self._question_before(leader, came) or leader
+                shares = self._shares(first)
             for caller, _ in shares:
                 self._waiting.remove(caller)
         return [_Member(caller, Piece.next(caller.run, count)) for caller, count in shares]
@@ -306,6 +312,14 @@ class Turns:
         usual, until = statistics.median(self._approaches), started + QUESTION_SHARE * self._last_pass_s
         due = [since + LATE * usual for since in self._coming.values() if since + usual <= until]
         return min(until, max(due, default=now))
+
+    def _question_before(self, leader: _Caller, came: Sequence[_Caller]) -> _Caller | None:
+        """A question that the leader has waited for runs before its own run, once: somebody waits for a first token."""
+        if leader.gave_way:
+            return None
+        found = next((one for one in came if one.alone is None and self._is_question(one.run)), None)
+        leader.gave_way = found is not None
+        return found
 
     def _patience_s(self) -> float:
         return min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, PATIENCE_SHARE * self._last_pass_s))
@@ -348,7 +362,7 @@ class Turns:
             rows = self._forward([member.piece for member in members])
         except Exception as error:
             if len(members) == 1:
-                leader.finish(error=error)
+                members[0].caller.finish(error=error)
                 return
             self._one_by_one(members)
             return
@@ -380,7 +394,7 @@ class Turns:
             counts = dict(self._stats.members)
             counts[len(members)] = counts.get(len(members), 0) + 1
             self._stats = PassStats(self._stats.passes + 1, self._stats.tokens + tokens, counts)
-            if leader in self._waiting:  # interrupted before it began
+            if leader in self._waiting and leader.finished:  # interrupted before it began, or while it gave way
                 self._waiting.remove(leader)
             for caller, _ in members:
                 self._requeue(caller, now)

@@ -294,6 +294,60 @@ def test_a_sequence_that_does_not_come_back_is_waited_for_once(turns, model, mon
     assert sum(one > 0 for one in late) <= 3, "not before every pass"
 
 
+@pytest.fixture
+def awaits_questions(turns):
+    """Questions come in half of WAIT_S, and a leader has all of it for them."""
+    turns._approaches.append(WAIT_S / 2)
+    turns._last_pass_s = WAIT_S / turns_module.QUESTION_SHARE
+
+
+def announce(turns, pool, run):
+    """A thread that expects to run something once `go` is set; `run` None: it does not in the end."""
+    announced, go = threading.Event(), threading.Event()
+
+    def work():
+        with turns.expected():
+            announced.set()
+            assert go.wait(WAIT_S)
+            return None if run is None else int(turns.run(run))
+
+    job = pool.submit(work)
+    assert announced.wait(WAIT_S)
+    return job, go
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_question_on_its_way_is_waited_for(turns, model, pool, awaits_questions, comes):
+    job, go = announce(turns, pool, run_of(500, 30) if comes else None)
+    decoded = pool.submit(turns.run, run_of(1))
+    until(lambda: turns._led)
+    time.sleep(0.05)
+    assert model.passes == []
+    go.set()
+    assert int(decoded.result(WAIT_S)) == 1
+    assert job.result(WAIT_S) == (529 if comes else None)
+    assert model.passes == ([{500: 30}, {1: 1}] if comes else [{1: 1}])
+
+
+@pytest.mark.parametrize(("usual_s", "last_pass_s"), [(WAIT_S, 0.01), (1e-6, WAIT_S), (None, WAIT_S)])
+def test_a_question_that_is_late_or_far_is_not_waited_for(turns, model, pool, usual_s, last_pass_s):
+    turns._approaches.extend([] if usual_s is None else [usual_s])
+    turns._last_pass_s = last_pass_s
+    job, go = announce(turns, pool, run_of(500, 30))
+    assert int(turns.run(run_of(1))) == 1
+    assert model.passes == [{1: 1}]
+    go.set()
+    assert job.result(WAIT_S) == 529
+
+
+def test_one_question_does_not_wait_for_another(turns, model, pool, awaits_questions):
+    job, go = announce(turns, pool, run_of(500, 30))
+    assert int(turns.run(run_of(100, 20))) == 119
+    assert model.passes == [{100: 20}]
+    go.set()
+    assert job.result(WAIT_S) == 529
+
+
 def test_an_abandoned_decoding_is_forgotten(turns, model):
     held = cache()
     with turns.decoding(held):
