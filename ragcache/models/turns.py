@@ -10,8 +10,8 @@ longest. A caller that is alone leads at once and waits for nobody.
   waits for them, a short bounded time, so that they stay in one pass. One that was late is not waited for until it was
   in time.
 - *Questions on their way*: who is going to run a prompt says so before it looks for passages. A leader that would go on
-  decoding waits for it as long as for a sequence, where it is due by then: else it came a moment too late for one pass,
-  and waited for all of it.
+  decoding waits for it where it is due within half a pass, and runs it first: else it came a moment too late for one
+  pass, and waited for all of it.
 - *Fairness*: turns are given in the order of arrival; a run too long for a pass is cut into pieces and stands at the
   end again after each. Within a pass it takes what shorter runs leave, but as the leader always a share. Questions that
   come together are read a few in each pass, so that the first of them do not wait for the last.

@@ -329,6 +329,19 @@ def test_a_question_on_its_way_is_waited_for(turns, model, pool, awaits_question
     assert model.passes == ([{500: 30}, {1: 1}] if comes else [{1: 1}])
 
 
+def test_a_question_that_fails_before_who_waited_for_it_fails_alone(turns, model, pool, awaits_questions):
+    job, go = announce(turns, pool, run_of(500, 30))
+    model.bad.add(500)
+    decoded = pool.submit(turns.run, run_of(1))
+    until(lambda: turns._led)
+    time.sleep(0.05)
+    go.set()
+    assert int(decoded.result(WAIT_S)) == 1
+    with pytest.raises(RuntimeError, match="bad"):
+        job.result(WAIT_S)
+    assert model.passes == [{500: 30}, {1: 1}]
+
+
 @pytest.mark.parametrize(("usual_s", "last_pass_s"), [(WAIT_S, 0.01), (1e-6, WAIT_S), (None, WAIT_S)])
 def test_a_question_that_is_late_or_far_is_not_waited_for(turns, model, pool, usual_s, last_pass_s):
     turns._approaches.extend([] if usual_s is None else [usual_s])
