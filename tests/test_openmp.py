@@ -11,7 +11,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 HEAD = """
-import os, sys, threading
+import os, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
 torch.set_num_threads(4)
@@ -21,7 +21,12 @@ def large():
     torch.zeros(1 << 20).add_(1)
 
 def teams():
-    return len(os.listdir("/proc/self/task")) - threading.active_count() - more
+    "The fewest threads besides Python's for a moment: one that has ended is listed until the system has cleaned up."
+    found = []
+    for _ in range(40):
+        found.append(len(os.listdir("/proc/self/task")) - threading.active_count() - more)
+        time.sleep(0.005)
+    return min(found)
 
 more = 0
 large()

@@ -239,8 +239,10 @@ def test_threads_and_processes_stay_within_the_budget(tmp_path: Path, processes:
     watch, wrong, seeds = Watch(root), 0, iter(range(400))
     with ThreadPoolExecutor(5) as threads:
         watching = threads.submit(watch.run, stop)
-        while watch.looks <= 20 and not watching.done() and (some := list(islice(seeds, 4))):
+        while some := list(islice(seeds, 4)):  # at least once: the watcher may have looked often before it begins
             wrong += sum(threads.map(lambda seed: churn(tier, seed, 60), some))  # the lock is polled: few looks a round
+            if watch.looks > 20 or watching.done():
+                break
         statuses = [other.wait(120) for other in others]
         stop.set()
         watching.result()
