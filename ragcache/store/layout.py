@@ -41,14 +41,16 @@ class StoreLayout:
     def create(self) -> None:
         """Make the directory a store, if it is none. Raises StoreNotFoundError when it holds other things,
         SchemaVersionError, StoreReadOnlyError, StoreFullError."""
-        if self.exists():
-            self.check()
-            return
-        with translate_os_errors(self.root):
-            if self.root.exists() and (not self.root.is_dir() or any(self._foreign_entries())):
-                raise StoreNotFoundError(f"{self.root}: neither a store nor an empty directory; name another one")
-            with atomic_write(self.marker) as file:
-                write_all(file, json.dumps({"format": FORMAT_VERSION, "made_by": "ragcache"}).encode() + b"\n")
+        if not self.exists():
+            with translate_os_errors(self.root):
+                taken = self.root.exists() and (not self.root.is_dir() or any(self._foreign_entries()))
+                # Looked for again: another process may have made a store of it meanwhile, the marker before all else.
+                if taken and not self.exists():
+                    raise StoreNotFoundError(f"{self.root}: neither a store nor an empty directory; name another one")
+                if not taken:
+                    self._write_marker()
+                    return
+        self.check()
 
     def check(self) -> None:
         """Raises StoreNotFoundError when there is no store, SchemaVersionError when this version cannot read it."""
@@ -84,6 +86,10 @@ class StoreLayout:
             yield
         finally:
             self._lock.release()
+
+    def _write_marker(self) -> None:
+        with atomic_write(self.marker) as file:
+            write_all(file, json.dumps({"format": FORMAT_VERSION, "made_by": "ragcache"}).encode() + b"\n")
 
     def _foreign_entries(self) -> Iterator[Path]:
         """What is in the directory and not left by a `create` that was killed."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,20 @@ print("done")
 
 def test_a_read_only_disk(tmp_path: Path) -> None:
     run_on_tiny_disk(tmp_path, READ_ONLY)
+
+
+def test_a_store_that_another_process_makes_meanwhile_is_no_foreign_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, other = StoreLayout(tmp_path / "kb"), StoreLayout(tmp_path / "kb")
+    layout.root.mkdir()
+    entries = layout._foreign_entries
+
+    def meanwhile() -> Iterator[Path]:
+        other.create()
+        other.kv.mkdir()
+        return entries()
+
+    monkeypatch.setattr(layout, "_foreign_entries", meanwhile)
+    layout.create()
+    layout.check()
