@@ -155,11 +155,16 @@ class Turns:
             yield
         finally:
             decoding.over, decoding.since = True, None
-            # The garbage collector may end an abandoned generator while this very thread holds the lock.
-            if self._lock.acquire(timeout=LAST_WORD_S):
+            self._last_word(cache)
+
+    def _last_word(self, cache: FusedCache | None = None) -> None:
+        """Tell that a question or a decoding is over. The garbage collector may end an abandoned generator while this
+        very thread holds the lock: then nobody is told, and leaders wait no longer than for one that is late."""
+        if self._lock.acquire(timeout=LAST_WORD_S):
+            if cache is not None:
                 self._decoding.pop(cache, None)
-                self._arrived.notify_all()
-                self._lock.release()
+            self._arrived.notify_all()
+            self._lock.release()
 
     @contextmanager
     def expected(self) -> Iterator[None]:
@@ -170,9 +175,8 @@ class Turns:
         try:
             yield
         finally:
-            with self._lock:
-                self._coming.pop(thread, None)
-                self._arrived.notify_all()
+            self._coming.pop(thread, None)
+            self._last_word()
 
     def run(self, run: Run, alone: Callable[[], Tensor] | None = None) -> Tensor:
         """Run all of its tokens, in one or several passes; the last one's logits.
@@ -310,7 +314,7 @@ class Turns:
         if not self._approaches:
             return now
         usual, until = statistics.median(self._approaches), started + QUESTION_SHARE * self._last_pass_s
-        due = [since + LATE * usual for since in self._coming.values() if since + usual <= until]
+        due = [since + LATE * usual for since in list(self._coming.values()) if since + usual <= until]
         return min(until, max(due, default=now))
 
     def _question_before(self, leader: _Caller, came: Sequence[_Caller]) -> _Caller | None:

@@ -342,6 +342,17 @@ def test_a_question_that_fails_before_who_waited_for_it_fails_alone(turns, model
     assert model.passes == [{500: 30}, {1: 1}]
 
 
+def test_an_expectation_that_ends_under_the_lock_blocks_nobody(turns, monkeypatch):
+    """As where the garbage collector ends an abandoned stream while its thread is in the queue's own code."""
+    monkeypatch.setattr(turns_module, "LAST_WORD_S", 0.01)
+    expectation = turns.expected()
+    expectation.__enter__()
+    with turns._lock:
+        expectation.__exit__(None, None, None)
+    assert turns._coming == {}
+    assert int(turns.run(run_of(1))) == 1
+
+
 @pytest.mark.parametrize(("usual_s", "last_pass_s"), [(WAIT_S, 0.01), (1e-6, WAIT_S), (None, WAIT_S)])
 def test_a_question_that_is_late_or_far_is_not_waited_for(turns, model, pool, usual_s, last_pass_s):
     turns._approaches.extend([] if usual_s is None else [usual_s])
