@@ -110,7 +110,9 @@ class LayerCodec(Codec):
 
     def error_bound(self, block: KVBlock) -> float:
         encoded = EncodedBlock(self, self.encode(block))
-        return max(self.part_bound(part, encoded.part(part), block.dtype) for part in PARTS)
+        steps = torch.finfo(block.dtype)  # below the smallest normal number they are as wide as there
+        least = steps.smallest_normal * steps.eps / 2
+        return least + max(self.part_bound(part, encoded.part(part), block.dtype) for part in PARTS)
 
 
 class EncodedBlock(KVBlock):
