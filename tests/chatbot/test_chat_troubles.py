@@ -119,6 +119,7 @@ def test_busy_server_is_asked_again(tab: Tab, status):
 def test_full_prefill_that_cannot_be_measured(tab: Tab):
     turn = tab.ask(QUESTION)
     tab.page.route("**/v1/chat/completions", lambda route: route.abort(), times=1)
+    turn.locator(".prefill > summary").click()
     turn.get_by_role("button", name="Measure a full prefill").click()
     expect(turn.locator(".prefill [role=alert]")).to_contain_text("does not answer")
     turn.get_by_role("button", name="Measure a full prefill").click()

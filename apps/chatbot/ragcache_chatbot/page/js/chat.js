@@ -15,7 +15,8 @@ import { ApiError, ConnectionError } from "./api.js";
  */
 
 /**
- * What is known when the answer is complete. `estimate_s`: what a full prefill of the prompt would take.
+ * What is known when the answer is complete. `estimate_s`: what a full prefill of the prompt would take, where the server
+ * can say.
  * @typedef {{timings: Timings, method: string, dropped: number, computed_tokens: number, estimate_s: number | null,
  *   finish_reason: string}} Ending
  */
@@ -49,24 +50,8 @@ export async function* askStreaming(api, ask, signal) {
   if (!complete) throw new ConnectionError("The connection broke before the answer was complete.");
 }
 
-/**
- * Read the same prompt with nothing reused: the same messages over the same passages.
- * @param {import("./api.js").Api} api
- * @param {string} model
- * @param {Message[]} messages
- * @param {Source[]} sources
- * @returns {Promise<Timings>}
- */
-export async function measureFullPrefill(api, model, messages, sources) {
-  const documents = sources.map(({ text, chunk_id, handle }) => ({ text, id: chunk_id, ...(handle ? { handle } : {}) }));
-  const method = { method: "full", method_options: { reuse: false } };
-  const ragcache = documents.length ? { ...method, documents } : { ...method, retrieve: false };
-  const answer = await api.post("v1/chat/completions", { model, messages, max_tokens: 1, ragcache });
-  return answer.ragcache.timings;
-}
-
-/** @param {string} method */
-const methodField = (method) => (method ? { method } : {});
+/** @param {string} method "" for the store's own */
+export const methodField = (method) => (method ? { method } : {});
 
 /** @param {any} chunk @returns {ChatEvent} */
 function readChunk(chunk) {
@@ -83,8 +68,8 @@ function readChunk(chunk) {
 
 /** @param {any} extra @param {string} finish_reason @returns {Ending} */
 function readEnding(extra, finish_reason) {
-  const { timings, method, dropped = 0, computed_tokens, full_prefill_estimate_s: estimate_s = null } = extra;
-  return { timings, method, dropped, computed_tokens, estimate_s, finish_reason };
+  const { timings, method, dropped = 0, computed_tokens, full_prefill_estimate_s } = extra;
+  return { timings, method, dropped, computed_tokens, estimate_s: full_prefill_estimate_s || null, finish_reason };
 }
 
 /** @param {any} usage @returns {Usage} */

@@ -9,14 +9,14 @@ const VERSION = 1;
  * @property {string} question
  * @property {"asking" | "done" | "stopped" | "failed"} state
  * @property {string} text the answer, as far as it came
- * @property {string} method
+ * @property {string} method that was asked for; "" for the store's own
  * @property {boolean} earlier whether earlier turns were sent
  * @property {boolean} trim whether passages that do not fit were left out
  * @property {import("./chat.js").Source[] | null} sources
  * @property {import("./chat.js").Ending | null} ending
  * @property {import("./chat.js").Usage | null} usage
  * @property {number | null} first_token_s until the first token was seen here
- * @property {import("./chat.js").Timings | null} full a full prefill, where one was measured
+ * @property {import("./comparison.js").Comparison | null} [comparison] with a full prefill, where one was measured
  * @property {import("./errors.js").Trouble | null} trouble
  */
 
@@ -34,7 +34,7 @@ export class Conversation {
    * @returns {Turn}
    */
   add(question, how) {
-    const nothing = { sources: null, ending: null, usage: null, first_token_s: null, full: null, trouble: null };
+    const nothing = { sources: null, ending: null, usage: null, first_token_s: null, comparison: null, trouble: null };
     /** @type {Turn} */
     const turn = { question, state: "asking", text: "", ...how, ...nothing };
     this.turns.push(turn);

@@ -1,4 +1,4 @@
-// A part of a turn that opens and closes; open at first.
+// A part of a turn that opens and closes; closed at first.
 
 import { element } from "./dom.js";
 
@@ -7,7 +7,7 @@ export class Fold {
 
   /** @param {string} name @param {...Node} body */
   constructor(name, ...body) {
-    this.node = element("details", { class: `fold ${name}`, open: true }, this.#summary, element("div", { class: "fold-body" }, ...body));
+    this.node = element("details", { class: `fold ${name}` }, this.#summary, element("div", { class: "fold-body" }, ...body));
   }
 
   /** @param {string} text @param {string} [beside] */

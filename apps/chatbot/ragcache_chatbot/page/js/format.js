@@ -8,6 +8,13 @@ export const count = (value) => COUNT.format(value);
 /** @param {number} value @param {string} one @param {string} [many] */
 export const counted = (value, one, many = `${one}s`) => `${count(value)} ${value === 1 ? one : many}`;
 
+/** @param {number[]} values at least one */
+export function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const middle = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+}
+
 /** Milliseconds below a second, seconds above. @param {number} seconds */
 export function duration(seconds) {
   const ms = seconds * 1000;

@@ -30,8 +30,8 @@ const composer = new Composer({ ask, stop: () => talk.stop(), busy: () => talk.b
 
 const documents = new Documents(api);
 const list = new DocumentsView(documents, () => void refreshStore());
-new UploadView(documents, ({ added, updated }) => {
-  void list.refresh([...added, ...updated]);
+new UploadView(documents, (ids) => {
+  void list.refresh(ids);
   void refreshStore();
 });
 
@@ -45,8 +45,8 @@ async function refreshStore() {
 }
 
 /** The model's name, which a question may need before the store's figures are here. Raises ApiError, ConnectionError. */
-async function servedModel() {
-  if (!model) ({ model } = await api.json("v1/store"));
+async function servedModel(/** @type {AbortSignal} */ signal) {
+  if (!model) ({ model } = await api.json("v1/store", { signal }));
   return model;
 }
 

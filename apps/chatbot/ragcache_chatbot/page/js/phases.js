@@ -3,8 +3,8 @@
 /** @typedef {{name: string, seconds: number, estimated?: boolean}} Segment */
 
 /**
- * One way of reading the prompt. `reading_s`: without the search, which is the same for every way.
- * @typedef {{label: string, total_s: number, reading_s: number, segments: Segment[]}} Reading
+ * One way of reading the prompt.
+ * @typedef {{label: string, total_s: number, segments: Segment[]}} Reading
  */
 
 /** Phases in their order, with what happens in each. `rest` is what no phase counts. */
@@ -27,7 +27,7 @@ export function measured(label, timings) {
   const rest_s = Math.max(0, ttft_s - retrieve_s - load_s - encode_s - place_s - prefill_s);
   const seconds = [retrieve_s, load_s, encode_s, place_s, prefill_s, rest_s];
   const segments = Object.keys(PHASES).map((name, i) => ({ name, seconds: seconds[i] }));
-  return { label, total_s: ttft_s, reading_s: ttft_s - retrieve_s, segments };
+  return { label, total_s: ttft_s, segments };
 }
 
 /**
@@ -41,7 +41,7 @@ export function estimated(timings, estimate_s) {
     { name: "retrieve", seconds: timings.retrieve_s },
     { name: "prefill", seconds: estimate_s, estimated: true },
   ];
-  return { label: "full, estimated", total_s: timings.retrieve_s + estimate_s, reading_s: estimate_s, segments };
+  return { label: "full, estimated", total_s: timings.retrieve_s + estimate_s, segments };
 }
 
 /**
@@ -49,10 +49,13 @@ export function estimated(timings, estimate_s) {
  * @param {import("./conversation.js").Turn} turn
  * @returns {Reading[]}
  */
-export function readings({ ending, full }) {
+export function readings({ ending, comparison }) {
   if (!ending) return [];
   const own = measured(ending.method, ending.timings);
   if (ending.method === "full") return [own];
-  if (full) return [own, measured("full, measured", full)];
+  if (comparison) {
+    const many = `median of ${comparison.runs}`;
+    return [own, measured(`${ending.method}, ${many}`, comparison.own), measured(`full, ${many}`, comparison.full)];
+  }
   return ending.estimate_s === null ? [own] : [own, estimated(ending.timings, ending.estimate_s)];
 }

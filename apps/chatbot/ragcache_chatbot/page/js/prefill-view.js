@@ -1,8 +1,8 @@
-// The picture of the prefill: a bar for each way of reading the prompt, cut by phase, and the same as a table.
+// What reading the prompt cost: one line, which opens a bar for each way of reading it, cut by phase, and the same as a table.
 
 import { element, svg } from "./dom.js";
 import { Fold } from "./fold.js";
-import { duration } from "./format.js";
+import { count, counted, duration } from "./format.js";
 import { PHASES, readings } from "./phases.js";
 
 const GAP = 0.4; // percent of the width, between segments
@@ -10,59 +10,70 @@ const GAP = 0.4; // percent of the width, between segments
 /** @typedef {import("./phases.js").Reading} Reading */
 
 export class PrefillView {
+  #waiting = element("p", { class: "note" });
   #picture = element("div", { class: "picture" });
   #measure = element("button", { type: "button", class: "small measure" });
   #trouble = element("p", { class: "trouble", role: "alert" });
   #table = element("table");
   #figures = element("details", { class: "figures-table" }, element("summary", {}, "Figures by phase"), this.#table);
   #fold = new Fold("prefill", this.#picture, this.#measure, this.#trouble, this.#figures);
+  nodes = [this.#waiting, this.#fold.node];
   /** Running since the question was sent, while no token has come. */
   waited_s = 0;
-  measuring = false;
-  /** Why a full prefill could not be measured. */
+  /** How far a comparison is, such as "3 of 10", while one runs. */
+  measuring = "";
+  /** Why no comparison could be made. */
   trouble = "";
 
-  /** @param {() => void} measure runs a full prefill */
+  /** @param {() => void} measure compares with a full prefill, or ends the comparison that runs */
   constructor(measure) {
-    this.node = this.#fold.node;
-    this.#measure.addEventListener("click", () => this.measuring || measure());
+    this.#measure.addEventListener("click", measure);
+    this.#fold.node.addEventListener("toggle", () => {
+      if (this.#fold.node.open) this.#fold.node.scrollIntoView({ block: "nearest" });
+    });
   }
 
   /** @param {import("./conversation.js").Turn} turn */
   update(turn) {
-    this.node.hidden = !turn.ending && turn.state !== "asking" && turn.first_token_s === null;
-    if (this.node.hidden) return;
+    this.#waiting.textContent = waiting(turn, this.waited_s);
+    this.#waiting.hidden = !this.#waiting.textContent;
     const found = readings(turn);
-    this.#fold.title(title(turn));
-    this.#picture.replaceChildren(...(found.length ? picture(found) : [waiting(turn, turn.first_token_s ?? this.waited_s)]));
-    this.#table.replaceChildren(...(found.length ? tableParts(found) : []));
-    this.#figures.hidden = !found.length;
+    this.#fold.node.hidden = !found.length;
+    if (!found.length) return;
+    this.#fold.title(line(turn));
+    this.#picture.replaceChildren(...picture(found, turn));
+    this.#table.replaceChildren(...tableParts(found));
     this.#trouble.textContent = this.trouble;
     this.#trouble.hidden = !this.trouble;
-    this.#measure.hidden = turn.state !== "done" || found.length < 1 || turn.ending?.method === "full";
-    this.#measure.setAttribute("aria-disabled", String(this.measuring));
-    this.#measure.textContent = this.measuring ? "Measuring …" : turn.full ? "Measure again" : "Measure a full prefill";
+    this.#measure.hidden = turn.state !== "done" || turn.ending?.method === "full";
+    const words = turn.comparison ? "Measure again" : "Measure a full prefill";
+    this.#measure.textContent = this.measuring ? `Stop measuring (${this.measuring})` : words;
+  }
+
+  close() {
+    this.#fold.node.open = false;
   }
 }
 
-/** @param {import("./conversation.js").Turn} turn */
-function title({ ending, first_token_s }) {
-  if (ending) return `First token after ${duration(ending.timings.ttft_s)}`;
-  return first_token_s === null ? "Reading the prompt" : `First token seen after ${duration(first_token_s)}`;
+/** What is known before the server says more. @param {import("./conversation.js").Turn} turn @param {number} waited_s */
+function waiting({ state, ending, first_token_s }, waited_s) {
+  if (ending) return "";
+  if (first_token_s !== null) return `First token seen after ${duration(first_token_s)}`;
+  return state === "asking" ? `Reading the prompt: ${waited_s.toFixed(1)} s` : "";
 }
 
-/** @param {import("./conversation.js").Turn} turn @param {number} waited_s */
-function waiting({ state, method, first_token_s }, waited_s) {
-  const moving = state === "asking" && first_token_s === null;
-  const track = element("div", { class: moving ? "track moving" : "track", "aria-hidden": "true" });
-  return element("div", { class: "readings" }, row(method, track, duration(waited_s)));
+/** @param {import("./conversation.js").Turn} turn that has ended */
+function line({ ending, usage }) {
+  const computed = usage && `${count(ending?.computed_tokens ?? 0)} of ${counted(usage.prompt_tokens, "token")} computed`;
+  return [computed, `${duration(ending?.timings.ttft_s ?? 0)} to the first token`].filter(Boolean).join(", ");
 }
 
-/** @param {Reading[]} found */
-function picture(found) {
+/** @param {Reading[]} found @param {import("./conversation.js").Turn} turn */
+function picture(found, turn) {
   const longest_s = Math.max(...found.map(({ total_s }) => total_s), Number.EPSILON);
   const rows = found.map((reading) => row(reading.label, bar(reading, longest_s), duration(reading.total_s)));
-  return [element("div", { class: "readings" }, ...rows), legend(found), element("p", { class: "verdict" }, verdict(found))];
+  const says = element("p", { class: "statement" }, statement(turn));
+  return [element("div", { class: "readings" }, ...rows), legend(found), says];
 }
 
 /** @param {string} label @param {Node} beside @param {string} value */
@@ -110,18 +121,23 @@ function swatch(name) {
 /** @param {import("./phases.js").Segment} segment */
 const isSeen = ({ seconds }) => seconds >= 1e-6;
 
-/** @param {Reading[]} found */
-function verdict([own, full]) {
-  if (!full) return own.label === "full" ? "The prompt was read as text, without the passages' KV blocks." : "";
-  const ratio = full.reading_s / Math.max(own.reading_s, Number.EPSILON);
-  const both = `Without the search: ${duration(own.reading_s)}, against ${duration(full.reading_s)} (${full.label})`;
-  if (ratio >= 1.05) return `${both}: ${times(ratio)} as fast as a full prefill.`;
-  if (ratio <= 0.95) return `${both}: here a full prefill is ${times(1 / ratio)} as fast.`;
-  return `${both}: no difference here.`;
+/** Tokens first: they are exact, and times vary. None is set in proportion to another. @param {import("./conversation.js").Turn} turn */
+function statement({ ending, usage, comparison }) {
+  const tokens = usage && `${count(usage.cached_tokens)} of ${counted(usage.prompt_tokens, "prompt token")} not computed.`;
+  return [tokens, ending && times(ending, comparison)].filter(Boolean).join(" ");
 }
 
-/** @param {number} ratio */
-const times = (ratio) => `${ratio.toFixed(ratio < 10 ? 1 : 0)} times`;
+/** @param {import("./chat.js").Ending} ending @param {import("./comparison.js").Comparison | null} [comparison] */
+function times({ method, timings, estimate_s }, comparison) {
+  if (method === "full") return "The prompt was read as text, without the passages' KV blocks.";
+  if (comparison) {
+    const { runs, own, full } = comparison;
+    const medians = `${method} ${duration(own.ttft_s)}, full ${duration(full.ttft_s)}`;
+    return `Time to the first token over these passages, median of ${runs} runs each: ${medians}.`;
+  }
+  const own = `Time to the first token without the search: ${duration(timings.ttft_s - timings.retrieve_s)} in this answer`;
+  return estimate_s === null ? `${own}.` : `${own}; a full prefill is estimated at ${duration(estimate_s)}.`;
+}
 
 /** @param {Reading[]} found @returns {Node[]} */
 function tableParts(found) {

@@ -34,11 +34,6 @@ export class Settings {
     return byId("earlier").checked;
   }
 
-  /** The method that answers are asked with, by name. */
-  get methodName() {
-    return this.method || this.#own || "fused";
-  }
-
   /**
    * @param {Method[]} methods
    * @param {string} own the store's own
@@ -69,7 +64,7 @@ export class Settings {
   }
 
   #describe() {
-    const method = this.#methods.find(({ name }) => name === this.methodName);
+    const method = this.#methods.find(({ name }) => name === (this.method || this.#own));
     byId("method-note").textContent = method ? [method.summary, method.paper].filter(Boolean).join(". ") : "";
   }
 }

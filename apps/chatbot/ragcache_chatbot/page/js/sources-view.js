@@ -1,7 +1,7 @@
 // The passages that an answer was read from.
 
 import { element } from "./dom.js";
-import { count, counted } from "./format.js";
+import { counted } from "./format.js";
 
 /** Where keys and values came from: how it is said, and why. Another word of the server is shown as it is. */
 const ORIGINS = {
@@ -46,10 +46,4 @@ function passage(source) {
     element("blockquote", {}, source.text),
     element("p", { class: "note" }, [source.source, why].filter(Boolean).join(" · ")),
   );
-}
-
-/** @param {import("./chat.js").Usage} usage @param {number | undefined} computed_tokens */
-export function usageText({ prompt_tokens, cached_tokens }, computed_tokens) {
-  const reused = `${count(cached_tokens)} of ${counted(prompt_tokens, "prompt token")} reused`;
-  return computed_tokens === undefined ? reused : `${reused}, ${count(computed_tokens)} computed`;
 }

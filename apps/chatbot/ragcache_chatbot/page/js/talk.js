@@ -1,13 +1,14 @@
 // The conversation as it happens: asking, stopping, asking again, measuring.
 
 import { announce, SpokenAnswer } from "./announcer.js";
-import { askStreaming, measureFullPrefill } from "./chat.js";
+import { askStreaming } from "./chat.js";
+import { compare } from "./comparison.js";
+import { showFigures } from "./conversation-figures.js";
 import { byId } from "./dom.js";
 import { explain } from "./errors.js";
 import { TurnView } from "./turn-view.js";
 
 const CLOCK_MS = 100;
-const NEAR_END_PX = 120;
 
 /** @typedef {import("./conversation.js").Turn} Turn */
 
@@ -16,12 +17,14 @@ export class Talk {
   #views = [];
   /** @type {AbortController | null} */
   #running = null;
+  /** @type {AbortController | null} */
+  #comparing = null;
 
   /**
    * @param {import("./api.js").Api} api
    * @param {import("./conversation.js").Conversation} conversation
    * @param {import("./settings.js").Settings} settings
-   * @param {{model: () => Promise<string>, busy: (busy: boolean) => void, answered: () => void}} page
+   * @param {{model: (signal: AbortSignal) => Promise<string>, busy: (busy: boolean) => void, answered: () => void}} page
    *   model: what requests name; busy: an answer is coming, or is not any more; answered: the store was used
    */
   constructor(api, conversation, settings, page) {
@@ -30,8 +33,8 @@ export class Talk {
     this.settings = settings;
     this.page = page;
     for (const turn of conversation.turns) this.#show(turn);
-    this.#showWelcome();
-    toEnd();
+    this.#showOverview();
+    this.#views.at(-1)?.node.scrollIntoView();
     addEventListener("pagehide", () => this.#save());
   }
 
@@ -42,10 +45,11 @@ export class Talk {
   /** @param {string} question @param {{earlier?: boolean, trim?: boolean}} [change] what is asked unlike the settings */
   async ask(question, change = {}) {
     if (this.busy) return;
-    const { method, methodName, earlier, k } = this.settings;
-    const turn = this.conversation.add(question, { method: methodName, earlier, trim: false, ...change });
+    this.#comparing?.abort();
+    const { method, earlier, k } = this.settings;
+    const turn = this.conversation.add(question, { method, earlier, trim: false, ...change });
     const view = this.#show(turn);
-    toEnd();
+    view.node.scrollIntoView();
     this.#running = new AbortController();
     this.page.busy(true);
     announce("Reading");
@@ -54,6 +58,7 @@ export class Talk {
     this.#running = null;
     this.page.busy(false);
     this.page.answered();
+    this.#showOverview();
     this.#save();
   }
 
@@ -72,34 +77,40 @@ export class Talk {
 
   clear() {
     this.stop();
+    this.#comparing?.abort();
     this.conversation.clear();
     this.#views = [];
     byId("turns").replaceChildren();
-    this.#showWelcome();
+    this.#showOverview();
     this.#save();
     announce("New conversation");
   }
 
   /** @param {Omit<import("./chat.js").Ask, "model">} ask @param {AbortSignal} signal */
   async *#stream(ask, signal) {
-    yield* askStreaming(this.api, { model: await this.page.model(), ...ask }, signal);
+    yield* askStreaming(this.api, { model: await this.page.model(signal), ...ask }, signal);
   }
 
-  /** Read the prompt of a turn once more with nothing reused. @param {TurnView} view */
-  async #measure(view) {
+  /** Compare with a full prefill, or end the comparison that runs. @param {TurnView} view */
+  async #compare(view) {
     const { turn, prefill } = view;
-    Object.assign(prefill, { measuring: true, trouble: "" });
-    view.updatePrefill();
+    if (prefill.measuring) return this.#comparing?.abort();
+    this.#comparing?.abort();
+    const { signal } = (this.#comparing = new AbortController());
+    const show = (/** @type {Partial<import("./prefill-view.js").PrefillView>} */ change) => {
+      Object.assign(prefill, change);
+      view.updatePrefill();
+    };
+    show({ measuring: "starting", trouble: "" });
     try {
-      const model = await this.page.model();
-      turn.full = await measureFullPrefill(this.api, model, this.conversation.messages(turn), turn.sources ?? []);
+      const asked = { model: await this.page.model(signal), messages: this.conversation.messages(turn), turn };
+      turn.comparison = await compare(this.api, asked, signal, (run, runs) => show({ measuring: `${run} of ${runs}` }));
       announce("Full prefill measured");
     } catch (error) {
       const { message, advice } = explain(error);
-      prefill.trouble = `${message} ${advice}`;
+      if (!signal.aborted) prefill.trouble = `${message} ${advice}`;
     }
-    prefill.measuring = false;
-    view.updatePrefill();
+    show({ measuring: "" });
     this.#save();
   }
 
@@ -121,7 +132,7 @@ export class Talk {
     }
     clock.stop(turn.first_token_s === null && turn.state !== "done");
     spoken.finish(turn.state === "stopped" ? "Stopped." : "");
-    keepingEnd(() => view.update());
+    view.update();
   }
 
   /** @param {TurnView} view @param {import("./chat.js").ChatEvent} event */
@@ -131,7 +142,8 @@ export class Talk {
     turn.ending = ending ?? turn.ending;
     turn.usage = usage ?? turn.usage;
     turn.text += text ?? "";
-    keepingEnd(() => (sources || ending ? view.update() : view.updateText()));
+    if (sources || ending || usage) view.update();
+    else view.updateText();
     if (sources) this.#save();
   }
 
@@ -159,32 +171,22 @@ export class Talk {
     this.#views.at(-1)?.fold();
     const actions = {
       again: this.again.bind(this),
-      measure: (/** @type {TurnView} */ view) => void this.#measure(view),
+      measure: (/** @type {TurnView} */ view) => void this.#compare(view),
     };
     const view = new TurnView(turn, actions);
     this.#views.push(view);
     byId("turns").append(view.node);
-    this.#showWelcome();
+    this.#showOverview();
     return view;
   }
 
-  #showWelcome() {
+  #showOverview() {
     byId("welcome").hidden = this.#views.length > 0;
+    showFigures(this.conversation.turns);
   }
 
   #save() {
     byId("storage-note").hidden = this.conversation.save();
     byId("storage-note").textContent = "This browser cannot keep the conversation over a reload: it is too long, or storage is off.";
   }
-}
-
-/** Scroll along with what grows, unless the reader has scrolled away. @param {() => void} grow */
-function keepingEnd(grow) {
-  const { scrollTop, scrollHeight, clientHeight } = byId("scroller");
-  grow();
-  if (scrollHeight - scrollTop - clientHeight < NEAR_END_PX) toEnd();
-}
-
-function toEnd() {
-  byId("scroller").scrollTop = byId("scroller").scrollHeight;
 }

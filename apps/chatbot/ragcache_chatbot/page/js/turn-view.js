@@ -4,7 +4,7 @@ import { element } from "./dom.js";
 import { Fold } from "./fold.js";
 import { counted } from "./format.js";
 import { PrefillView } from "./prefill-view.js";
-import { originsText, sourcesView, usageText } from "./sources-view.js";
+import { originsText, sourcesView } from "./sources-view.js";
 
 /**
  * What the buttons of a turn do.
@@ -32,9 +32,11 @@ export class TurnView {
     this.turn = turn;
     this.actions = actions;
     this.prefill = new PrefillView(() => actions.measure(this));
-    const question = element("h3", { class: "question" }, element("span", { class: "for-readers" }, "You: "), turn.question);
-    const below = [this.#note, this.#trouble, this.#actions, this.prefill.node, this.#sources.node];
+    const asked = element("span", { class: "asked" }, element("span", { class: "for-readers" }, "You: "), turn.question);
+    const question = element("h3", { class: "question" }, asked);
+    const below = [this.#note, this.#trouble, this.#sources.node, ...this.prefill.nodes, this.#actions];
     this.node = element("li", { class: "turn" }, question, this.#answer, ...below);
+    this.#sources.node.open = true;
     this.update();
   }
 
@@ -64,7 +66,7 @@ export class TurnView {
   /** Another turn follows: close what is of interest for the newest one. */
   fold() {
     this.#last = false;
-    this.prefill.node.open = false;
+    this.prefill.close();
     this.#sources.node.open = false;
     this.#showActions();
   }
@@ -83,6 +85,8 @@ export class TurnView {
 
   #showActions() {
     const shown = this.#last && this.turn.state !== "asking" ? this.#offers() : [];
+    if (this.turn.trouble) this.#trouble.after(this.#actions);
+    else this.node.append(this.#actions);
     this.#actions.replaceChildren(...shown.map(([words, change]) => this.#again(words, change)));
     this.#actions.hidden = !shown.length;
   }
@@ -115,12 +119,11 @@ export class TurnView {
 }
 
 /** @param {import("./conversation.js").Turn} turn */
-function noteText({ state, text, ending, usage }) {
+function noteText({ state, text, ending }) {
   if (state === "stopped") return text ? "Stopped before the end." : "Stopped before the first word.";
   if (state !== "done" || !ending) return "";
   const parts = [
     text ? "" : "The model gave no words",
-    usage ? usageText(usage, ending.computed_tokens) : "",
     ending.dropped ? `${counted(ending.dropped, "passage")} left out: they did not fit` : "",
     ending.finish_reason === "length" ? "cut at the longest answer allowed" : "",
   ];

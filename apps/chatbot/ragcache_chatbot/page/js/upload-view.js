@@ -13,11 +13,11 @@ export class UploadView {
 
   /**
    * @param {import("./documents.js").Documents} documents
-   * @param {(report: import("./documents.js").Report) => void} added
+   * @param {(ids: string[]) => void} changed the store may hold other documents now, these among them
    */
-  constructor(documents, added) {
+  constructor(documents, changed) {
     this.documents = documents;
-    this.added = added;
+    this.changed = changed;
     byId("files").addEventListener("change", () => {
       void this.#add([...byId("files").files]);
       byId("files").value = "";
@@ -36,10 +36,11 @@ export class UploadView {
     try {
       const report = await this.documents.add(files, onProgress, this.#running.signal);
       byId("documents-news").replaceChildren(...reportView(report));
-      this.added(report);
+      this.changed([...report.added, ...report.updated]);
     } catch (error) {
       if (this.#running.signal.aborted) say("Cancelled. What was stored before stays.");
       else byId("documents-news").replaceChildren(troubleBox(error, () => void this.#add(files)));
+      this.changed([]); // what was stored before
     }
     this.#running = null;
     byId("upload").hidden = true;
@@ -73,12 +74,15 @@ function reportView({ added, updated, unchanged, failed }) {
     unchanged.length && `${counted(unchanged.length, "document")} here already`,
   ];
   const text = parts.filter(Boolean).join(", ");
-  const failures = failed.map(({ source, error }) => element("li", {}, element("strong", {}, source), ` ${error}`));
+  const failures = failed.map(({ source, error }) => element("li", {}, element("strong", {}, source), ` ${reason(source, error)}`));
   return [
     ...(text ? [element("p", { class: "good" }, `${text}.`)] : []),
     ...(failures.length ? [element("ul", { class: "trouble" }, ...failures)] : []),
   ];
 }
+
+/** Errors often name their source first. @param {string} source @param {string} error */
+const reason = (source, error) => (error.startsWith(`${source}: `) ? error.slice(source.length + 2) : error);
 
 /** @param {HTMLElement} place @param {(files: File[]) => void} take */
 function acceptDrops(place, take) {

@@ -1,0 +1,38 @@
+// What the answers of this conversation cost together: the time of one says little.
+
+import { byId, element } from "./dom.js";
+import { count, duration, median } from "./format.js";
+
+/** @param {import("./conversation.js").Turn[]} turns */
+export function showFigures(turns) {
+  const answered = turns.filter(({ state, ending, usage }) => state === "done" && ending && usage);
+  const found = rows(answered).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]);
+  byId("conversation-figures").replaceChildren(...found);
+}
+
+/** @param {import("./conversation.js").Turn[]} turns @returns {[string, string][]} */
+function rows(turns) {
+  const prompts = turns.flatMap(({ usage }) => usage ?? []);
+  const avoided = sum(prompts.map(({ cached_tokens }) => cached_tokens));
+  const all = sum(prompts.map(({ prompt_tokens }) => prompt_tokens));
+  return [
+    ["Answers", count(prompts.length)],
+    ...(all ? [/** @type {[string, string]} */ (["Tokens not computed", `${count(avoided)} of ${count(all)}`])] : []),
+    ...firstTokens(turns),
+  ];
+}
+
+/** Times of different methods are not mixed. @param {import("./conversation.js").Turn[]} turns @returns {[string, string][]} */
+function firstTokens(turns) {
+  /** @type {Map<string, number[]>} */
+  const times = new Map();
+  for (const { method, timings } of turns.flatMap(({ ending }) => ending ?? []))
+    times.set(method, [...(times.get(method) ?? []), timings.ttft_s]);
+  return [...times].map(([method, found]) => {
+    const what = found.length > 1 ? `, median of ${count(found.length)}` : "";
+    return [`First token, ${method}`, duration(median(found)) + what];
+  });
+}
+
+/** @param {number[]} values */
+const sum = (values) => values.reduce((total, value) => total + value, 0);

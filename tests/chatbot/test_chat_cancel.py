@@ -1,0 +1,82 @@
+"""The chat page against a real server, in headless Chromium: whatever is stopped ends its request at once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from browsing import Tab
+from playwright.sync_api import Locator, expect
+
+QUESTION = "What is Victor Branovic's profession?"
+
+
+def expect_aborted(tab: Tab, path: str, button: Locator) -> None:
+    """A click on `button` ends the request that runs, within a second."""
+    with tab.page.expect_event("requestfailed", lambda request: request.url.endswith(path), timeout=5000) as failed:
+        started = time.monotonic()
+        button.click()
+    assert time.monotonic() - started < 1
+    assert failed.value.failure == "net::ERR_ABORTED"
+
+
+def test_stop_ends_an_answer(tab: Tab, slowed):
+    slowed.pause_s = 0.3
+    turn = tab.send(QUESTION)
+    expect(turn.locator(".passage").first).to_be_visible()
+    expect_aborted(tab, "/v1/chat/completions", tab.page.get_by_role("button", name="Stop", exact=True))
+    expect(turn).to_have_attribute("data-state", "stopped")
+    expect(tab.page.get_by_role("button", name="Send")).to_be_visible()
+
+
+def test_new_conversation_ends_an_answer(tab: Tab, slowed):
+    slowed.pause_s = 0.3
+    tab.send(QUESTION)
+    tab.page.get_by_role("button", name="New conversation").click()
+    yes = tab.page.get_by_role("dialog").get_by_role("button", name="New conversation")
+    expect_aborted(tab, "/v1/chat/completions", yes)
+
+
+def test_stop_ends_a_question_that_waits_for_the_models_name(open_tab, site):
+    tab = open_tab(site)
+    tab.page.route("**/v1/store", lambda route: None)  # never answered
+    tab.page.goto(site.url)
+    turn = tab.send(QUESTION)
+    expect_aborted(tab, "/v1/store", tab.page.get_by_role("button", name="Stop", exact=True))
+    expect(turn).to_have_attribute("data-state", "stopped")
+
+
+@pytest.mark.parametrize("sent", [False, True], ids=["while it is sent", "while it is ingested"])
+def test_cancel_ends_an_upload(tab: Tab, slowed, sent):
+    slowed.pause_s = 0.3
+    if not sent:
+        tab.page.route("**/v1/documents", lambda route: None)
+    file = {"name": "some.txt", "mimeType": "text/plain", "buffer": b"Some text. " * 20}
+    listed = []
+    tab.page.on("request", lambda request: listed.append(request.url) if "/v1/documents?" in request.url else None)
+    tab.page.get_by_label("Add files").set_input_files([{**file, "name": f"{n}.txt"} for n in range(5)])
+    if sent:
+        expect(tab.page.locator("#upload-text")).to_contain_text("txt")
+    expect_aborted(tab, "/v1/documents", tab.page.get_by_role("button", name="Cancel"))
+    expect(tab.page.locator("#documents-news")).to_contain_text("Cancelled.")
+    expect(tab.page.locator("#upload")).to_be_hidden()
+    assert listed  # what was stored until then is shown
+
+
+@pytest.mark.parametrize("button", ["Stop measuring", "New conversation"])
+def test_measuring_is_stopped(tab: Tab, button):
+    turn = tab.ask(QUESTION)
+    turn.locator(".prefill > summary").click()
+    asked = []
+    tab.page.route("**/v1/chat/completions", lambda route: asked.append(route))  # never answered
+    turn.get_by_role("button", name="Measure a full prefill").click()
+    stop = turn.get_by_role("button", name="Stop measuring (1 of 10)")
+    expect(stop).to_be_visible()
+    if button == "New conversation":
+        tab.page.get_by_role("button", name=button).click()
+        stop = tab.page.get_by_role("dialog").get_by_role("button", name=button)
+    expect_aborted(tab, "/v1/chat/completions", stop)
+    assert len(asked) == 1
+    if button == "Stop measuring":
+        expect(turn.get_by_role("button", name="Measure a full prefill")).to_be_visible()
+        expect(turn.locator(".prefill [role=alert]")).to_be_hidden()

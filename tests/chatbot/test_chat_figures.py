@@ -1,0 +1,127 @@
+"""The chat page against a real server, in headless Chromium: what it says about tokens and times."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from browsing import Tab
+from playwright.sync_api import Locator, Route, expect
+
+QUESTION = "What is Victor Branovic's profession?"
+RATIO = re.compile(
+    r"\btimes\b(?! to )|\bfaster\b|\bslower\b|\bas fast\b|\bspeed|\d\s*[x×]|no difference", re.IGNORECASE
+)
+
+
+def endings(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    """Changes what an answer's last event says about its costs."""
+
+    def rewrite(event: dict[str, Any]) -> None:
+        if (event.get("ragcache") or {}).get("timings"):
+            change(event["ragcache"])
+
+    return rewrite
+
+
+def estimate(seconds: float | None) -> Callable[[dict[str, Any]], None]:
+    return endings(lambda costs: costs.update(full_prefill_estimate_s=seconds))
+
+
+def open_chart(turn: Locator) -> Locator:
+    turn.locator(".prefill > summary").click()
+    return turn.locator(".prefill")
+
+
+@pytest.mark.parametrize("value", [None, 0])
+def test_no_estimate_is_shown_where_the_server_has_none(tab: Tab, slowed, value):
+    slowed.rewrite = estimate(value)
+    chart = open_chart(tab.ask(QUESTION))
+    expect(chart.locator("svg[role=img]")).to_have_count(1)
+    assert "estimate" not in chart.text_content()
+    assert "null" not in chart.text_content()
+
+
+def test_estimate_is_called_one_and_is_no_verdict(tab: Tab, slowed):
+    slowed.rewrite = estimate(9.5)
+    turn = tab.ask(QUESTION)
+    assert "9.5" not in turn.locator(".prefill > summary").text_content()
+    chart = open_chart(turn)
+    expect(chart.locator("svg[role=img]").nth(1)).to_have_attribute(
+        "aria-label", re.compile("^full, estimated: .* prefill 9.50 s$")
+    )
+    expect(chart).to_contain_text("a full prefill is estimated at 9.50 s")
+    assert RATIO.search(turn.text_content()) is None
+
+
+@pytest.mark.parametrize("full_s", [0.004, 4.0])
+def test_no_ratio_is_claimed(tab: Tab, slowed, full_s):
+    slowed.rewrite = endings(lambda costs: costs["timings"].update(ttft_s=0.4, retrieve_s=0.1))
+    turn = tab.ask(QUESTION)
+    open_chart(turn)
+    runs = [(0.3, full_s)] * 5
+    tab.page.route("**/v1/chat/completions", answering([one for pair in runs for one in pair]))
+    turn.get_by_role("button", name="Measure a full prefill").click()
+    expect(turn.locator(".prefill")).to_contain_text("median of 5 runs each")
+    assert RATIO.search(tab.page.locator("body").inner_text()) is None
+
+
+def test_tokens_come_before_times(tab: Tab):
+    turn = tab.ask(QUESTION)
+    kept = tab.page.evaluate("JSON.parse(localStorage['ragcache.conversation']).turns[0].usage")
+    assert kept["cached_tokens"] > 0
+    statement = open_chart(turn).locator(".statement")
+    start = f"{kept['cached_tokens']} of {kept['prompt_tokens']} prompt tokens not computed. Time"
+    expect(statement).to_have_text(re.compile(f"^{start}"))
+
+
+def answering(ttfts: list[float]) -> Callable[[Route], None]:
+    """A route that answers each request with the next time to the first token."""
+    rest = iter(ttfts)
+
+    def answer(route: Route) -> None:
+        phases = dict.fromkeys(("retrieve_s", "load_s", "encode_s", "place_s", "prefill_s"), 0)
+        ttft_s = next(rest)
+        timings = {**phases, "prefill_s": ttft_s, "ttft_s": ttft_s, "total_s": ttft_s}
+        route.fulfill(body=json.dumps({"ragcache": {"timings": timings}}))
+
+    return answer
+
+
+def test_measured_times_are_medians_of_both_methods(tab: Tab):
+    turn = tab.ask(QUESTION)
+    own, full = [0.05, 0.9, 0.01, 0.04, 0.03], [0.2, 0.3, 0.1, 0.7, 0.5]
+    tab.page.route("**/v1/chat/completions", answering([one for pair in zip(own, full, strict=True) for one in pair]))
+    chart = open_chart(turn)
+    turn.get_by_role("button", name="Measure a full prefill").click()
+    bars = chart.locator("svg[role=img]")
+    expect(bars).to_have_count(3)
+    expect(bars.nth(1)).to_have_attribute("aria-label", "link, median of 5: 40 ms to the first token: prefill 40 ms")
+    expect(bars.nth(2)).to_have_attribute("aria-label", "full, median of 5: 300 ms to the first token: prefill 300 ms")
+    expect(chart).to_contain_text("median of 5 runs each: link 40 ms, full 300 ms.")
+
+
+def test_conversation_shows_medians_by_method(tab: Tab, slowed):
+    figures = tab.page.locator("#conversation-figures")
+    expect(figures).to_have_text("Answers0")
+    times, rest = [0.02, 0.5, 0.04, 0.06], iter((0.02, 0.5, 0.04, 0.06))
+    slowed.rewrite = endings(lambda costs: costs["timings"].update(ttft_s=next(rest)))
+    for number, median in enumerate(["20 ms", "260 ms, median of 2", "40 ms, median of 3"], 1):
+        tab.ask(QUESTION)
+        expect(figures).to_contain_text(f"Answers{number}")
+        expect(figures).to_contain_text(f"First token, link{median}")
+    tab.page.get_by_label("Method").select_option("full")
+    tab.ask(QUESTION)
+    expect(figures).to_contain_text("First token, link40 ms, median of 3First token, full60 ms")
+    turns = tab.page.evaluate("JSON.parse(localStorage['ragcache.conversation']).turns")
+    assert len(turns) == len(times)
+    avoided, tokens = (sum(turn["usage"][name] for turn in turns) for name in ("cached_tokens", "prompt_tokens"))
+    expect(figures).to_contain_text(f"Tokens not computed{avoided:,} of {tokens:,}")
+    tab.page.reload()
+    expect(figures).to_contain_text(f"Tokens not computed{avoided:,} of {tokens:,}")
+    tab.page.get_by_role("button", name="New conversation").click()
+    tab.page.get_by_role("dialog").get_by_role("button", name="New conversation").click()
+    expect(figures).to_have_text("Answers0")
