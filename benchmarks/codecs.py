@@ -236,10 +236,10 @@ def goals(figures: dict[str, Any], ratios: dict[str, Any], stated: bool) -> list
         enough = own["questions"] >= STATED_QUESTIONS
         found.append(Goal(f"{name}, first token as with raw", "at least", limit, own["top1_agreement"], enough))
     for name in lossy(figures["rates"]) if ratios else ():
-        memory, disk = (ratios[f"{name}: {place} / raw: {place}"].median for place in PLACES)
+        memory, disk = (ratios[f"{name}: {place} / raw: {place}"] for place in PLACES)
         if name == "int8":
-            found.append(Goal("int8 from memory / raw", "at most", 1.25, memory, stated))
-        found.append(Goal(f"{name} from a cold disk / raw", "at most", 1.0, disk, stated))
+            found.append(Goal.of("int8 from memory / raw", "at most", 1.25, memory, stated))
+        found.append(Goal.of(f"{name} from a cold disk / raw", "at most", 1.0, disk, stated))
     return found
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,10 +15,15 @@ from pathlib import Path
 import torch
 import transformers
 
+NOT_CODE = (":(exclude)benchmarks/results", ":(exclude,glob)**/*.md")
+
 
 @dataclass(frozen=True)
 class Environment:
-    """load_1min: the machine's load average at the start, before the benchmark; near 0 on a quiet machine."""
+    """load_1min: the machine's load average at the start, before the benchmark; near 0 on a quiet machine.
+
+    clean: whether the code is the commit's; results and pages, which benchmarks write, may differ
+    """
 
     cpu: str
     cores: int
@@ -29,8 +35,24 @@ class Environment:
     torch: str
     transformers: str
     commit: str | None
+    clean: bool
     command: str
     date: str
+
+
+def load_average() -> float:
+    """Over the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def settle(most: float, patience_s: float) -> bool:
+    """Wait until the load average is at most this; False where it still is above when patience is at its end."""
+    until = time.monotonic() + patience_s
+    while load_average() > most:
+        if time.monotonic() > until:
+            return False
+        time.sleep(1)
+    return True
 
 
 def environment(module: str, arguments: Sequence[str], device: torch.device) -> Environment:
@@ -41,11 +63,12 @@ def environment(module: str, arguments: Sequence[str], device: torch.device) -> 
         threads=torch.get_num_threads(),
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        load_1min=round(os.getloadavg()[0], 2),
+        load_1min=load_average(),
         python=platform.python_version(),
         torch=str(torch.__version__),
         transformers=transformers.__version__,
-        commit=_commit(),
+        commit=_git("describe", "--always"),
+        clean=_git("status", "--porcelain", "--", ".", *NOT_CODE) == "",
         command=shlex.join(["python", "-m", module, *(_short(argument) for argument in arguments)]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -64,10 +87,11 @@ def _cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def _commit() -> str | None:
-    here = Path(__file__).parent
+def _git(*arguments: str) -> str | None:
+    """What git says in the project's root; None where it cannot."""
+    root = Path(__file__).parent.parent
     try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
     except OSError:
         return None
-    return done.stdout.strip() or None
+    return None if done.returncode else done.stdout.strip()

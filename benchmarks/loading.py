@@ -58,7 +58,7 @@ class Settings:
     passages: int = 10
     tokens: int = 500
     suffix: int = 30
-    rounds: int = 3
+    rounds: int = 10
     megabytes_s: int = 10
     threads: int = 0
     seed: int = 0
@@ -208,8 +208,8 @@ def _goal(samples: Samples, place: Place, applies: bool) -> Goal:
     """Against whichever of the two is faster over all rounds: a single round's choice would be hindsight."""
     timings = summarise(samples)
     faster = min(("all loaded", "all recomputed"), key=lambda other: timings[_names(place, other)[1]].median_s)
-    measured = ratio(samples, *_names(place, faster)).median
-    return Goal(f"{place.codec}, {place.place}: auto / {faster}", "at most", MOST_SLOWER, measured, applies)
+    measured = ratio(samples, *_names(place, faster))
+    return Goal.of(f"{place.codec}, {place.place}: auto / {faster}", "at most", MOST_SLOWER, measured, applies)
 
 
 def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:

@@ -17,7 +17,7 @@ from typing import Any
 import ragcache as rc
 from benchmarks import peers_report
 from benchmarks.quality import Row, markdown
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, goal_lines
 from ragcache.errors import ConfigError
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -53,7 +53,7 @@ def quality_lines(results: Path) -> list[str]:
     rows = found.get("figures", {}).get("rows")
     if not rows:
         return ["Not measured: run `python -m benchmarks.quality`."]
-    return [*markdown([Row(**row) for row in rows]), "", *_goal_lines(found), "", _where(found)]
+    return [*markdown([Row(**row) for row in rows]), "", *goal_lines(found), "", _where(found)]
 
 
 def cost_lines(results: Path) -> list[str]:
@@ -76,7 +76,7 @@ def _cost_table(found: dict[str, Any]) -> Iterator[str]:
         cells = [f"{1000 * timing['median_s']:.1f}", f"{ratio['median']:.3f}" if ratio else "-"]
         yield f"| {name} | " + " | ".join([*cells, *(f"{s:.3f}" if s is not None else "-" for s in shares)]) + " |"
     yield ""
-    yield from (*_goal_lines(found), "", _where(found))
+    yield from (*goal_lines(found), "", _where(found))
 
 
 def public_lines(results: Path) -> list[str]:
@@ -108,14 +108,6 @@ def peers_lines(results: Path) -> list[str]:
     if not path.is_file():
         return ["Not measured: run `python -m benchmarks.peers`."]
     return peers_report.markdown(json.loads(path.read_text(encoding="utf-8")))
-
-
-def _goal_lines(found: dict[str, Any]) -> Iterator[str]:
-    yield "| goal | limit | measured | |"
-    yield "|---|---|---|---|"
-    for goal in found["goals"]:
-        verdict = ("met" if goal["met"] else "missed") if goal["applies"] else "other sizes than the goal's"
-        yield f"| {goal['what']} | {goal['kind']} {goal['limit']:g} | {goal['measured']:.4g} | {verdict} |"
 
 
 def _where(found: dict[str, Any]) -> str:

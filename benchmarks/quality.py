@@ -19,7 +19,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,11 +28,12 @@ from rich.console import Console
 
 import ragcache as rc
 from benchmarks.environment import environment
-from benchmarks.quality_units import Answers, Cell, Unit, answer_all, units_of
+from benchmarks.quality_units import Answers, Cell, Reads, Unit, answer_all, cases_of, units_of
 from benchmarks.report import RESULTS, Goal, Result, show, write
 from ragcache.errors import ConfigError
 from ragcache.evaluation.intervals import RESAMPLES, wilson
 from ragcache.evaluation.methods import FULL, MethodSpec, default_methods, parse_methods
+from ragcache.prompt import prompt_format
 from ragcache.training.evaluate import MINI, MINI_BASE
 
 QUESTIONS = ("1 hop", "2 hops", "leaning")
@@ -59,6 +61,8 @@ class Row:
 
     relative: to the better of the base's and the checkpoint's own full prefill on the same questions, with a paired
               bootstrap interval
+    computed_share, kept_share: of the prompt's tokens, those that ran and those that were held, means over layers and
+              questions; None where they were not counted
     """
 
     checkpoint: str
@@ -73,6 +77,8 @@ class Row:
     relative: float
     relative_low: float
     relative_high: float
+    computed_share: float | None = None
+    kept_share: float | None = None
 
 
 def load_checkpoint(text: str, chosen: Mapping[str, str]) -> Checkpoint:
@@ -123,16 +129,35 @@ class Table:
             own_full = self._full(one, cell, questions)
             reference = max(base_full, own_full, key=sum)
             for spec in one.swept if swept else one.methods:
-                right = self._right(one, cell, spec, questions)
+                right, *shares = self._reads(one, cell, spec, questions)
                 low, high = wilson(sum(right), len(right))
                 share = sum(right) / len(right)
-                yield Row(one.label, spec.label, *cell, len(right), share, low, high, *relative(right, reference))
+                means = (round(fmean(found), 4) if found else None for found in shares)
+                exact = (len(right), share, low, high, *relative(right, reference))
+                yield Row(one.label, spec.label, *cell, *exact, *means)
 
     def _full(self, one: Checkpoint, cell: Cell, questions: int) -> list[int]:
-        return self._right(one, cell, next(spec for spec in one.methods if spec.name == FULL), questions)
+        return self._reads(one, cell, next(spec for spec in one.methods if spec.name == FULL), questions).right
 
-    def _right(self, one: Checkpoint, cell: Cell, spec: MethodSpec, questions: int) -> list[int]:
+    def _reads(self, one: Checkpoint, cell: Cell, spec: MethodSpec, questions: int) -> Reads:
         return self.answers.of(self.units(one, cell, [spec], questions), spec)
+
+
+def regime(directory: str, cells: Sequence[Cell], questions: int, seed: int) -> dict[str, dict[str, Any]]:
+    """By question: how long the passages and prompts were that its answers were read from, in this model's tokens."""
+    tokenizer = rc.load_lm(directory).tokenizer
+    form = prompt_format(tokenizer)
+    found = {}
+    for cell in cells:
+        prompts = [case.prompt(tokenizer, form) for case in cases_of(cell, questions, seed)]
+        found[cell.question] = {
+            "passages": cell.passages,
+            "passage_tokens": median(len(ids) for prompt in prompts for ids in prompt.chunk_ids),
+            "prompt_tokens": median(prompt.num_tokens for prompt in prompts),
+            "questions": questions,
+            "seed": seed,
+        }
+    return found
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:
@@ -187,13 +212,17 @@ def goals(checkpoints: Sequence[Checkpoint], rows: Sequence[Row]) -> list[Goal]:
     def add(what: str, limit: float, measured: float, questions: int) -> None:
         found.append(Goal(what, "at least", limit, measured, applies=questions >= STATED_QUESTIONS))
 
+    def add_relative(what: str, limit: float, row: Row) -> None:
+        applies, interval = row.questions >= STATED_QUESTIONS, (row.relative_low, row.relative_high)
+        found.append(Goal(what, "at least", limit, row.relative, applies, None, *interval))
+
     base = checkpoints[0]
     for label in ("link5",):
         for question, limit in (("1 hop", 0.99), ("2 hops", 0.97)):
             own, full = main.get((label, "link", question)), main.get((label, FULL, question))
             bare = main.get(("link0", "reposition", question))
             if own is not None:
-                add(f"link K=5, {question}, relative", limit, own.relative, own.questions)
+                add_relative(f"link K=5, {question}, relative", limit, own)
             if own is not None and bare is not None:
                 add(f"link K=5 above K=0, {question}", 0.0, own.exact_match - bare.exact_match, own.questions)
             if full is not None:
@@ -202,7 +231,7 @@ def goals(checkpoints: Sequence[Checkpoint], rows: Sequence[Row]) -> list[Goal]:
     for spec in base.methods:
         row = main[base.label, spec.label, "1 hop"]
         if spec.name in RATIO_METHODS and dict(spec.options).get("ratio", RATIO) == RATIO:
-            add(f"{spec.label} at 15 % on the base, 1 hop, relative", 0.97, row.relative, row.questions)
+            add_relative(f"{spec.label} at 15 % on the base, 1 hop, relative", 0.97, row)
     return found
 
 
@@ -240,6 +269,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-positions", action="store_true", help="leave fixed positions out")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", default="quality", help="of the files in --out")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args(given)
 
@@ -251,8 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     chosen = dict(one.split(":", 1) for one in options.methods)
     checkpoints = [load_checkpoint(text, chosen) for text in options.checkpoint or default_checkpoints()]
     gone = [label for label in options.keep if label not in {one.label for one in checkpoints}]
-    kept = kept_rows(options.out / "quality.json", gone, options.seed)
-    answers = Answers(options.out / "quality.answers.jsonl")
+    kept = kept_rows(options.out / f"{options.name}.json", gone, options.seed)
+    answers = Answers(options.out / f"{options.name}.answers.jsonl")
     table = Table(checkpoints, answers, options.seed)
     main_cells, swept_cells = cells(options.passages, not options.no_positions)
     sizes = [(cell, options.questions, False) for cell in main_cells]
@@ -268,11 +298,12 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     print(file=sys.stderr)
     rows = [row for cell, count, swept in sizes for row in table.rows(cell, count, swept=swept)] + kept
     settings = {name: value for name, value in vars(options).items() if name != "out"}
-    figures = {"rows": [asdict(row) for row in rows]}
-    result = Result("quality", settings, where, {}, {}, figures, goals(checkpoints, rows))
+    lengths = regime(checkpoints[0].directory, main_cells, options.questions, options.seed)
+    figures = {"regime": lengths, "rows": [asdict(row) for row in rows]}
+    result = Result(options.name, settings, where, {}, {}, figures, goals(checkpoints, rows))
     write(result, options.out)
     lines = markdown(rows)
-    (options.out / "quality.md").write_text("\n".join(lines) + "\n")
+    (options.out / f"{options.name}.md").write_text("\n".join(lines) + "\n")
     show(Result(result.name, None, where, {}, {}, {}, result.goals))
     Console(width=160).print("\n".join(lines), highlight=False)
     return result

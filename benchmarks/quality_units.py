@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,20 @@ class Cell(NamedTuple):
         return RegistrySettings(kind, 2 if self.question == "2 hops" else 1, (self.passages,), places, questions, seed)
 
 
+class Reads(NamedTuple):
+    """What one method made of the questions of a unit, one value a question.
+
+    right:    1 where the whole answer is the expected one, else 0
+    computed: tokens that ran, of those that the prompt has, mean over the layers
+    kept:     tokens that were held after it, likewise
+    Shares are empty for questions that were read before they were counted.
+    """
+
+    right: list[int]
+    computed: list[float]
+    kept: list[float]
+
+
 @dataclass(frozen=True)
 class Unit:
     """Questions `start` to `start + count` of a cell drawn with `seed`, read by `methods` on one checkpoint."""
@@ -73,18 +88,21 @@ def units_of(
             yield Unit(directory, fingerprint, cell, seed, start, count, tuple(methods))
 
 
-def run_unit(unit: Unit) -> dict[str, list[int]]:
-    """By key: for each question 1 where the whole answer is the expected one, else 0."""
+def run_unit(unit: Unit) -> dict[str, Reads]:
+    """By key, what each method made of the unit's questions."""
     lm = _model(unit.directory)
     form = prompt_format(lm.tokenizer)
-    right: dict[str, list[int]] = {unit.key(spec): [] for spec in unit.methods}
-    for case in _cases(unit.cell, unit.start + unit.count, unit.seed)[unit.start :]:
+    found = {unit.key(spec): Reads([], [], []) for spec in unit.methods}
+    for case in cases_of(unit.cell, unit.start + unit.count, unit.seed)[unit.start :]:
         reader = PromptReader(lm, case.prompt(lm.tokenizer, form), MAX_ANSWER_TOKENS)
         for spec in unit.methods:
             fused, _ = reader.read(spec.method(), spec.recipe)
-            right[unit.key(spec)].append(int(answers(lm, fused, case.answers[0])))
+            reads = found[unit.key(spec)]
+            reads.right.append(int(answers(lm, fused, case.answers[0])))
+            reads.computed.append(round(fmean(fused.computed_tokens) / fused.prompt_tokens, 6))
+            reads.kept.append(round(fmean(fused.kept_tokens) / fused.prompt_tokens, 6))
             fused.cache.release()
-    return right
+    return found
 
 
 def answers(lm: rc.LanguageModel, fused: rc.Fused, expected: str) -> bool:
@@ -100,7 +118,7 @@ def _model(directory: str) -> rc.LanguageModel:
 
 
 @lru_cache(maxsize=4)
-def _cases(cell: Cell, questions: int, seed: int) -> list[Case]:
+def cases_of(cell: Cell, questions: int, seed: int) -> list[Case]:
     return registry_cases(cell.settings(questions, seed))
 
 
@@ -110,32 +128,40 @@ class Answers:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.found: dict[str, list[int]] = {}
+        self.found: dict[str, Reads] = {}
         data = path.read_bytes() if path.exists() else b""
         whole = data[: data.rfind(b"\n") + 1]  # a run that was killed leaves half a line
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 row = json.loads(line)
-                self.found[row["key"]] = [int(one) for one in row["right"]]
+                self.found[row["key"]] = _reads(row)
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{path}, line {number}: no answers of a unit ({error}); delete it") from error
         if len(whole) < len(data):
             os.truncate(path, len(whole))
 
-    def add(self, right: dict[str, list[int]]) -> None:
-        self.found.update(right)
+    def add(self, found: dict[str, Reads]) -> None:
+        self.found.update(found)
         with self.path.open("ab") as file:
-            for key, values in right.items():
-                file.write(json.dumps({"key": key, "right": values}).encode() + b"\n")
+            for key, reads in found.items():
+                file.write(json.dumps({"key": key, **reads._asdict()}).encode() + b"\n")
 
     def missing(self, unit: Unit) -> Unit | None:
         """The unit with the methods whose answers are not there."""
         left = tuple(spec for spec in unit.methods if unit.key(spec) not in self.found)
         return Unit(**{**unit.__dict__, "methods": left}) if left else None
 
-    def of(self, units: Sequence[Unit], method: MethodSpec) -> list[int]:
-        """All answers of a method over units, in order."""
-        return [one for unit in units for one in self.found[unit.key(method)]]
+    def of(self, units: Sequence[Unit], method: MethodSpec) -> Reads:
+        """All that a method read over units, in order; no shares where they are not there of every question."""
+        parts = [self.found[unit.key(method)] for unit in units]
+        right, computed, kept = ([one for part in column for one in part] for column in zip(*parts, strict=True))
+        whole = len(computed) == len(right)
+        return Reads(right, computed if whole else [], kept if whole else [])
+
+
+def _reads(row: dict[str, list[float]]) -> Reads:
+    shares = ([float(one) for one in row.get(name, ())] for name in ("computed", "kept"))
+    return Reads([int(one) for one in row["right"]], *shares)
 
 
 def answer_all(units: Sequence[Unit], answers: Answers, processes: int) -> Iterator[int]:
@@ -149,6 +175,6 @@ def answer_all(units: Sequence[Unit], answers: Answers, processes: int) -> Itera
             yield (done := done + 1)
         return
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for right in pool.map(run_unit, left):
-            answers.add(right)
+        for found in pool.map(run_unit, left):
+            answers.add(found)
             yield (done := done + 1)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environment import Environment
+from benchmarks.environment import Environment, load_average
+from benchmarks.timing import Ratio
 
 RESULTS = Path(__file__).parent / "results"
+
+
+# What a verdict takes. Loads are the machine's average over a minute: before, and after beyond the run's own threads.
+LEAST_PAIRS = 10
+MOST_LOAD, MOST_LOAD_AFTER = 0.5, 1.0
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,8 @@ class Goal:
 
     kind:    "at most" or "at least"
     applies: the run had the sizes, shape and dtype that the goal is stated for
+    pairs:   of timings, or rounds of them, behind `measured`; None: it does not depend on how fast the machine was
+    low, high: 95 % interval of `measured`, where there is one
     """
 
     what: str
@@ -29,10 +37,61 @@ class Goal:
     limit: float
     measured: float
     applies: bool
+    pairs: int | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, what: str, kind: str, limit: float, ratio: Ratio, applies: bool) -> Goal:
+        return cls(what, kind, limit, ratio.median, applies, ratio.pairs, ratio.low, ratio.high)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any], ratios: Mapping[str, Any]) -> Goal:
+        """A goal of a result's file. An older one names its pairs among the ratios alone."""
+        fields = {name: found.get(name) for name in cls.__dataclass_fields__}
+        fields["pairs"] = found.get("pairs", ratios.get(found["what"], {}).get("pairs"))
+        return cls(**fields)  # type: ignore[arg-type]
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is on the right side of the limit."""
+        return value <= self.limit if self.kind == "at most" else value >= self.limit
 
     @property
-    def met(self) -> bool:
-        return self.measured <= self.limit if self.kind == "at most" else self.measured >= self.limit
+    def within(self) -> bool:
+        """Whether the measured number is. What it is worth says `verdict`."""
+        return self.holds(self.measured)
+
+    def verdict(self, hardware: Mapping[str, Any]) -> str:
+        """ "met" or "missed", where the run can say so and the limit is outside of the interval.
+
+        hardware: the fields of an Environment, and load_after_1min
+        """
+        if not self.applies:
+            return "other sizes than the goal's"
+        if doubts := [*self._doubts_of_time(hardware), *_doubts_of_code(hardware)]:
+            return f"to be measured again: {', '.join(doubts)}"
+        if self.low is not None and self.high is not None and self.holds(self.low) != self.holds(self.high):
+            return f"open: the limit is within {self.low:.4g} to {self.high:.4g}"
+        return "met" if self.within else "missed"
+
+    def _doubts_of_time(self, hardware: Mapping[str, Any]) -> Iterator[str]:
+        if self.pairs is None:
+            return
+        if self.pairs < LEAST_PAIRS:
+            yield f"{self.pairs} pair{'s' if self.pairs != 1 else ''}"
+        before, after = hardware["load_1min"], hardware.get("load_after_1min")
+        if before > MOST_LOAD:
+            yield f"load {before:g} before"
+        if after is None:
+            yield "load after unknown"
+        elif after > hardware["threads"] + MOST_LOAD_AFTER:
+            yield f"load {after:g} after"
+
+
+def _doubts_of_code(hardware: Mapping[str, Any]) -> Iterator[str]:
+    """Older files name a dirty tree in the commit alone."""
+    if not hardware.get("clean", not str(hardware["commit"]).endswith("-dirty")):
+        yield "uncommitted changes"
 
 
 @dataclass(frozen=True)
@@ -44,6 +103,7 @@ class Result:
     timings:  Timing by variant
     ratios:   Ratio by "a / b"
     figures:  everything else that was measured, JSON values
+    load_after_1min: the machine's load average when the result was made, after the benchmark
     """
 
     name: str
@@ -53,16 +113,23 @@ class Result:
     ratios: Mapping[str, Any]
     figures: Mapping[str, Any]
     goals: Sequence[Goal]
+    load_after_1min: float = field(default_factory=load_average)
+
+    @property
+    def hardware(self) -> dict[str, Any]:
+        """The environment, with the load after the run."""
+        return {**_plain(self.environment), "load_after_1min": self.load_after_1min}
 
     def to_json(self) -> dict[str, Any]:
+        hardware = self.hardware
         return {
             "name": self.name,
             "settings": _plain(self.settings),
-            "hardware": _plain(self.environment),
+            "hardware": hardware,
             "timings": _plain(self.timings),
             "ratios": _plain(self.ratios),
             "figures": _plain(self.figures),
-            "goals": [{**asdict(goal), "met": goal.met} for goal in self.goals],
+            "goals": [{**asdict(goal), "verdict": goal.verdict(hardware)} for goal in self.goals],
         }
 
 
@@ -80,17 +147,33 @@ def show(result: Result, console: Console | None = None) -> None:
     if result.figures:
         console.print(_figures_table(result))
     if result.goals:
-        console.print(goals_table(result.goals))
+        console.print(goals_table([result]))
 
 
-def goals_table(goals: Sequence[Goal]) -> Table:
+def goals_table(results: Sequence[Result]) -> Table:
     table = Table(title="goals")
-    for column in ("goal", "measured", ""):
+    for column in ("goal", "measured", "95 %", "pairs", ""):
         table.add_column(column)
-    for goal in goals:
-        verdict = ("met" if goal.met else "MISSED") if goal.applies else "other sizes than the goal's"
-        table.add_row(f"{goal.what}: {goal.kind} {goal.limit:g}", f"{goal.measured:.4g}", verdict)
+    for result in results:
+        for goal in result.goals:
+            row = goal_row(goal, result.hardware)
+            table.add_row(f"{goal.what}: {goal.kind} {goal.limit:g}", *row)
     return table
+
+
+def goal_row(goal: Goal, hardware: Mapping[str, Any]) -> list[str]:
+    """Measured, interval, pairs, verdict."""
+    interval = "-" if goal.low is None or goal.high is None else f"{goal.low:.4g} to {goal.high:.4g}"
+    pairs = "-" if goal.pairs is None else str(goal.pairs)
+    return [f"{goal.measured:.4g}", interval, pairs, goal.verdict(hardware)]
+
+
+def goal_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """A Markdown table of the goals in a result's file."""
+    yield "| goal | limit | measured | 95 % | pairs | |"
+    yield "|---|---|---|---|---|---|"
+    for goal in (Goal.from_json(one, found["ratios"]) for one in found["goals"]):
+        yield f"| {goal.what} | {goal.kind} {goal.limit:g} | {' | '.join(goal_row(goal, found['hardware']))} |"
 
 
 def _timings_table(result: Result) -> Table:

@@ -17,10 +17,12 @@ import torch
 from rich.console import Console
 
 from benchmarks import corpus_report, decode, ingest, ttft
-from benchmarks.report import RESULTS, Result, goals_table
+from benchmarks.environment import settle
+from benchmarks.report import MOST_LOAD, RESULTS, Result, goals_table
 from benchmarks.shapes import SHAPES
 from ragcache.retrieval.embedder import Embedder
 
+PATIENCE_S = 300  # a minute's average falls from 2 to 0.5 in 83 s
 MakeEmbedder = Callable[[], Embedder] | None
 
 
@@ -58,7 +60,7 @@ def run_all(given: argparse.Namespace, embedder: MakeEmbedder) -> list[Result]:
     if given.corpus:
         corpus = [str(given.corpus), str(given.questions), "--model", given.model, "--device", given.device]
         steps.append(lambda: corpus_report.main([*corpus, *disk, "--out", str(given.out)], embedder))
-    return [_alone(step) for step in steps]
+    return [_alone(step, 0 if given.quick else PATIENCE_S) for step in steps]
 
 
 _QUICK = {
@@ -68,8 +70,10 @@ _QUICK = {
 }
 
 
-def _alone(step: Callable[[], Result]) -> Result:
-    """Let go of one benchmark's model before the next one makes its own."""
+def _alone(step: Callable[[], Result], patience_s: float) -> Result:
+    """Let go of one benchmark's model before the next one makes its own. Each waits for the last one's load to pass."""
+    if patience_s and not settle(MOST_LOAD, patience_s):
+        print(f"the load does not fall to {MOST_LOAD:g}: goals will not be decided", file=sys.stderr)
     result = step()
     gc.collect()
     if torch.cuda.is_available():
@@ -86,7 +90,7 @@ def main(arguments: Sequence[str] | None = None, embedder: MakeEmbedder = None) 
     picture = given.out / f"benchmarks-{given.device.partition(':')[0]}.png"
     plot([result.to_json() for result in results], picture)
     console = Console(width=140)
-    console.print(goals_table([goal for result in results for goal in result.goals]))
+    console.print(goals_table(results))
     console.print(f"written to {given.out}: {', '.join(f'{result.name}.json' for result in results)}, {picture.name}")
     return results
 

@@ -451,7 +451,7 @@ def _draw(result: dict[str, Any], path: Path) -> None:
 
 
 def passed(result: Result) -> bool:
-    return all(goal.met for goal in result.goals if goal.applies)
+    return all(goal.within for goal in result.goals if goal.applies)
 
 
 if __name__ == "__main__":

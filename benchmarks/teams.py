@@ -41,7 +41,7 @@ class Settings:
     others: int = 2
     steps: int = 10
     tokens: int = 500
-    rounds: int = 9
+    rounds: int = 15
     threads: int = 0
 
 
@@ -120,7 +120,7 @@ def measure(settings: Settings, arguments: Sequence[str]) -> Result:
             found = ratio(samples, f"{what}: {kind}", f"{what}: {NONE}")
             ratios[f"{what}: {kind} / {NONE}"] = found
             if kind != LEFT:
-                goals.append(Goal(f"{what}: {kind} / {NONE}", "at most", GOAL, found.median, settings == Settings()))
+                goals.append(Goal.of(f"{what}: {kind} / {NONE}", "at most", GOAL, found, settings == Settings()))
     others.replace(NONE)
     return Result("teams", settings, hardware, timings, ratios, {}, goals)
 

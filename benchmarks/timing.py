@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ragcache.evaluation.intervals import median_interval
+
 Samples = dict[str, dict[int, float]]
 
 
@@ -47,12 +49,21 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ratio:
-    """One variant's time over another's, taken within each round that ran both."""
+    """One variant's time over another's, taken within each round that ran both.
+
+    low, high: 95 % interval of the median
+    """
 
     median: float
     min: float
     max: float
     pairs: int
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ratios: Sequence[float]) -> Ratio:
+        return cls(statistics.median(ratios), min(ratios), max(ratios), len(ratios), *median_interval(ratios))
 
 
 def alternate(
@@ -81,7 +92,7 @@ def summarise(samples: Samples) -> dict[str, Timing]:
 def ratio(samples: Samples, above: str, below: str) -> Ratio:
     common = samples[above].keys() & samples[below].keys()
     ratios = [samples[above][number] / samples[below][number] for number in common]
-    return Ratio(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+    return Ratio.of(ratios)
 
 
 def synchronise(device: torch.device) -> None:

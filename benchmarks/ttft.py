@@ -40,7 +40,7 @@ class Settings:
     tokens: int = 500
     suffix: int = 30
     rounds: int = 15
-    long_rounds: int = 3
+    long_rounds: int = 10
     vectors: int = 4000
     threads: int = 0
     seed: int = 0
@@ -119,7 +119,7 @@ def _goals(settings: Settings, ratios: dict[str, Ratio]) -> list[Goal]:
             ("reposition: memory tier / transformers: full prefill", 0.020),
             ("reposition: disk, cold page cache / transformers: full prefill", 0.08),
         ]
-    return [Goal(what, "at most", limit, ratios[what].median, applies) for what, limit in wanted]
+    return [Goal.of(what, "at most", limit, ratios[what], applies) for what, limit in wanted]
 
 
 def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:

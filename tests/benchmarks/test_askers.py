@@ -14,7 +14,8 @@ from ragcache.retrieval.testing import BagOfWords
 
 
 def test_it_runs_and_compares(tmp_path: Path) -> None:
-    sizes = ["--shape=toy", "--askers=3", "--questions=6", "--passages=2", "--tokens=12", "--documents=4", "--answer=3"]
+    sizes = ["--shape=toy", "--askers=3", "--questions=6", "--passages=2", "--tokens=12", "--documents=4"]
+    sizes += ["--answer=3", "--rounds=1"]
     result = askers.main([*sizes, "--workdir", str(tmp_path), "--out", str(tmp_path / "out")], BagOfWords)
     found = json.loads((tmp_path / "out" / f"{result.name}.json").read_text())
     assert {f"{name}: first token" for name in (ONE, JOINED, APART)} <= found["timings"].keys()

@@ -17,7 +17,7 @@ def test_it_runs_and_states_its_goals(tmp_path, capsys):
     assert written["figures"]["fidelity"]["raw"]["top1_agreement"] == 1
     assert {f"{name}: cold disk / raw: cold disk" for name in LOSSY} <= written["ratios"].keys()
     assert not any(goal.applies for goal in result.goals if "raw" in goal.what), "too few questions, another size"
-    assert all(goal.met for goal in result.goals if "bfloat16" in goal.what)
+    assert all(goal.within for goal in result.goals if "bfloat16" in goal.what)
     assert len((tmp_path / "codecs.md").read_text().splitlines()) == 2 + len(CODECS)
 
 

@@ -13,9 +13,11 @@ import ragcache as rc
 from benchmarks import pages, quality, quality_units, random_model
 from benchmarks.pages import write_section
 from benchmarks.quality import MINI_BASE, Cell, cells, markdown, relative
-from benchmarks.quality_units import Answers, Unit, units_of
+from benchmarks.quality_units import Answers, Reads, Unit, units_of
 from ragcache.errors import ConfigError
 from ragcache.evaluation.methods import MethodSpec
+from ragcache.evaluation.registry import RegistrySettings, registry_cases
+from ragcache.prompt import prompt_format
 from ragcache.training.evaluate import MINI
 
 BASE = MINI_BASE if MINI_BASE.is_dir() else MINI
@@ -58,6 +60,10 @@ def test_a_run_writes_its_table_and_goes_on(tmp_path, monkeypatch):
     rows = first.figures["rows"]
     assert {row["method"] for row in rows} == {"full", "reposition", "epic"}
     assert all(row["low"] <= row["exact_match"] <= row["high"] for row in rows)
+    assert {row["computed_share"] for row in rows if row["method"] == "full"} == {1.0}
+    assert all(0 < row["computed_share"] < 0.9 for row in rows if row["method"] == "epic")
+    assert first.figures["regime"]["leaning"]["passage_tokens"] < first.figures["regime"]["1 hop"]["passage_tokens"]
+    assert first.figures["regime"]["1 hop"]["passages"] == 8
     assert not any(goal.applies for goal in first.goals)
     path = tmp_path / "quality.answers.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -86,9 +92,34 @@ def test_rows_of_a_checkpoint_that_is_gone_are_kept(tmp_path):
 def test_the_full_model_answers_most_questions(tmp_path):
     """Right answers are counted as right, and none as wrong: the bundled model knows nearly all of them."""
     unit = Unit(str(BASE), "f", Cell("1 hop", 4), 0, 0, 10, SPECS)
-    right = quality_units.run_unit(unit)
-    assert set(right) == {unit.key(spec) for spec in SPECS}
-    assert all(len(values) == 10 and sum(values) >= 8 for values in right.values())
+    found = quality_units.run_unit(unit)
+    assert set(found) == {unit.key(spec) for spec in SPECS}
+    assert all(len(reads.right) == 10 and sum(reads.right) >= 8 for reads in found.values())
+
+
+def test_shares_of_tokens_are_counted():
+    """Beside the suffix nothing runs under `reposition`; what the prompts hold says how much that is."""
+    unit = Unit(str(BASE), "f", Cell("1 hop", 4), 0, 2, 3, SPECS)
+    full, reposition = (quality_units.run_unit(unit)[unit.key(spec)] for spec in SPECS)
+    assert (full.computed, full.kept) == ([1.0] * 3, [1.0] * 3)
+    lm = rc.load_lm(str(BASE))
+    cases = registry_cases(RegistrySettings(passages=(4,), questions=5))[2:]
+    prompts = [case.prompt(lm.tokenizer, prompt_format(lm.tokenizer)) for case in cases]
+    suffixes = [len(prompt.suffix_ids) / prompt.num_tokens for prompt in prompts]
+    assert reposition.computed == pytest.approx(suffixes, abs=1e-6)
+    assert reposition.kept == [1.0] * 3
+
+
+def test_answers_of_an_earlier_run_have_no_shares(tmp_path: Path):
+    """Hours of answers are not read again for want of them; half of them are no mean."""
+    units = list(units_of("d", "f", [Cell("1 hop", 8)], SPECS[:1], 2, 0))
+    key, path = units[0].key(SPECS[0]), tmp_path / "answers.jsonl"
+    path.write_text(json.dumps({"key": key, "right": [1, 0]}) + "\n")
+    answers = Answers(path)
+    assert answers.missing(units[0]) is None
+    assert answers.of(units, SPECS[0]) == ([1, 0], [], [])
+    answers.add({"k": Reads([1], [0.5], [1.0])})
+    assert Answers(path).found == answers.found
 
 
 def test_answers_that_are_none_are_named(tmp_path: Path):

@@ -66,7 +66,7 @@ def missed(
 ) -> list[str]:
     """What a run with these records does not show."""
     held = goals(count(asked, deleted, EXPECTED), changes, samples or flat_samples(), ending, LIMITS, BUDGET)
-    return [goal.what for goal in held if goal.applies and not goal.met]
+    return [goal.what for goal in held if goal.applies and not goal.within]
 
 
 def test_a_good_run_misses_nothing() -> None:
@@ -264,7 +264,7 @@ def test_a_minute_of_askers(tmp_path: Path) -> None:
         [*small, "--memory=1000000", "--think-s=1", "--change-s=1", "--sample-s=3", "--out", str(tmp_path)]
     )
     figures = json.loads((tmp_path / "soak.json").read_text())["figures"]
-    assert [goal.what for goal in result.goals if goal.applies and not goal.met] == []
+    assert [goal.what for goal in result.goals if goal.applies and not goal.within] == []
     assert soak.passed(result)
     assert not soak.passed(replace(result, goals=[*result.goals, Goal("what is bad", "at most", 0, 1, True)]))
     assert figures["added"] == figures["deleted"] > 5

@@ -1,0 +1,141 @@
+"""What a benchmark has to show before it says "met": pairs, an interval, a quiet machine, the commit's own code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import quantile_test
+
+from benchmarks import askers, codecs, decode, environment, ingest, loading, methods, peers, teams, ttft
+from benchmarks.report import LEAST_PAIRS, Goal, Result, goal_lines, write
+from benchmarks.timing import Ratio
+from ragcache.evaluation.intervals import median_interval
+
+QUIET = {"load_1min": 0.3, "load_after_1min": 2.1, "threads": 2, "commit": "abc1234", "clean": True}
+GOOD = Goal("a / b", "at most", 1.10, 1.05, True, 10, 1.02, 1.08)
+
+
+@pytest.mark.parametrize(
+    ("goal", "verdict"),
+    [
+        (GOOD, "met"),
+        (replace(GOOD, measured=1.2, low=1.15, high=1.3), "missed"),
+        (replace(GOOD, kind="at least"), "missed"),
+        (replace(GOOD, kind="at least", measured=1.2, low=1.15, high=1.3), "met"),
+        (replace(GOOD, pairs=None, low=None, high=None), "met"),
+        (replace(GOOD, high=1.2), "open: the limit is within 1.02 to 1.2"),
+        (replace(GOOD, applies=False), "other sizes than the goal's"),
+        (replace(GOOD, pairs=9), "to be measured again: 9 pairs"),
+    ],
+)
+def test_a_good_run_decides(goal: Goal, verdict: str) -> None:
+    assert goal.verdict(QUIET) == verdict
+
+
+@pytest.mark.parametrize(
+    ("run", "doubts"),
+    [
+        ({"load_1min": 0.51}, "load 0.51 before"),
+        ({"load_after_1min": 3.01}, "load 3.01 after"),
+        ({"load_after_1min": None}, "load after unknown"),
+        ({"clean": False}, "uncommitted changes"),
+        ({"load_1min": 2.94, "clean": False}, "load 2.94 before, uncommitted changes"),
+    ],
+)
+def test_a_poor_run_decides_nothing(run: dict[str, object], doubts: str) -> None:
+    assert GOOD.verdict({**QUIET, **run}) == f"to be measured again: {doubts}"
+    assert replace(GOOD, measured=9.0, low=8.0, high=10.0).verdict({**QUIET, **run}).startswith("to be measured again")
+
+
+def test_what_is_counted_does_not_depend_on_the_load() -> None:
+    counted = replace(GOOD, pairs=None)
+    assert counted.verdict({**QUIET, "load_1min": 12.0, "load_after_1min": 12.0}) == "met"
+    assert counted.verdict({**QUIET, "clean": False}) == "to be measured again: uncommitted changes"
+
+
+def test_an_older_file_is_judged_by_what_it_tells() -> None:
+    """The recorded run that was called met: 3 pairs, a loaded machine, changes that no commit holds."""
+    what = "reposition: memory tier / transformers: full prefill"
+    goal = {"what": what, "kind": "at most", "limit": 0.02, "measured": 0.0198, "applies": True, "met": True}
+    hardware = {"load_1min": 2.94, "threads": 2, "commit": "050ff8e-dirty"}
+    found = {"goals": [goal], "ratios": {what: {"median": 0.0198, "pairs": 3}}, "hardware": hardware}
+    doubts = "3 pairs, load 2.94 before, load after unknown, uncommitted changes"
+    assert list(goal_lines(found))[2:] == [
+        f"| {what} | at most 0.02 | 0.0198 | - | 3 | to be measured again: {doubts} |"
+    ]
+
+
+def test_a_result_states_its_run(tmp_path: Path) -> None:
+    where = environment.environment("benchmarks.x", ["--rounds", "3"], torch.device("cpu"))
+    goal = Goal.of("a / b", "at most", 2.0, Ratio.of([1.0 + rank / 100 for rank in range(12)]), True)
+    result = Result("x", {}, replace(where, clean=True, load_1min=0.1), {}, {}, {}, [goal], load_after_1min=0.2)
+    found = json.loads(write(result, tmp_path).read_text())
+    assert found["goals"][0]["verdict"] == "met"
+    assert (found["goals"][0]["pairs"], found["goals"][0]["low"], found["goals"][0]["high"]) == (12, 1.02, 1.09)
+    assert found["hardware"]["load_after_1min"] == 0.2
+    dirty = replace(result, environment=replace(where, clean=False, load_1min=0.1))
+    assert dirty.to_json()["goals"][0]["verdict"] == "to be measured again: uncommitted changes"
+
+
+def test_code_that_is_not_committed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and pages, which a run writes before the next one begins, are no code."""
+
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)
+
+    def clean() -> bool:
+        return environment.environment("benchmarks.x", [], torch.device("cpu")).clean
+
+    for name in ("benchmarks/environment.py", "benchmarks/results/x.json", "docs/results.md", "ragcache/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "benchmarks" / "environment.py"))
+    assert not clean(), "no repository"
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "all")
+    assert clean()
+    (tmp_path / "benchmarks/results/x.json").write_text("2")
+    (tmp_path / "docs/results.md").write_text("2")
+    assert clean()
+    (tmp_path / "ragcache/a.py").write_text("2")
+    assert not clean()
+    git("commit", "-q", "-am", "more")
+    (tmp_path / "ragcache/b.py").write_text("new")
+    assert not clean()
+
+
+@pytest.mark.parametrize("count", [6, 7, 9, 10, 12, 15, 40, 101])
+def test_the_interval_of_a_median_is_that_of_scipys_test(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    values = torch.rand(count, generator=generator).tolist()
+    expected = quantile_test(values, p=0.5).confidence_interval(0.95)
+    assert median_interval(values) == (expected.low, expected.high)
+
+
+def test_few_values_have_no_interval_but_their_range() -> None:
+    assert median_interval([3.0]) == (3.0, 3.0)
+    assert median_interval([5.0, 1.0, 3.0]) == (1.0, 5.0)
+    with pytest.raises(ValueError, match="nothing"):
+        median_interval([])
+
+
+def test_every_benchmark_measures_enough_pairs_by_default() -> None:
+    for module in (askers, decode, ingest, loading, methods, peers, teams, ttft):
+        settings = module.Settings()
+        assert getattr(settings, "long_rounds", settings.rounds) >= LEAST_PAIRS, module.__name__
+    assert codecs.parse([]).rounds >= LEAST_PAIRS
+
+
+def test_waiting_for_a_quiet_machine_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([2.0, 0.9, 0.4])
+    monkeypatch.setattr(environment, "load_average", lambda: next(loads))
+    monkeypatch.setattr(environment.time, "sleep", lambda _seconds: None)
+    assert environment.settle(0.5, 60)
+    monkeypatch.setattr(environment, "load_average", lambda: 2.0)
+    assert not environment.settle(0.5, 0)
