@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ragcache.store.records import Chunk
@@ -28,6 +28,7 @@ class Source:
 class Timings:
     """Seconds by phase.
 
+    queue_s:    waiting for memory and, in a server, for a slot, from the request's arrival
     retrieve_s: embedding the question and searching
     load_s:     reading blocks from the KV store
     encode_s:   computing blocks that were in no tier
@@ -37,6 +38,7 @@ class Timings:
     total_s:    to the last one
     """
 
+    queue_s: float
     retrieve_s: float
     load_s: float
     encode_s: float
@@ -44,6 +46,11 @@ class Timings:
     prefill_s: float
     ttft_s: float
     total_s: float
+
+    def behind(self, queue_s: float) -> Timings:
+        """The same, of a question that waited for so long before the engine was asked."""
+        times = {"queue_s": self.queue_s, "ttft_s": self.ttft_s, "total_s": self.total_s}
+        return replace(self, **{name: seconds + queue_s for name, seconds in times.items()})
 
 
 @dataclass(frozen=True)

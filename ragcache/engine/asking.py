@@ -14,6 +14,7 @@ from ragcache.engine.admission import Admission, kv_bytes
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Timings, Token, Usage
 from ragcache.engine.blocks import LoadedBlocks, load_or_compute
 from ragcache.engine.context import Earlier
+from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.loading import Ahead, BlockLoader
 from ragcache.engine.ordering import ORDERS, ReadCounts, relevance_hint, shared_order
 from ragcache.engine.prefix_blocks import PrefixBlock, PrefixBlocks
@@ -94,6 +95,7 @@ class Reader:
         documents: DocumentStore,
         prefixes: Prefixes,
         admission: Admission,
+        estimate: PrefillEstimate,
         loader: BlockLoader | None = None,
     ) -> None:
         self.lm = lm
@@ -103,6 +105,7 @@ class Reader:
         self.documents = documents
         self.prefixes = prefixes
         self.admission = admission
+        self.estimate = estimate
         self.loader = loader
         self._eos = eos_token_ids(lm)
         self._read_counts = ReadCounts()
@@ -196,7 +199,9 @@ class Reader:
             ends, hits = self._ordered(ends, hits, reading)
         prompt, dropped = self.prompt(ends, hits, reading)
         tokens = self._most_tokens(prompt, reading)
+        waiting = time.perf_counter()
         with self.admission.hold(kv_bytes(self.lm, tokens), tokens, limit):
+            clock.queue_s = time.perf_counter() - waiting
             yield from self._answer(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
 
     def _ordered(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> tuple[PromptEnds, Sequence[Hit]]:
@@ -344,7 +349,7 @@ class Reader:
         encoder: BlockEncoder = own
         ids = self._prefix_ids(prompt, method)
         if passing := own.recipe.sees_prefix and ids != own.prefix_ids:
-            encoder = ModelEncoder(self.lm, own.recipe, ids, own.tenant, prefix_block=prefix)
+            encoder = ModelEncoder(self.lm, own.recipe, ids, own.tenant, prefix_block=prefix, on_encoded=own.on_encoded)
         chunks = [hit.chunk for hit in hits]
         return load_or_compute(
             encoder, self.kv, self.documents, chunks, passing=passing, loader=self.loader, ahead=reading.ahead
@@ -365,7 +370,9 @@ class Reader:
                 self.lm, reading.method, prompt, path.pieces, loaded.blocks, exact=exact, reserve_tokens=reserve
             )
         if not reading.method.reuses_blocks:
-            return fuse(self.lm, prompt, reading.method, reserve_tokens=reserve, evict=evict, exact=exact)
+            return self._learnt_from(
+                lambda: fuse(self.lm, prompt, reading.method, reserve_tokens=reserve, evict=evict, exact=exact)
+            )
         return fuse(
             self.lm,
             prompt,
@@ -376,6 +383,15 @@ class Reader:
             reserve_tokens=reserve,
             evict=evict,
         )
+
+    def _learnt_from(self, read: Callable[[], Fused]) -> Fused:
+        """What is read; the estimate of a full prefill learns from it where nothing of the prompt was known before."""
+        started = time.perf_counter()
+        fused = read()
+        if min(fused.computed_tokens) == fused.prompt_tokens:
+            self.lm.finish()
+            self.estimate.add(fused.prompt_tokens, time.perf_counter() - started)
+        return fused
 
     def _prefix(self, prompt: Prompt, method: FusionMethod) -> PrefixBlock:
         return self._prefix_blocks.get(self._prefix_ids(prompt, method)) if method.reuses_blocks else PrefixBlock()
@@ -392,6 +408,7 @@ class Clock:
 
     started: float
     retrieve_s: float = 0.0
+    queue_s: float = 0.0
     _ttft_s: float | None = None
     _phases: dict[str, float] = field(default_factory=dict)
 
@@ -411,7 +428,8 @@ class Clock:
     def timings(self) -> Timings:
         total_s = time.perf_counter() - self.started
         ttft_s = total_s if self._ttft_s is None else self._ttft_s
-        return Timings(retrieve_s=self.retrieve_s, ttft_s=ttft_s, total_s=total_s, **self._phases)
+        phases = {"queue_s": self.queue_s, "retrieve_s": self.retrieve_s, **self._phases}
+        return Timings(**phases, ttft_s=ttft_s, total_s=total_s)
 
 
 def _is_reused(path: Path, method: FusionMethod) -> bool:

@@ -1,13 +1,20 @@
-"""How long a full prefill would take here: what a fused one is compared with, without running it every time."""
+"""How long a prefill takes: the line that rates are kept as, and what real reads have shown a full one to take here."""
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
 
 from ragcache.models.lm import LanguageModel
 
 PROBE_TOKENS = (128, 512)
+PROBE_REPEATS = 3
+# A shorter pass is mostly what any pass costs: it says little of a long one.
+LEAST_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -17,21 +24,64 @@ class PrefillRate:
     linear: float
     quadratic: float
 
-    def seconds(self, num_tokens: int) -> float:
+    @classmethod
+    def of(cls, tokens_s: float, attention_share: float = 0.0) -> Self:
+        """From tokens per second, of which a share at 1,000 tokens grows with the square of the length."""
+        return cls((1 - attention_share) / tokens_s, attention_share / tokens_s / 1000)
+
+    def seconds(self, num_tokens: float) -> float:
         return self.linear * num_tokens + self.quadratic * num_tokens * num_tokens
 
 
+class PrefillEstimate:
+    """What a full prefill would take, by reads that the engine did anyway. Thread-safe.
+
+    The fastest read of each length counts (lengths of one power of two are alike): whatever else ran at the same time
+    can only have slowed the others. Between the lengths that were read seconds a token are interpolated, beyond them
+    they stay what they are, which leaves out the attention of a longer prompt: the estimate is rather too low.
+
+    samples: reads that it was learnt from
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fastest: dict[int, tuple[int, float]] = {}  # by power of two: tokens, seconds a token
+        self.samples = 0
+
+    def add(self, num_tokens: int, seconds: float, sequences: int = 1) -> None:
+        """One pass over `sequences` of so many tokens each. A pass of few tokens tells nothing."""
+        if num_tokens * sequences < LEAST_TOKENS:
+            return
+        rate = seconds / (num_tokens * sequences)
+        with self._lock:
+            self.samples += 1
+            known = self._fastest.get(num_tokens.bit_length())
+            if known is None or rate < known[1]:
+                self._fastest[num_tokens.bit_length()] = (num_tokens, rate)
+
+    def seconds(self, num_tokens: int) -> float | None:
+        """None until something was read."""
+        with self._lock:
+            points = sorted(self._fastest.values())
+        if not points:
+            return None
+        lengths, rates = zip(*points, strict=True)
+        return num_tokens * float(np.interp(num_tokens, lengths, rates))
+
+
 def measure_prefill(lm: LanguageModel) -> PrefillRate:
-    """Two lengths fix the two coefficients; each is read twice, and the first reading (warm-up) forgotten."""
+    """Two lengths fix the two coefficients; of each the fastest of three passes counts, after one to warm up."""
     few, many = (min(tokens, lm.max_positions // divisor) for tokens, divisor in zip(PROBE_TOKENS, (4, 1), strict=True))
-    seconds = {}
-    for tokens in (few, many):
-        for _ in range(2):
-            cache = lm.new_cache(tokens)
-            started = time.perf_counter()
-            lm.run([1 + rank % 100 for rank in range(tokens)], 0, cache)
-            seconds[tokens] = time.perf_counter() - started
-            cache.release()
+    seconds = {tokens: min([_pass_s(lm, tokens) for _ in range(1 + PROBE_REPEATS)][1:]) for tokens in (few, many)}
     quadratic = (seconds[many] / many - seconds[few] / few) / (many - few) if many > few else 0.0
     quadratic = max(0.0, quadratic)
     return PrefillRate(max(0.0, seconds[many] / many - quadratic * many), quadratic)
+
+
+def _pass_s(lm: LanguageModel, num_tokens: int) -> float:
+    cache = lm.new_cache(num_tokens)
+    started = time.perf_counter()
+    lm.run([1 + rank % 100 for rank in range(num_tokens)], 0, cache)
+    taken = time.perf_counter() - started
+    cache.release()
+    return taken

@@ -22,7 +22,7 @@ from ragcache.engine.answer import Answer, Done, Event
 from ragcache.engine.asking import Clock, Kept, Reader, Reading
 from ragcache.engine.context import KeptConversation, TurnMemory, inline_passages
 from ragcache.engine.conversation import Conversation, completion_ends
-from ragcache.engine.estimate import PrefillRate, measure_prefill
+from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.loading import ALWAYS, Ahead, BlockLoader, LoadCounts
 from ragcache.engine.maintenance import DoctorReport, Info, doctor, info
 from ragcache.engine.opening import Store, StoreConfig, absent_embedder, open_embedder, open_model, open_store
@@ -89,8 +89,7 @@ class RagCache(AsyncTwins):
         self._turns: TurnMemory | None = None
         self._system: str | None = None
         self._generation = -1
-        self._prefill_rate: PrefillRate | None = None
-        self._measuring = threading.Lock()
+        self._prefills = PrefillEstimate()
 
     @classmethod
     def open(
@@ -183,13 +182,16 @@ class RagCache(AsyncTwins):
         prefix_ids = text.prefix_ids
         if method.reuses_blocks:
             prefix_ids += method.additions(lm).behind_prefix
-        encoder = ModelEncoder(lm, block_recipe(lm, method, recipe), prefix_ids, tenant)
+        used, learn = block_recipe(lm, method, recipe), self._prefills.add
+        encoder = ModelEncoder(lm, used, prefix_ids, tenant, on_encoded=learn)
         prefixes = Prefixes(lm, store.documents, encoder.recipe, tenant, self.config.prefix_bytes)
         self._turns = TurnMemory(store.documents, tenant)
         answer_bytes = self.config.answer_bytes
         self._admission = Admission(default_budget(lm) if answer_bytes is None else answer_bytes)
         self._open_loader()
-        self._reader = Reader(lm, encoder, text, store.kv, store.documents, prefixes, self._admission, self._loader)
+        self._reader = Reader(
+            lm, encoder, text, store.kv, store.documents, prefixes, self._admission, self._prefills, self._loader
+        )
         self._whole = WholeTexts(lm.tokenizer)
         self._system = system
         cut = Chunker(lm.tokenizer, **asdict(chunker)) if chunker else Chunker(lm.tokenizer)
@@ -231,15 +233,15 @@ class RagCache(AsyncTwins):
         """Of the language model, no special ones added."""
         return len(encode_text(self.lm.tokenizer, text))
 
-    @team_ends()
-    def full_prefill_estimate_s(self, num_tokens: int) -> float:
-        """Seconds that a full prefill of so many tokens takes here, by two short ones, run at the first call."""
-        with self._measuring:
-            if self._prefill_rate is None:
-                self._prefill_rate = measure_prefill(self.lm)
-                if self._rates is not None:
-                    self._rates.set_prefill(self._prefill_rate)
-        return self._prefill_rate.seconds(num_tokens)
+    def full_prefill_estimate_s(self, num_tokens: int) -> float | None:
+        """Seconds that a full prefill of so many tokens would take here, by the fastest of what this process has read
+        in full: prompts under `full`, passages that were encoded. None where it has read nothing yet."""
+        return self._prefills.seconds(num_tokens)
+
+    @property
+    def full_prefill_samples(self) -> int:
+        """How many reads `full_prefill_estimate_s` was learnt from."""
+        return self._prefills.samples
 
     # Documents
 

@@ -177,7 +177,7 @@ class ComputeRate:
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Of one batch of chunks of these lengths, padded to the longest."""
-        prefill = self._prefill or PrefillRate(1 / ASSUMED_TOKENS_S, 0.0)
+        prefill = self._prefill or PrefillRate.of(ASSUMED_TOKENS_S)
         return len(lengths) * prefill.seconds(max(lengths, default=0)) * self._correction.value
 
     def set(self, prefill: PrefillRate) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ragcache.kv.block import KVBlock
 from ragcache.kv.identity import Recipe
 from ragcache.models.lm import LanguageModel
+
+OnEncoded = Callable[[int, float, int], None]  # tokens of the longest chunk, seconds, chunks
 
 
 class BlockEncoder(Protocol):
@@ -46,12 +49,17 @@ class ModelEncoder:
         tenant: str = "",
         *,
         prefix_block: KVBlock | None = None,
+        on_encoded: OnEncoded | None = None,
     ) -> None:
-        """prefix_block: of prefix_ids, where the caller has it; else it is encoded at first use."""
+        """prefix_block: of prefix_ids, where the caller has it; else it is encoded at first use.
+
+        on_encoded: is told of every batch that was encoded
+        """
         self.lm = lm
         self.recipe = Recipe.of(recipe)
         self.prefix_ids = list(prefix_ids) if self.recipe.sees_prefix else []
         self.tenant = tenant
+        self.on_encoded = on_encoded
         self._prefix_block = prefix_block
         self._lock = threading.Lock()
 
@@ -67,15 +75,21 @@ class ModelEncoder:
         return self.lm.block_key(token_ids, self.recipe, self.prefix_ids, self.tenant)
 
     def encode(self, chunks: Sequence[Sequence[int]], wanted: Callable[[], bool] | None = None) -> list[KVBlock]:
-        together = max(len(chunk) for chunk in chunks) * len(chunks) if chunks else 1
-        return self.lm.encode(
+        longest = max(map(len, chunks), default=1)
+        prefix = self._prefix()
+        started = time.perf_counter()
+        blocks = self.lm.encode(
             chunks,
             self.recipe,
             self.prefix_ids,
-            prefix_block=self._prefix(),
-            batch_tokens=together + len(chunks),
+            prefix_block=prefix,
+            batch_tokens=longest * len(chunks) + len(chunks) + 1,
             wanted=wanted,
         )
+        if self.on_encoded is not None and chunks:
+            self.lm.finish()
+            self.on_encoded(longest, time.perf_counter() - started, len(chunks))
+        return blocks
 
     def _prefix(self) -> KVBlock | None:
         """The prefix's own block, encoded once."""

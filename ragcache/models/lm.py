@@ -174,6 +174,11 @@ class LanguageModel:
             for layer in range(self.shape.num_layers)
         ]
 
+    def finish(self) -> None:
+        """Wait until the device has done what it was told: a GPU has only been told so far."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def new_cache(self, capacity: int, fill: Callable[[int], None] | None = None) -> FusedCache:
         """A cache with room for `capacity` tokens; see FusedCache."""
         return FusedCache(self.pool, capacity, fill)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ragcache.engine.estimate import measure_prefill
+from ragcache.engine.estimate import PrefillRate, measure_prefill
 from ragcache.errors import ConfigError, translate_os_errors
 from ragcache.models.lm import LanguageModel
 
@@ -49,9 +49,7 @@ class Rates:
 
     def prefill_s(self, num_tokens: float) -> float:
         """Seconds in which a prefill of this many tokens runs."""
-        linear = (1 - self.attention_share) / self.prefill_tokens_s
-        quadratic = self.attention_share / self.prefill_tokens_s / 1000
-        return linear * num_tokens + quadratic * num_tokens * num_tokens
+        return PrefillRate.of(self.prefill_tokens_s, self.attention_share).seconds(num_tokens)
 
     def load_s(self, num_bytes: float, tier: str) -> float:
         """Seconds in which so much KV comes from "memory" or "disk" to its place."""
@@ -60,7 +58,8 @@ class Rates:
 
 
 def measure_rates(lm: LanguageModel, directory: Path) -> Rates:
-    """What this machine does: two prefills, copies in memory, and reads of a file in `directory` past the page cache.
+    """What this machine does: prefills of two lengths, copies in memory, and reads of a file in `directory` past the
+    page cache.
 
     Raises StoreReadOnlyError, StoreFullError.
     """

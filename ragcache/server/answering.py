@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from ragcache import Answer, Passage, Sampling, Source
+from ragcache import Answer, Passage, RagCache, Sampling, Source
 from ragcache.engine.answer import source_to_json
 from ragcache.server.schemas.chat import ChatRequest, Extension, GivenDocument, Message
 from ragcache.server.schemas.completion import (
@@ -107,12 +107,16 @@ def sources_of(hits: Sequence[Source]) -> list[SourceItem]:
     return [SourceItem(**source_to_json(hit)) for hit in hits]
 
 
-def costs_of(answer: Answer, full_prefill_estimate_s: float) -> dict[str, Any]:
+def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
     """Fields of the extension that are known at the end."""
+    usage = answer.usage
     return {
-        "timings": PhaseSeconds(**asdict(answer.timings)),
+        "prompt_tokens": usage.prompt_tokens,
+        "computed_tokens": usage.computed_tokens,
+        "avoided_tokens": usage.cached_tokens,
         "method": answer.method,
         "dropped": answer.dropped,
-        "computed_tokens": answer.usage.computed_tokens,
-        "full_prefill_estimate_s": full_prefill_estimate_s,
+        "timings": PhaseSeconds(**asdict(answer.timings)),
+        "full_prefill_estimate_s": kb.full_prefill_estimate_s(usage.prompt_tokens),
+        "full_prefill_samples": kb.full_prefill_samples,
     }

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -18,7 +18,7 @@ from ragcache.engine.answer import Event
 from ragcache.server.answering import costs_of, engine_call, sources_of, usage_of
 from ragcache.server.body import JSON, read_json, request_body
 from ragcache.server.errors import ApiError
-from ragcache.server.observe import note
+from ragcache.server.observe import note, waited_s
 from ragcache.server.openapi import errors, streamed
 from ragcache.server.schemas.chat import ChatRequest
 from ragcache.server.schemas.completion import (
@@ -53,7 +53,7 @@ async def create_chat_completion(request: Request) -> Response:
     service.check_model(asked.model, service.chat_model)
     call = engine_call(asked, service.settings.answers, service.kb.lm.max_positions)
     events = service.kb.astream_chat(call.messages, **call.options)
-    work = service.answer(_counted(service, events), asked.extension.timeout_s)
+    work = service.answer(_counted(service, request, events), asked.extension.timeout_s)
     writer = Writer(service, request)
     try:
         first = await unless_gone(request, anext(work))
@@ -66,13 +66,18 @@ async def create_chat_completion(request: Request) -> Response:
     return Response(writer.completion(_answer(last)).to_json(), media_type=JSON)
 
 
-async def _counted(service: Service, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
-    """The same events; the answer is counted even when its reader has gone."""
+async def _counted(service: Service, request: Request, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+    """The same events, once there is a slot; the answer's times begin at the request's arrival. The answer is counted
+    even when its reader has gone."""
+    queue_s = waited_s(request)
     async with aclosing(events) as open_events:  # type: ignore[type-var]
         async for one in open_events:
             if isinstance(one, Done):
-                service.metrics.count_answer(one.answer)
-            yield one
+                answer = replace(one.answer, timings=one.answer.timings.behind(queue_s))
+                service.metrics.count_answer(answer)
+                yield Done(answer)
+            else:
+                yield one
 
 
 def _answer(last: Event) -> Answer:
@@ -151,7 +156,7 @@ class Writer:
             timings={name: round(seconds, 6) for name, seconds in asdict(answer.timings).items()},
             finish_reason=answer.finish_reason,
         )
-        return costs_of(answer, self.service.kb.full_prefill_estimate_s(answer.usage.prompt_tokens))
+        return costs_of(answer, self.service.kb)
 
 
 def _reason(answer: Answer) -> Literal["stop", "length"]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -59,6 +59,10 @@ class ApiError(HTTPException):
 
 class ClientGoneError(Exception):
     """The client hung up."""
+
+
+# While its answer is made, or before its body has come.
+HUNG_UP = (ClientGoneError, ClientDisconnect)
 
 
 class Meaning(NamedTuple):
@@ -187,7 +191,8 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, answer)
     app.add_exception_handler(engine.RagCacheError, answer)
     app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(ClientGoneError, gone)
+    for kind in HUNG_UP:
+        app.add_exception_handler(kind, gone)
 
 
 def _methods_at(request: Request) -> list[str]:

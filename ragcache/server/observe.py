@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache.server import logs
-from ragcache.server.errors import CLIENT_GONE, as_api_error
+from ragcache.server.errors import CLIENT_GONE, HUNG_UP, as_api_error
 from ragcache.server.metrics import Metrics
 
 REQUEST_ID = "X-Request-ID"
@@ -26,6 +26,7 @@ SECURITY = {
 # Probed every few seconds: only their failures are worth a line.
 QUIET = ("/healthz", "/readyz", "/metrics")
 FIELDS = "ragcache.log"
+ARRIVED = "ragcache.arrived"
 
 
 def note(request: Request, **fields: Any) -> None:
@@ -33,8 +34,14 @@ def note(request: Request, **fields: Any) -> None:
     request.scope.setdefault(FIELDS, {}).update(fields)
 
 
+def waited_s(request: Request) -> float:
+    """Seconds since the request arrived."""
+    return time.perf_counter() - float(request.scope[ARRIVED])
+
+
 class Observe:
-    """The outermost layer. An error that no handler knew becomes a 500 here, and a line in the log."""
+    """The outermost layer. An error that no handler knew becomes a 500 here, and a line in the log; a client that hung
+    up is none, whatever it had been sent."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
@@ -47,6 +54,7 @@ class Observe:
         given = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else f"req_{uuid.uuid4().hex}"
         started, status = time.perf_counter(), 0
+        scope[ARRIVED] = started
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -59,6 +67,8 @@ class Observe:
 
         try:
             await self.app(scope, receive, answer)
+        except HUNG_UP:
+            status = CLIENT_GONE
         except Exception as error:
             logs.write_failure(error, request_id=request_id)
             if not status:

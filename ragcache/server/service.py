@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from ragcache import RagCache
 from ragcache.engine.maintenance import Info
+from ragcache.openmp import team_ends
 from ragcache.server import logs
 from ragcache.server.errors import ApiError, as_api_error
 from ragcache.server.limits import Slots, Writers
@@ -22,6 +23,7 @@ from ragcache.server.work import Work, stopping
 
 T = TypeVar("T")
 THREADS = 8
+WARM_TOKENS = 16
 
 
 class Service:
@@ -52,9 +54,9 @@ class Service:
         return self.warm and not self.draining
 
     async def start(self) -> None:
-        """Pay for what the first question would pay for: the estimate of a full prefill runs the model."""
+        """Pay for what the first question would pay for: a model's first pass takes longer."""
         self.draining = False
-        await self.in_thread(self.kb.full_prefill_estimate_s, 1)
+        await self.in_thread(_warm_up, self.kb)
         self.warm = True
 
     def stop(self) -> None:
@@ -122,6 +124,13 @@ class Service:
                 code="model_not_found",
                 param="model",
             )
+
+
+@team_ends()
+def _warm_up(kb: RagCache) -> None:
+    cache = kb.lm.new_cache(WARM_TOKENS)
+    kb.lm.run([rank % kb.lm.vocab_size for rank in range(WARM_TOKENS)], 0, cache)
+    cache.release()
 
 
 class Figures:

@@ -55,9 +55,22 @@ def test_the_extension_names_sources_and_costs(client, kb):
     assert [source["score"] for source in extension["sources"]] == pytest.approx([hit.score for hit in right.hits])
     assert extension["method"] == right.method == "reposition"
     assert extension["dropped"] == 0
-    assert extension["computed_tokens"] == right.usage.computed_tokens
-    assert extension["full_prefill_estimate_s"] > 0
+    counts = (right.usage.prompt_tokens, right.usage.computed_tokens, right.usage.cached_tokens)
+    assert tuple(extension[f"{kind}_tokens"] for kind in ("prompt", "computed", "avoided")) == counts
+    assert extension["prompt_tokens"] == extension["computed_tokens"] + extension["avoided_tokens"]
     assert 0 < extension["timings"]["ttft_s"] <= extension["timings"]["total_s"]
+
+
+def test_the_estimate_of_a_full_prefill_needs_a_full_read(client):
+    """Nothing is claimed at the start; then what the server has read in full says so, and how often."""
+    extension = ask(client).ragcache
+    assert (extension["full_prefill_estimate_s"], extension["full_prefill_samples"]) == (None, 0)
+    documents = [{"text": " ".join(f"word{number}" for number in range(200))}]
+    body = {"ragcache": {"documents": documents, "method": "full", "method_options": {"reuse": False}}}
+    extension = ask(client, extra_body=body).ragcache
+    assert extension["full_prefill_samples"] == 1
+    assert 0 < extension["full_prefill_estimate_s"] < 60
+    assert list(extension)[:4] == ["sources", "prompt_tokens", "computed_tokens", "avoided_tokens"]
 
 
 def test_a_stream_is_the_same_answer(client, kb):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -36,6 +39,26 @@ def test_time_to_the_first_token_by_phase_and_method(served: Served):
             phase = name.removesuffix("_s")
             assert found["ragcache_ttft_seconds_count", method, phase] == 1
             assert found["ragcache_ttft_seconds_sum", method, phase] == pytest.approx(seconds)
+
+
+def test_waiting_for_a_slot_is_time_to_the_first_token(serve):
+    """What the client sees counts, from the request's arrival, and not what is left of it once there is a slot."""
+    served = serve(slots=1)
+    endless = {"max_tokens": 4000, "ragcache": {"retrieve": False}, "stream": True}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Cats?"}], **endless}
+    with served.http.stream("POST", "/v1/chat/completions", json=body) as running, ThreadPoolExecutor() as pool:
+        next(running.iter_lines())
+        began = time.perf_counter()
+        waiting = pool.submit(served.chat, QUESTION, max_tokens=1)
+        wait_for(lambda: served.service.slots.waiting == 1)
+        time.sleep(0.5)
+        running.close()
+        timings = waiting.result().json()["ragcache"]["timings"]
+        took = time.perf_counter() - began
+    assert 0.5 <= timings["queue_s"] < timings["ttft_s"] <= timings["total_s"] <= took
+    found = figures(served)
+    for phase, name in (("queue", "queue_s"), ("total", "ttft_s")):
+        assert found["ragcache_ttft_seconds_sum", "reposition", phase] == pytest.approx(timings[name], abs=1e-3)
 
 
 def test_hits_and_misses_by_tier(served: Served, kb):
@@ -116,6 +139,24 @@ def lines():
     logger.setLevel(logging.INFO)
     yield handler.found
     logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/embeddings", "/v1/documents"])
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=x"])
+def test_a_client_that_hangs_up_within_its_body_is_no_failure(served: Served, lines, route, kind):
+    """499 as nginx counts it, and no trace: nothing here has failed."""
+    if kind.startswith("multipart") and route != "/v1/documents":
+        pytest.skip("takes JSON alone: it is refused before its body is read")
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        head = f"POST {route} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: {kind}\r\nContent-Length: 100000\r\n\r\n"
+        client.sendall(head.encode() + b"--x\r\n")
+        time.sleep(0.2)
+    wait_for(lambda: lines)
+    assert [(line["event"], line["level"], line["route"], line["status"]) for line in lines] == [
+        ("request", "info", route, 499)
+    ]
+    assert figures(served)["ragcache_http_requests_total", "POST", route, "499"] == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -25,8 +25,9 @@ class SourceItem(AnswerModel):
 
 
 class PhaseSeconds(AnswerModel):
-    """Seconds by phase, and to the first and the last token."""
+    """Seconds by phase, and from the request's arrival to the first and the last token."""
 
+    queue_s: float = Field(description="Waiting for a slot and for memory, from the request's arrival")
     retrieve_s: float
     load_s: float
     encode_s: float
@@ -37,14 +38,21 @@ class PhaseSeconds(AnswerModel):
 
 
 class ChatExtension(AnswerModel):
-    """The passages and what the answer cost."""
+    """The passages and what the answer cost: first what is counted, then what was timed, then what is estimated."""
 
     sources: list[SourceItem] = Field(default_factory=list)
-    timings: PhaseSeconds | None = None
+    prompt_tokens: int = Field(default=0, description="Tokens of the prompt")
+    computed_tokens: int = Field(default=0, description="Those of them that the model ran for this question")
+    avoided_tokens: int = Field(default=0, description="Those of them whose KV was reused")
     method: str = ""
     dropped: int = Field(default=0, description="Passages that did not fit the context")
-    computed_tokens: int = Field(default=0, description="Prompt tokens that the model ran for this question")
-    full_prefill_estimate_s: float = Field(default=0, description="What reading the whole prompt would take here")
+    timings: PhaseSeconds | None = None
+    full_prefill_estimate_s: float | None = Field(
+        default=None,
+        description="What reading the whole prompt would take here, by the fastest of what this server has read in "
+        "full; null where it has read nothing yet. Rather too low for prompts longer than that",
+    )
+    full_prefill_samples: int = Field(default=0, description="Reads that the estimate was learnt from")
 
 
 class PromptTokensDetails(AnswerModel):

@@ -59,6 +59,7 @@ class RagCachePrefillEvent(BaseEvent):
     created_tokens: int
     computed_tokens: int
     completion_tokens: int
+    queue_s: float
     load_s: float
     encode_s: float
     place_s: float
@@ -119,6 +120,7 @@ class Watch:
                 created_tokens=usage.created_tokens,
                 computed_tokens=usage.computed_tokens,
                 completion_tokens=usage.completion_tokens,
+                queue_s=timings.queue_s,
                 load_s=timings.load_s,
                 encode_s=timings.encode_s,
                 place_s=timings.place_s,
