@@ -1,9 +1,10 @@
 """Tables of docs/methods.md and docs/results.md out of the results: `python -m benchmarks.pages`.
 
 Sections stand between <!-- NAME: begin --> and <!-- NAME: end -->: `methods` comes from the code, `quality` from
-results/quality.json (`python -m benchmarks.quality`), `costs` from results/methods-*.json (`python -m
-benchmarks.methods`), `public` from results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json
-(`python -m benchmarks.peers`). What was not measured says so.
+results/quality.json (`python -m benchmarks.quality`), `shares` from results/quality-shares.json (the same with `--name
+quality-shares`), `costs` from results/methods-*.json (`python -m benchmarks.methods`), `public` from
+results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json (`python -m benchmarks.peers`), `timed` from
+the goals of all results. What was not measured says so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import ragcache as rc
 from benchmarks import peers_report
 from benchmarks.quality import Row, markdown
-from benchmarks.report import RESULTS, goal_lines
+from benchmarks.report import GOALS_HEAD, RESULTS, goal_line, goal_lines, goals_of
 from ragcache.errors import ConfigError
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -54,6 +55,27 @@ def quality_lines(results: Path) -> list[str]:
     if not rows:
         return ["Not measured: run `python -m benchmarks.quality`."]
     return [*markdown([Row(**row) for row in rows]), "", *goal_lines(found), "", _where(found)]
+
+
+def shares_lines(results: Path) -> list[str]:
+    """What every method ran and held of the prompts that answers were read from."""
+    path = results / "quality-shares.json"
+    if not path.is_file():
+        return ["Not counted: run `python -m benchmarks.quality --name quality-shares --questions 40`."]
+    found = json.loads(path.read_text(encoding="utf-8"))
+    regime, rows = found["figures"]["regime"], [Row(**row) for row in found["figures"]["rows"]]
+    lines = ["| question | passages | tokens of a passage, median | mean | tokens of a prompt, median |"]
+    lines.append("|---|---|---|---|---|")
+    for question, own in regime.items():
+        sizes = (own["passages"], own["passage_tokens"], own["passage_tokens_mean"], own["prompt_tokens"])
+        lines.append(f"| {question} | " + " | ".join(f"{size:g}" for size in sizes) + " |")
+    questions = " | ".join(f"{name}: computed | kept" for name in regime)
+    lines += ["", f"| checkpoint | method | {questions} |", "|---|---|" + "---|---|" * len(regime)]
+    for label, method in dict.fromkeys((row.checkpoint, row.method) for row in rows):
+        own = {row.question: row for row in rows if (row.checkpoint, row.method) == (label, method)}
+        cells = [f"{own[name].computed_share:.3f} | {own[name].kept_share:.3f}" for name in regime]
+        lines.append(f"| {label} | `{method}` | " + " | ".join(cells) + " |")
+    return [*lines, "", _where(found)]
 
 
 def cost_lines(results: Path) -> list[str]:
@@ -103,6 +125,16 @@ def _public_table(directory: Path) -> Iterator[str]:
         yield f"| `{one['data']}` | " + " | ".join(cells) + " |"
 
 
+def timed_lines(results: Path) -> list[str]:
+    """Every goal on time that the results speak of, with what it is worth."""
+    lines = list(GOALS_HEAD)
+    for path in sorted(results.glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        timed = [goal for goal in goals_of(found) if goal.pairs is not None]
+        lines += [goal_line(goal, found["hardware"]) for goal in timed]
+    return lines
+
+
 def peers_lines(results: Path) -> list[str]:
     path = results / "peers.json"
     if not path.is_file():
@@ -124,7 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sections = {
         (METHODS_PAGE, "methods"): methods_table(),
         (METHODS_PAGE, "quality"): quality_lines(given.results),
+        (METHODS_PAGE, "shares"): shares_lines(given.results),
         (METHODS_PAGE, "costs"): cost_lines(given.results),
+        (RESULTS_PAGE, "timed"): timed_lines(given.results),
         (RESULTS_PAGE, "public"): public_lines(given.results),
         (RESULTS_PAGE, "peers"): peers_lines(given.results),
     }

@@ -150,9 +150,11 @@ def regime(directory: str, cells: Sequence[Cell], questions: int, seed: int) -> 
     found = {}
     for cell in cells:
         prompts = [case.prompt(tokenizer, form) for case in cases_of(cell, questions, seed)]
+        lengths = [len(ids) for prompt in prompts for ids in prompt.chunk_ids]
         found[cell.question] = {
             "passages": cell.passages,
-            "passage_tokens": median(len(ids) for prompt in prompts for ids in prompt.chunk_ids),
+            "passage_tokens": median(lengths),
+            "passage_tokens_mean": round(fmean(lengths), 1),
             "prompt_tokens": median(prompt.num_tokens for prompt in prompts),
             "questions": questions,
             "seed": seed,

@@ -168,12 +168,23 @@ def goal_row(goal: Goal, hardware: Mapping[str, Any]) -> list[str]:
     return [f"{goal.measured:.4g}", interval, pairs, goal.verdict(hardware)]
 
 
+GOALS_HEAD = ("| goal | limit | measured | 95 % | pairs | |", "|---|---|---|---|---|---|")
+
+
 def goal_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """A Markdown table of the goals in a result's file."""
-    yield "| goal | limit | measured | 95 % | pairs | |"
-    yield "|---|---|---|---|---|---|"
-    for goal in (Goal.from_json(one, found["ratios"]) for one in found["goals"]):
-        yield f"| {goal.what} | {goal.kind} {goal.limit:g} | {' | '.join(goal_row(goal, found['hardware']))} |"
+    yield from GOALS_HEAD
+    for goal in goals_of(found):
+        yield goal_line(goal, found["hardware"])
+
+
+def goals_of(found: Mapping[str, Any]) -> list[Goal]:
+    """The goals in a result's file."""
+    return [Goal.from_json(one, found["ratios"]) for one in found["goals"]]
+
+
+def goal_line(goal: Goal, hardware: Mapping[str, Any]) -> str:
+    return f"| {goal.what} | {goal.kind} {goal.limit:g} | {' | '.join(goal_row(goal, hardware))} |"
 
 
 def _timings_table(result: Result) -> Table:
