@@ -3,8 +3,8 @@
 Sections stand between <!-- NAME: begin --> and <!-- NAME: end -->: `methods` comes from the code, `quality` from
 results/quality.json (`python -m benchmarks.quality`), `shares` from results/quality-shares.json (the same with `--name
 quality-shares`), `costs` from results/methods-*.json (`python -m benchmarks.methods`), `public` from
-results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json (`python -m benchmarks.peers`), `timed` from
-the goals of all results. What was not measured says so.
+results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json (`python -m benchmarks.peers`), and `timed`
+from the goals of all results. What was not measured says so.
 """
 
 from __future__ import annotations
