@@ -122,6 +122,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ragcache.foreign import refuse_foreign
+
+    refuse_foreign()
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

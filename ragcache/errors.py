@@ -9,6 +9,8 @@
     │   ├── ModelNotFoundError          not a directory or hub id of a model
     │   └── UnsupportedModelError       a model whose keys cannot be moved exactly
     ├── EmbedderError                   the embedding model is absent or damaged
+    ├── ForeignPackageError             another project's package `ragcache` is installed beside this one (also an
+    │                                   ImportError)
     ├── CancelledError                  the caller gave up
     ├── TimedOutError                   the time that the caller allowed is over
     ├── TraceError                      a recorded trace that cannot be read or written: file, line, reason
@@ -82,6 +84,10 @@ class UnsupportedModelError(ModelError):
 
 class EmbedderError(RagCacheError):
     """The embedding model is absent, damaged or unusable."""
+
+
+class ForeignPackageError(RagCacheError, ImportError):
+    """Another project's package has the same import name and is installed beside this one."""
 
 
 class CancelledError(RagCacheError):

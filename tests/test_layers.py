@@ -12,6 +12,7 @@ from ragcache.fusion import METHODS
 PACKAGE = Path(ragcache.__file__).parent
 LAYERS = [
     {"errors", "openmp"},
+    {"foreign"},
     {"prompt", "kv"},
     {"models", "codecs"},
     {"fusion", "store"},

@@ -119,7 +119,7 @@ def check_installed() -> None:
     """Raises ConfigError when the extra is absent."""
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f'{missing[0]} is not installed; run: pip install "ragcache[server]"')
+        raise ConfigError(f'{missing[0]} is not installed; run: pip install "ragcache-kv[server]"')
 
 
 def server_settings(

@@ -106,7 +106,7 @@ def train(
         from ragcache.training.reuse.options import TrainOptions
         from ragcache.training.reuse.trainer import train as run_training
     except ImportError as error:
-        raise ConfigError(f"training needs {error.name}; install ragcache[train]") from error
+        raise ConfigError(f"training needs {error.name}; install ragcache-kv[train]") from error
     report_warnings()
     hide_bars_in_pipes()
     given: dict[str, Any] = {**vars(reuse), **vars(mixture), **vars(schedule), **vars(run)}

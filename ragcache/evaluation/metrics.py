@@ -80,5 +80,5 @@ def _rouge_scorer() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise ConfigError("ROUGE-L needs the package rouge-score; pip install 'ragcache[eval]'") from error
+        raise ConfigError("ROUGE-L needs the package rouge-score; pip install 'ragcache-kv[eval]'") from error
     return RougeScorer(["rougeL"], use_stemmer=True)

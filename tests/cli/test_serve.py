@@ -116,7 +116,7 @@ def test_without_the_extra(store, monkeypatch):
     for command in (["serve"], ["chat", "--web"]):
         result = invoke(*command, "--store", store)
         assert result.exit_code == 2
-        assert 'pip install "ragcache[server]"' in result.stderr
+        assert 'pip install "ragcache-kv[server]"' in result.stderr
 
 
 def test_options_are_the_servers_settings(tmp_path):

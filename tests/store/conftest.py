@@ -26,7 +26,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def _postgres_schema(server: str) -> Iterator[str]:
     """A schema of its own on a running server, as a URL whose connections find their tables there."""
-    pytest.importorskip("psycopg", reason="needs ragcache[postgres]")
+    pytest.importorskip("psycopg", reason="needs ragcache-kv[postgres]")
     name = f"test_{secrets.token_hex(8)}"
     engine = create_engine(make_url(server).set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:

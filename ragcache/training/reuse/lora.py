@@ -22,7 +22,7 @@ def add_lora(model: PreTrainedModel, spec: ReuseSpec | None, rank: int, alpha: i
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ConfigError("LoRA needs peft; install ragcache[train]") from error
+        raise ConfigError("LoRA needs peft; install ragcache-kv[train]") from error
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     added = sorted(spec.added_ids) if spec is not None else []
     config = LoraConfig(
