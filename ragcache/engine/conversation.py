@@ -82,6 +82,12 @@ class Conversation:
     def has_passages(self) -> bool:
         return any(turn.has_passages for turn in self.turns)
 
+    @property
+    def given_text(self) -> list[str]:
+        """The text that the caller wrote, without passages given as such and without answers."""
+        turns = [turn for turn in self.turns if turn.role != "assistant"]
+        return [part for turn in turns for part in turn.parts if isinstance(part, str)]
+
     def as_written(self, tokenizer: PreTrainedTokenizerBase, system: str | None) -> tuple[PromptEnds, list[Given]]:
         """Ends around the passages of the last turn that has any, and these passages; earlier ones are plain text.
 

@@ -25,9 +25,11 @@ from ragcache.engine.conversation import Conversation, completion_ends
 from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.loading import ALWAYS, Ahead, BlockLoader, LoadCounts
 from ragcache.engine.maintenance import DoctorReport, Info, doctor, info
+from ragcache.engine.mini_notice import MiniNotice
 from ragcache.engine.opening import Store, StoreConfig, absent_embedder, open_embedder, open_model, open_store
 from ragcache.engine.passage import Passage, find_passages
 from ragcache.engine.pinning import pin, unpin
+from ragcache.engine.plain_text import PlainTextWatch
 from ragcache.engine.prefixes import Prefixes
 from ragcache.engine.probe import open_rates
 from ragcache.engine.rates import RateFigures, Rates
@@ -88,6 +90,8 @@ class RagCache(AsyncTwins):
         self._whole: WholeTexts | None = None
         self._turns: TurnMemory | None = None
         self._system: str | None = None
+        self._plain_text = PlainTextWatch()
+        self._mini_notice: MiniNotice | None = None
         self._generation = -1
         self._prefills = PrefillEstimate()
 
@@ -193,6 +197,7 @@ class RagCache(AsyncTwins):
             lm, encoder, text, store.kv, store.documents, prefixes, self._admission, self._prefills, self._loader
         )
         self._whole = WholeTexts(lm.tokenizer)
+        self._mini_notice = MiniNotice(lm.name)
         self._system = system
         cut = Chunker(lm.tokenizer, **asdict(chunker)) if chunker else Chunker(lm.tokenizer)
         self._ingestor = Ingestor(store.layout, store.documents, store.kv, self.retriever, cut, encoder, ingest)
@@ -312,11 +317,15 @@ class RagCache(AsyncTwins):
 
     def chunks(self, ids: Iterable[str]) -> list[Chunk]:
         """The chunks of these chunk ids, in their order; an id that is not there is left out."""
-        return self.store.documents.chunks(ids)
+        return self._handed_out(self.store.documents.chunks(ids))
 
     def chunks_of(self, document_id: str) -> list[Chunk]:
         """A document's chunks in order; none for an unknown document."""
-        return self.store.documents.chunks_of(document_id)
+        return self._handed_out(self.store.documents.chunks_of(document_id))
+
+    def _handed_out(self, chunks: list[Chunk]) -> list[Chunk]:
+        self._plain_text.handed_out(chunks)
+        return chunks
 
     def vectors(self, ids: Iterable[str]) -> NDArray[np.float32]:
         """The embeddings of `chunks(ids)`: float32 [n, dimension]."""
@@ -361,9 +370,12 @@ class RagCache(AsyncTwins):
         """ahead: begins to read what is likely to be among the hits."""
         self._drop_deleted()
         options = {**options, "foresee": None if ahead is None else ahead.begin}
+        find: Callable[..., list[Hit]] = self.retriever.retrieve_by_vector
         if isinstance(question, str):
-            return self.retriever.retrieve(question, k, **options)
-        return self.retriever.retrieve_by_vector(question, k, **options)
+            find = self.retriever.retrieve
+        hits = find(question, k, **options)
+        self._plain_text.handed_out(hit.chunk for hit in hits)
+        return hits
 
     def ask(self, question: str, k: int = DEFAULT_K, **options: Any) -> Answer:
         """Answer a question from the store. Options as for `stream`; the same events, collected."""
@@ -403,6 +415,7 @@ class RagCache(AsyncTwins):
         CancelledError, TimedOutError.
         """
         chosen = self._reading(**reading)
+        self._look([question], chosen)
 
         def find() -> Sequence[Hit | Passage]:
             if hits is not None:
@@ -450,6 +463,7 @@ class RagCache(AsyncTwins):
         if context not in CONTEXTS:
             raise ConfigError(f"context {context!r} is unknown; choose one of {', '.join(CONTEXTS)}")
         chosen = self._reading(**reading)
+        self._look(conversation.given_text, chosen)
         tokenizer = self.lm.tokenizer
         if context == "keep":
             if passages is not None:
@@ -482,8 +496,14 @@ class RagCache(AsyncTwins):
         """Continue raw text, passages where they stand in it; no chat template. `reading`, errors: as for `stream`."""
         chosen = self._reading(**reading)
         ends, inline = completion_ends(self.lm.tokenizer, parts)
+        self._look([parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)], chosen)
         self._drop_deleted()
         return self._stream(lambda reader: ends, lambda: inline, chosen)
+
+    def _look(self, prompt: Iterable[str], reading: Reading) -> None:
+        """Say so, once, where stored passages come as text to a method that would have used their KV."""
+        if reading.method.reuses_blocks:
+            self._plain_text.look(prompt)
 
     def _reading(
         self,
@@ -537,6 +557,7 @@ class RagCache(AsyncTwins):
             with self.lm.turns.expected():
                 hits = find_passages(find(), self.store.documents, _present(self._whole))
                 clock.retrieve_s = time.perf_counter() - clock.started
+                _present(self._mini_notice).look(hits)
                 yield from reader.stream(ends, hits, reading, clock)
         finally:
             if reading.ahead is not None:
@@ -563,6 +584,7 @@ class RagCache(AsyncTwins):
                 if k is not None:
                     hits = self._retrieve(conversation.question, k, options, reading.ahead)
                 clock.retrieve_s = time.perf_counter() - clock.started
+                _present(self._mini_notice).look(hits)
                 ends, earlier, new = reader.fit(earlier, suffix_ids, hits, reading)
                 yield from reader.stream(ends, new, reading, clock, Kept(earlier, talk.remember))
         finally:
@@ -575,6 +597,7 @@ class RagCache(AsyncTwins):
         generation = self.store.documents.generation()
         if generation != self._generation:
             self.store.kv.refresh()
+            self._plain_text.forget()
             if self._reader is not None:
                 self._reader.drop_deleted()
             self._generation = generation

@@ -12,7 +12,7 @@ from langchain_core.language_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import BaseOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
-from langchain_core.runnables import RunnableLambda
+from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_core.tools import create_retriever_tool
 from langchain_ragcache import (
     ChatRagCache,
@@ -180,6 +180,21 @@ def test_text_around_the_documents_and_earlier_turns(registry, llm, retriever):
         ]
     )
     assert answer == own.text
+
+
+def test_a_stock_chain_is_told_what_keeps_passages_apart(llm, retriever, chain, caplog):
+    """LangChain's stuff chain and its like join the documents in front of the model."""
+    stock = (
+        RunnablePassthrough.assign(context=lambda x: "\n\n".join(d.page_content for d in retriever.invoke(x["input"])))
+        | PROMPT
+        | llm
+    )
+    with caplog.at_level("WARNING"):
+        chain.invoke({"input": QUESTION})
+        assert not caplog.records
+        stock.invoke({"input": QUESTION})
+        stock.invoke({"input": QUESTION})
+    assert ["create_fused_documents_chain" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_documents_from_anywhere(registry, llm):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from li_loop import ticking
 from li_texts import QUESTION, SHORT, TEXTS
-from llama_index.core import Settings, get_response_synthesizer
+from llama_index.core import PromptHelper, Settings, get_response_synthesizer
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
@@ -83,6 +83,21 @@ def test_only_the_question_runs(lm, llm, engine, tokens_run, recorder):
     stock = get_response_synthesizer(llm=llm, response_mode="simple_summarize", text_qa_template=short)
     RetrieverQueryEngine(engine().retriever, stock).query(QUESTION)
     assert tokens_run() > figures.cached_tokens
+
+
+@pytest.mark.parametrize("mode", ["compact", "simple_summarize", "tree_summarize"])
+def test_a_stock_synthesizer_is_told_what_keeps_passages_apart(llm, engine, mode, caplog):
+    llm.max_tokens = 1
+    with caplog.at_level("WARNING", "ragcache"):
+        engine().query(QUESTION)
+        assert not caplog.records
+        room = PromptHelper(context_window=2048, num_output=1)  # by a tokenizer that is not this model's
+        joining = get_response_synthesizer(llm=llm, response_mode=mode, prompt_helper=room)
+        stock = RetrieverQueryEngine(engine().retriever, joining)
+        stock.query(QUESTION)
+        stock.query(QUESTION)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("ragcache")]
+    assert ["FusedSynthesizer" in text for text in said] == [True]
 
 
 def test_streaming_is_non_streaming(engine):

@@ -125,6 +125,21 @@ def test_a_plain_chat(client, kb):
     assert answer.choices[0].message.content == expected(kb).text
 
 
+def test_sources_that_come_back_as_text_are_noticed(client, caplog):
+    with caplog.at_level("WARNING", "ragcache"):
+        sources = ask(client, extra_body={"ragcache": {"k": 4}}).ragcache["sources"]
+        pasted = "\n\n".join(source["text"] for source in sources)
+        for _ in range(2):
+            client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": f"{pasted}\nWho?"}],
+                max_tokens=2,
+                extra_body={"ragcache": {"retrieve": False}},
+            )
+    said = [record.getMessage() for record in caplog.records if "plain text" in record.getMessage()]
+    assert ["4 stored passages" in text and "ragcache.documents" in text for text in said] == [True]
+
+
 def test_no_documents_are_a_question_over_nothing(client, kb):
     answer = ask(client, extra_body={"ragcache": {"documents": []}})
     assert answer.ragcache["sources"] == []

@@ -1,0 +1,100 @@
+"""The bundled models say once that they were made for the registry's text, over any other."""
+
+import gzip
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+import ragcache as rc
+from ragcache.engine import mini_notice
+from ragcache.engine.mini_notice import is_other_text
+from ragcache.retrieval.testing import BagOfWords
+
+ROOT = Path(__file__).resolve().parents[2]
+CORPUS = ROOT / "examples" / "corpus"
+REAL = ROOT.parent / "shared" / "data" / "corpus"
+ENCYCLOPEDIC = [
+    "The Eiffel Tower is a wrought-iron lattice tower on the Champ de Mars in Paris, France.",
+    "Photosynthesis converts light energy into chemical energy that is stored in glucose.",
+    "In 1687 Isaac Newton published the laws of motion and of universal gravitation.",
+]
+ONE = rc.Sampling(max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def mini() -> rc.LanguageModel:
+    return rc.load_lm("mini")
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.WARNING)
+    return lambda: [record.getMessage() for record in caplog.records if record.name == mini_notice.__name__]
+
+
+def store(path, model, inputs) -> rc.RagCache:
+    kb = rc.RagCache.open(path, model=model, embedder=BagOfWords())
+    kb.ingest(inputs, kv="lazy")
+    return kb
+
+
+def test_other_text_is_noticed_at_the_first_question_and_not_again(tmp_path, mini, said):
+    with store(tmp_path / "kb", mini, [rc.Document(str(n), text) for n, text in enumerate(ENCYCLOPEDIC)]) as kb:
+        assert said() == []
+        kb.ask("Where is the Eiffel Tower?", 2, sampling=ONE)
+        kb.ask("Who published the laws of motion?", 2, sampling=ONE)
+    [text] = said()
+    assert "'mini' knows one made-up registry" in text
+    for model in (
+        "HuggingFaceTB/SmolLM2-360M-Instruct (0.7 GB",
+        "Qwen/Qwen3-0.6B (1.2 GB",
+        "Llama-3.2-1B-Instruct (2.5",
+    ):
+        assert model in text
+
+
+def test_the_registry_is_what_the_model_knows(tmp_path, mini, said):
+    with store(tmp_path / "kb", mini, [CORPUS / "clubs"]) as kb:
+        for question in ("Who founded the Archery Club Ivy?", "Where does the Rowing Club Falcon meet?"):
+            kb.ask(question, 5, sampling=ONE)
+    assert said() == []
+
+
+def test_other_models_are_not_spoken_of(lm, tmp_path, said):
+    with store(tmp_path / "kb", lm, [rc.Document("a", ENCYCLOPEDIC[0])]) as kb:
+        kb.ask("Where is the Eiffel Tower?", 1, sampling=ONE)
+    assert said() == []
+
+
+def hits(tokenizer, texts) -> list[rc.Hit]:
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    chunks = [
+        rc.Chunk(str(n), "", 0, text, row, {}, n, None, 0.0, "", "")
+        for n, (text, row) in enumerate(zip(texts, ids, strict=True))
+    ]
+    return [rc.Hit(chunk, 0.0, None) for chunk in chunks]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(mini):
+    return AutoTokenizer.from_pretrained(ROOT / "ragcache" / "mini")
+
+
+def test_every_text_of_the_registry_is_told_from_other_text(tokenizer):
+    texts = [path.read_text(encoding="utf-8") for path in sorted(CORPUS.rglob("*.md"))]
+    assert len(texts) > 50
+    assert not [hit.chunk.text for hit in hits(tokenizer, texts) if is_other_text([hit])]
+
+
+@pytest.mark.parametrize("name", ["xquad_en", "fastapi_docs", "hotpotqa_pooled"])
+def test_every_real_passage_is_told_from_the_registrys(tokenizer, name):
+    path = REAL / f"{name}.jsonl.gz"
+    if not path.is_file():
+        pytest.skip(f"{name}.jsonl.gz is not here (../shared/data/corpus)")
+    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()[:500]]
+    texts = [row["text"] for row in rows if len(row["text"]) > 100]
+    assert len(texts) > 100
+    assert [hit.chunk.text for hit in hits(tokenizer, texts) if not is_other_text([hit])] == []
