@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,7 +22,7 @@ from ragcache.cli.options import (
     json_object,
     option,
 )
-from ragcache.cli.output import on_terminal, print_json, print_table, say, say_error, seconds_text
+from ragcache.cli.output import on_terminal, print_json, print_table, say, say_error, say_note, seconds_text
 
 if TYPE_CHECKING:
     from ragcache import IngestReport
@@ -49,8 +50,13 @@ def ingest(
     Unchanged documents cost nothing, changed ones are replaced. Inputs that cannot be read are listed with the reason
     and the others go on; the exit status is 1 then. After an interruption, run it again: it goes on from there.
     """
+    from ragcache.ingest.progress_bars import progress_bars
+
     with open_with_models(store, models, chunks, create=True) as kb:
-        report = kb.ingest(paths, kv=kv, hot_after=hot_after, progress=on_terminal(), timeout_s=wait)
+        if not as_json:
+            say_note(kb.estimate_kv(paths))
+        with progress_bars() if on_terminal() else nullcontext() as bars:
+            report = kb.ingest(paths, kv=kv, hot_after=hot_after, progress=bars, timeout_s=wait)
     if as_json:
         print_json(report_to_json(report))
     else:
@@ -75,6 +81,7 @@ def report_to_json(report: IngestReport) -> dict[str, Any]:
         "tokens": report.tokens,
         "computed_tokens": report.computed_tokens,
         "reused_blocks": report.reused_blocks,
+        "kv_bytes": report.kv_bytes,
         "seconds": asdict(report.seconds),
     }
 
@@ -88,6 +95,7 @@ def print_report(report: IngestReport) -> None:
         f"{report.chunks} passages of {report.tokens:,} tokens in {seconds_text(seconds)}{rate}; "
         f"the model read {report.computed_tokens:,} tokens"
     )
+    say(report.kv_text)
     if report.skipped:
         say(f"{len(report.skipped)} files of kinds that cannot be read were skipped, such as {report.skipped[0]}")
 

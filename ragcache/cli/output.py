@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ragcache.ingest.report import bytes_text as bytes_text
+
 # A pipe has no width: rows are not to be cut for it.
 PIPE_WIDTH = 10_000
 
@@ -25,6 +27,11 @@ def printable(text: object) -> str:
 def say_error(error: object) -> None:
     """One line on standard error."""
     print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
+
+
+def say_note(text: object) -> None:
+    """A line beside the result, on standard error."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def say(text: object = "", *, end: str = "\n") -> None:
@@ -53,16 +60,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 def on_terminal() -> bool:
     """Whether progress may be drawn."""
     return sys.stderr.isatty()
-
-
-def bytes_text(count: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def seconds_text(seconds: float) -> str:

@@ -23,6 +23,7 @@ from ragcache.engine.asking import Clock, Kept, Reader, Reading
 from ragcache.engine.context import KeptConversation, TurnMemory, inline_passages
 from ragcache.engine.conversation import Conversation, completion_ends
 from ragcache.engine.estimate import PrefillEstimate
+from ragcache.engine.kv_estimate import KVEstimate, estimate_kv
 from ragcache.engine.loading import ALWAYS, Ahead, BlockLoader, LoadCounts
 from ragcache.engine.maintenance import DoctorReport, Info, doctor, info
 from ragcache.engine.mini_notice import MiniNotice
@@ -63,6 +64,8 @@ from ragcache.store.records import Document as StoredDocument
 DEFAULT_K = 5
 CONTEXTS = ("last", "keep")
 T = TypeVar("T")
+Input = str | os.PathLike[str] | Document
+Inputs = Iterable[Input] | Input
 
 
 class RagCache(AsyncTwins):
@@ -253,7 +256,7 @@ class RagCache(AsyncTwins):
     @team_ends()
     def ingest(
         self,
-        inputs: Iterable[str | os.PathLike[str] | Document] | str | os.PathLike[str] | Document,
+        inputs: Inputs,
         *,
         kv: str | None = None,
         hot_after: int | None = None,
@@ -265,9 +268,10 @@ class RagCache(AsyncTwins):
 
         kv, hot_after: None: as the store was opened (StoreConfig)
         split:    False makes every document one passage, kept as it is, whose chunk's id is the document's
-        progress: a callback of ProgressEvents, or True for bars on the terminal
+        progress: a callback of ProgressEvents, or True for bars on the terminal, with what the KV takes on disk: about,
+                  before, and exactly, afterwards
         """
-        given = [inputs] if isinstance(inputs, str | os.PathLike | Document) else inputs
+        given = _listed(inputs)
         ingestor = _present(self._ingestor)
         chunker = None if split else self._whole
         run = partial(
@@ -280,10 +284,18 @@ class RagCache(AsyncTwins):
         )
         if progress is not True:
             return run(progress=progress or None)
-        from ragcache.ingest.progress_bars import progress_bars
+        from ragcache.ingest.progress_bars import progress_bars, say_line
 
+        say_line(str(self.estimate_kv(given)))
         with progress_bars() as bars:
-            return run(progress=bars)
+            report = run(progress=bars)
+        say_line(report.kv_text)
+        return report
+
+    def estimate_kv(self, inputs: Inputs) -> KVEstimate:
+        """What the KV of files, folders and Document objects will take on disk, from a sample of their text."""
+        chunker = _present(self._ingestor).chunker
+        return estimate_kv(_listed(inputs), self.lm, self.config.codec, chunker.settings["max_tokens"])
 
     def delete(self, ids: Iterable[str] | str, *, timeout_s: float = 30.0) -> list[str]:
         """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found."""
@@ -646,6 +658,10 @@ class RagCache(AsyncTwins):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _listed(inputs: Inputs) -> list[Input]:
+    return [inputs] if isinstance(inputs, str | os.PathLike | Document) else list(inputs)
 
 
 def _answer(events: Iterator[Event]) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,11 @@ LABELS = {
     "encode": "Precomputing KV (tokens)",
     "commit": "Storing documents",
 }
+
+
+def say_line(text: str) -> None:
+    """A line on standard error, where the bars are."""
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

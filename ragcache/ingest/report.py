@@ -55,6 +55,7 @@ class IngestReport:
     chunks, tokens:  of added and updated documents
     computed_tokens: that the language model read
     reused_blocks:   KV blocks that were on disk already
+    kv_bytes:        that KV blocks of this ingestion take on disk, files as they are
     """
 
     added: list[str] = field(default_factory=list)
@@ -66,4 +67,20 @@ class IngestReport:
     tokens: int = 0
     computed_tokens: int = 0
     reused_blocks: int = 0
+    kv_bytes: int = 0
     seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
+
+    @property
+    def kv_text(self) -> str:
+        """kv_bytes in words."""
+        return f"the KV of {self.computed_tokens:,} tokens takes {bytes_text(self.kv_bytes)} on disk"
+
+
+def bytes_text(count: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -217,6 +217,7 @@ class IngestRun:
     def _write(self, key: str, block: KVBlock) -> None:
         with self._timed("write_s"):
             self.to.kv.put(key, block, flushed=True)  # a document is committed when its blocks outlive a kill
+        self.report.kv_bytes += self.to.kv.stored_bytes(key)
 
     def _commit(self, one: Prepared, vectors: NDArray[np.float32]) -> None:
         document = one.document

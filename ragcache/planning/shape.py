@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import AutoConfig
 
+from ragcache.codecs.sizes import example_block
 from ragcache.errors import ConfigError, ModelNotFoundError
 from ragcache.kv.block import KVBlock
 from ragcache.models.loading import DTYPES, resolve
@@ -36,11 +36,9 @@ class KVShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
 
     def block(self, num_tokens: int) -> KVBlock:
-        """A block of this shape with normally distributed numbers, always the same ones."""
-        generator = torch.Generator().manual_seed(0)
+        """A block of this shape; see `example_block`."""
         size = (self.num_layers, self.num_kv_heads, num_tokens, self.head_dim)
-        keys, values = (torch.randn(size, generator=generator).to(DTYPES[self.dtype]) for _ in range(2))
-        return KVBlock(keys, values)
+        return example_block(size, size, DTYPES[self.dtype])
 
 
 def shape_of(model: str | Path, dtype: str = "auto") -> KVShape:

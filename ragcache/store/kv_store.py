@@ -250,6 +250,10 @@ class KVStore:
             return None
         return next((size for tier in self._tiers if (size := tier.size(key)) is not None), None)
 
+    def stored_bytes(self, key: str) -> int:
+        """Bytes that the durable tier holds of the block; 0 where it has none. Changes and reads nothing."""
+        return self._durable.size(key) or 0
+
     def prefetch(self, keys: Sequence[str]) -> None:
         """Say that these blocks are wanted soon; returns at once. They are brought into the fastest tier in the
         background, as far as its budget and policy take them. No access is counted, and nothing is raised for a block

@@ -10,6 +10,7 @@ import pytest
 from terminal import IDS, invoke
 
 import ragcache as rc
+from ragcache.ingest.report import bytes_text
 
 
 def json_of(result):
@@ -49,6 +50,9 @@ def test_ingest_in_words(model, folder, tmp_path):
     assert result.exit_code == 0, result.output
     assert "4 added, 0 updated, 0 unchanged, 0 failed" in result.stdout
     assert "picture.png" in result.stdout
+    blocks = sum(path.stat().st_size for path in (tmp_path / "kb").rglob("*.safetensors"))
+    assert "their KV takes about" in result.stderr
+    assert f"takes {bytes_text(blocks)} on disk" in result.stdout
 
 
 def test_lazy_ingestion_leaves_the_model_unused(model, folder, tmp_path):

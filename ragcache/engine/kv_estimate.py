@@ -1,0 +1,91 @@
+"""What an ingestion's KV will take on disk, from the size of its text and a sample of it. Nothing is encoded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from ragcache.codecs import get_codec
+from ragcache.codecs.sizes import encoded_bytes_per_token, example_block
+from ragcache.ingest.document import Document
+from ragcache.ingest.readers import find_files
+from ragcache.ingest.report import bytes_text
+from ragcache.models.lm import LanguageModel
+from ragcache.prompt import encode_text
+
+# A PDF's text is compressed, and pictures lie beside it: its size says nothing.
+OPAQUE = {".pdf"}
+SAMPLES, SAMPLE_BYTES = 16, 4096
+EXAMPLE_TOKENS = 256
+
+
+class KVEstimate(NamedTuple):
+    """text_bytes, tokens: of the inputs whose text can be measured; markup counts as text
+    num_bytes: of KV that they need on disk, were none of it there yet
+    unknown:   files whose size says nothing about their text (PDF)
+    """
+
+    text_bytes: int
+    tokens: int
+    num_bytes: int
+    unknown: int
+
+    def __str__(self) -> str:
+        rest = f", and that of {self.unknown} PDF files" if self.unknown else ""
+        return (
+            f"{bytes_text(self.text_bytes)} of text, about {self.tokens:,} tokens: their KV takes about "
+            f"{bytes_text(self.num_bytes)} on disk{rest} once it is computed, less what is stored already"
+        )
+
+
+def estimate_kv(
+    inputs: Iterable[str | os.PathLike[str] | Document], lm: LanguageModel, codec: str, block_tokens: int
+) -> KVEstimate:
+    """block_tokens: of a chunk at most."""
+    given = list(inputs)
+    files = [file.path for file in find_files(one for one in given if not isinstance(one, Document)).files]
+    known: list[Path | Document] = [one for one in given if isinstance(one, Document)]
+    known += [path for path in files if path.suffix.lower() not in OPAQUE]
+    sizes = [_size(one) for one in known]
+    rate = _tokens_per_byte(known, lm.tokenizer)
+    tokens = round(rate * sum(sizes))
+    num_bytes = round(tokens * stored_bytes_per_token(lm, codec, block_tokens))
+    return KVEstimate(sum(sizes), tokens, num_bytes, sum(path.suffix.lower() in OPAQUE for path in files))
+
+
+def stored_bytes_per_token(lm: LanguageModel, codec: str, block_tokens: int) -> float:
+    shape = lm.shape
+    of_token = [shape.num_layers, shape.num_kv_heads, min(block_tokens, EXAMPLE_TOKENS)]
+    example = example_block([*of_token, shape.key_dim], [*of_token, shape.value_dim], shape.dtype)
+    return encoded_bytes_per_token(get_codec(codec), example)
+
+
+def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:
+    """By the beginnings of some of the inputs, spread over all of them."""
+    heads = [_head(one) for one in known[:: max(1, len(known) // SAMPLES)]]
+    texts = [head.decode("utf-8", "ignore") for head in heads]
+    sampled = sum(len(text.encode("utf-8", "ignore")) for text in texts)
+    return sum(len(encode_text(tokenizer, text)) for text in texts) / sampled if sampled else 0.0
+
+
+def _size(one: Path | Document) -> int:
+    if isinstance(one, Document):
+        return len(one.text.encode("utf-8", "ignore"))
+    try:
+        return one.stat().st_size
+    except OSError:
+        return 0  # the ingestion says what is wrong with it
+
+
+def _head(one: Path | Document) -> bytes:
+    if isinstance(one, Document):
+        return one.text[:SAMPLE_BYTES].encode("utf-8", "ignore")
+    try:
+        with open(one, "rb") as file:
+            return file.read(SAMPLE_BYTES)
+    except OSError:
+        return b""
