@@ -24,7 +24,8 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
-ASKED_FOR = ["pip install ragcache" + "[server]", "pip install -U ragcache" + "\n", "'ragcache" + "[eval]'"]
+OTHER = "ragcache"  # apart from the rest: this file is searched, too
+ASKED_FOR = [f"pip install {OTHER}[server]", f"pip install -U {OTHER}\n", f"'{OTHER}[eval]'", f"needs {OTHER}[offline]"]
 
 
 @pytest.mark.parametrize("command", ASKED_FOR)
