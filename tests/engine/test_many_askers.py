@@ -225,6 +225,21 @@ def test_a_large_answer_is_not_overtaken():
     assert admission.reserved_bytes == 0
 
 
+def test_the_budget_holds_to_the_byte():
+    """All of it can be held, at once or in parts; one byte more is refused, or waits."""
+    admission = Admission(10)
+    with admission.hold(10, 1, NO_LIMIT):
+        assert admission.reserved_bytes == 10
+    with pytest.raises(AnswerTooLargeError, match="11 bytes"), admission.hold(11, 1, NO_LIMIT):
+        pass
+    with admission.hold(6, 1, NO_LIMIT):
+        with admission.hold(4, 1, NO_LIMIT):
+            assert admission.reserved_bytes == 10
+        with pytest.raises(TimedOutError), admission.hold(5, 1, Limit.of(None, 0.01, time.perf_counter())):
+            pass
+    assert (admission.reserved_bytes, admission.waiting) == (0, 0)
+
+
 def test_the_budget_is_never_exceeded_whatever_comes():
     admission, most = Admission(100), []
 

@@ -199,6 +199,18 @@ def test_the_least_recently_used_end_goes_first():
     assert tree.stats().evicted_tokens > 0
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_the_budget_holds_to_the_byte(missing):
+    """The last token fits exactly, beside others too; with one byte less it does not, or another goes for it."""
+    alone = PrefixTree(SHAPE, 3 * TOKEN_BYTES - missing, page_tokens=1)
+    assert insert(alone, "a", [1, 2, 3]) == alone.stats().tokens == 3 - missing
+    tree = PrefixTree(SHAPE, 5 * TOKEN_BYTES - missing, page_tokens=1)
+    insert(tree, "a", [1, 2])
+    assert insert(tree, "b", [1, 2, 3]) == 3
+    assert (served(tree, "a", [1, 2]), tree.stats().evicted_tokens) == (2 - missing, missing)
+    assert tree.stats().num_bytes == (5 - missing) * TOKEN_BYTES
+
+
 def test_a_sequence_larger_than_the_budget_is_kept_as_far_as_it_fits():
     tree = PrefixTree(SHAPE, 5 * TOKEN_BYTES, page_tokens=2)
     sequence = list(range(9))
@@ -207,6 +219,19 @@ def test_a_sequence_larger_than_the_budget_is_kept_as_far_as_it_fits():
     with tree.match("a", sequence):
         assert insert(tree, "b", sequence) == 0, "all of the budget is being read"
     assert insert(tree, "b", sequence) == 5
+
+
+def test_what_is_being_read_is_not_evicted():
+    """A node of which an asker reads a part stays whole, and is found, until the asker has done; then it may go."""
+    tree = PrefixTree(SHAPE, 6 * TOKEN_BYTES, page_tokens=2)
+    read, other = [1, 2, 3, 4], [8, 9]
+    insert(tree, "a", read)
+    insert(tree, "a", other)
+    with tree.match("a", read[:3]):
+        served(tree, "a", other)  # used last, and goes all the same
+        assert insert(tree, "b", [5, 6, 7]) == 2
+        assert (served(tree, "a", read), served(tree, "a", other)) == (4, 0)
+    assert insert(tree, "b", [5, 6, 7]) == 3
 
 
 def test_a_reader_that_fails_leaves_nothing():

@@ -58,6 +58,19 @@ def test_the_least_recently_used_file_goes(tmp_path: Path) -> None:
     assert all_bytes(root) == 3 * one
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_the_budget_holds_to_the_byte(tmp_path: Path, missing: int) -> None:
+    """What fits exactly is kept beside what is there; with one byte less it is not, or something goes for it."""
+    one = file_bytes(tmp_path)
+    lone = DiskTier(tmp_path / "lone", RawCodec(), one - missing)
+    assert (lone.put(make_key(0), make_block(0)) is None) == bool(missing)
+    tier = DiskTier(tmp_path / "kv", RawCodec(), 2 * one - missing)
+    for number in range(2):
+        assert tier.put(make_key(number), make_block(number)) is not None
+    assert set(tier.keys()) == {make_key(number) for number in ((1,) if missing else (0, 1))}
+    assert all_bytes(tmp_path / "kv") <= 2 * one - missing
+
+
 @pytest.mark.parametrize("policy", ["lru", "pgdsf"])
 def test_the_order_of_use_and_the_sizes_outlive_the_process(tmp_path: Path, policy: str) -> None:
     one, root = file_bytes(tmp_path), tmp_path / "kv"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from blocks import make_block, make_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ragcache.errors import ConfigError
 from ragcache.store.eviction import LRU, Entry
-from ragcache.store.tiers import MemoryTier, Usage, memory
+from ragcache.store.tiers import BudgetedTier, DeviceTier, MemoryTier, Usage, memory
 
 BYTES_PER_TOKEN = make_block(0, num_tokens=1).num_bytes
 
@@ -89,6 +90,23 @@ def test_what_is_held_equals_a_model(budget_tokens: int, operations: list[tuple[
         assert sorted(tier.keys()) == sorted(make_key(number) for number in model)
         assert tier.usage() == Usage(len(model), sum(model) * BYTES_PER_TOKEN)
     assert tier.evictions == evictions
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize(
+    "make",
+    [lambda budget: MemoryTier(budget, LRU()), lambda budget: DeviceTier(torch.device("cpu"), budget, LRU())],
+    ids=["memory", "device"],
+)
+def test_the_budget_holds_to_the_byte(make: Callable[[int], BudgetedTier], missing: int) -> None:
+    """What fits exactly is kept beside what is there; with one byte less it is not, or something goes for it."""
+    lone = make(5 * BYTES_PER_TOKEN - missing)
+    assert (lone.put(make_key(1), make_block(1)) is None) == bool(missing)
+    tier = make(12 * BYTES_PER_TOKEN - missing)
+    for number in (3, 4, 5):
+        assert tier.put(make_key(number), make_block(number, num_tokens=number)) is not None
+    assert set(tier.keys()) == {make_key(number) for number in ((4, 5) if missing else (3, 4, 5))}
+    assert tier.usage().num_bytes <= tier.budget_bytes
 
 
 def test_a_block_larger_than_the_budget_pushes_nothing_out() -> None:

@@ -74,6 +74,23 @@ def test_put_waits_at_the_bound(gate: Gate) -> None:
     assert sorted(gate.keys()) == sorted(make_key(number) for number in range(3))
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_the_bound_holds_to_the_byte(tmp_path: Path, missing: int) -> None:
+    """While all that waited is in use, what fits exactly waits beside it; with a byte less it is written at once."""
+    disk = DiskTier(tmp_path / "kv", RawCodec())
+    lone = WriteBehind(disk, ONE - missing)
+    held = [lone.put(make_key(0), make_block(0))]
+    assert lone.unwritten_bytes == (0 if missing else ONE)
+    behind = WriteBehind(disk, 2 * ONE - missing)
+    for number in (1, 2):
+        held.append(behind.put(make_key(number), make_block(number)))
+        behind.flush()
+    assert behind.unwritten_bytes == (ONE if missing else 2 * ONE)
+    for tier in (lone, behind):
+        tier.close()
+    assert len(list(disk.keys())) == len(held)
+
+
 def test_who_holds_what_waited_writes_the_next_one_himself(gate: Gate) -> None:
     """Blocks of one question, all in use: no thread waits for itself."""
     gate.open.set()
