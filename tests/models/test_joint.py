@@ -165,6 +165,42 @@ def test_a_failed_piece_leaves_the_cache_as_it_was(models):
     assert set(one.cache.lengths) == {prompt.num_tokens}
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_joint_pass_that_fails_midway_appends_nothing(models, error):
+    """Its first layer has appended when the second fails: each is then run alone, over what its cache held before."""
+    lm, oracle = models("llama")
+    texts = [ids_of(11 + 5 * number, 20 + number) for number in range(3)]
+    caches = [lm.new_cache(64) for _ in texts]
+    for ids, cache in zip(texts, caches, strict=True):
+        lm.run(ids[:-1], 0, cache)
+    passes = []
+
+    def fail_once(_module, args):
+        passes.append(args[0].shape[1])
+        if len(passes) == 1:
+            raise error("midway")
+
+    hook = lm.model.model.layers[1].register_forward_pre_hook(fail_once)
+    try:
+        with ThreadPoolExecutor(4) as pool, model_held(lm, pool):
+            jobs = []
+            for ids, cache in zip(texts, caches, strict=True):
+                jobs.append(pool.submit(lm.run, ids[-1:], len(ids) - 1, cache))
+                until(lambda: len(lm.turns._waiting) == len(jobs))
+        interrupted = jobs.pop(0) if error is KeyboardInterrupt else None
+        found = [job.result(WAIT_S) for job in jobs]
+    finally:
+        hook.remove()
+    assert passes[0] == len(texts), "they shared the pass that failed"
+    if interrupted is not None:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.result(WAIT_S)
+        assert set(caches[0].lengths) == set(caches[0].computed_tokens) == {len(texts[0]) - 1}
+    for ids, cache, logits in zip(texts[-len(found) :], caches[-len(found) :], found, strict=True):
+        assert_same(logits, oracle_logits_of(oracle, ids, causal(len(ids))))
+        assert set(cache.lengths) == set(cache.computed_tokens) == {len(ids)}
+
+
 METHODS = ("reposition", "full", "cacheblend", "epic", "ape", "concat", "samkv")
 WAIT_S = 60.0
 
