@@ -19,6 +19,7 @@ from ragcache.errors import (
     StoreBusyError,
     StoreFullError,
 )
+from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.document import Document
 from ragcache.store.layout import StoreLayout
 
@@ -90,6 +91,20 @@ def test_unchanged_input_costs_no_model_time(kit, folder):
     assert sorted(report.unchanged) == kit.ids()
     assert (report.added, report.updated, report.computed_tokens) == ([], [], 0)
     assert (kit.encoder.tokens, kit.embedder.texts, kit.documents.generation()) == before
+
+
+def test_other_settings_of_the_chunker_cut_the_documents_anew(kit, tmp_path, lm):
+    """What is stored afterwards is what a new store would hold."""
+    documents = [Document(name, text_of(name)) for name in ("Tolvik", "Osby")]
+    kit.ingestor.ingest(documents)
+    for number, more in enumerate(({}, {"overlap": 8}, {"min_tokens": 0})):
+        chunker = Chunker(lm.tokenizer, max_tokens=40, **more)
+        with Kit(tmp_path / f"new {number}", lm) as new:
+            new.ingestor.ingest(documents, chunker=chunker)
+            assert kit.ingestor.ingest(documents, chunker=chunker).updated == ["Tolvik", "Osby"]
+            assert kit.ingestor.ingest(documents, chunker=chunker).unchanged == ["Tolvik", "Osby"]
+            assert kit.texts() == new.texts()
+    kit.check()
 
 
 def test_a_changed_document_is_replaced_and_its_old_blocks_are_gone(kit):
