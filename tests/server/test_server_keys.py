@@ -14,7 +14,8 @@ from ragcache.server import auth
 from ragcache.server.auth import ApiKeys, read_keys
 from ragcache.server.settings import ServerSettings
 
-KEYS = ("key-one", "schlüssel-zwei")
+LONG = "rk-0123456789abcdefghijklmnopqrstuvwxyz-0123456789"
+KEYS = ("key-one", "schlüssel-zwei", LONG)
 
 
 def test_keys_open_the_api(serve):
@@ -91,6 +92,17 @@ def test_every_key_is_compared_in_constant_time(monkeypatch):
         compared.clear()
         assert (key in keys) == (key in (b"a", b"c"))
         assert compared == [(32, 32)] * 3  # digests: no length of a key shows
+
+
+def test_a_key_is_compared_whole():
+    """Every byte counts, wherever it stands, and every length."""
+    keys, right = ApiKeys(["other", LONG]), LONG.encode()
+    assert right in keys
+    for place in range(len(right)):
+        assert right[:place] not in keys
+        assert right[:place] + b"?" + right[place + 1 :] not in keys
+    for wrong in (right + b"?", right + b"\0", right * 2, right.upper()):
+        assert wrong not in keys
 
 
 def test_keys_of_a_file_and_of_the_environment(tmp_path):
