@@ -1,0 +1,76 @@
+"""Rotation against RoFormer's equation 15 in NumPy and float64, beyond the first table of angles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from families import LLAMA3, SMALL, YARN, assert_same, block_diagonal, oracle_logits, oracle_model, random_prompt
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ragcache as rc
+
+WIDTH = 12  # of a head
+POSITIONS = [0, 1, 1022, 1023, 1024, 1025, 2047, 2048, 2049, 3500]
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def llama(directory, rope=PLAIN):
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SMALL, "max_position_embeddings": 4096, "rope_parameters": dict(rope)})
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return rc.load_lm(directory)
+
+
+def frequencies(rope):
+    """Of each pair of dimensions, and the factor of cos and sin."""
+    base = rope["rope_theta"] ** (-np.arange(0, WIDTH, 2) / WIDTH)
+    if rope["rope_type"] == "linear":
+        return base / rope["factor"], 1.0
+    if rope["rope_type"] == "llama3":  # short waves stay, long ones are stretched, those between are blended
+        turns = rope["original_max_position_embeddings"] * base / (2 * np.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        share = np.clip((turns - low) / (high - low), 0, 1)
+        return (1 - share) * base / rope["factor"] + share * base, 1.0
+    if rope["rope_type"] == "yarn":  # blended by dimension, between those of 32 turns and of one (2309.00071, 3.2)
+        length, log = rope["original_max_position_embeddings"], np.log(rope["rope_theta"])
+        low, high = (WIDTH * np.log(length / (turns * 2 * np.pi)) / (2 * log) for turns in (32, 1))
+        low, high = max(np.floor(low), 0), min(np.ceil(high), WIDTH - 1)
+        share = 1 - np.clip((np.arange(WIDTH // 2) - low) / (high - low), 0, 1)
+        return (1 - share) * base / rope["factor"] + share * base, 0.1 * np.log(rope["factor"]) + 1
+    return base, 1.0
+
+
+def rotated(keys, positions, rope):
+    """keys: [heads, tokens, WIDTH]; dimension d turns with d + WIDTH / 2."""
+    keys = keys.double().numpy()
+    by_pair, factor = frequencies(rope)
+    angles = np.array(positions, dtype=np.float64)[:, None] * by_pair
+    first, second = keys[..., : WIDTH // 2], keys[..., WIDTH // 2 :]
+    cos, sin = factor * np.cos(angles), factor * np.sin(angles)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [PLAIN, {**PLAIN, "rope_type": "linear", "factor": 3.0}, LLAMA3, YARN],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_any_position_whatever_was_asked_before(tmp_path, rope):
+    """A few positions first, then ones beyond what was computed for them; scattered, and in a row across the edges."""
+    turn = llama(tmp_path, rope).rope
+    keys = torch.randn(2, len(POSITIONS), WIDTH, generator=torch.Generator().manual_seed(1))
+    for positions in ([5] * len(POSITIONS), POSITIONS, POSITIONS[::-1]):
+        found = turn.rotate(keys, 1, torch.tensor(positions))
+        np.testing.assert_allclose(found.numpy(), rotated(keys, positions, rope), atol=3e-3)
+    for start in (0, 1019, 2043, 4000):
+        row = list(range(start, start + len(POSITIONS)))
+        np.testing.assert_allclose(turn.rotate(keys, 0, start).numpy(), rotated(keys, row, rope), atol=3e-3)
+
+
+def test_a_prompt_of_more_than_a_thousand_tokens_is_one_block_diagonal_forward(tmp_path):
+    """Law 1 where chunks stand across and behind position 1,024."""
+    lm, oracle = llama(tmp_path), oracle_model(str(tmp_path))
+    prompt = random_prompt(3, prefix=5, chunks=(400, 650, 60), suffix=6)
+    fused = rc.fuse(lm, prompt, "reposition", rc.encode(lm, prompt))
+    assert_same(fused.next_logits, oracle_logits(oracle, prompt, block_diagonal(prompt)))
