@@ -39,7 +39,7 @@ def important_by_hand(keys: Array) -> Array:
         own = keys[layer, head].astype(np.float64)
         directions = own / np.linalg.norm(own, axis=1, keepdims=True)
         mean = directions.mean(0)
-        likeness = [float(one @ mean) / float(np.linalg.norm(mean)) for one in directions]
+        likeness = [np.float32(one @ mean / np.linalg.norm(mean)) for one in directions]
         ranked = sorted(range(len(own)), key=lambda token: (token >= 4, likeness[token]))
         mask[layer, head, ranked[: wanted_number(len(own))]] = True
     return mask

@@ -1,0 +1,142 @@
+"""Law 6 against bounds that are worked out here, from the numbers and the papers' formulas: no codec is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blocks import DTYPES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_mikv import groups, important_by_hand
+
+from ragcache.codecs import CODECS, get_codec
+from ragcache.kv.block import KVBlock
+
+Array = np.ndarray[Any, np.dtype[Any]]
+# Steps and offsets are stored in float16: rounded up by one part in 1,024 at most, or by its smallest step.
+HALF, LEAST = 1 + 2.0**-10, 2.0**-24
+
+
+def kivi(numbers: Array, axis: int, largest: int, bits: int) -> Array:
+    """KIVI, section 3: half of (max - min) / (2^bits - 1) of the number's own group. numbers: [tokens, channels]"""
+    bounds = np.empty_like(numbers)
+    group = np.array(groups(numbers.shape[axis], largest))
+    for one in set(group.tolist()):
+        index = (group == one, slice(None)) if axis == 0 else (slice(None), group == one)
+        part = numbers[index]
+        low, high = part.min(axis, keepdims=True), part.max(axis, keepdims=True)
+        zero_off = np.abs(low) * 2.0**-10 + LEAST
+        step = (high - low + zero_off) / (2**bits - 1) * HALF + LEAST
+        bounds[index] = np.broadcast_to(step / 2, part.shape)
+    return bounds
+
+
+def int8(part: str, numbers: Array, _layer: float) -> Array:
+    return kivi(numbers, 0, 512, 8) if part == "keys" else kivi(numbers, 1, 128, 8)
+
+
+def int4(part: str, numbers: Array, _layer: float) -> Array:
+    return kivi(numbers, 0 if part == "keys" else 1, 64, 4)
+
+
+def fp8(part: str, numbers: Array, _layer: float) -> Array:
+    """e4m3 reaches 448, where its steps are 32 wide; a channel of keys, or a token of values, is scaled to that."""
+    highest = np.abs(numbers).max(0 if part == "keys" else 1, keepdims=True)
+    return np.broadcast_to(16 * highest / 448, numbers.shape)
+
+
+def cachegen(part: str, numbers: Array, layer: float) -> Array:
+    """Half a step: 0.3, 0.45 or 0.65 deviations of the channel by third of the layers, or what 127 steps need."""
+    means = numbers.mean(0, keepdims=True)
+    mean_off = np.abs(means) * 2.0**-11 + LEAST
+    deviation = np.sqrt(numbers.var(0, keepdims=True) + mean_off**2)
+    reach = (np.abs(numbers - means).max(0, keepdims=True) + mean_off) / 127
+    step = np.maximum((0.3, 0.45, 0.65)[int(3 * layer)] * deviation, reach) * HALF + LEAST
+    return np.broadcast_to(step / 2, numbers.shape)
+
+
+FORMULAS = {"int8": int8, "int4": int4, "fp8": fp8, "cachegen": cachegen}
+
+
+def bounds(name: str, part: str, block: KVBlock) -> Array:
+    """By number, before the result is rounded to the block's dtype."""
+    tensors = {one: getattr(block, one).double().numpy() for one in ("keys", "values")}
+    numbers, found = tensors[part], np.empty(tensors[part].shape)
+    mask = important_by_hand(tensors["keys"]) if name == "mikv" else None
+    for layer, head in np.ndindex(*numbers.shape[:2]):
+        own = numbers[layer, head]
+        if mask is None:
+            found[layer, head] = FORMULAS[name](part, own, layer / len(numbers))
+            continue
+        for bits, largest, chosen in (
+            (8, 512 if part == "keys" else 128, mask[layer, head]),
+            (2, 32, ~mask[layer, head]),
+        ):
+            if chosen.any():
+                found[layer, head, chosen] = kivi(own[chosen], 0 if part == "keys" else 1, largest, bits)
+    return found
+
+
+def rounding(numbers: Array, error: Array, dtype: torch.dtype) -> Array:
+    """To the block's dtype, and of the few float32 steps before."""
+    steps = torch.finfo(dtype)
+    return (np.abs(numbers) + error) * (steps.eps / 2 + 2.0**-20) + steps.smallest_normal * steps.eps
+
+
+def check(name: str, block: KVBlock) -> None:
+    codec = get_codec(name)
+    decoded, stated = codec.decode(codec.encode(block)), 0.0
+    for part in ("keys", "values"):
+        numbers, restored = (getattr(one, part).double().numpy() for one in (block, decoded))
+        allowed = bounds(name, part, block)
+        assert (np.abs(restored - numbers) <= allowed + rounding(numbers, allowed, block.dtype)).all()
+        # The codec takes the rounding of all that its grid reaches: 127 steps to each side for cachegen.
+        reach = np.abs(numbers).max() + 254 * allowed.max() if name == "cachegen" else 3 * np.abs(numbers).max()
+        stated = max(stated, allowed.max() + rounding(reach, 0.0, block.dtype))
+    assert codec.error_bound(block) <= 1.01 * stated, "the codec states no more than its formula"
+
+
+def block_of(num_tokens: int, widths: tuple[int, int], dtype: torch.dtype, seed: int, change: Any) -> KVBlock:
+    generator = torch.Generator().manual_seed(seed)
+    noise = [torch.randn(3, 2, num_tokens, width, generator=generator) for width in widths]
+    return KVBlock(*(change(one).clamp(-60000, 60000).to(dtype) for one in noise))
+
+
+SHAPES = {
+    "normal": lambda noise: noise,
+    "heavy": lambda noise: noise**3,
+    "far": lambda noise: noise - 50,
+    "drifting": lambda noise: noise.cumsum(2),
+    "small": lambda noise: noise * 1e-4,
+    "large": lambda noise: noise * 9000,
+}
+
+
+@pytest.mark.parametrize("name", [*FORMULAS, "mikv"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_number_is_within_its_own_groups_bound(name: str, dtype: torch.dtype, shape: str) -> None:
+    for num_tokens, widths in ((1, (3, 5)), (70, (24, 130)), (130, (5, 70))):
+        check(name, block_of(num_tokens, widths, dtype, num_tokens, SHAPES[shape]))
+
+
+@pytest.mark.parametrize("name", [*FORMULAS, "mikv"])
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_tokens=st.integers(1, 140),
+    widths=st.tuples(st.integers(2, 40), st.integers(1, 140)),
+    dtype=st.sampled_from(DTYPES),
+    shape=st.sampled_from(sorted(SHAPES)),
+)
+def test_whatever_the_shape(
+    name: str, seed: int, num_tokens: int, widths: tuple[int, int], dtype: torch.dtype, shape: str
+) -> None:
+    check(name, block_of(num_tokens, widths, dtype, seed, SHAPES[shape]))
+
+
+def test_every_lossy_codec_has_a_formula() -> None:
+    assert {*FORMULAS, "mikv", "raw"} == set(CODECS)
