@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from flushes import needs_proc, record_calls
 
-from ragcache.codecs.atomic import atomic_write, is_leftover, write_all
+from ragcache.codecs.atomic import atomic_write, is_leftover, make_directory, write_all
 from ragcache.errors import StoreFullError, StoreReadOnlyError
 
 
@@ -26,6 +27,29 @@ def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
         assert not target.exists()
     assert target.read_bytes() == b"content"
     assert names(target.parent) == ["file"]
+
+
+@needs_proc
+def test_names_are_flushed_behind_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut keeps a rename, or a new directory, only once the directory that holds the name is flushed."""
+    target, calls = tmp_path / "new" / "deep" / "file", record_calls(monkeypatch)
+    with atomic_write(target) as file:
+        write_all(file, b"content")
+        temporary = Path(file.name)
+    assert calls == [
+        ("make", tmp_path / "new"),
+        ("flush", tmp_path),
+        ("make", target.parent),
+        ("flush", tmp_path / "new"),
+        ("flush", temporary),
+        ("rename", target),
+        ("flush", target.parent),
+    ]
+    calls.clear()
+    make_directory(target.parent)
+    assert calls == []
+    make_directory(tmp_path / "other")
+    assert calls == [("make", tmp_path / "other"), ("flush", tmp_path)]
 
 
 def test_a_failed_body_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

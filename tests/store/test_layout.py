@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from flushes import needs_proc, record_calls, unflushed
 from tiny_disk import run_on_tiny_disk
 
 from ragcache.errors import SchemaVersionError, StoreBusyError, StoreNotFoundError
@@ -32,6 +33,14 @@ def test_create_makes_a_store_once(tmp_path: Path) -> None:
     assert layout.exists()
     assert layout.marker.read_bytes() == marker
     assert sorted(path.name for path in layout.root.iterdir()) == ["ragcache.json"]
+
+
+@needs_proc
+def test_a_new_store_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, calls = StoreLayout(tmp_path / "a" / "b"), record_calls(monkeypatch)
+    layout.create()
+    assert ("rename", layout.marker) in calls
+    assert unflushed(calls) == []
 
 
 def test_paths_are_below_the_root(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from blocks import DTYPES, make_block, make_key
+from flushes import needs_proc, record_calls, unflushed
 
 from ragcache.codecs import RawCodec
 from ragcache.errors import ConfigError
@@ -50,6 +51,22 @@ def test_a_block_comes_back_bit_for_bit(tier: Tier, dtype: torch.dtype, num_toke
     assert got is not None
     assert got.equal(block)
     assert got.dtype == dtype
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 1 << 20])
+@needs_proc
+def test_names_of_blocks_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_bytes: int | None) -> None:
+    """What is put, replaced or deleted is so after a power cut, too."""
+    tier, calls = DiskTier(tmp_path / "new" / "kv", RawCodec(), budget_bytes), record_calls(monkeypatch)
+    for step in (
+        lambda: tier.put(make_key(1), make_block(1)),
+        lambda: tier.put(make_key(1), make_block(1)),
+        lambda: tier.delete(make_key(1)),
+    ):
+        calls.clear()
+        step()
+        assert any(path.name.startswith(make_key(1)) for what, path in calls if what in ("rename", "remove"))
+        assert unflushed(calls) == []
 
 
 def test_an_empty_tier_has_nothing(tier: Tier) -> None:
