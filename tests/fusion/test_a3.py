@@ -68,6 +68,23 @@ def test_neighbours_are_averaged_where_asked(load):
     assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen, 3))
 
 
+def test_at_the_ends_the_mean_is_of_the_neighbours_that_there_are(load):
+    """Where absent neighbours would count as zeros, or the prefix as neighbours, other tokens were chosen."""
+    lm, oracle = load("llama")
+    wrongs = 0
+    for seed in range(60, 64):
+        prompt = random_prompt(seed, prefix=3, chunks=CHUNKS)
+        alone, count = scores(oracle, prompt), 8
+        near = {token: [alone[other] for other in alone if abs(other - token) <= 5] for token in alone}
+        chosen = highest({token: sum(values) / len(values) for token, values in near.items()}, count)
+        if chosen == highest({token: sum(values) / 11 for token, values in near.items()}, count):
+            continue
+        wrongs += 1
+        fused = rc.fuse(lm, prompt, "a3", ratio=count / sum(CHUNKS), pool_tokens=11)
+        assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen, 3))
+    assert wrongs, "no prompt tells the two apart"
+
+
 def test_a_long_suffix_is_scored_a_few_rows_at_a_time(load, monkeypatch):
     lm, _ = load("gemma2")
     prompt = random_prompt(43, chunks=CHUNKS, suffix=40)

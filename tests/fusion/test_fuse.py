@@ -8,6 +8,7 @@ from families import block_diagonal, load_tiny, random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
+from ragcache.kv.cache import BufferPool, KVBuffers
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,33 @@ def test_only_the_suffix_is_computed_and_counted(llama):
     assert fused.computed_tokens == (len(prompt.suffix_ids),) * lm.shape.num_layers
     assert fused.encoded_tokens == 0
     assert fused.cached_tokens == prompt.context_tokens
+
+
+@pytest.mark.parametrize(("method", "most"), [("cacheblend", 33 + 6), ("full", 5 + 33 + 6)])
+def test_what_ran_in_any_layer_is_not_cached(llama, method, most):
+    """CacheBlend runs all chunks in its first layer, and few tokens above."""
+    lm, _ = llama
+    prompt = random_prompt(9, prefix=5, chunks=(7, 13, 4, 9), suffix=6)
+    blocks, prefix_block = rc.encode(lm, prompt), lm.encode([prompt.prefix_ids])[0]
+    options = {} if method == "full" else {"ratio": 0.5}
+    fused = rc.fuse(lm, prompt, method, blocks, prefix_block=prefix_block, **options)
+    assert max(fused.computed_tokens) == most
+    assert fused.cached_tokens == prompt.num_tokens - most
+    if method == "cacheblend":
+        assert min(fused.computed_tokens) < most
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_idle_buffers_stay_within_their_bytes(llama, missing):
+    """Two fit exactly; with one byte less the older one is let go of."""
+    lm, _ = llama
+    one = KVBuffers.allocate(lm.shape, 256)
+    pool = BufferPool(lm.shape, 2 * one.num_bytes - missing)
+    given = [KVBuffers.allocate(lm.shape, 256) for _ in range(2)]
+    for buffers in given:
+        pool.give(buffers)
+    taken = [pool.take(256) for _ in range(2)]
+    assert sum(any(buffers is other for other in given) for buffers in taken) == 2 - missing
 
 
 def test_buffers_are_reused_and_do_not_leak_between_prompts(llama):

@@ -42,9 +42,11 @@ def looked_up(prompt, query, keys):
     return [*range(first), *middle, *range(last, prompt.context_tokens)]
 
 
-def test_infllm_keeps_the_blocks_that_the_suffix_asks_for(family):
+@pytest.mark.parametrize(("last", "seed"), [(13, 21), (14, 21), (14, 22), (15, 21), (16, 21)])
+def test_infllm_keeps_the_blocks_that_the_suffix_asks_for(family, last, seed):
+    """The last block is whole, or has one token (fewer than represent a block), two, or three."""
     lm, oracle = family
-    prompt = random_prompt(21, chunks=(9, 14, 5, 13), suffix=6)
+    prompt = random_prompt(seed, chunks=(9, 14, 5, last), suffix=6)
     n, layers = prompt.num_tokens + len(ANSWER), oracle.config.num_hidden_layers
     ids, positions = [*prompt.ids, *ANSWER], torch.arange(n)
     everything = torch.ones(n, n, dtype=torch.bool).tril()
