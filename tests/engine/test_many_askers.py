@@ -230,12 +230,16 @@ def test_the_budget_holds_to_the_byte():
     admission = Admission(10)
     with admission.hold(10, 1, NO_LIMIT):
         assert admission.reserved_bytes == 10
-    with pytest.raises(AnswerTooLargeError, match="11 bytes"), admission.hold(11, 1, NO_LIMIT):
+
+    def soon():
+        return Limit.of(None, 0.01, time.perf_counter())
+
+    with pytest.raises(AnswerTooLargeError, match="11 bytes"), admission.hold(11, 1, soon()):
         pass
     with admission.hold(6, 1, NO_LIMIT):
-        with admission.hold(4, 1, NO_LIMIT):
+        with admission.hold(4, 1, Limit.of(None, WAIT_S, time.perf_counter())):
             assert admission.reserved_bytes == 10
-        with pytest.raises(TimedOutError), admission.hold(5, 1, Limit.of(None, 0.01, time.perf_counter())):
+        with pytest.raises(TimedOutError), admission.hold(5, 1, soon()):
             pass
     assert (admission.reserved_bytes, admission.waiting) == (0, 0)
 

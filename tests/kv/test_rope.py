@@ -57,9 +57,13 @@ def rotated(keys, positions, rope):
     ids=lambda rope: rope["rope_type"],
 )
 def test_any_position_whatever_was_asked_before(tmp_path, rope):
-    """A few positions first, then ones beyond what was computed for them; scattered, and in a row across the edges."""
+    """One more than before, as decoding asks; beyond what was computed so far; scattered, and in a row across an
+    edge."""
     turn = llama(tmp_path, rope).rope
     keys = torch.randn(2, len(POSITIONS), WIDTH, generator=torch.Generator().manual_seed(1))
+    for position in range(1022, 1027):
+        found = turn.rotate(keys[:, :1], 2, position).numpy()
+        np.testing.assert_allclose(found, rotated(keys[:, :1], [position], rope), atol=3e-3)
     for positions in ([5] * len(POSITIONS), POSITIONS, POSITIONS[::-1]):
         found = turn.rotate(keys, 1, torch.tensor(positions))
         np.testing.assert_allclose(found.numpy(), rotated(keys, positions, rope), atol=3e-3)

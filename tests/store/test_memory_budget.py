@@ -107,6 +107,10 @@ def test_the_budget_holds_to_the_byte(make: Callable[[int], BudgetedTier], missi
         assert tier.put(make_key(number), make_block(number, num_tokens=number)) is not None
     assert set(tier.keys()) == {make_key(number) for number in ((4, 5) if missing else (3, 4, 5))}
     assert tier.usage().num_bytes <= tier.budget_bytes
+    tight = make(8 * BYTES_PER_TOKEN - missing)
+    for number, num_tokens in ((3, 3), (4, 4), (5, 4)):
+        assert tight.put(make_key(number), make_block(number, num_tokens=num_tokens)) is not None
+    assert set(tight.keys()) == {make_key(number) for number in ((5,) if missing else (4, 5))}
 
 
 def test_a_block_larger_than_the_budget_pushes_nothing_out() -> None:
