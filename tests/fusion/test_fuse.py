@@ -144,6 +144,26 @@ def test_what_ran_in_any_layer_is_not_cached(llama, method, most):
         assert min(fused.computed_tokens) < most
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_token_of_a_suffix_sees_those_behind_it(tmp_path, dtype):
+    """In half precision too, where few rows over many keys go another way: what comes later changes not a bit."""
+    lm = rc.load_lm(save_tiny("llama", str(tmp_path)), dtype=dtype)
+    ids, rows = list(random_prompt(12, chunks=(40,), suffix=5).ids), 5
+
+    def logits(ids):
+        cache = lm.new_cache(len(ids))
+        lm.run(ids[:-rows], 0, cache)
+        return lm.run(ids[-rows:], len(ids) - rows, cache, num_logits=rows)
+
+    expected = logits(ids)
+    for place in range(1, rows):
+        changed = [*ids]
+        changed[place - rows] = 3 + (ids[place - rows] + 1) % 100
+        found = logits(changed)
+        assert torch.equal(found[:place], expected[:place])
+        assert not torch.equal(found[place:], expected[place:])
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 def test_idle_buffers_stay_within_their_bytes(llama, missing):
     """Two fit exactly; with one byte less the older one is let go of."""

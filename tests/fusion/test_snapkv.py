@@ -313,6 +313,14 @@ def test_a_shrunken_cache_grows_again(llama):
     assert grown.cache.capacity > 256
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1, 2])
+def test_never_more_than_the_budget_stays(llama, more):
+    """Passages of one token less than the budget, of as many, and of more."""
+    prompt, budget = random_prompt(77, chunks=(9, 4)), 13 - more
+    fused = rc.fuse(llama, prompt, evict=budget)
+    assert set(fused.kept_tokens) == {prompt.num_tokens - max(0, more)}
+
+
 def test_a_prompt_without_passages_has_nothing_to_evict(llama):
     prompt = random_prompt(71, chunks=())
     assert set(rc.fuse(llama, prompt, evict=1).kept_tokens) == {prompt.num_tokens}

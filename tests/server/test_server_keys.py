@@ -139,6 +139,8 @@ def test_pages_of_another_origin_change_nothing(served: Served):
     for origin in ("http://evil.example", "null", "http://127.0.0.1:1", "http://[", "https://" + served.url[7:] + ".x"):
         response = served.http.post("/v1/documents", files=form, headers={"Origin": origin})
         assert (response.status_code, response.json()["error"]["code"]) == (403, "origin_not_allowed"), origin
+        response = served.http.delete("/v1/documents/cats", headers={"Origin": origin})
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "origin_not_allowed"), origin
     assert served.http.post("/v1/documents", files=form, headers={"Origin": served.url}).status_code == 200
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,16 @@ def test_pinned_blocks_stay_and_outlive_the_process(tmp_path: Path) -> None:
         assert store.locate(make_key(0)) is None
     with KVStore(tmp_path, read_only=True) as reader, pytest.raises(StoreReadOnlyError):
         reader.pin([make_key(25)])
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_beside_pinned_blocks_there_is_room_for_one_more(tmp_path: Path, missing: int) -> None:
+    with KVStore(tmp_path, memory_bytes=3 * ONE - missing) as store:
+        for number in range(2):
+            store.put(make_key(number), make_block(number))
+        with pytest.raises(PinError, match="memory tier") if missing else nullcontext():
+            store.pin([make_key(0), make_key(1)])
+        assert len(store.pinned) == (0 if missing else 2)
 
 
 def test_deleting_a_pinned_block_ends_the_pin(tmp_path: Path) -> None:

@@ -402,3 +402,14 @@ print("done")
 @pytest.mark.parametrize("script", [FULL_DISK, READ_ONLY_DISK], ids=["full", "read-only"])
 def test_a_disk_that_takes_nothing_more(tmp_path: Path, script: str) -> None:
     run_on_tiny_disk(tmp_path, script)
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_what_was_deleted_meanwhile_is_passed_on_and_not_kept(tmp_path: Path, deleted: bool) -> None:
+    """Somebody computed a block that the disk had when he began."""
+    with KVStore(tmp_path) as store:
+        store.put(make_key(1), make_block(1))
+        if deleted:
+            store.delete(make_key(1))
+        assert store.pass_on(make_key(1), make_block(1)).equal(make_block(1))
+        assert store.locate(make_key(1)) == (None if deleted else "memory")
