@@ -17,8 +17,8 @@ from benchmarks import plain
 from benchmarks.files import device_read_bytes, drop_page_cache, fresh_kv_store
 from benchmarks.shapes import Built
 from ragcache.errors import MissingBlockError, RagCacheError
-from ragcache.fusion.base import Placement, Placer
 from ragcache.fusion.fuse import fuse
+from ragcache.fusion.placing import Placement, Placer
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache

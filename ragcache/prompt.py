@@ -21,6 +21,32 @@ DEFAULT_QUESTION_FORMAT = "Question: {question}"  # chunks end with a newline of
 
 
 @dataclass(frozen=True)
+class Text:
+    """Tokens that see everything before them."""
+
+    ids: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Passages:
+    """Passages side by side, each of which sees itself alone. A method adds its tokens around and between them."""
+
+    chunk_ids: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk) for chunk in self.chunk_ids)
+
+
+Part = Text | Passages
+"""A prompt is a sequence of parts that ends with a text. `Prompt` is the one with one group of passages."""
+
+
+@dataclass(frozen=True)
 class Prompt:
     """prefix ids, then each chunk's ids, then suffix ids.
 
@@ -44,6 +70,11 @@ class Prompt:
         for rank, chunk in enumerate(self.chunk_ids):
             if not chunk:
                 raise PromptError(f"chunk {rank} has no tokens; leave empty passages out")
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        chunks = tuple(tuple(chunk) for chunk in self.chunk_ids)
+        return Text(tuple(self.prefix_ids)), Passages(chunks), Text(tuple(self.suffix_ids))
 
     @property
     def context_tokens(self) -> int:

@@ -20,11 +20,10 @@ from ragcache.engine.ordering import ORDERS, ReadCounts, relevance_hint, shared_
 from ragcache.engine.prefix_blocks import PrefixBlock, PrefixBlocks
 from ragcache.engine.prefixes import Path, Prefixes
 from ragcache.errors import ConfigError, ContextTooLongError
-from ragcache.fusion.additions import Additions
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
-from ragcache.fusion.turns import Passages, Text, fuse_turns, lay_out
+from ragcache.fusion.layout import Additions
 from ragcache.ingest.encoder import BlockEncoder, ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.prefix_tree import Lease
@@ -179,7 +178,7 @@ class Reader:
         added = reading.method.additions(self.lm)
         while True:
             earlier, new = earlier.knowing(hits)
-            prefix_ids = [id for piece in earlier.laid_out(added, self.encoder.recipe) for id in piece.ids]
+            prefix_ids = reading.method.layout(self.lm, earlier.prompt_parts(), self.encoder.recipe).ids
             passages = sum(hit.chunk.num_tokens for hit in new) + len(added.ids(len(new)))
             total = len(prefix_ids) + passages + len(suffix_ids) + reading.sampling.max_tokens
             fewer = earlier.without_oldest() if total > self.lm.max_positions else None
@@ -303,23 +302,23 @@ class Reader:
         """The prompt as the prefix tree knows it; None where it is of no use to the method."""
         if kept is None and (method.reuses_blocks or not method.takes_exact):
             return None
-        before = [Text(tuple(prompt.prefix_ids))] if kept is None else kept.earlier.fused_parts()
-        parts = [*before, Passages(tuple(map(tuple, prompt.chunk_ids))), Text(tuple(prompt.suffix_ids))]
-        pieces = lay_out(parts, method.additions(self.lm), self.encoder.recipe)
-        earlier = [] if kept is None else kept.earlier.hits
-        return Path(pieces, [*earlier, *hits], len(hits), apart=method.reuses_blocks)
+        parts, earlier = prompt.parts, list[Hit]()
+        if kept is not None:
+            parts, earlier = (*kept.earlier.prompt_parts(), *parts[1:]), kept.earlier.hits
+        layout = method.layout(self.lm, parts, self.encoder.recipe)
+        return Path(parts, layout, [*earlier, *hits], len(hits))
 
     def _known(self, prompt: Prompt, reading: Reading, path: Path | None) -> Lease | None:
         """All but the last token at most; nothing of the suffix where its rows vote on what is evicted."""
         if path is None or not _is_reused(path, reading.method):
             return None
-        most = path.num_tokens - 1 if reading.evict is None else prompt.context_tokens
+        most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
         return self.prefixes.match(reading.method, path, most)
 
     def _load_rest(self, path: Path, reading: Reading, exact: Lease | None) -> LoadedBlocks:
         """Blocks of the passages that are not known; of none for a method that reads text."""
         known = 0 if exact is None else exact.num_tokens
-        chunks = [hit.chunk for piece, hit in path.passages if path.apart and piece.end > known]
+        chunks = [path.hits[piece.passage].chunk for piece in path.layout.placed(known) if piece.passage is not None]
         if not chunks:
             return LoadedBlocks([], [], [], 0.0, 0.0, 0)
         return load_or_compute(self.encoder, self.kv, self.documents, chunks, loader=self.loader, ahead=reading.ahead)
@@ -329,7 +328,7 @@ class Reader:
         fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
         sources = []
         for piece, hit in path.passages:
-            if path.apart and piece.end > known:
+            if path.layout.separate and piece.end > known:
                 handle, origin = next(fresh)
             else:
                 handle, origin = self.encoder.key(hit.chunk.token_ids), EXACT if piece.end <= known else UNUSED
@@ -347,7 +346,7 @@ class Reader:
             return LoadedBlocks([], handles, [UNUSED] * len(hits), 0.0, 0.0, 0)
         own = self.encoder
         encoder: BlockEncoder = own
-        ids = self._prefix_ids(prompt, method)
+        ids = method.prefix_ids(self.lm, prompt)
         if passing := own.recipe.sees_prefix and ids != own.prefix_ids:
             encoder = ModelEncoder(self.lm, own.recipe, ids, own.tenant, prefix_block=prefix, on_encoded=own.on_encoded)
         chunks = [hit.chunk for hit in hits]
@@ -364,42 +363,25 @@ class Reader:
         path: Path | None,
         exact: Lease | None,
     ) -> Fused:
-        reserve, evict = self._room(prompt.num_tokens, reading), reading.evict
-        if path is not None and path.apart:
-            return fuse_turns(
-                self.lm, reading.method, prompt, path.pieces, loaded.blocks, exact=exact, reserve_tokens=reserve
-            )
-        if not reading.method.reuses_blocks:
-            return self._learnt_from(
-                lambda: fuse(self.lm, prompt, reading.method, reserve_tokens=reserve, evict=evict, exact=exact)
-            )
-        return fuse(
+        started = time.perf_counter()
+        fused = fuse(
             self.lm,
-            prompt,
+            prompt if path is None or not path.layout.separate else path.parts,
             reading.method,
             loaded.blocks,
-            recipe=self.encoder.recipe,
+            recipe=self.encoder.recipe if reading.method.reuses_blocks else None,
             prefix_block=prefix,
-            reserve_tokens=reserve,
-            evict=evict,
+            reserve_tokens=self._room(prompt.num_tokens, reading),
+            evict=reading.evict,
+            exact=exact,
         )
-
-    def _learnt_from(self, read: Callable[[], Fused]) -> Fused:
-        """What is read; the estimate of a full prefill learns from it where nothing of the prompt was known before."""
-        started = time.perf_counter()
-        fused = read()
-        if min(fused.computed_tokens) == fused.prompt_tokens:
-            self.lm.finish()
+        if not reading.method.reuses_blocks and min(fused.computed_tokens) == fused.prompt_tokens:
+            self.lm.finish()  # nothing of the prompt was known: the estimate of a full prefill learns from it
             self.estimate.add(fused.prompt_tokens, time.perf_counter() - started)
         return fused
 
     def _prefix(self, prompt: Prompt, method: FusionMethod) -> PrefixBlock:
-        return self._prefix_blocks.get(self._prefix_ids(prompt, method)) if method.reuses_blocks else PrefixBlock()
-
-    def _prefix_ids(self, prompt: Prompt, method: FusionMethod) -> list[int]:
-        """With what the method puts behind the prefix."""
-        behind = method.additions(self.lm).behind_prefix if prompt.chunk_ids else ()
-        return [*prompt.prefix_ids, *behind]
+        return self._prefix_blocks.get(method.prefix_ids(self.lm, prompt)) if method.reuses_blocks else PrefixBlock()
 
 
 @dataclass
@@ -433,7 +415,7 @@ class Clock:
 
 
 def _is_reused(path: Path, method: FusionMethod) -> bool:
-    return path.apart or method.takes_exact
+    return path.layout.separate or method.takes_exact
 
 
 def _sources(hits: Sequence[Hit], loaded: LoadedBlocks) -> list[Source]:

@@ -12,10 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ragcache.engine.conversation import Conversation, Given, Said, Slot
 from ragcache.errors import PromptError
-from ragcache.fusion.additions import Additions
-from ragcache.fusion.turns import Passages, Piece, Text, lay_out
-from ragcache.kv.identity import Recipe, digest
-from ragcache.prompt import encode_text
+from ragcache.kv.identity import digest
+from ragcache.prompt import Part, Passages, Text, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 
@@ -37,11 +35,8 @@ class Earlier:
     def hits(self) -> list[Hit]:
         return [hit for part in self.parts for hit in part if isinstance(hit, Hit)]
 
-    def laid_out(self, added: Additions, recipe: Recipe) -> list[Piece]:
-        return lay_out(self.fused_parts(), added, recipe)
-
-    def fused_parts(self) -> list[Text | Passages]:
-        parts: list[Text | Passages] = []
+    def prompt_parts(self) -> list[Part]:
+        parts: list[Part] = []
         for part in self.parts:
             hits = [hit for hit in part if isinstance(hit, Hit)]
             if hits:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
-from ragcache.fusion.turns import Piece, elements_of, whole_passages
+from ragcache.fusion.layout import Layout, Piece
 from ragcache.kv.identity import Recipe, digest
 from ragcache.kv.prefix_tree import Lease, Owned, PrefixStats, PrefixTree, read_cache
 from ragcache.models.lm import LanguageModel
+from ragcache.prompt import Part
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NOT_STORED
@@ -23,34 +24,22 @@ log = logging.getLogger(__name__)
 class Path:
     """A prompt as the tree knows it.
 
-    pieces: all of it, laid out; hits: its passages, in their order, of which the last `asked` are this question's
-    apart:  whether passages are read apart, as blocks are, or as running text
+    parts: all of it; layout: the same, laid out
+    hits:  its passages, in their order, of which the last `asked` are this question's
     """
 
-    pieces: Sequence[Piece]
+    parts: Sequence[Part]
+    layout: Layout
     hits: Sequence[Hit]
     asked: int
-    apart: bool
-
-    @property
-    def num_tokens(self) -> int:
-        return self.pieces[-1].end
 
     @property
     def passages(self) -> list[tuple[Piece, Hit]]:
-        return list(zip((piece for piece in self.pieces if piece.apart), self.hits, strict=True))
-
-    @property
-    def elements(self) -> list[int]:
-        return elements_of(self.pieces, apart=self.apart)
+        return list(zip(self.layout.passages, self.hits, strict=True))
 
     @property
     def owned(self) -> list[Owned]:
         return [Owned(piece.start, piece.end, hit.chunk.vector_id) for piece, hit in self.passages]
-
-    def usable(self, num_tokens: int) -> int:
-        """Of so many known tokens. A block cannot be placed in part."""
-        return whole_passages(self.pieces, num_tokens) if self.apart else num_tokens
 
 
 class Prefixes:
@@ -78,8 +67,8 @@ class Prefixes:
         """What is known of the prompt's first tokens, `most` of them at most; None where nothing is kept."""
         if not self._tree.budget_bytes:
             return None
-        lease = self._tree.match(self._namespace(method), path.elements)
-        lease.cut(path.usable(min(lease.num_tokens, most)))
+        lease = self._tree.match(self._namespace(method), path.layout.elements)
+        lease.cut(path.layout.usable(min(lease.num_tokens, most)))
         return lease
 
     def count(self, method: FusionMethod, elements: Sequence[int]) -> int:
@@ -93,7 +82,7 @@ class Prefixes:
         """
         if not self._tree.budget_bytes or len(set(fused.cache.lengths)) > 1:
             return
-        elements = [*path.elements, *answer_ids][: fused.cache.get_seq_length()]
+        elements = [*path.layout.elements, *answer_ids][: fused.cache.get_seq_length()]
         try:
             self._tree.insert(self._namespace(method), elements, read_cache(fused.cache), path.owned)
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when it finds no memory

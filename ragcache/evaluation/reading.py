@@ -54,7 +54,7 @@ class PromptReader:
             return fuse(self.lm, self.prompt, method, reserve_tokens=self.reserve_tokens, evict=evict), 0.0
         method.check(self.lm, self.prompt)
         wanted = block_recipe(self.lm, method, recipe)
-        found = self._blocks(wanted, method.additions(self.lm).behind_prefix)
+        found = self._blocks(wanted, tuple(method.prefix_ids(self.lm, self.prompt)))
         fused = fuse(
             self.lm,
             self.prompt,
@@ -67,10 +67,9 @@ class PromptReader:
         )
         return fused, found.encode_s
 
-    def _blocks(self, recipe: Recipe, behind_prefix: tuple[int, ...]) -> Encoded:
+    def _blocks(self, recipe: Recipe, prefix_ids: tuple[int, ...]) -> Encoded:
         """Blocks of all chunks, and the prefix's with what a method puts behind it; like blocks are made once."""
-        prefix_ids = [*self.prompt.prefix_ids, *behind_prefix]
-        key = (recipe, behind_prefix)
+        key = (recipe, prefix_ids)
         if key not in self._encoded:
             prefix = self.lm.encode([prefix_ids])[0] if prefix_ids else None
             self._encoded[key] = self._encode(recipe, prefix_ids, prefix)

@@ -215,7 +215,7 @@ def distance(reference: Tensor, other: Tensor) -> dict[str, Any]:
 
 
 def _costs(fused: Fused, encode_s: float) -> dict[str, Any]:
-    tokens, layers = fused.prompt.num_tokens, len(fused.computed_tokens)
+    tokens, layers = fused.prompt_tokens - fused.added_tokens, len(fused.computed_tokens)
     return {
         "prompt_tokens": tokens,
         "kept_share": sum(fused.kept_tokens) / layers / tokens,

@@ -67,8 +67,7 @@ class A3(RecomputeMethod):
         """float32 [chunk tokens]: attention from the suffix (eq. 3)."""
         projected, (placed, _) = running.probe(), running.placed()
         keys = torch.cat([placed[:, :, : context.num_tokens], projected.key], dim=2)
-        positions = torch.arange(keys.shape[2], device=keys.device)
-        scores = attention_received(projected, keys, positions)[context.prefix_tokens : context.num_tokens]
+        scores = attention_received(projected, keys, context.positions)[context.prefix_tokens : context.num_tokens]
         return scores if self.pool_tokens == 1 else _pooled(scores, self.pool_tokens)
 
 

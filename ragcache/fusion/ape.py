@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled, run_over
-from ragcache.fusion.parallel import parallel
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.layout import Additions
 from ragcache.kv.cache import Adjust
 from ragcache.models.lm import LanguageModel
-from ragcache.prompt import Prompt
 
 UNSEEN = -1e30  # scores below are masked: no key that is seen scores as low
 
@@ -51,13 +50,14 @@ class Ape(FusionMethod):
             if not (isfinite(value) and value > 0):
                 raise ConfigError(f"{name} is {value}; choose a number above 0, 1 for plain attention")
 
-    def prefill(
-        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
-    ) -> Prefilled:
-        placements, chunks_from, suffix_from = parallel(prompt, inputs)
-        plain = len(inputs.chunks) < 2 or self.temperature == self.scale == 1
-        adjust = None if plain else self._adjustment(chunks_from, suffix_from)
-        return run_over(lm, prompt.suffix_ids, suffix_from, placements, times, reserve_tokens, adjust)
+    def additions(self, lm: LanguageModel) -> Additions:
+        return Additions(positions="parallel")
+
+    def prefill(self, job: Job) -> Prefilled:
+        passages = job.layout.passages
+        if len(passages) < 2 or self.temperature == self.scale == 1:
+            return job.read()
+        return job.read(self._adjustment(passages[0].start, max(passage.end for passage in passages)))
 
     def _adjustment(self, chunks_from: int, suffix_from: int) -> Adjust:
         temperature, weight = self.temperature, self.scale * self.temperature

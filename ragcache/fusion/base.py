@@ -1,29 +1,32 @@
-"""The contract of a fusion method: how blocks become one context.
+"""The contract of a fusion method: one job in, one context that is ready to decode from out.
 
-A method places blocks in a FusedCache and runs the tokens it must. What it computes is counted. The engine knows
-nothing of any method beyond what stands here.
+A method lays out a prompt, places blocks in a FusedCache and runs the tokens it must. What it computes is counted. The
+engine knows nothing of any method beyond what stands here.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ragcache.errors import PromptError
-from ragcache.fusion.additions import NO_ADDITIONS, Additions
+from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, lay_out
+from ragcache.fusion.placing import Placement, Placer
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import Adjust, FusedCache
 from ragcache.kv.identity import Recipe
-from ragcache.kv.rope import Angles
+from ragcache.models.layerwise import BeforeLayer
 from ragcache.models.lm import LanguageModel
-from ragcache.prompt import Prompt
+from ragcache.prompt import Part, Passages, Prompt
+
+Place = Callable[[FusedCache, int], None]
+"""Puts one layer's context into a cache."""
 
 
 @dataclass
@@ -45,28 +48,12 @@ class PhaseTimes:
 
 
 class Exact(Protocol):
-    """The KV that a pass over all of the prompt's first `num_tokens` tokens left, keys rotated to 0, 1, ..."""
+    """The KV that earlier passes left of the prompt's first `num_tokens` tokens, keys rotated to 0, 1, ..."""
 
     num_tokens: int
 
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write one layer's to [num_kv_heads, num_tokens, head_dim] each."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Blocks of one prompt, on the model's device.
-
-    prefix: the isolated block of the prefix ids; None when there are none
-    chunks: one block a chunk, in the prompt's order
-    recipe: how the chunks were encoded
-    exact:  of the prompt's first tokens, for a method with `takes_exact`: at most all but the last one
-    """
-
-    prefix: KVBlock | None
-    chunks: Sequence[KVBlock]
-    recipe: Recipe
-    exact: Exact | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,13 +73,107 @@ class Prefilled:
     kept_tokens: tuple[int, ...]
     next_position: int
 
-    @classmethod
-    def of(cls, cache: FusedCache, logits: Tensor, next_position: int) -> Prefilled:
-        return cls(cache, logits, cache.computed_tokens, tuple(cache.lengths), next_position)
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One prompt to read: what a method's `prefill` gets.
+
+    lm:     the model
+    layout: where every token stands
+    blocks: those of `layout.placed(known)`, in order, on any device
+    prefix: the block of the first text, up to the first passage; None: that text runs, or `exact` holds it
+    exact:  KV of the first tokens that earlier passes left: at most all but the last one
+    reserve_tokens: room to leave for decoding
+    """
+
+    lm: LanguageModel
+    layout: Layout
+    blocks: Sequence[KVBlock] = ()
+    prefix: KVBlock | None = None
+    exact: Exact | None = None
+    reserve_tokens: int = 64
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+
+    @property
+    def known(self) -> int:
+        """Tokens at the prompt's beginning whose KV is at hand."""
+        first = self.exact or self.prefix
+        return 0 if first is None else first.num_tokens
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Prefix and blocks, each with its place."""
+        prefix = [] if self.prefix is None else [Placement(self.prefix, 0)]
+        pieces = self.layout.placed(self.known)
+        return [*prefix, *(Placement(block, piece.start) for piece, block in zip(pieces, self.blocks, strict=True))]
+
+    def read(self, adjust: Adjust | None = None) -> Prefilled:
+        """Place all blocks and run the text. adjust: changes attention scores; see FusedCache."""
+        placer = Placer(self.lm, self.placements)
+
+        def place(cache: FusedCache, layer: int) -> None:
+            if self.exact is not None and self.exact.num_tokens:
+                keys, values = cache.reserve(layer, torch.arange(self.exact.num_tokens, device=self.lm.device))
+                self.exact.copy_layer(layer, keys[0], values[0])
+            placer.place(cache, layer)
+
+        cache = self.new_cache(place)
+        cache.adjust = adjust
+        return self.run_text(cache)
+
+    def new_cache(self, place: Place, num_tokens: int | None = None) -> FusedCache:
+        """An empty cache.
+
+        place:      called for each layer just before it runs, so that loading overlaps with computing
+        num_tokens: room to reserve; None: for the prompt and the answer
+        """
+
+        def fill(layer: int) -> None:
+            with self.placing():
+                place(cache, layer)
+
+        room = self.layout.num_tokens + self.reserve_tokens if num_tokens is None else num_tokens
+        cache = self.lm.new_cache(room, fill)
+        return cache
+
+    def run_text(self, cache: FusedCache, before_layer: BeforeLayer | None = None) -> Prefilled:
+        """Run all tokens that are not placed, each over everything before it."""
+        ids, positions, behind = self.layout.running(self.known)
+        where = torch.tensor(positions, device=self.lm.device)
+        return self.run(cache, ids, where, ordered=behind, before_layer=before_layer)
+
+    def run(
+        self,
+        cache: FusedCache,
+        ids: Sequence[int] | Tensor,
+        positions: Tensor,
+        *,
+        slots: Tensor | None = None,
+        ordered: bool | None = None,
+        before_layer: BeforeLayer | None = None,
+    ) -> Prefilled:
+        """Run these tokens, as `LanguageModel.run` does."""
+        with self.running():
+            logits = self.lm.run(ids, positions, cache, slots=slots, ordered=ordered, before_layer=before_layer)
+        return Prefilled(cache, logits, cache.computed_tokens, tuple(cache.lengths), self.layout.end)
+
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        """Count what happens within as placing."""
+        started = time.perf_counter()
+        yield
+        self.times.place_s += time.perf_counter() - started
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count what happens within as prefill, less the placing that it calls for."""
+        started, placed = time.perf_counter(), self.times.place_s
+        yield
+        self.times.prefill_s += time.perf_counter() - started - (self.times.place_s - placed)
 
 
 @dataclass(frozen=True)
-class FusionMethod(ABC):
+class FusionMethod:
     """Subclasses are frozen dataclasses: their fields are the method's options, checked in __post_init__.
 
     name:           what users write
@@ -116,13 +197,27 @@ class FusionMethod(ABC):
 
     @property
     def keeps_context(self) -> bool:
-        """Whether it can read several turns, each with passages of its own (`fusion/turns.py`): every token at its
-        global position, blocks as they are, all other tokens over everything before them."""
+        """Whether it can read several groups of passages with text between them, as a conversation has them: every
+        token at its global position, blocks as they are, all other tokens over everything before them."""
         return False
 
     def additions(self, lm: LanguageModel) -> Additions:
         """Tokens that the method puts between the prompt's own. Raises ConfigError where `lm` has none trained."""
         return NO_ADDITIONS
+
+    def added_to(self, lm: LanguageModel, parts: Sequence[Part]) -> Additions:
+        """The additions, where there is a passage: any model can read a prompt without."""
+        return (
+            self.additions(lm) if any(isinstance(part, Passages) and part.chunk_ids for part in parts) else NO_ADDITIONS
+        )
+
+    def layout(self, lm: LanguageModel, parts: Sequence[Part], recipe: Recipe) -> Layout:
+        """Where every token of the prompt stands. recipe: how passages are encoded"""
+        return lay_out(parts, recipe, self.added_to(lm, parts), separate=self.reuses_blocks)
+
+    def prefix_ids(self, lm: LanguageModel, prompt: Prompt) -> list[int]:
+        """What stands before the first passage: the ids of `Job.prefix`."""
+        return [*prompt.prefix_ids, *self.added_to(lm, prompt.parts).behind_prefix]
 
     def check(self, lm: LanguageModel, prompt: Prompt) -> None:
         """Raises ConfigError or PromptError when the method cannot read this prompt with this model."""
@@ -134,119 +229,6 @@ class FusionMethod(ABC):
                 f"ask for fewer (k={limit})"
             )
 
-    @abstractmethod
-    def prefill(
-        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
-    ) -> Prefilled:
-        """Build the context of `prompt` and run what the method runs, the whole suffix included.
-
-        reserve_tokens: room to leave for decoding
-        """
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where one block goes.
-
-    rotate_from: position to which the block's first key is rotated; its other keys follow consecutively
-    """
-
-    block: KVBlock
-    rotate_from: int
-
-
-def consecutive(blocks: Sequence[KVBlock]) -> list[Placement]:
-    """Blocks one behind the other at global positions."""
-    placements, start = [], 0
-    for block in blocks:
-        placements.append(Placement(block, start))
-        start += block.num_tokens
-    return placements
-
-
-class Placer:
-    """Rotates and copies one layer of every block into a cache, one behind the other, from whatever device they are on.
-
-    An encoded block decodes straight into its place: nobody ever holds it decoded.
-    """
-
-    def __init__(self, lm: LanguageModel, placements: Sequence[Placement]) -> None:
-        self._lm = lm
-        placements = [p for p in placements if p.block.num_tokens]
-        self._blocks = [p.block for p in placements]
-        self._lengths = [block.num_tokens for block in self._blocks]
-        ranges = [(p.rotate_from, p.rotate_from + p.block.num_tokens) for p in placements]
-        parts = [torch.arange(start, end, device=lm.device) for start, end in ranges]
-        self.positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=lm.device)
-        joined = all(end == start for (_, end), (start, _) in pairwise(ranges))
-        self._first = ranges[0][0] if ranges and joined else None
-        self._angles: dict[str | None, Angles | None] = {}
-        # One layer's keys side by side: it stays in the processor's cache from the copy to the rotation.
-        size = (lm.shape.num_kv_heads, self.positions.shape[0], lm.shape.key_dim)
-        self._scratch = torch.empty(size, dtype=lm.dtype, device=lm.device)
-
-    def place(self, cache: FusedCache, layer: int) -> None:
-        if not self._blocks:
-            return
-        keys, values = cache.reserve(layer, self.positions)
-        for block, place in zip(self._blocks, torch.split(self._scratch, self._lengths, dim=1), strict=True):
-            block.copy_keys(layer, place)
-        self._lm.rope.turn(self._scratch[None], self._angles_of(layer), keys)
-        for block, place in zip(self._blocks, torch.split(values[0], self._lengths, dim=1), strict=True):
-            block.copy_values(layer, place)
-
-    def _angles_of(self, layer: int) -> Angles | None:
-        rope = self._lm.rope
-        if not rope.rotated[layer]:
-            return None
-        kind = rope.layer_type(layer)
-        if kind not in self._angles:
-            consecutive = self._first is not None
-            where = self._first if self._first is not None else self.positions
-            self._angles[kind] = rope.angles(layer, where, self.positions.shape[0] if consecutive else 0)
-        return self._angles[kind]
-
-
-def place_exact(lm: LanguageModel, exact: Exact, cache: FusedCache, layer: int) -> None:
-    """Copy one layer into a cache that holds nothing yet."""
-    keys, values = cache.reserve(layer, torch.arange(exact.num_tokens, device=lm.device))
-    exact.copy_layer(layer, keys[0], values[0])
-
-
-def prefill_over(
-    lm: LanguageModel, prompt: Prompt, placements: Sequence[Placement], times: PhaseTimes, reserve_tokens: int
-) -> Prefilled:
-    """Run the suffix over placed blocks, placing each layer just before it is needed."""
-    return run_over(lm, prompt.suffix_ids, prompt.context_tokens, placements, times, reserve_tokens)
-
-
-def run_over(
-    lm: LanguageModel,
-    ids: Sequence[int],
-    positions: Tensor | int,
-    placements: Sequence[Placement],
-    times: PhaseTimes,
-    reserve_tokens: int,
-    adjust: Adjust | None = None,
-) -> Prefilled:
-    """Run tokens over placed blocks, placing each layer just before it is needed.
-
-    positions: of the first of consecutive tokens, which stand behind all blocks; or int64 [num_tokens], ascending,
-               where some stand between the blocks and see what is at or before their own position
-    adjust:    changes attention scores; see FusedCache
-    """
-    placer = Placer(lm, placements)
-
-    def fill(layer: int) -> None:
-        started = time.perf_counter()
-        placer.place(cache, layer)
-        times.place_s += time.perf_counter() - started
-
-    behind = isinstance(positions, int)
-    cache = lm.new_cache(placer.positions.shape[0] + len(ids) + reserve_tokens, fill)
-    cache.adjust = adjust
-    started, placed = time.perf_counter(), times.place_s
-    logits = lm.run(ids, positions, cache, ordered=behind)
-    times.prefill_s += time.perf_counter() - started - (times.place_s - placed)
-    next_position = positions + len(ids) if isinstance(positions, int) else int(positions[-1]) + 1
-    return Prefilled.of(cache, logits, next_position)
+    def prefill(self, job: Job) -> Prefilled:
+        """Read the prompt. What is not overridden places all blocks where the layout has them and runs the text."""
+        return job.read()

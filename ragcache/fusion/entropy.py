@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled, run_over
-from ragcache.fusion.gather import Gather
-from ragcache.fusion.parallel import parallel
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.gather import Gather, prefill_selecting
+from ragcache.fusion.layout import Additions
 from ragcache.fusion.recompute import highest
-from ragcache.fusion.selecting import prefill_selecting
 from ragcache.models.attention import Projected, attention_received
 from ragcache.models.lm import LanguageModel
-from ragcache.prompt import Prompt
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,15 @@ class Entropy(FusionMethod):
         if self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}; choose at least 1 chunk")
 
-    def prefill(
-        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
-    ) -> Prefilled:
-        placements, _, suffix_from = parallel(prompt, inputs)
-        if len(inputs.chunks) <= self.top_k:
-            return run_over(lm, prompt.suffix_ids, suffix_from, placements, times, reserve_tokens)
-        gather = Gather(lm, placements)
-        prefix, lengths = len(prompt.prefix_ids), [len(chunk) for chunk in prompt.chunk_ids]
-        owners = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(lm.device)
+    def additions(self, lm: LanguageModel) -> Additions:
+        return Additions(positions="parallel")
+
+    def prefill(self, job: Job) -> Prefilled:
+        if len(job.blocks) <= self.top_k:
+            return job.read()
+        gather = Gather(job)
+        prefix, lengths = job.known, [block.num_tokens for block in job.blocks]
+        owners = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(job.lm.device)
 
         def select(layer: int, suffix: Projected) -> Tensor:
             keys = torch.cat([gather.keys(layer, gather.slots)[None], suffix.key], dim=2)
@@ -61,4 +59,4 @@ class Entropy(FusionMethod):
             best = highest(of_chunks.new_zeros(len(lengths)).index_add_(0, owners, of_chunks), self.top_k)
             return torch.cat([gather.slots[:prefix], prefix + torch.isin(owners, best).nonzero()[:, 0]])
 
-        return prefill_selecting(lm, prompt, gather, suffix_from, select, times, reserve_tokens)
+        return prefill_selecting(job, gather, select)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled, place_exact
-from ragcache.models.lm import LanguageModel
-from ragcache.prompt import Prompt
+from ragcache.fusion.base import FusionMethod
 
 
 @dataclass(frozen=True)
@@ -39,21 +36,3 @@ class Full(FusionMethod):
     @property
     def keeps_context(self) -> bool:
         return True
-
-    def prefill(
-        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
-    ) -> Prefilled:
-        exact = inputs.exact
-        start = 0 if exact is None else exact.num_tokens
-
-        def fill(layer: int) -> None:
-            if exact is not None and start:
-                began = time.perf_counter()
-                place_exact(lm, exact, cache, layer)
-                times.place_s += time.perf_counter() - began
-
-        cache = lm.new_cache(prompt.num_tokens + reserve_tokens, fill)
-        started, placed = time.perf_counter(), times.place_s
-        logits = lm.run(prompt.ids[start:], start, cache)
-        times.prefill_s += time.perf_counter() - started - (times.place_s - placed)
-        return Prefilled.of(cache, logits, prompt.num_tokens)

@@ -9,23 +9,24 @@ from typing import Any
 
 from torch import Tensor
 
-from ragcache.errors import ConfigError, StaleBlockError
+from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import get_method
-from ragcache.fusion.additions import NO_ADDITIONS, Additions
-from ragcache.fusion.base import Exact, FusionMethod, Inputs, PhaseTimes, Prefilled
+from ragcache.fusion.base import Exact, FusionMethod, Job, PhaseTimes, Prefilled
 from ragcache.fusion.eviction import Ballot, SnapKV
+from ragcache.fusion.layout import Additions, Layout
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.identity import Recipe
 from ragcache.models.attention import observing
 from ragcache.models.lm import LanguageModel
-from ragcache.prompt import Prompt
+from ragcache.prompt import Part, Passages, Prompt, Text
 
 
 @dataclass(frozen=True, eq=False)
 class Fused:
     """A prompt that has been read.
 
+    prompt:      as it was given; layout: where all its tokens stand, those that the method added among them
     next_logits: float32 [vocab_size], for the first token of the answer
     cache:       what decoding goes on from
     timings:     seconds by phase
@@ -33,11 +34,11 @@ class Fused:
     kept_tokens:     tokens that each layer holds, of each KV head where some were evicted
     encoded_tokens:  tokens of blocks that had to be made for this call
     next_position:   position of the answer's first token
-    added_tokens:    tokens that the method put between the prompt's own (link tokens, markers)
     reserved_ids:    ids of such tokens, which no answer may hold
     """
 
-    prompt: Prompt
+    prompt: Prompt | Sequence[Part]
+    layout: Layout
     next_logits: Tensor
     cache: FusedCache
     timings: PhaseTimes
@@ -45,13 +46,18 @@ class Fused:
     kept_tokens: tuple[int, ...]
     encoded_tokens: int
     next_position: int
-    added_tokens: int = 0
     reserved_ids: frozenset[int] = frozenset()
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens that the model read, those that the method added among them."""
-        return self.prompt.num_tokens + self.added_tokens
+        return self.layout.num_tokens
+
+    @property
+    def added_tokens(self) -> int:
+        """Tokens that the method put between the prompt's own (link tokens, markers)."""
+        parts = self.prompt.parts if isinstance(self.prompt, Prompt) else self.prompt
+        return self.layout.num_tokens - sum(part.num_tokens for part in parts)
 
     @property
     def cached_tokens(self) -> int:
@@ -71,7 +77,7 @@ def encode(lm: LanguageModel, prompt: Prompt, recipe: str | Recipe = "isolated")
 
 def fuse(
     lm: LanguageModel,
-    prompt: Prompt,
+    prompt: Prompt | Sequence[Part],
     method: str | FusionMethod = "reposition",
     blocks: Sequence[KVBlock] | None = None,
     *,
@@ -84,92 +90,103 @@ def fuse(
 ) -> Fused:
     """Fused prefill: put the blocks in place and run the question.
 
+    prompt: a Prompt; or, for a method that `keeps_context`, several groups of passages with text between them: equals
+            one forward pass over all ids in which every passage's tokens see that passage alone
     method: a name, with the method's options as further keyword arguments, or a method object
-    blocks: one a chunk, as `encode` returns them under `recipe`; encoded here when None
+    blocks: one a chunk (that `exact` does not hold), as `encode` returns them under `recipe`; encoded here when None
     recipe: how the blocks were (or are to be) encoded; None: what the blocks say, else the method's first choice
     prefix_block: the isolated block of the prefix ids (and of what the method puts behind them, such as KVLink's
             KV-START: `method.additions(lm).behind_prefix`); encoded here when None
     reserve_tokens: room to leave in the cache for decoding; it grows beyond that
     evict:  keep few of the passages' tokens for decoding, after any method: how to choose them, or simply how many in
             each layer and KV head; `next_logits` are read off before that
-    exact:  KV of the prompt's first tokens, for a method with `takes_exact`
+    exact:  KV of the prompt's first tokens, up to within no passage whose block is placed: for a method with
+            `takes_exact`, or of several groups of passages
     options: the method's own
 
     Raises ConfigError (method, option, recipe, evict, exact), StaleBlockError (blocks of another model or another
     prompt), ContextTooLongError, PromptError.
     """
     chosen = get_method(method, **options)
-    chosen.check(lm, prompt)
-    _check_exact(chosen, prompt, exact, whole_suffix=evict is not None)
-    added = chosen.additions(lm) if prompt.chunk_ids else NO_ADDITIONS
-    added_ids = added.ids(len(prompt.chunk_ids))
-    ballot = _ballot(evict, prompt, added)
-    lm.check_ids([*prompt.ids, *added_ids], "the prompt")
-    known = _recipe_of(blocks or ())
-    recipe = _recipe(lm, chosen, recipe if recipe is not None else known, added)
-    if known is not None and known != recipe:
-        raise StaleBlockError(f"blocks of recipe {known} were given for {recipe}; encode them alike")
-    times = PhaseTimes()
-    prefix_ids = [*prompt.prefix_ids, *added.behind_prefix]
-    inputs, encoded = _inputs(lm, prompt, prefix_ids, chosen, recipe, blocks, prefix_block, times)
-    inputs = replace(inputs, exact=exact)
-    if ballot is None:
-        done = chosen.prefill(lm, prompt, inputs, times, reserve_tokens)
-    else:
-        done = _prefill_and_evict(chosen, lm, prompt, inputs, times, reserve_tokens, ballot)
+    parts = _parts(lm, chosen, prompt, exact, evict)
+    chunks = [chunk for part in parts if isinstance(part, Passages) for chunk in part.chunk_ids]
+    added, stated = chosen.added_to(lm, parts), _recipe_of(blocks or ())
+    recipe = _recipe(lm, chosen, recipe if recipe is not None else stated, added if chunks else None)
+    if stated not in (None, recipe):
+        raise StaleBlockError(f"blocks of recipe {stated} were given for {recipe}; encode them alike")
+    layout = chosen.layout(lm, parts, recipe)
+    prefix_ids = chosen.prefix_ids(lm, prompt) if isinstance(prompt, Prompt) else []
+    suffix_tokens = parts[-1].num_tokens
+    _check_exact(layout, exact, 1 if evict is None else suffix_tokens)
+    ballot = None if evict is None else _ballot(SnapKV.of(evict), layout, len(prefix_ids), suffix_tokens)
+    lm.check_ids(layout.ids, "the prompt")
+    job, encoded = Job(lm, layout, exact=exact, reserve_tokens=reserve_tokens), 0
+    if layout.separate:
+        job, encoded = _with_blocks(job, chunks, recipe, prefix_ids, blocks, prefix_block)
+    done = chosen.prefill(job) if ballot is None else _prefill_and_evict(chosen, job, ballot)
     return Fused(
         prompt=prompt,
+        layout=layout,
         next_logits=done.logits,
         cache=done.cache,
-        timings=times,
+        timings=job.times,
         computed_tokens=done.computed_tokens,
         kept_tokens=done.kept_tokens,
         encoded_tokens=encoded,
         next_position=done.next_position,
-        added_tokens=len(added_ids),
         reserved_ids=added.reserved,
     )
 
 
-def _prefill_and_evict(
-    method: FusionMethod,
-    lm: LanguageModel,
-    prompt: Prompt,
-    inputs: Inputs,
-    times: PhaseTimes,
-    reserve_tokens: int,
-    ballot: Ballot,
-) -> Prefilled:
+def _prefill_and_evict(method: FusionMethod, job: Job, ballot: Ballot) -> Prefilled:
     with observing(ballot):
-        done = method.prefill(lm, prompt, inputs, times, reserve_tokens)
-    started = time.perf_counter()
-    kept = ballot.evict(done.cache, reserve_tokens)
-    times.prefill_s += time.perf_counter() - started
+        done = method.prefill(job)
+    with job.running():
+        kept = ballot.evict(done.cache, job.reserve_tokens)
     return replace(done, kept_tokens=kept)
 
 
-def _ballot(choice: SnapKV | int | None, prompt: Prompt, added: Additions) -> Ballot | None:
-    if choice is None:
-        return None
-    links = sum(len(ids) for ids in added.links[: len(prompt.chunk_ids)])
-    suffix = len(prompt.suffix_ids)
-    before = len(prompt.prefix_ids) + len(added.behind_prefix)
-    return Ballot(SnapKV.of(choice), before, links + len(added.behind_chunks) + suffix, suffix)
+def _ballot(choice: SnapKV, layout: Layout, prefix_tokens: int, suffix_tokens: int) -> Ballot:
+    passages = sum(len(piece.ids) for piece in layout.passages)
+    return Ballot(choice, prefix_tokens, layout.num_tokens - prefix_tokens - passages, suffix_tokens)
 
 
-def _check_exact(method: FusionMethod, prompt: Prompt, exact: Exact | None, *, whole_suffix: bool) -> None:
-    """whole_suffix: all of it has to run, since its rows vote on what is evicted."""
+def _parts(
+    lm: LanguageModel,
+    method: FusionMethod,
+    prompt: Prompt | Sequence[Part],
+    exact: Exact | None,
+    evict: SnapKV | int | None,
+) -> Sequence[Part]:
+    """The prompt's parts. Raises ConfigError or PromptError for what the method cannot read."""
+    if isinstance(prompt, Prompt):
+        method.check(lm, prompt)
+        if exact is not None and not method.takes_exact:
+            raise ConfigError(f"method {method.name!r} reads blocks and cannot go on from exact KV; leave `exact` out")
+        return prompt.parts
+    if not method.keeps_context:
+        raise ConfigError(f"method {method.name!r} cannot keep the context of earlier turns")
+    if evict is not None:
+        raise ConfigError("evict drops passages of one turn and keeps no earlier ones; leave it out, or give a Prompt")
+    if not prompt or not isinstance(prompt[-1], Text) or not prompt[-1].ids:
+        raise PromptError("the prompt ends with no text; give the question at least one token")
+    return prompt
+
+
+def _check_exact(layout: Layout, exact: Exact | None, must_run: int) -> None:
+    """must_run: tokens at the end; all of the suffix where its rows vote on what is evicted."""
     if exact is None:
         return
-    if not method.takes_exact:
-        raise ConfigError(f"method {method.name!r} reads blocks and cannot go on from exact KV; leave `exact` out")
-    most = prompt.context_tokens if whole_suffix else prompt.num_tokens - 1
+    most = layout.num_tokens - must_run
     if not 0 <= exact.num_tokens <= most:
-        what = "the suffix" if whole_suffix else "the last token"
+        what = "the suffix" if must_run > 1 else "the last token"
         raise ConfigError(
-            f"exact KV of {exact.num_tokens} tokens was given for a prompt of {prompt.num_tokens}, of which {what} has "
+            f"exact KV of {exact.num_tokens} tokens was given for a prompt of {layout.num_tokens}, of which {what} has "
             f"to run; give that of {most} at most"
         )
+    usable = layout.usable(exact.num_tokens)
+    if usable < exact.num_tokens:
+        raise ConfigError(f"exact KV of {exact.num_tokens} tokens ends within a passage; cut it to {usable}")
 
 
 def block_recipe(lm: LanguageModel, method: FusionMethod, recipe: str | Recipe | None = None) -> Recipe:
@@ -182,7 +199,8 @@ def block_recipe(lm: LanguageModel, method: FusionMethod, recipe: str | Recipe |
     return _recipe(lm, method, recipe, method.additions(lm))
 
 
-def _recipe(lm: LanguageModel, method: FusionMethod, recipe: str | Recipe | None, added: Additions) -> Recipe:
+def _recipe(lm: LanguageModel, method: FusionMethod, recipe: str | Recipe | None, added: Additions | None) -> Recipe:
+    """added: None where there is no chunk to encode: any markers will do then"""
     if recipe is None:
         trained = lm.reuse.recipe if lm.reuse is not None else None
         recipe = trained if trained in method.recipes else method.recipes[0]
@@ -194,6 +212,8 @@ def _recipe(lm: LanguageModel, method: FusionMethod, recipe: str | Recipe | None
             f"method {method.name!r} needs blocks of recipe {' or '.join(method.recipes)}, not {chosen.name!r}; "
             "encode the chunks again under that recipe"
         )
+    if added is None:
+        return chosen
     wanted = replace(chosen, markers=added.markers)
     if chosen.markers not in (None, added.markers):
         raise ConfigError(f"method {method.name!r} needs blocks of recipe {wanted}, not {chosen}; encode them again")
@@ -208,28 +228,27 @@ def _recipe_of(blocks: Sequence[KVBlock]) -> Recipe | None:
     return found[0] if found else None
 
 
-def _inputs(
-    lm: LanguageModel,
-    prompt: Prompt,
-    prefix_ids: Sequence[int],
-    method: FusionMethod,
+def _with_blocks(
+    job: Job,
+    chunks: Sequence[Sequence[int]],
     recipe: Recipe,
+    prefix_ids: Sequence[int],
     blocks: Sequence[KVBlock] | None,
-    prefix_block: KVBlock | None,
-    times: PhaseTimes,
-) -> tuple[Inputs, int]:
-    if not method.reuses_blocks:
-        return Inputs(None, (), recipe), 0
+    prefix: KVBlock | None,
+) -> tuple[Job, int]:
+    """The job with its blocks, and how many tokens had to be encoded for them."""
+    lm, placed = job.lm, job.layout.placed(job.known)
     started, encoded = time.perf_counter(), 0
-    if prefix_block is None and prefix_ids:
-        prefix_block = lm.encode([prefix_ids])[0]
+    if prefix is None and prefix_ids:
+        prefix = lm.encode([prefix_ids])[0]
         encoded += len(prefix_ids)
     if blocks is None:
-        blocks = lm.encode(prompt.chunk_ids, recipe, prefix_ids, prefix_block=prefix_block)
+        wanted = [chunks[piece.passage] for piece in placed if piece.passage is not None]
+        blocks = lm.encode(wanted, recipe, prefix_ids, prefix_block=prefix)
         encoded += sum(block.num_tokens for block in blocks)
-    times.encode_s += time.perf_counter() - started
-    _check_blocks(lm, [recipe.marked(chunk) for chunk in prompt.chunk_ids], prefix_ids, blocks, prefix_block)
-    return Inputs(prefix_block, blocks, recipe), encoded
+    times = PhaseTimes(encode_s=time.perf_counter() - started)
+    _check_blocks(lm, [piece.ids for piece in placed], prefix_ids, blocks, prefix)
+    return replace(job, blocks=blocks, prefix=prefix, times=times), encoded
 
 
 def _check_blocks(
@@ -241,7 +260,10 @@ def _check_blocks(
 ) -> None:
     """Raises StaleBlockError for blocks that cannot be those of these ids (chunks: with their markers)."""
     if len(blocks) != len(chunks):
-        raise StaleBlockError(f"{len(blocks)} blocks were given for {len(chunks)} chunks; pass one a chunk")
+        raise StaleBlockError(
+            f"{len(blocks)} blocks were given for {len(chunks)} chunks: they are not those of the passages that have "
+            "to be placed; pass one a chunk"
+        )
     pairs = [(f"chunk {i}", b, len(c)) for i, (b, c) in enumerate(zip(blocks, chunks, strict=True))]
     if prefix is not None:
         pairs.append(("the prefix", prefix, len(prefix_ids)))

@@ -1,15 +1,19 @@
-"""Any of a context's tokens, taken from their blocks and rotated to their places."""
+"""Any of a context's tokens, taken from their blocks and rotated to their places: other ones in each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ragcache.fusion.base import Placement
+from ragcache.fusion.base import Job, Prefilled
 from ragcache.kv.cache import FusedCache
-from ragcache.models.lm import LanguageModel
+from ragcache.models.attention import Projected
+from ragcache.models.layerwise import LayerPoint
+
+Select = Callable[[int, Projected], Tensor]
+"""What a layer keeps: slots, int64, ascending, given its index and the text's queries, keys and values in it."""
 
 
 class Gather:
@@ -21,8 +25,9 @@ class Gather:
     positions: int64 [num_tokens], by slot
     """
 
-    def __init__(self, lm: LanguageModel, placements: Sequence[Placement]) -> None:
-        self._lm = lm
+    def __init__(self, job: Job) -> None:
+        self._lm = lm = job.lm
+        placements = job.placements
         self._blocks = [p.block for p in placements]
         parts = [torch.arange(p.rotate_from, p.rotate_from + p.block.num_tokens) for p in placements]
         self.positions = torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).to(lm.device)
@@ -59,3 +64,14 @@ class Gather:
                 index = (slots[first:last] - start).to(part.device)
                 taken.append(part.index_select(1, index).to(self._lm.device, self._lm.dtype))
         return taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)
+
+
+def prefill_selecting(job: Job, gather: Gather, select: Select) -> Prefilled:
+    """Run the text; before each layer ask which of the context's tokens are placed in it."""
+    chosen: dict[int, Tensor] = {}
+
+    def before_layer(point: LayerPoint) -> None:
+        chosen[point.layer] = select(point.layer, point.probe())
+
+    cache = job.new_cache(lambda cache, layer: gather.place(cache, layer, chosen[layer]))
+    return job.run_text(cache, before_layer)

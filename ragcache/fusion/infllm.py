@@ -9,13 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled, consecutive, prefill_over
-from ragcache.fusion.gather import Gather
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.gather import Gather, prefill_selecting
 from ragcache.fusion.recompute import highest
-from ragcache.fusion.selecting import prefill_selecting
 from ragcache.models.attention import Projected
-from ragcache.models.lm import LanguageModel
-from ragcache.prompt import Prompt
 
 
 @dataclass(frozen=True)
@@ -58,25 +55,22 @@ class InfLLM(FusionMethod):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; choose at least {least}")
 
-    def prefill(
-        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
-    ) -> Prefilled:
-        placements = consecutive(([inputs.prefix] if inputs.prefix is not None else []) + list(inputs.chunks))
-        if len(inputs.chunks) < 2:
-            return prefill_over(lm, prompt, placements, times, reserve_tokens)
-        gather = Gather(lm, placements)
-        first = len(prompt.prefix_ids) + self.initial_tokens
-        last = max(first, prompt.context_tokens - self.local_tokens)
+    def prefill(self, job: Job) -> Prefilled:
+        if len(job.blocks) < 2:
+            return job.read()
+        gather = Gather(job)
+        first = job.known + self.initial_tokens
+        last = max(first, gather.slots.shape[0] - self.local_tokens)
         initial, middle, local = gather.slots[:first], gather.slots[first:last], gather.slots[last:]
 
         def select(layer: int, suffix: Projected) -> Tensor:
             if not middle.numel():
                 return gather.slots
             best = self._top(gather.keys(layer, middle), suffix.query[0])
-            chosen = torch.isin(torch.arange(middle.shape[0], device=lm.device) // self.block_size, best)
+            chosen = torch.isin(torch.arange(middle.shape[0], device=job.lm.device) // self.block_size, best)
             return torch.cat([initial, middle[chosen], local])
 
-        return prefill_selecting(lm, prompt, gather, prompt.context_tokens, select, times, reserve_tokens)
+        return prefill_selecting(job, gather, select)
 
     def _top(self, keys: Tensor, query: Tensor) -> Tensor:
         """The most relevant blocks. keys: [num_kv_heads, num_tokens, head_dim]; query: [num_heads, rows, head_dim]"""

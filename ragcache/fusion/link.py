@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from ragcache.errors import ConfigError
-from ragcache.fusion.additions import NO_ADDITIONS, Additions
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Placement, Prefilled, run_over
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.layout import NO_ADDITIONS, Additions
 from ragcache.models.lm import LanguageModel
 from ragcache.models.reuse import LLAMA3_VOCABULARY, ReuseSpec
 from ragcache.prompt import Prompt
@@ -56,15 +54,7 @@ class Link(FusionMethod):
             links = tuple(tuple(ids) for ids in self.link_ids)
             return Additions(links=links, max_chunks=len(links))
         spec = self._training(lm)
-        if spec is None:
-            return NO_ADDITIONS
-        return Additions(
-            behind_prefix=() if spec.kv_start_id is None else (spec.kv_start_id,),
-            links=tuple(tuple(spec.link_ids(slot)) for slot in range(spec.link_slots)),
-            behind_chunks=() if spec.kv_end_id is None else (spec.kv_end_id,),
-            reserved=spec.added_ids,
-            max_chunks=spec.link_slots if spec.link_tokens else None,
-        )
+        return NO_ADDITIONS if spec is None else Additions.trained(spec)
 
     def _training(self, lm: LanguageModel) -> ReuseSpec | None:
         """What the link tokens of this model are; None for K = 0. Raises ConfigError where it has none."""
@@ -99,28 +89,6 @@ class Link(FusionMethod):
         outside = [id for ids in self.link_ids for id in ids if not 0 <= id < lm.vocab_size]
         if outside:
             raise ConfigError(f"link_ids holds {outside[0]}; {lm.name} has ids 0 to {lm.vocab_size - 1}")
-
-    def prefill(
-        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
-    ) -> Prefilled:
-        added = self.additions(lm) if prompt.chunk_ids else NO_ADDITIONS
-        placements = [Placement(inputs.prefix, 0)] if inputs.prefix is not None else []
-        start = inputs.prefix.num_tokens if inputs.prefix is not None else 0
-        ids: list[int] = []
-        positions: list[int] = []
-        for rank, block in enumerate(inputs.chunks):
-            links = added.links[rank] if added.links else ()
-            placements.append(Placement(block, start))
-            start += block.num_tokens
-            ids += links
-            positions += range(start, start + len(links))
-            start += len(links)
-        tail = [*added.behind_chunks, *prompt.suffix_ids]
-        ids += tail
-        positions += range(start, start + len(tail))
-        scattered = positions[-1] - positions[0] >= len(positions)
-        where = torch.tensor(positions, device=lm.device) if scattered else positions[0]
-        return run_over(lm, ids, where, placements, times, reserve_tokens)
 
 
 def _lists_of_ids(given: object) -> tuple[tuple[int, ...], ...]:

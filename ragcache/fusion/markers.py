@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.additions import Additions
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Placement, Prefilled, consecutive, run_over
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.layout import COMPOSITE, Additions
 from ragcache.models.lm import LanguageModel
-from ragcache.models.reuse import POSITIONS, ReuseSpec
-from ragcache.prompt import Prompt
+from ragcache.models.reuse import POSITIONS
 
 
 @dataclass(frozen=True)
@@ -38,36 +37,18 @@ class Markers(FusionMethod):
             raise ConfigError(f"positions {self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}")
 
     def additions(self, lm: LanguageModel) -> Additions:
+        trained = lm.reuse if lm.reuse is not None and lm.reuse.method == "markers" else None
         if self.doc_start_id is not None and self.doc_end_id is not None:
             for id in (self.doc_start_id, self.doc_end_id):
                 if not isinstance(id, int) or not 0 <= id < lm.vocab_size:
                     raise ConfigError(f"marker {id!r} is no token id; {lm.name} has ids 0 to {lm.vocab_size - 1}")
-            return Additions(markers=(self.doc_start_id, self.doc_end_id))
-        trained = _training(lm)
-        if trained is None or trained.doc_start_id is None or trained.doc_end_id is None:
+            added = Additions(markers=(self.doc_start_id, self.doc_end_id))
+        elif trained is None:
             raise ConfigError(
                 f"{lm.name} has no trained markers; train them with `ragcache train --reuse markers`, choose another "
                 "method such as 'reposition', or pass doc_start_id and doc_end_id"
             )
-        return Additions(markers=(trained.doc_start_id, trained.doc_end_id), reserved=trained.added_ids)
-
-    def prefill(
-        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
-    ) -> Prefilled:
-        prefix = [inputs.prefix] if inputs.prefix is not None else []
-        start = sum(block.num_tokens for block in prefix)
-        if self._layout(lm) == "composite":
-            placements = [*consecutive(prefix), *(Placement(block, start) for block in inputs.chunks)]
-            start += max((block.num_tokens for block in inputs.chunks), default=0)
         else:
-            placements = consecutive([*prefix, *inputs.chunks])
-            start += sum(block.num_tokens for block in inputs.chunks)
-        return run_over(lm, prompt.suffix_ids, start, placements, times, reserve_tokens)
-
-    def _layout(self, lm: LanguageModel) -> str:
-        trained = _training(lm)
-        return self.positions or (trained.positions if trained else None) or "reordered"
-
-
-def _training(lm: LanguageModel) -> ReuseSpec | None:
-    return lm.reuse if lm.reuse is not None and lm.reuse.method == "markers" else None
+            added = Additions.trained(trained)
+        stated = self.positions or (None if trained is None else trained.positions)
+        return replace(added, positions="parallel" if stated == COMPOSITE else "global")

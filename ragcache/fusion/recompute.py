@@ -6,50 +6,55 @@ positions, the suffix.
 
 from __future__ import annotations
 
-import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from numbers import Real
 
 import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Placer, Prefilled, consecutive, prefill_over
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.placing import Placer
 from ragcache.kv.block import KVBlock
+from ragcache.kv.cache import FusedCache
 from ragcache.models.attention import Projected
 from ragcache.models.layerwise import LayerPoint
 from ragcache.models.lm import LanguageModel
-from ragcache.prompt import Prompt
 
 
 @dataclass(frozen=True)
 class Context:
-    """What stands before the suffix. A context token's slot in the cache is its position in the prompt.
+    """What a recompute method chooses from. Slots number the tokens in a cache: prefix, chunks, then all other text.
 
     prefix_tokens:  tokens of the prefix, whose KV is exact and never runs again
     chunk_starts:   slot of each chunk's first token
     chunk_tokens:   tokens of each chunk
-    suffix_tokens:  tokens of the suffix
     chunks:         the blocks, keys before RoPE
+    ids, positions: of every token, by slot, int64
     """
 
     lm: LanguageModel
     prefix_tokens: int
     chunk_starts: tuple[int, ...]
     chunk_tokens: tuple[int, ...]
-    suffix_tokens: int
     chunks: Sequence[KVBlock]
+    ids: Tensor
+    positions: Tensor
 
     @classmethod
-    def of(cls, lm: LanguageModel, prompt: Prompt, inputs: Inputs) -> Context:
-        lengths = tuple(len(chunk) for chunk in prompt.chunk_ids)
-        starts, start = [], len(prompt.prefix_ids)
-        for length in lengths:
-            starts.append(start)
-            start += length
-        return cls(lm, len(prompt.prefix_ids), tuple(starts), lengths, len(prompt.suffix_ids), inputs.chunks)
+    def of(cls, job: Job) -> Context:
+        layout, known, device = job.layout, job.known, job.lm.device
+        lengths = tuple(block.num_tokens for block in job.blocks)
+        starts = tuple(accumulate(lengths, initial=known))[:-1]
+        pieces, text = layout.placed(known), layout.running(known)
+        ids = [*layout.ids[:known], *(id for piece in pieces for id in piece.ids), *text.ids]
+        chunk_positions = (position for piece in pieces for position in range(piece.start, piece.end))
+        positions = [*range(known), *chunk_positions, *text.positions]
+        by_slot = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (ids, positions))
+        return cls(job.lm, known, starts, lengths, job.blocks, *by_slot)
 
     @property
     def num_tokens(self) -> int:
@@ -59,6 +64,10 @@ class Context:
     def chunk_slots(self) -> Tensor:
         """int64: every chunk token's slot."""
         return torch.arange(self.prefix_tokens, self.num_tokens, device=self.lm.device)
+
+    def text_slots(self) -> Tensor:
+        """int64: the slot of every token of the text, the suffix last, which always runs."""
+        return torch.arange(self.num_tokens, self.ids.shape[0], device=self.lm.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +100,7 @@ Choose = Callable[[Running], Tensor | None]
 
 
 @dataclass(frozen=True)
-class RecomputeMethod(FusionMethod):
+class RecomputeMethod(FusionMethod, ABC):
     """A method that writes two things: which tokens may run, and which of them do."""
 
     @abstractmethod
@@ -102,32 +111,22 @@ class RecomputeMethod(FusionMethod):
         """A fresh function to be asked before every layer; None: the candidates run in all layers."""
         return None
 
-    def prefill(
-        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
-    ) -> Prefilled:
-        context = Context.of(lm, prompt, inputs)
+    def prefill(self, job: Job) -> Prefilled:
+        context = Context.of(job)
         candidates = self.candidates(context)
-        placements = consecutive(([inputs.prefix] if inputs.prefix is not None else []) + list(inputs.chunks))
         if not candidates.numel():
-            return prefill_over(lm, prompt, placements, times, reserve_tokens)
+            return job.read()
         choose = self.chooser(context)
-        placer = Placer(lm, placements)
-        suffix = torch.arange(context.num_tokens, prompt.num_tokens, device=lm.device)
+        placer, text = Placer(job.lm, job.placements), context.text_slots()
 
-        def fill(layer: int) -> None:
-            started = time.perf_counter()
+        def place(cache: FusedCache, layer: int) -> None:
             placer.place(cache, layer)
-            cache.reserve(layer, suffix)
-            times.place_s += time.perf_counter() - started
+            cache.reserve(layer, context.positions[text])
 
-        cache = lm.new_cache(prompt.num_tokens + reserve_tokens, fill)
-        slots = torch.cat([candidates, suffix])
-        started, placed = time.perf_counter(), times.place_s
-        ids = torch.tensor(prompt.ids, device=lm.device)[slots]
+        slots = torch.cat([candidates, text])
         before = None if choose is None else _in_rows(choose, slots, candidates.numel())
-        logits = lm.run(ids, slots, cache, slots=slots, before_layer=before)
-        times.prefill_s += time.perf_counter() - started - (times.place_s - placed)
-        return Prefilled.of(cache, logits, prompt.num_tokens)
+        cache = job.new_cache(place)
+        return job.run(cache, context.ids[slots], context.positions[slots], slots=slots, before_layer=before)
 
 
 def check_ratio(ratio: float) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled, consecutive, prefill_over
-from ragcache.models.lm import LanguageModel
-from ragcache.prompt import Prompt
+from ragcache.fusion.base import FusionMethod
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,3 @@ class Reposition(FusionMethod):
     @property
     def keeps_context(self) -> bool:
         return True
-
-    def prefill(
-        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
-    ) -> Prefilled:
-        blocks = ([inputs.prefix] if inputs.prefix is not None else []) + list(inputs.chunks)
-        return prefill_over(lm, prompt, consecutive(blocks), times, reserve_tokens)

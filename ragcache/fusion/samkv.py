@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled, consecutive, prefill_over
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.gather import Gather
 from ragcache.fusion.recompute import Context
 from ragcache.fusion.samkv_selection import Pieces, Survey
@@ -94,48 +91,40 @@ class SamKV(FusionMethod):
         if self.stable_layers is not None and self.stable_layers > lm.shape.num_layers:
             raise ConfigError(f"stable_layers is {self.stable_layers} and {lm.name} has {lm.shape.num_layers} layers")
 
-    def prefill(
-        self, lm: LanguageModel, prompt: Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
-    ) -> Prefilled:
-        placements = consecutive(([inputs.prefix] if inputs.prefix is not None else []) + list(inputs.chunks))
-        if len(inputs.chunks) < 2:
-            return prefill_over(lm, prompt, placements, times, reserve_tokens)
-        context, gather = Context.of(lm, prompt, inputs), Gather(lm, placements)
+    def prefill(self, job: Job) -> Prefilled:
+        if len(job.blocks) < 2:
+            return job.read()
+        context, gather = Context.of(job), Gather(job)
         pieces = Pieces.of(context, self.block_size, self.initial_blocks, self.local_blocks)
-        survey, surveyed = self._survey(prompt, context, pieces, gather, times)
+        survey, surveyed = self._survey(job, context, pieces, gather)
         kept = self._kept(context, pieces, survey)
         again = self._again(context, pieces, survey, kept)
-        cache, logits = _finish(prompt, context, gather, times, reserve_tokens, kept, again, self.update == "fusion")
-        computed = tuple(a + b for a, b in zip(surveyed, cache.computed_tokens, strict=True))
-        return Prefilled(cache, logits, computed, tuple(cache.lengths), prompt.num_tokens)
+        done = _finish(job, context, gather, kept, again, self.update == "fusion")
+        computed = tuple(a + b for a, b in zip(surveyed, done.computed_tokens, strict=True))
+        return replace(done, computed_tokens=computed)
 
-    def _survey(
-        self, prompt: Prompt, context: Context, pieces: Pieces, gather: Gather, times: PhaseTimes
-    ) -> tuple[Survey, tuple[int, ...]]:
+    def _survey(self, job: Job, context: Context, pieces: Pieces, gather: Gather) -> tuple[Survey, tuple[int, ...]]:
         """Run the suffix, and the local tokens for their queries, over the composite cache (section 3.1).
 
         Returns the scores and the tokens that ran in each layer.
         """
-        lm = context.lm
         composite = torch.cat([gather.slots[: context.prefix_tokens], pieces.anchors])
         rows = pieces.local if self.personalized_bias else pieces.local[:0]
-        suffix = torch.arange(context.num_tokens, prompt.num_tokens, device=lm.device)
+        text = context.text_slots()
 
-        def fill(layer: int) -> None:
-            with _placing(times):
-                gather.place(cache, layer, composite)
-                cache.reserve(layer, suffix)
-                _reserve_spare(cache, layer)
+        def place(cache: FusedCache, layer: int) -> None:
+            gather.place(cache, layer, composite)
+            cache.reserve(layer, context.positions[text])
+            _reserve_spare(cache, layer)
 
-        cache = lm.new_cache(composite.shape[0] + suffix.shape[0] + 1, fill)
-        # Local tokens run for their queries alone: their new KV goes where nothing sees it.
-        spare = torch.full_like(rows, composite.shape[0] + suffix.shape[0])
-        slots = torch.cat([spare, composite.shape[0] + torch.arange(suffix.shape[0], device=lm.device)])
-        positions = torch.cat([rows, suffix])
         survey = Survey(context, pieces, gather, rows.shape[0])
-        with _running(times), observing(survey):
-            lm.run(torch.tensor(prompt.ids, device=lm.device)[positions], positions, cache, slots=slots)
-        ran = cache.computed_tokens
+        count = composite.shape[0] + text.shape[0]
+        # Local tokens run for their queries alone: their new KV goes where nothing sees it.
+        slots = torch.cat([torch.full_like(rows, count), torch.arange(composite.shape[0], count, device=rows.device)])
+        tokens = torch.cat([rows, text])
+        cache = job.new_cache(place, count + 1)
+        with observing(survey):
+            ran = job.run(cache, context.ids[tokens], context.positions[tokens], slots=slots).computed_tokens
         cache.release()
         return survey, ran
 
@@ -169,42 +158,28 @@ class SamKV(FusionMethod):
         return again
 
 
-def _finish(
-    prompt: Prompt,
-    context: Context,
-    gather: Gather,
-    times: PhaseTimes,
-    reserve_tokens: int,
-    kept: Tensor,
-    again: Tensor,
-    fusion: bool,
-) -> tuple[FusedCache, Tensor]:
+def _finish(job: Job, context: Context, gather: Gather, kept: Tensor, again: Tensor, fusion: bool) -> Prefilled:
     """Pad, recompute, remove the padding (figure 5), and run the suffix."""
-    lm = context.lm
     # A token that runs again in layer n needs its output of all layers below, and none above its last such layer.
     needed = (kept.flip(0).cumsum(0).flip(0) > 0) & again
     entries = kept | needed
 
-    def fill(layer: int) -> None:
-        with _placing(times):
-            gather.place(cache, layer, entries[layer].nonzero()[:, 0])
-            if bool(again.any()):
-                _reserve_spare(cache, layer)
-
-    cache = lm.new_cache(int(entries.sum(1).max()) + len(prompt.suffix_ids) + 1 + reserve_tokens, fill)
-    with _running(times):
+    def place(cache: FusedCache, layer: int) -> None:
+        gather.place(cache, layer, entries[layer].nonzero()[:, 0])
         if bool(again.any()):
+            _reserve_spare(cache, layer)
+
+    count = int(entries.sum(1).max()) + context.text_slots().shape[0] + 1
+    cache = job.new_cache(place, count + job.reserve_tokens)
+    if bool(again.any()):
+        with job.running():
             cache.merge = blend if fusion else None
-            _recompute(prompt, context, cache, kept, needed, entries)
+            _recompute(context, cache, kept, needed, entries)
             cache.merge = None
-        logits = lm.run(prompt.suffix_ids, prompt.context_tokens, cache)
-    return cache, logits
+    return job.run_text(cache)
 
 
-def _recompute(
-    prompt: Prompt, context: Context, cache: FusedCache, kept: Tensor, needed: Tensor, entries: Tensor
-) -> None:
-    lm = context.lm
+def _recompute(context: Context, cache: FusedCache, kept: Tensor, needed: Tensor, entries: Tensor) -> None:
     tokens = needed[0].nonzero()[:, 0]
     slots = []
     for keeps, holds in zip(kept, entries, strict=True):
@@ -215,8 +190,8 @@ def _recompute(
         rows = needed[point.layer, tokens].nonzero()[:, 0]
         return None if rows.shape == point.rows.shape else rows
 
-    ids = torch.tensor(prompt.ids, device=lm.device)[tokens]
-    lm.run(ids, tokens, cache, slots=slots, before_layer=before_layer)
+    positions = context.positions[tokens]
+    context.lm.run(context.ids[tokens], positions, cache, slots=slots, before_layer=before_layer)
     for layer, (keeps, holds) in enumerate(zip(kept, entries, strict=True)):
         cache.retain(layer, keeps[holds].nonzero()[:, 0])
 
@@ -233,17 +208,3 @@ def _reserve_spare(cache: FusedCache, layer: int) -> None:
     keys, values = cache.reserve(layer, torch.tensor([NEVER_SEEN]))
     keys.zero_()
     values.zero_()
-
-
-@contextmanager
-def _placing(times: PhaseTimes) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    times.place_s += time.perf_counter() - started
-
-
-@contextmanager
-def _running(times: PhaseTimes) -> Iterator[None]:
-    started, placed = time.perf_counter(), times.place_s
-    yield
-    times.prefill_s += time.perf_counter() - started - (times.place_s - placed)

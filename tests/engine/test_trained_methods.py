@@ -180,3 +180,27 @@ def test_the_recipe_follows_the_training(open_kb, tmp_path):
     assert source.handle == kb.lm.block_key(chunk.token_ids, rc.Recipe("prefix"), [bos, 264])
     with pytest.raises(ConfigError, match="another prefix"):
         kb.ask(QUESTION, k=1, method="reposition")
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_full_prefill_goes_on_from_what_it_read_before(open_trained, name):
+    """It reads no markers, so they must not count where an earlier prompt and this one part."""
+    kb = open_trained(name)
+    hits = kb.retrieve(QUESTION, k=2)
+    kb.ask(QUESTION, hits=hits, method="full", sampling=SHORT)
+    for question in ("Which river rises in the hills?", "Where does the cat sit?"):
+        known, whole = (
+            kb.ask(question, hits=hits, method="full", method_options={"reuse": reuse}, sampling=SHORT)
+            for reuse in (True, False)
+        )
+        assert known.text == whole.text
+        assert known.usage.cached_tokens >= known.usage.prompt_tokens - len(f"ich {question}\nAnswer:")
+        assert whole.usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_prompt_without_passages(open_trained, name):
+    kb = open_trained(name)
+    answers = [kb.ask(QUESTION, hits=[], method=method, sampling=SHORT) for method in (SPECS[name].method, "full")]
+    assert answers[0].text == answers[1].text
+    assert {one.usage.prompt_tokens for one in answers} == {1 + len(f"Question: {QUESTION}\nAnswer:")}

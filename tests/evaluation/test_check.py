@@ -17,7 +17,7 @@ from ragcache.evaluation.methods import MethodSpec, all_methods
 from ragcache.evaluation.runner import Runner, RunSettings
 from ragcache.evaluation.store_cases import asked_of, made_from, opened
 from ragcache.fusion import METHODS
-from ragcache.fusion.base import FusionMethod, Inputs, PhaseTimes, Prefilled
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.reposition import Reposition
 from ragcache.prompt import prompt_format
 from ragcache.retrieval.testing import BagOfWords
@@ -36,11 +36,9 @@ class Broken(Reposition):
 
     name: ClassVar[str] = "broken"
 
-    def prefill(
-        self, lm: rc.LanguageModel, prompt: rc.Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
-    ) -> Prefilled:
-        empty = [replace(block, values=block.values * 0) for block in inputs.chunks]
-        return super().prefill(lm, prompt, replace(inputs, chunks=empty), times, reserve_tokens)
+    def prefill(self, job: Job) -> Prefilled:
+        empty = [replace(block, values=block.values * 0) for block in job.blocks]
+        return super().prefill(replace(job, blocks=empty))
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,8 @@ class Exact(FusionMethod):
     paper: ClassVar[str] = ""
     summary: ClassVar[str] = ""
 
-    def prefill(
-        self, lm: rc.LanguageModel, prompt: rc.Prompt, inputs: Inputs, times: PhaseTimes, reserve_tokens: int
-    ) -> Prefilled:
-        return METHODS["full"]().prefill(lm, prompt, inputs, times, reserve_tokens)
+    def prefill(self, job: Job) -> Prefilled:
+        return super().prefill(replace(job, layout=replace(job.layout, separate=False), blocks=(), prefix=None))
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 import ragcache as rc
 from ragcache.errors import ConfigError, StaleBlockError
 from ragcache.fusion import get_method
-from ragcache.fusion.turns import Passages, Text, elements_of, fuse_turns, lay_out, whole_passages
+from ragcache.fusion.layout import lay_out
 from ragcache.kv.prefix_tree import PrefixTree, read_cache
 from ragcache.models.reuse import ReuseSpec
+from ragcache.prompt import Passages, Text
 
 TRAINED = ReuseSpec("link", link_tokens=2, link_slots=4, first_link_id=150, kv_start_id=160, kv_end_id=161)
 TURNS = [
@@ -76,19 +77,18 @@ def expected(oracle, tokens):
 
 
 def read(lm, method, turns, tree=None):
-    """Fused prefill of the turns, over what the tree has of them; returns it, tokens taken over and their number."""
+    """Fused prefill of the turns, over what the tree has of them; returns it, tokens taken over and their pieces."""
     parts = parts_of(turns)
-    pieces = lay_out(parts, method.additions(lm), rc.Recipe())
-    elements = elements_of(pieces, apart=True)
+    layout = method.layout(lm, parts, rc.Recipe())
+    elements = layout.elements
     tree = tree or PrefixTree(lm.shape, 0)
-    prompt = rc.Prompt([id for piece in pieces[:-1] for id in piece.ids], [], pieces[-1].ids)
     with tree.match("turns", elements) as exact:
-        exact.cut(whole_passages(pieces, min(exact.num_tokens, len(elements) - 1)))
-        blocks = lm.encode([piece.ids for piece in pieces if piece.apart and piece.end > exact.num_tokens])
-        fused = fuse_turns(lm, method, prompt, pieces, blocks, exact=exact)
+        exact.cut(layout.usable(min(exact.num_tokens, len(elements) - 1)))
+        blocks = lm.encode([piece.ids for piece in layout.placed(exact.num_tokens)])
+        fused = rc.fuse(lm, parts, method, blocks, exact=exact)
         known = exact.num_tokens
     tree.insert("turns", elements, read_cache(fused.cache))
-    return fused, known, pieces
+    return fused, known, layout.pieces
 
 
 @pytest.mark.parametrize("count", [3, 5, 7, 9])
@@ -126,7 +126,7 @@ def test_a_turn_goes_on_from_the_one_before(trained, name):
         assert_same(fused.next_logits, expected(oracle, spelt_out(TURNS[:count], spec)))
         total = pieces[-1].end
         assert known == min(before, total - 1)
-        apart = sum(len(piece.ids) for piece in pieces if piece.apart and piece.start >= known)
+        apart = sum(len(piece.ids) for piece in pieces if piece.passage is not None and piece.start >= known)
         assert set(fused.computed_tokens) == {total - known - apart}
         before = total
 
@@ -152,11 +152,10 @@ def test_a_passage_is_not_known_in_part_nor_by_its_tokens_alone(trained):
 
 def test_what_cannot_be_read_is_named(trained):
     lm, _ = trained
-    pieces = lay_out(parts_of(TURNS[:3]), get_method("reposition").additions(lm), rc.Recipe())
-    prompt = rc.Prompt([3], [], [4])
+    parts = parts_of(TURNS[:3])
     with pytest.raises(ConfigError, match="'a3' cannot keep"):
-        fuse_turns(lm, get_method("a3"), prompt, pieces, [])
+        rc.fuse(lm, parts, "a3", [])
     with pytest.raises(StaleBlockError, match="not those of the passages"):
-        fuse_turns(lm, get_method("reposition"), prompt, pieces, lm.encode([[1, 2]]))
+        rc.fuse(lm, parts, "reposition", lm.encode([[1, 2]]))
     with pytest.raises(ConfigError, match="5 passages of one turn, and the method reads 4"):
-        lay_out([Passages(((5,),) * 5)], get_method("link").additions(lm), rc.Recipe())
+        lay_out([Passages(((5,),) * 5)], rc.Recipe(), get_method("link").additions(lm))

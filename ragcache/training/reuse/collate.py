@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ragcache.models.reuse import ReuseSpec
 from ragcache.training.reuse.batches import Draw
-from ragcache.training.reuse.layout import IGNORED, EncodedRow, Layout, lay_out
+from ragcache.training.reuse.layout import IGNORED, EncodedRow, Sample, lay_out
 from ragcache.training.reuse.mask import PADDING
 
 
 class DrawnRows:
-    """A data set for torch's DataLoader: from a Draw to its Layout."""
+    """A data set for torch's DataLoader: from a Draw to its Sample."""
 
     def __init__(self, rows: Sequence[EncodedRow], spec: ReuseSpec | None, shuffle: bool) -> None:
         self.rows, self.spec, self.shuffle = rows, spec, shuffle
@@ -23,7 +23,7 @@ class DrawnRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, draw: Draw) -> Layout:
+    def __getitem__(self, draw: Draw) -> Sample:
         row = self.rows[draw.row]
         order = None
         if self.shuffle and row.shuffle:  # the paper's A.5: or the model learns where answers stand
@@ -31,19 +31,19 @@ class DrawnRows:
         return lay_out(row, self.spec, draw.apart, order)
 
 
-def collate(layouts: Sequence[Layout], multiple: int = 1) -> dict[str, Tensor]:
+def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Tensor]:
     """Right-padded int64 tensors [batch, length]: input_ids, position_ids, segments, labels.
 
     `shift_labels` is `labels` again: by that name transformers' Trainer knows that they are shifted already.
     multiple: the length is a multiple of it (FlexAttention's blocks)
     """
-    longest = max(len(layout.ids) for layout in layouts)
+    longest = max(len(sample.ids) for sample in samples)
     length = -(-longest // multiple) * multiple
-    labels = _padded([layout.labels for layout in layouts], length, IGNORED)
+    labels = _padded([sample.labels for sample in samples], length, IGNORED)
     return {
-        "input_ids": _padded([layout.ids for layout in layouts], length, 0),
-        "position_ids": _padded([layout.positions for layout in layouts], length, 0),
-        "segments": _padded([layout.segments for layout in layouts], length, PADDING),
+        "input_ids": _padded([sample.ids for sample in samples], length, 0),
+        "position_ids": _padded([sample.positions for sample in samples], length, 0),
+        "segments": _padded([sample.segments for sample in samples], length, PADDING),
         "labels": labels,
         "shift_labels": labels,
     }

@@ -15,7 +15,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ragcache.errors import ConfigError
+from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout
+from ragcache.fusion.layout import lay_out as lay_out_parts
+from ragcache.kv.identity import Recipe
 from ragcache.models.reuse import ReuseSpec
+from ragcache.prompt import Passages, Text
 from ragcache.training.reuse.mask import OPEN
 
 IGNORED = -100
@@ -47,7 +51,7 @@ class EncodedRow(NamedTuple):
 
 
 @dataclass
-class Layout:
+class Sample:
     """One sequence; all lists have its length. A label is the id that follows, or -100 where nothing is learned."""
 
     ids: list[int] = field(default_factory=list)
@@ -55,16 +59,15 @@ class Layout:
     segments: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
 
-    def add(self, ids: Sequence[int], start: int, segment: int, labels: Sequence[int] | None = None) -> int:
-        """Append tokens at positions from `start` on; returns the position behind them."""
+    def add(self, ids: Sequence[int], start: int, segment: int, labels: Sequence[int] | None = None) -> None:
+        """Append tokens at positions from `start` on."""
         self.ids += ids
         self.positions += range(start, start + len(ids))
         self.segments += [segment] * len(ids)
         self.labels += [IGNORED] * len(ids) if labels is None else labels
-        return start + len(ids)
 
 
-def lay_out(row: EncodedRow, spec: ReuseSpec | None, apart: bool, order: Sequence[int] | None = None) -> Layout:
+def lay_out(row: EncodedRow, spec: ReuseSpec | None, apart: bool, order: Sequence[int] | None = None) -> Sample:
     """The row as one sequence.
 
     spec:  how passages are encoded separately; None: never
@@ -73,47 +76,29 @@ def lay_out(row: EncodedRow, spec: ReuseSpec | None, apart: bool, order: Sequenc
 
     Raises ConfigError when there are more passages than link slots.
     """
-    chunks = list(row.chunks) if order is None else [row.chunks[rank] for rank in order]
-    layout = Layout()
-    position = layout.add(row.prefix, 0, OPEN)
-    if apart and spec is not None and chunks:
-        position = _add_context(layout, chunks, spec, position)
-    else:
-        for chunk in chunks:
-            position = layout.add(chunk, position, OPEN)
+    context = _context(row, spec if apart else None, order)
+    sample = Sample()
+    for piece in context.pieces:
+        sample.add(piece.ids, piece.start, OPEN if piece.passage is None or not context.separate else piece.passage + 1)
     for number, ask in enumerate(row.asks, start=1):
         labels = [IGNORED] * (len(ask.suffix) - 1) + list(ask.answer)
-        layout.add([*ask.suffix, *ask.answer[:-1]], position, -number, labels)
-    return layout
+        sample.add([*ask.suffix, *ask.answer[:-1]], context.end, -number, labels)
+    return sample
 
 
-def _add_context(layout: Layout, chunks: Sequence[Sequence[int]], spec: ReuseSpec, position: int) -> int:
-    if spec.method == "markers":
-        return _add_marked(layout, chunks, spec, position)
-    if spec.link_tokens and len(chunks) > spec.link_slots:
+def _context(row: EncodedRow, spec: ReuseSpec | None, order: Sequence[int] | None) -> Layout:
+    """What stands before the questions, laid out as for serving."""
+    chunks = tuple(tuple(row.chunks[rank]) for rank in (range(len(row.chunks)) if order is None else order))
+    parts = (Text(tuple(row.prefix)), Passages(chunks))
+    if spec is None:
+        return lay_out_parts(parts, Recipe(), NO_ADDITIONS, separate=False)
+    added = Additions.trained(spec)
+    if added.max_chunks is not None and len(chunks) > added.max_chunks:
         raise ConfigError(
             f"a row has {len(chunks)} passages and there are link tokens for {spec.link_slots}; "
             f"train with at least {len(chunks)} link slots"
         )
-    if spec.kv_start_id is not None:
-        position = layout.add([spec.kv_start_id], position, OPEN)
-    for slot, chunk in enumerate(chunks):
-        position = layout.add(chunk, position, slot + 1)
-        position = layout.add(spec.link_ids(slot), position, OPEN)
-    if spec.kv_end_id is not None:
-        position = layout.add([spec.kv_end_id], position, OPEN)
-    return position
-
-
-def _add_marked(layout: Layout, chunks: Sequence[Sequence[int]], spec: ReuseSpec, position: int) -> int:
-    """TurboRAG: reordered positions run on from chunk to chunk; composite ones start again at each, and the question
-    stands behind the longest."""
-    start = end = position
-    for rank, chunk in enumerate(chunks):
-        marked = [i for i in (spec.doc_start_id, *chunk, spec.doc_end_id) if i is not None]
-        end = max(end, layout.add(marked, start, rank + 1))
-        start = end if spec.positions == "reordered" else position
-    return end
+    return lay_out_parts(parts, Recipe(markers=added.markers), added)
 
 
 def layout_tokens(row: EncodedRow, spec: ReuseSpec | None, apart: bool) -> int:
@@ -124,9 +109,5 @@ def layout_tokens(row: EncodedRow, spec: ReuseSpec | None, apart: bool) -> int:
 
 def context_tokens(row: EncodedRow, spec: ReuseSpec | None, apart: bool) -> int:
     """Tokens before the questions."""
-    added = 0
-    if apart and spec is not None and row.chunks:
-        around = (spec.kv_start_id is not None) + (spec.kv_end_id is not None)
-        by_chunk = spec.link_tokens if spec.method != "markers" else 2
-        added = around + by_chunk * len(row.chunks)
-    return len(row.prefix) + sum(len(chunk) for chunk in row.chunks) + added
+    added = Additions.trained(spec).ids(len(row.chunks)) if apart and spec is not None else ()
+    return len(row.prefix) + sum(len(chunk) for chunk in row.chunks) + len(added)

@@ -1,0 +1,222 @@
+"""Where every token of a prompt stands: data only, no tensor and no model.
+
+    parts   Text(prefix)     Passages(A, B)              Text(question)
+    pieces  prefix KV-START  [A] links  [B] links        KV-END question     each with the position of its first token
+
+A passage stands as its block holds it and is placed; text runs, over everything before it. Methods differ in what they
+add and in where passages stand; serving, conversations, evaluation and training lay out with the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ragcache.errors import ConfigError
+from ragcache.kv.identity import Recipe
+from ragcache.models.reuse import ReuseSpec
+from ragcache.prompt import Part, Text
+
+Positions = Literal["global", "parallel", "encoded"]
+"""Where passages stand.
+
+global:   every token at its place in the prompt
+parallel: the passages of a group side by side: all start behind the text before them, the next text stands behind the
+          longest (Ratner et al., arXiv 2212.10947; APE section 4; TurboRAG's composite positions)
+encoded:  where they were read, from 0 or behind the prefix; text at its place in the prompt
+"""
+
+COMPOSITE = "composite"
+"""TurboRAG's name for passages side by side."""
+
+# As a prefix tree's element a passage's token differs from the same token in running text, and a passage's first token
+# from the same token further on: that a passage was read apart, and where it began, is part of what its KV depends on.
+_FIRST, _REST = 1 << 32, 2 << 32
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What a method adds to each group of passages, and where these stand. A prompt without chunks gets no token.
+
+    behind_prefix: behind the prefix, and part of its block
+    markers:       in front of and behind every chunk, and part of its block
+    links:         behind the chunk of that rank, one tuple a chunk; empty: behind none
+    behind_chunks: in front of the suffix
+    reserved:      ids that no answer may hold
+    max_chunks:    chunks that the method can read; None: any number
+    positions:     where the passages stand
+    """
+
+    behind_prefix: tuple[int, ...] = ()
+    markers: tuple[int, int] | None = None
+    links: tuple[tuple[int, ...], ...] = ()
+    behind_chunks: tuple[int, ...] = ()
+    reserved: frozenset[int] = frozenset()
+    max_chunks: int | None = None
+    positions: Positions = "global"
+
+    @classmethod
+    def trained(cls, spec: ReuseSpec) -> Additions:
+        """What a checkpoint was trained with."""
+        start, end = spec.doc_start_id, spec.doc_end_id
+        return cls(
+            behind_prefix=() if spec.kv_start_id is None else (spec.kv_start_id,),
+            markers=None if start is None or end is None else (start, end),
+            links=tuple(tuple(spec.link_ids(slot)) for slot in range(spec.link_slots)),
+            behind_chunks=() if spec.kv_end_id is None else (spec.kv_end_id,),
+            reserved=spec.added_ids,
+            max_chunks=spec.link_slots if spec.link_tokens else None,
+            positions="parallel" if spec.positions == COMPOSITE else "global",
+        )
+
+    def ids(self, num_chunks: int) -> list[int]:
+        """All ids added to a prompt of so many chunks."""
+        if not num_chunks:
+            return []
+        links = [id for behind_one in self.links[:num_chunks] for id in behind_one]
+        return [*self.behind_prefix, *(self.markers or ()) * num_chunks, *links, *self.behind_chunks]
+
+
+NO_ADDITIONS = Additions()
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens.
+
+    start:   position of the first one
+    ids:     a passage's as its block holds them, markers included
+    passage: its number among the prompt's passages, from 0; None: text
+    """
+
+    start: int
+    ids: tuple[int, ...]
+    passage: int | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+class Tokens(NamedTuple):
+    """Tokens that run. behind: every one of them stands behind every block, and so sees all of it."""
+
+    ids: list[int]
+    positions: list[int]
+    behind: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Pieces in the order of reading.
+
+    separate: passages see themselves alone, and their blocks are placed; False: they run as text does
+    """
+
+    pieces: tuple[Piece, ...]
+    separate: bool = True
+
+    @property
+    def ids(self) -> list[int]:
+        return [id for piece in self.pieces for id in piece.ids]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(piece.ids) for piece in self.pieces)
+
+    @property
+    def end(self) -> int:
+        """Position behind all tokens: that of the answer's first one."""
+        return max((piece.end for piece in self.pieces), default=0)
+
+    @property
+    def passages(self) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.passage is not None]
+
+    @property
+    def elements(self) -> list[int]:
+        """What a prefix tree knows the tokens by."""
+        found: list[int] = []
+        for piece in self.pieces:
+            if self._is_placed(piece):
+                found += [piece.ids[0] + _FIRST, *(id + _REST for id in piece.ids[1:])]
+            else:
+                found += piece.ids
+        return found
+
+    def usable(self, num_tokens: int) -> int:
+        """The most of the first `num_tokens` whose KV can be taken over: a block cannot be placed in part."""
+        rest = next(self._behind(num_tokens), None)
+        return num_tokens - rest[1] if rest is not None and self._is_placed(rest[0]) else num_tokens
+
+    def placed(self, known: int = 0) -> list[Piece]:
+        """Passages whose blocks are placed, in order, where the KV of the first `known` tokens is at hand."""
+        return [piece for piece, _ in self._behind(known) if self._is_placed(piece)]
+
+    def running(self, known: int = 0) -> Tokens:
+        """Tokens that run, in order, where the KV of the first `known` tokens is at hand."""
+        ids, positions, behind = list[int](), list[int](), True
+        for piece, skip in self._behind(known):
+            if self._is_placed(piece):
+                behind = behind and not ids
+            else:
+                ids += piece.ids[skip:]
+                positions += range(piece.start + skip, piece.end)
+        return Tokens(ids, positions, behind)
+
+    def _is_placed(self, piece: Piece) -> bool:
+        return self.separate and piece.passage is not None
+
+    def _behind(self, known: int) -> Iterator[tuple[Piece, int]]:
+        """Pieces that reach beyond the first `known` tokens, with how many of their tokens are among these."""
+        start = 0
+        for piece in self.pieces:
+            if start + len(piece.ids) > known:
+                yield piece, max(0, known - start)
+            start += len(piece.ids)
+
+
+def lay_out(parts: Sequence[Part], recipe: Recipe, added: Additions, *, separate: bool = True) -> Layout:
+    """Lay out a prompt with what a method adds to each group of passages. Neighbouring texts become one piece.
+
+    recipe: how passages are encoded; markers stand around them only where they are read `separate`
+
+    Raises ConfigError for more passages in a group than the method can read.
+    """
+    pieces: list[Piece] = []
+    end = behind_text = 0
+    for ids, passage in _joined(parts, recipe, added, separate):
+        start = end
+        if passage is not None and added.positions != "global":
+            start = behind_text if added.positions == "parallel" or recipe.sees_prefix else 0
+        pieces.append(Piece(start, tuple(ids), passage))
+        end = end + len(ids) if added.positions == "encoded" else max(end, start + len(ids))
+        if passage is None:
+            behind_text = end
+    return Layout(tuple(pieces), separate)
+
+
+def _joined(
+    parts: Sequence[Part], recipe: Recipe, added: Additions, separate: bool
+) -> Iterator[tuple[Sequence[int], int | None]]:
+    """Ids of each piece, with its number where it is a passage."""
+    text: list[int] = []
+    number = 0
+    for part in parts:
+        if isinstance(part, Text):
+            text += part.ids
+            continue
+        count = len(part.chunk_ids)
+        if added.max_chunks is not None and count > added.max_chunks:
+            raise ConfigError(f"{count} passages of one turn, and the method reads {added.max_chunks}")
+        own = added if count else NO_ADDITIONS
+        text += own.behind_prefix
+        for rank, chunk in enumerate(part.chunk_ids):
+            if text:
+                yield text, None
+            yield recipe.marked(chunk) if separate else chunk, number
+            text = list(own.links[rank]) if rank < len(own.links) else []
+            number += 1
+        text += own.behind_chunks
+    if text:
+        yield text, None

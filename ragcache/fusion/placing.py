@@ -1,0 +1,68 @@
+"""Blocks at their places in a cache: rotated, copied, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from ragcache.kv.block import KVBlock
+from ragcache.kv.cache import FusedCache
+from ragcache.kv.rope import Angles
+from ragcache.models.lm import LanguageModel
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one block goes.
+
+    rotate_from: position to which the block's first key is rotated; its other keys follow consecutively
+    """
+
+    block: KVBlock
+    rotate_from: int
+
+
+class Placer:
+    """Rotates and copies one layer of every block into a cache, one behind the other, from whatever device they are on.
+
+    An encoded block decodes straight into its place: nobody ever holds it decoded.
+    """
+
+    def __init__(self, lm: LanguageModel, placements: Sequence[Placement]) -> None:
+        self._lm = lm
+        placements = [p for p in placements if p.block.num_tokens]
+        self._blocks = [p.block for p in placements]
+        self._lengths = [block.num_tokens for block in self._blocks]
+        ranges = [(p.rotate_from, p.rotate_from + p.block.num_tokens) for p in placements]
+        parts = [torch.arange(start, end, device=lm.device) for start, end in ranges]
+        self.positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=lm.device)
+        joined = all(end == start for (_, end), (start, _) in pairwise(ranges))
+        self._first = ranges[0][0] if ranges and joined else None
+        self._angles: dict[str | None, Angles | None] = {}
+        # One layer's keys side by side: it stays in the processor's cache from the copy to the rotation.
+        size = (lm.shape.num_kv_heads, self.positions.shape[0], lm.shape.key_dim)
+        self._scratch = torch.empty(size, dtype=lm.dtype, device=lm.device)
+
+    def place(self, cache: FusedCache, layer: int) -> None:
+        if not self._blocks:
+            return
+        keys, values = cache.reserve(layer, self.positions)
+        for block, place in zip(self._blocks, torch.split(self._scratch, self._lengths, dim=1), strict=True):
+            block.copy_keys(layer, place)
+        self._lm.rope.turn(self._scratch[None], self._angles_of(layer), keys)
+        for block, place in zip(self._blocks, torch.split(values[0], self._lengths, dim=1), strict=True):
+            block.copy_values(layer, place)
+
+    def _angles_of(self, layer: int) -> Angles | None:
+        rope = self._lm.rope
+        if not rope.rotated[layer]:
+            return None
+        kind = rope.layer_type(layer)
+        if kind not in self._angles:
+            consecutive = self._first is not None
+            where = self._first if self._first is not None else self.positions
+            self._angles[kind] = rope.angles(layer, where, self.positions.shape[0] if consecutive else 0)
+        return self._angles[kind]
