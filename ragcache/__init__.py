@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from ragcache.engine.passage import Passage
     from ragcache.errors import RagCacheError, UnknownHandleError, UnsupportedModelError
     from ragcache.fusion import METHODS, MethodInfo, methods
-    from ragcache.fusion.base import FusionMethod
+    from ragcache.fusion.base import FusionMethod, Job, Prefilled
     from ragcache.fusion.eviction import SnapKV
     from ragcache.fusion.fuse import Fused, encode, fuse
+    from ragcache.fusion.layout import Additions
     from ragcache.fusion.recompute import Context, RecomputeMethod
     from ragcache.ingest.chunker import ChunkerConfig
     from ragcache.ingest.document import Document
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "Additions",
     "Answer",
     "Chunk",
     "ChunkerConfig",
@@ -46,10 +48,12 @@ __all__ = [
     "Hit",
     "IngestConfig",
     "IngestReport",
+    "Job",
     "KVBlock",
     "LanguageModel",
     "MethodInfo",
     "Passage",
+    "Prefilled",
     "ProgressEvent",
     "Prompt",
     "RagCache",
@@ -77,6 +81,7 @@ __all__ = [
 # Where each public name lives. Modules are imported at first use: torch and transformers take seconds, and
 # `ragcache --help` needs neither.
 _HOMES = {
+    "Additions": "ragcache.fusion.layout",
     "Answer": "ragcache.engine.answer",
     "Chunk": "ragcache.store.records",
     "ChunkerConfig": "ragcache.ingest.chunker",
@@ -89,11 +94,13 @@ _HOMES = {
     "Hit": "ragcache.retrieval.retriever",
     "IngestConfig": "ragcache.ingest.pipeline",
     "IngestReport": "ragcache.ingest.report",
+    "Job": "ragcache.fusion.base",
     "KVBlock": "ragcache.kv.block",
     "LanguageModel": "ragcache.models.lm",
     "METHODS": "ragcache.fusion",
     "MethodInfo": "ragcache.fusion",
     "Passage": "ragcache.engine.passage",
+    "Prefilled": "ragcache.fusion.base",
     "ProgressEvent": "ragcache.ingest.report",
     "Prompt": "ragcache.prompt",
     "RagCache": "ragcache.engine.kb",

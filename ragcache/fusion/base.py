@@ -97,7 +97,7 @@ class Job:
     @property
     def known(self) -> int:
         """Tokens at the prompt's beginning whose KV is at hand."""
-        first = self.exact or self.prefix
+        first = self.prefix if self.exact is None else self.exact
         return 0 if first is None else first.num_tokens
 
     @property

@@ -58,6 +58,11 @@ def test_the_method_that_the_docs_write_is_the_real_one(tmp_path):
     prompt = random_prompt(3)
     written = rc.fuse(lm, prompt, method=names["Reposition"](), recipe="isolated")
     torch.testing.assert_close(written.next_logits, rc.fuse(lm, prompt, method="reposition").next_logits)
+    plain = rc.fuse(lm, prompt, method=names["Cooled"](temperature=1.0))
+    limit = rc.fuse(lm, prompt, method="ape", temperature=1.0, scale=1.0)
+    torch.testing.assert_close(plain.next_logits, limit.next_logits)
+    cooled = rc.fuse(lm, prompt, method=names["Cooled"]())
+    assert not torch.allclose(cooled.next_logits, limit.next_logits)
 
 
 def shell_commands() -> list:

@@ -8,7 +8,7 @@ from families import assert_same, load_tiny, oracle_logits_of, oracle_model, tin
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
-from ragcache.errors import ConfigError, StaleBlockError
+from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import get_method
 from ragcache.fusion.layout import lay_out
 from ragcache.kv.prefix_tree import PrefixTree, read_cache
@@ -155,6 +155,16 @@ def test_what_cannot_be_read_is_named(trained):
     parts = parts_of(TURNS[:3])
     with pytest.raises(ConfigError, match="'a3' cannot keep"):
         rc.fuse(lm, parts, "a3", [])
+    with pytest.raises(ConfigError, match="evict drops passages"):
+        rc.fuse(lm, parts, "reposition", evict=2)
+    with pytest.raises(PromptError, match="ends with no text"):
+        rc.fuse(lm, parts[:2], "reposition")
+    tree, layout = PrefixTree(lm.shape, 1 << 24), get_method("reposition").layout(lm, parts, rc.Recipe())
+    tree.insert("turns", layout.elements, read_cache(rc.fuse(lm, parts, "reposition").cache))
+    with tree.match("turns", layout.elements) as exact:
+        exact.cut(5)
+        with pytest.raises(ConfigError, match="within a passage; cut it to 3"):
+            rc.fuse(lm, parts, "reposition", exact=exact)
     with pytest.raises(StaleBlockError, match="not those of the passages"):
         rc.fuse(lm, parts, "reposition", lm.encode([[1, 2]]))
     with pytest.raises(ConfigError, match="5 passages of one turn, and the method reads 4"):
