@@ -47,12 +47,14 @@ class EncodePass:
     prefix: rotated keys and values of the prefix by layer, [1, num_kv_heads, prefix_tokens, head_dim]; empty for none
     angles: cos and sin by layer type, as the model computed them; filled by the rotary hook
     windows: the sliding window that each layer asked for; None where it sees everything
+    received: keys and values that each layer last attended to, in a plain pass alone
     """
 
     rope: Rope | None
     prefix: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     angles: dict[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
+    received: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class Projected(NamedTuple):
@@ -212,6 +214,8 @@ def _encode_inputs(
     current: EncodePass, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
     current.windows[layer] = window
+    if current.rope is None:
+        current.received[layer] = (key, value)
     if current.rope is not None and current.rope.rotated[layer]:
         cos, sin = current.angles[current.rope.layer_type(layer)]
         query, key = current.rope.apply(query, key, cos, sin)

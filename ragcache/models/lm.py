@@ -19,6 +19,7 @@ from ragcache.models.encoding import encode_batch, plan_batches
 from ragcache.models.joint import Run, run_pieces
 from ragcache.models.layerwise import BeforeLayer, walking
 from ragcache.models.reuse import ReuseSpec
+from ragcache.models.support import text_config
 from ragcache.models.turns import Turns
 from ragcache.openmp import team_ends
 
@@ -62,7 +63,7 @@ class LanguageModel:
         self.fingerprint = fingerprint
         self.name = name
         self.reuse = reuse
-        self.max_positions = int(getattr(model.config, "max_position_embeddings", 0)) or 1 << 20
+        self.max_positions = int(getattr(text_config(model), "max_position_embeddings", 0)) or 1 << 20
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.pool = BufferPool(shape, DEFAULT_POOL_BYTES)
         on_cpu = shape.device.type == "cpu"
@@ -160,7 +161,7 @@ class LanguageModel:
         """Ids read in front of every chunk and how many of their KV entries to drop: a lone BOS, or nothing."""
         if not recipe.bos:
             return [], 0
-        bos = self.model.config.bos_token_id
+        bos = text_config(self.model).bos_token_id
         if bos is None:
             raise ConfigError(f"{self.name} has no BOS token; use a recipe without bos")
         return [int(bos)], 1

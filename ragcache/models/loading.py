@@ -9,7 +9,14 @@ from typing import Any
 import torch
 import xxhash
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
@@ -107,6 +114,9 @@ def _load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, devi
             where, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            reason = "transformers has no causal language model of this kind"
+            raise UnsupportedModelError(f"{where} ({config.model_type}) is not supported: {reason}") from error
         if isinstance(error, KeyError) and NAME in error.args:  # a family with attention classes of its own
             reason = "it does not use transformers' attention interface"
             raise UnsupportedModelError(f"{where} ({config.model_type}) is not supported: {reason}") from error

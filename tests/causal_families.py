@@ -1,0 +1,100 @@
+"""Tiny random models of every causal family that the installed transformers has."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from families import VOCAB
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+CAUSAL_FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+LARGEST_PARAMETERS = 40_000_000
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "moe_intermediate_size": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
+# What the sizes above do not fit.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1},
+    "blenderbot": {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": VOCAB},
+    "blt": {"encoder_hash_byte_group_vocab": 99},
+    "dots1": {"first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "gemma3n_text": {"layer_types": SLIDING_AND_FULL, "num_kv_shared_layers": 0},
+    "gemma4_text": {"layer_types": SLIDING_AND_FULL},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
+    "longcat_flash": {"num_layers": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
+    "plbart": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 48]},
+    "whisper": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    "xlnet": {"d_head": 16},
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+# What cannot be made of sizes alone.
+UNBUILT = {
+    "dbrx": "its small configuration does not come back from a directory as it was saved",
+    "gemma3n": "its vision tower needs timm",
+    "cohere_compass_text": "its rotary module takes no small head",
+    "gemma4_assistant": "it drafts for another model and has no vocabulary of its own",
+    "gemma4_unified_assistant": "it drafts for another model and has no vocabulary of its own",
+    "musicgen": "it is put together from three other models",
+    "musicgen_melody": "it is put together from three other models",
+}
+
+
+def causal_config(family: str) -> PreTrainedConfig:
+    """The family's own defaults at the smallest sizes."""
+    return _small(CONFIG_MAPPING[family], OVERRIDES.get(family, {}))
+
+
+def _small(kind: type[PreTrainedConfig], more: dict[str, Any]) -> PreTrainedConfig:
+    names = set(inspect.signature(kind).parameters) | set(kind.attribute_map)
+    sizes = {name: value for name, value in SIZES.items() if name in names}
+    parts = {name: getattr(kind(), name, None) for name in kind.sub_configs if name not in more}
+    small = {
+        name: _small(type(part), {}).to_dict() for name, part in parts.items() if isinstance(part, PreTrainedConfig)
+    }
+    return kind(**{**sizes, **small, **more})
+
+
+def causal_model(family: str) -> PreTrainedModel:
+    """Random weights that leave no part without effect: norms scale by anything but 1."""
+    config = causal_config(family)
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    if size > LARGEST_PARAMETERS:
+        raise ValueError(f"{family} has {size} parameters; make it smaller in OVERRIDES")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(0.0, 0.3)
+            else:
+                weight.uniform_(0.5, 1.5)
+    return model
