@@ -2,12 +2,19 @@
 
 Ids are concatenated; strings never are. A chunk's ids are the ids of its text tokenised alone, so that they are the
 same at every rank and behind every prefix, and its KV block can be reused.
+
+Control tokens come from the chat template alone. What users and documents wrote is cut (`as_text`) inside everything
+that the tokenizer would take for one before it reaches the template, and the rendered text is encoded in the pieces
+between the cuts (`encode_rendered`). Texts without such spellings are not cut: their ids are those of the whole
+rendered text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ragcache.errors import ConfigError, PromptError
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
 
 MARK = "\ue000ragcache-"  # private use: no template or question holds it
 CONTEXT_MARK = f"{MARK}context\ue000"
+CUT = f"{MARK}cut\ue000"  # stands inside what spells a control token and is none
 DEFAULT_QUESTION_FORMAT = "Question: {question}"  # chunks end with a newline of their own
 
 
@@ -122,13 +130,92 @@ class PromptFormat:
         """Raises PromptError when the question is empty or holds nothing but white space."""
         if not question or not question.strip():
             raise PromptError("the question is empty; ask something")
-        return encode_text(tokenizer, self.suffix_text(question.strip()))
+        return encode_rendered(tokenizer, self.suffix_text(as_text(tokenizer, question.strip())))
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of `text` alone, with no BOS or EOS added."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    """Ids of `text` alone, with no BOS or EOS added. No control token is among them, whatever the text spells."""
+    return encode_rendered(tokenizer, as_text(tokenizer, text))
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of what a chat template wrote: control tokens are parsed, but for those that `as_text` has cut."""
+    pieces = [piece for piece in text.split(CUT) if piece]
+    return [id for piece in pieces for id in tokenizer(piece, add_special_tokens=False)["input_ids"]]
+
+
+def as_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special_only: bool = False) -> str:
+    """The text with CUT inside everything that the tokenizer would read as a control token.
+
+    The cut stands behind the first character, so that a template may still trim the text. A control token of one
+    character cannot be spelled in pieces: the cut takes its place.
+
+    special_only: leave alone those that are control tokens because the template writes them; see `control_tokens`
+    """
+    controls = control_tokens(tokenizer, special_only=special_only)
+    pieces, cut = text.split(CUT), True
+    while cut:  # what is left of a cut may spell another one
+        parts = [list(_cut(tokenizer, piece, controls)) for piece in pieces]
+        cut = any(len(part) > 1 for part in parts)
+        pieces = [piece for part in parts for piece in part]
+    return CUT.join(pieces)
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase, *, special_only: bool = False) -> dict[int, str]:
+    """Ids and spellings of the tokens that text must never become: the special ones, and added ones that the chat
+    template writes though they are not called special (Qwen's <think> and <tool_call>).
+
+    Other added tokens are text: Gemma has some for runs of newlines and for HTML tags.
+    """
+    template = tokenizer.chat_template
+    written = "\n".join(template.values()) if isinstance(template, dict) else template or ""
+    return list_controls(tokenizer, "" if special_only else written)
+
+
+@lru_cache(maxsize=8)  # Gemma has 6,000 special tokens, which take 20 ms to list
+def list_controls(tokenizer: PreTrainedTokenizerBase, written: str) -> dict[int, str]:
+    added = {id: (token.content, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    """See `control_tokens`. Whoever adds tokens to a tokenizer that was in use clears the cache."""
+    return {
+        **{id: str(spelling) for id, spelling in named},
+        **{id: spelling for id, (spelling, special) in added.items() if special or _is_markup(spelling, written)},
+    }
+
+
+def _is_markup(spelling: str, written: str) -> bool:
+    """Whether a template writes it, other than as a word or as white space."""
+    bare = spelling.strip()
+    return bool(bare) and not bare.isalnum() and bare in written
+
+
+def _cut(tokenizer: PreTrainedTokenizerBase, text: str, controls: Mapping[int, str]) -> Iterator[str]:
+    """The pieces of a text whose control tokens are cut behind their first character."""
+    done = 0
+    for start, end in _control_spans(tokenizer, text, controls):
+        start += len(text[start:end]) - len(text[start:end].lstrip())  # tokens may take in the white space around them
+        alone = len(text[start:end].rstrip()) <= 1
+        yield text[done : start if alone else start + 1]
+        done = start + 1
+    yield text[done:]
+
+
+def _control_spans(
+    tokenizer: PreTrainedTokenizerBase, text: str, controls: Mapping[int, str]
+) -> Iterator[tuple[int, int]]:
+    """Where control tokens stand in a text: where the tokenizer finds them, which may fold other characters into
+    theirs first. A tokenizer that does not say where is searched for their spellings."""
+    if not text:
+        return
+    if not tokenizer.is_fast:
+        spellings = sorted(set(controls.values()), key=len, reverse=True)
+        yield from (match.span() for match in re.finditer("|".join(map(re.escape, spellings)), text) if match[0])
+        return
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    for id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        unknown = id == tokenizer.unk_token_id and text[start:end].strip() != controls.get(id)
+        if id in controls and not unknown and start < end:
+            yield start, end
 
 
 def prompt_format(
@@ -143,12 +230,14 @@ def prompt_format(
     Raises ConfigError when the question format has no {question}, or the template drops or repeats the user message.
     """
     question_format = _question_format(tokenizer, question_format)
-    head, tail = _halves(tokenizer, [*system_turn(system), {"role": "user", "content": CONTEXT_MARK}])
+    head, tail = _halves(tokenizer, [*system_turn(tokenizer, system), {"role": "user", "content": CONTEXT_MARK}])
     return PromptFormat(tuple(_opening_ids(tokenizer, head)), tail, question_format)
 
 
 def conversation_ends(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> PromptEnds:
     """Split a conversation (role, content) at CONTEXT_MARK, which stands in one of its turns.
+
+    turns: assistant turns as they were said, the others already cut (`as_text`)
 
     Without the mark all ids are suffix. Raises PromptError when the chat template refuses the turns or loses the mark.
     """
@@ -158,13 +247,13 @@ def conversation_ends(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mappin
         head, tail = _halves(tokenizer, turns)
     except ConfigError as error:
         raise PromptError(str(error)) from error
-    return PromptEnds(_opening_ids(tokenizer, head), encode_text(tokenizer, tail))
+    return PromptEnds(_opening_ids(tokenizer, head), encode_rendered(tokenizer, tail))
 
 
 def conversation_pieces(
     tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]], marks: Sequence[str]
 ) -> list[str]:
-    """The rendered conversation cut at these marks, which stand in its turns in this order; one piece more than marks.
+    """The rendered conversation in pieces at these marks, which stand in its turns in this order; one more than marks.
 
     The first piece begins with BOS where the tokenizer has one and no template writes it. Raises PromptError when the
     chat template refuses the turns, or drops, repeats or moves one.
@@ -186,14 +275,17 @@ def conversation_pieces(
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, head: str, tail: str | None) -> PromptEnds:
     """Raw text around chunks, no template; without chunks (tail None) all of it is suffix. BOS comes first where the
-    tokenizer has one and the text does not begin with it."""
-    first = [] if head.startswith(tokenizer.bos_token or " ") else _bos(tokenizer)
-    ids = [*first, *encode_text(tokenizer, head)]
+    tokenizer has one, once if the text begins with it; there is no other control token."""
+    bos = tokenizer.bos_token or ""
+    if bos and head.startswith(bos):
+        ids = encode_rendered(tokenizer, bos + as_text(tokenizer, head.removeprefix(bos)))
+    else:
+        ids = [*_bos(tokenizer), *encode_text(tokenizer, head)]
     return PromptEnds((), ids) if tail is None else PromptEnds(ids, encode_text(tokenizer, tail))
 
 
-def system_turn(system: str | None) -> list[dict[str, str]]:
-    return [{"role": "system", "content": system}] if system else []
+def system_turn(tokenizer: PreTrainedTokenizerBase, system: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": as_text(tokenizer, system)}] if system else []
 
 
 def _question_format(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
@@ -213,12 +305,34 @@ def _halves(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> str:
+    """The turns as the template writes them.
+
+    A template may read what an assistant said: Qwen's drops what stands before </think>. So where cutting such a token
+    changes what is written, those that are not special are left to the template.
+    """
+    text = _written(tokenizer, _with_answers_cut(tokenizer, turns))
+    if CUT in text and (left := _with_answers_cut(tokenizer, turns, special_only=True)) != turns:
+        read = _written(tokenizer, left)
+        return text if text.replace(CUT, "") == read.replace(CUT, "") else read
+    return text
+
+
+def _with_answers_cut(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]], *, special_only: bool = False
+) -> list[dict[str, str]]:
+    return [
+        {**turn, "content": as_text(tokenizer, turn["content"], special_only=special_only)}
+        if turn["role"] == "assistant"
+        else dict(turn)
+        for turn in turns
+    ]
+
+
+def _written(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> str:
     if tokenizer.chat_template is None:  # a line a turn
         return "\n".join([*(turn["content"] for turn in turns), "Answer:"])
     try:
-        text: str = tokenizer.apply_chat_template(
-            [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=True
-        )
+        text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise whatever they like (jinja2's TemplateError, mostly)
         raise ConfigError(f"the model's chat template refuses these messages: {error}") from error
     return text
@@ -226,7 +340,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str
 
 def _opening_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of the beginning of a rendered prompt. A template writes BOS itself; where there is none, it is put first."""
-    ids = encode_text(tokenizer, text)
+    ids = encode_rendered(tokenizer, text)
     return ids if tokenizer.chat_template is not None else [*_bos(tokenizer), *ids]
 
 

@@ -30,7 +30,7 @@ from ragcache.kv.prefix_tree import Lease
 from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
 from ragcache.models.limits import Limit, limited
 from ragcache.models.lm import LanguageModel
-from ragcache.prompt import Prompt, PromptEnds, PromptFormat, encode_text
+from ragcache.prompt import Prompt, PromptEnds, PromptFormat, control_tokens, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
@@ -289,9 +289,14 @@ class Reader:
         computed = max(fused.computed_tokens) + fused.encoded_tokens + created
         cached = max(0, fused.prompt_tokens - computed)
         if kept is not None:
-            kept.answered(hits, text, made if not pieces.stopped else encode_text(self.lm.tokenizer, text))
+            kept.answered(hits, text, self._said(text, made, pieces.stopped))
         usage = Usage(fused.prompt_tokens, cached, len(made), created, computed)
         yield Done(Answer(text, sources, clock.timings(), usage, method.name, dropped, finish))
+
+    def _said(self, text: str, made: list[int], stopped: bool) -> list[int]:
+        """What the next turn reads as this answer: its tokens, where they are its text and nothing else."""
+        specials = control_tokens(self.lm.tokenizer, special_only=True)
+        return encode_text(self.lm.tokenizer, text) if stopped or not specials.keys().isdisjoint(made) else made
 
     def drop_deleted(self) -> None:
         """Let go of what was computed over passages that are gone. A conversation's prefix may quote any."""

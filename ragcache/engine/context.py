@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ragcache.engine.conversation import Conversation, Given, Said, Slot
 from ragcache.errors import PromptError
 from ragcache.kv.identity import digest
-from ragcache.prompt import Part, Passages, Text, encode_text
+from ragcache.prompt import Part, Passages, Text, encode_rendered, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 
@@ -154,7 +154,7 @@ class KeptConversation:
 
     def _part(self, piece: str | Slot | Said, given: Mapping[int, Sequence[Hit]]) -> tuple[int, ...] | tuple[Hit, ...]:
         if isinstance(piece, str):
-            return tuple(encode_text(self._tokenizer, piece))
+            return tuple(encode_rendered(self._tokenizer, piece))
         if isinstance(piece, Said):
             known = self._memory.find(self._keys[piece.turn])
             return known.answer_ids if known else tuple(encode_text(self._tokenizer, self._turns[piece.turn][1]))

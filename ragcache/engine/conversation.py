@@ -15,6 +15,7 @@ from ragcache.prompt import (
     MARK,
     PromptEnds,
     PromptFormat,
+    as_text,
     conversation_ends,
     conversation_pieces,
     system_turn,
@@ -95,11 +96,12 @@ class Conversation:
         """
         carrier = max((rank for rank, turn in enumerate(self.turns) if turn.has_passages), default=None)
         passages: list[Given] = []
-        texts = [turn.text for turn in self.turns]
+        texts = [_written(tokenizer, turn.role, turn.text) for turn in self.turns]
         if carrier is not None:
+            role = self.turns[carrier].role
             head, passages, tail = split_parts(self.turns[carrier].parts)
-            texts[carrier] = f"{head}{CONTEXT_MARK}{tail}"
-        return conversation_ends(tokenizer, self._rendered(texts, system)), passages
+            texts[carrier] = CONTEXT_MARK.join(_written(tokenizer, role, side) for side in (head, tail))
+        return conversation_ends(tokenizer, self._messages(tokenizer, texts, system)), passages
 
     def around_passages(
         self, tokenizer: PreTrainedTokenizerBase, form: PromptFormat, system: str | None, *, first: bool
@@ -111,9 +113,14 @@ class Conversation:
         """
         users = [rank for rank, turn in enumerate(self.turns) if turn.role == "user"]
         marked = users[0] if first else users[-1]
-        texts = [form.asked(turn.text.strip()) if turn.role == "user" else turn.text for turn in self.turns]
+        texts = [
+            form.asked(as_text(tokenizer, turn.text.strip()))
+            if turn.role == "user"
+            else _written(tokenizer, turn.role, turn.text)
+            for turn in self.turns
+        ]
         texts[marked] = CONTEXT_MARK + texts[marked]
-        return conversation_ends(tokenizer, self._rendered(texts, system))
+        return conversation_ends(tokenizer, self._messages(tokenizer, texts, system))
 
     def in_pieces(
         self, tokenizer: PreTrainedTokenizerBase, form: PromptFormat | None, system: str | None
@@ -129,28 +136,41 @@ class Conversation:
             places.append(place)
             return f"{MARK}turn-{len(places) - 1}\ue000"
 
-        texts = [self._marked(rank, form, mark) for rank in range(len(self.turns))]
+        texts = [self._marked(tokenizer, rank, form, mark) for rank in range(len(self.turns))]
         marks = [f"{MARK}turn-{number}\ue000" for number in range(len(places))]
-        pieces = conversation_pieces(tokenizer, self._rendered(texts, system), marks)
+        pieces = conversation_pieces(tokenizer, self._messages(tokenizer, texts, system), marks)
         found: list[str | Slot | Said] = [pieces[0]]
         for place, piece in zip(places, pieces[1:], strict=True):
             found += [place, piece]
         return found
 
-    def _marked(self, rank: int, form: PromptFormat | None, mark: Callable[[Slot | Said], str]) -> str:
+    def _marked(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        rank: int,
+        form: PromptFormat | None,
+        mark: Callable[[Slot | Said], str],
+    ) -> str:
         turn = self.turns[rank]
         if turn.role == "assistant" and turn.text:
             return mark(Said(rank))
         if turn.role != "user":
-            return turn.text
+            return as_text(tokenizer, turn.text)
         if form is not None:
-            return mark(Slot(rank)) + form.asked(turn.text.strip())
+            return mark(Slot(rank)) + form.asked(as_text(tokenizer, turn.text.strip()))
         head, _, tail = split_parts(turn.parts) if turn.has_passages else ("", [], turn.text)
-        return f"{head}{mark(Slot(rank))}{tail}"
+        return f"{as_text(tokenizer, head)}{mark(Slot(rank))}{as_text(tokenizer, tail)}"
 
-    def _rendered(self, texts: Sequence[str], system: str | None) -> list[dict[str, str]]:
+    def _messages(
+        self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], system: str | None
+    ) -> list[dict[str, str]]:
         turns = [{"role": turn.role, "content": text} for turn, text in zip(self.turns, texts, strict=True)]
-        return turns if any(turn.role == "system" for turn in self.turns) else [*system_turn(system), *turns]
+        return turns if any(turn.role == "system" for turn in self.turns) else [*system_turn(tokenizer, system), *turns]
+
+
+def _written(tokenizer: PreTrainedTokenizerBase, role: str, text: str) -> str:
+    """A turn's text for the template, which itself decides about control tokens in an assistant's."""
+    return text if role == "assistant" else as_text(tokenizer, text)
 
 
 def completion_ends(tokenizer: PreTrainedTokenizerBase, parts: str | Sequence[Part]) -> tuple[PromptEnds, list[Given]]:

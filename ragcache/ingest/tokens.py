@@ -7,6 +7,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from ragcache.prompt import control_tokens, encode_text
+
 
 class ChunkTokenizer:
     """Tokenises chunks alone: no special tokens added, and none recognised in the text.
@@ -18,6 +20,7 @@ class ChunkTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         """tokenizer: a transformers tokenizer. Its own state stays untouched (a fast one is copied)."""
         self._tokenizer = tokenizer
+        self._controls = control_tokens(tokenizer).keys() - {tokenizer.unk_token_id}  # unknown is what it is
         self._fast: Tokenizer | None = None
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if isinstance(backend, Tokenizer):
@@ -31,9 +34,14 @@ class ChunkTokenizer:
         if not texts:
             return []
         if self._fast is not None:
-            return [encoding.ids for encoding in self._fast.encode_batch(list(texts), add_special_tokens=False)]
-        rows = self._tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return [list(row) for row in rows]
+            rows = [encoding.ids for encoding in self._fast.encode_batch(list(texts), add_special_tokens=False)]
+        else:
+            rows = self._tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return [self._without_controls(text, list(row)) for text, row in zip(texts, rows, strict=True)]
+
+    def _without_controls(self, text: str, ids: list[int]) -> list[int]:
+        """Some control tokens are left: those that are not special, and those that the vocabulary itself spells."""
+        return ids if self._controls.isdisjoint(ids) else encode_text(self._tokenizer, text)
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """Number of ids of each text."""

@@ -233,3 +233,15 @@ def test_a_space_that_the_template_and_the_model_both_make_is_read_once(tmp_path
         two = kb.chat([*turns, said(one), user("And Garrow?")], k=1, sampling=SHORT, context="keep")
         assert one.usage.completion_tokens > 3
         assert two.usage.cached_tokens >= one.usage.prompt_tokens + one.usage.completion_tokens - 1
+
+
+def test_a_control_token_that_was_sampled_is_no_part_of_the_next_prompt(kb):
+    """The answer's text has none, and text is what the next turn holds. What it spells stays text."""
+    tokenizer = kb.lm.tokenizer
+    eos = tokenizer.eos_token_id
+    made = tokenizer("It barks.", add_special_tokens=False)["input_ids"]
+    assert kb._reader._said("It barks.", made, False) == made
+    assert kb._reader._said("It barks.", [*made[:2], eos, *made[2:]], False) == made
+    quoted = kb._reader._said(f"It says {tokenizer.eos_token}.", made, True)
+    assert eos not in quoted
+    assert tokenizer.decode(quoted) == f"It says {tokenizer.eos_token}."

@@ -156,6 +156,11 @@ def test_control_tokens_in_a_document_are_text(tokenizer):
 
 def test_a_tokenizer_without_a_fast_backend_cuts_alike(tokenizer):
     class Slow:
+        is_fast, unk_token_id = False, None
+        chat_template = tokenizer.chat_template
+        added_tokens_decoder = tokenizer.added_tokens_decoder
+        all_special_ids, all_special_tokens = tokenizer.all_special_ids, tokenizer.all_special_tokens
+
         def __call__(self, texts, *, add_special_tokens, split_special_tokens):
             assert (add_special_tokens, split_special_tokens) == (False, True)
             return tokenizer(texts, add_special_tokens=False)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
 from ragcache.ingest.tokens import ChunkTokenizer
-from ragcache.prompt import PromptFormat, encode_text, prompt_format
+from ragcache.prompt import PromptFormat, as_text, encode_rendered, prompt_format
 from ragcache.training.reuse.data import BadLine, Row
 from ragcache.training.reuse.layout import Ask, EncodedRow
 from ragcache.training.reuse.turns import AnswerForm, answer_form, render_turns
@@ -77,20 +77,23 @@ class RowEncoder:
             self._formats[key] = prompt_format(self.tokenizer, system=key[0], question_format=question_format)
         return self._formats[key]
 
-    def _ask(self, suffix_text: str, answer: str) -> Ask:
-        return Ask(encode_text(self.tokenizer, suffix_text), self._form.ids(self.tokenizer, answer))
+    def _ask(self, rendered: str, answer: str) -> Ask:
+        return Ask(encode_rendered(self.tokenizer, rendered), self._form.ids(self.tokenizer, answer))
+
+    def _suffix(self, form: PromptFormat, question: str) -> str:
+        return form.suffix_text(as_text(self.tokenizer, question))
 
     def _qa(self, row: Row) -> EncodedRow:
         form = self._format(row.system, self.options.question_format)
         chunks = self._chunks.encode([passage_text(text) for text in row.passages])
-        asks = [self._ask(form.suffix_text(asked.question.strip()), asked.answer) for asked in row.asked]
+        asks = [self._ask(self._suffix(form, asked.question.strip()), asked.answer) for asked in row.asked]
         return EncodedRow(row.kind, row.where, form.prefix_ids, chunks, asks, None, row.shuffle)
 
     def _summary(self, row: Row) -> EncodedRow:
         """The text in segments of equal length, each read alone; cut at the end where it does not fit."""
         form = self._format(row.system, self.options.question_format)
         (asked,) = row.asked
-        ask = self._ask(form.suffix_text(asked.question), asked.answer)
+        ask = self._ask(self._suffix(form, asked.question), asked.answer)
         (ids,) = self._chunks.encode([passage_text(row.passages[0])])
         room = self.options.max_tokens - len(form.prefix_ids) - len(ask.suffix) - len(ask.answer)
         size = self.options.segment_tokens
@@ -103,11 +106,11 @@ class RowEncoder:
         system = self.options.system if row.system is None else row.system
         *earlier, question, answer = row.messages
         rendered = render_turns(self.tokenizer, system, earlier, question.content)
-        prefix = encode_text(self.tokenizer, rendered.head)
+        prefix = encode_rendered(self.tokenizer, rendered.head)
         if rendered.bos is not None:
             prefix = [rendered.bos, *prefix]
         ask = self._ask(rendered.tail, answer.content)
-        chunks = [encode_text(self.tokenizer, turn) for turn in rendered.turns]
+        chunks = [encode_rendered(self.tokenizer, turn) for turn in rendered.turns]
         room = self.options.max_tokens - len(prefix) - len(ask.suffix) - len(ask.answer)
         while chunks and sum(len(chunk) for chunk in chunks) > room:
             chunks.pop(0)
@@ -121,7 +124,7 @@ class RowEncoder:
             row.where,
             form.prefix_ids,
             [],
-            [self._ask(form.suffix_text(asked.question), asked.answer)],
+            [self._ask(self._suffix(form, asked.question), asked.answer)],
             False,
             False,
         )

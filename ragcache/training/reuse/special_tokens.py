@@ -16,6 +16,7 @@ from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
 from ragcache.models.reuse import LLAMA3_VOCABULARY, SECTION, ReuseSpec
+from ragcache.prompt import list_controls
 
 REUSES = ("link", "markers", "none")
 RESERVED = re.compile(
@@ -83,6 +84,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[int]:
     if len(reserved) >= len(names):
         return reserved[: len(names)]
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
+    list_controls.cache_clear()
     ids: list[int] = tokenizer.convert_tokens_to_ids(names)
     if not _in_a_row(ids):
         raise ConfigError("the tokenizer does not number new tokens in a row; its vocabulary holds some of their names")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
-from ragcache.prompt import encode_text, prompt_format
+from ragcache.prompt import as_text, encode_rendered, encode_text, prompt_format
 from ragcache.training.reuse.data import Message
 
 QUESTION_MARK, ANSWER_MARK = "\ue000ragcache-question\ue000", "\ue000ragcache-answer\ue000"
@@ -25,11 +25,11 @@ class AnswerForm(NamedTuple):
 
     def ids(self, tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
         before = self.before.removesuffix(" ") if self.adds_space else self.before
-        return [*encode_text(tokenizer, before + answer.strip()), self.end_id]
+        return [*encode_rendered(tokenizer, before + as_text(tokenizer, answer.strip())), self.end_id]
 
 
 class Turns(NamedTuple):
-    """A conversation in pieces of text. bos: an id before the head, where no template writes one."""
+    """A conversation in pieces for `encode_rendered`. bos: an id before the head, where no template writes one."""
 
     bos: int | None
     head: str
@@ -40,7 +40,7 @@ class Turns(NamedTuple):
 def answer_form(tokenizer: PreTrainedTokenizerBase) -> AnswerForm:
     """Raises ConfigError when neither template nor tokenizer says how an answer ends."""
     before, after = _around_answer(tokenizer)
-    found = encode_text(tokenizer, after)[:1] if after else []
+    found = encode_rendered(tokenizer, after)[:1] if after else []
     end_id = found[0] if found and found[0] in tokenizer.all_special_ids else tokenizer.eos_token_id
     if end_id is None:
         raise ConfigError("the tokenizer has no end-of-text token, so no answer could end; set its eos_token")
@@ -66,14 +66,17 @@ def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 def render_turns(
     tokenizer: PreTrainedTokenizerBase, system: str | None, earlier: Sequence[Message], question: str
 ) -> Turns:
-    """A conversation cut before the first user turn, after each answer, and before the last answer.
+    """A conversation parted before the first user turn, after each answer, and before the last answer.
 
     A template whose finished turns depend on what follows cannot be cut; the turns are then written as without one.
     """
+    form = prompt_format(tokenizer, system=system, question_format="{question}")
+    question = as_text(tokenizer, question)
+    earlier = [message._replace(content=as_text(tokenizer, message.content)) for message in earlier]
+    system = as_text(tokenizer, system) if system else None
     cut = _cut_template(tokenizer, system, earlier, question) if tokenizer.chat_template is not None else None
     if cut is not None:
         return cut
-    form = prompt_format(tokenizer, system=system, question_format="{question}")
     pairs = zip(earlier[::2], earlier[1::2], strict=True)
     turns = [f"{user.content}\n{assistant.content}\n" for user, assistant in pairs]
     head = f"{system}\n" if system else ""
