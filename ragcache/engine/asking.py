@@ -38,7 +38,6 @@ from ragcache.store.kv_store import KVStore
 OVERFLOWS = ("error", "trim")
 UNUSED = "unused"
 EXACT = "exact"
-LEAST_PREFIX_BYTES = 64 << 20  # system prompts are not read again, whatever the prefix tree may hold
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,7 @@ class Reader:
         kv: KVStore,
         documents: DocumentStore,
         prefixes: Prefixes,
+        prefix_blocks: PrefixBlocks,
         admission: Admission,
         estimate: PrefillEstimate,
         loader: BlockLoader | None = None,
@@ -108,7 +108,7 @@ class Reader:
         self.loader = loader
         self._eos = eos_token_ids(lm)
         self._read_counts = ReadCounts()
-        self._prefix_blocks = PrefixBlocks(lm, max(prefixes.budget_bytes, LEAST_PREFIX_BYTES))
+        self._prefix_blocks = prefix_blocks
 
     def check(self, method: FusionMethod) -> None:
         """Raises ConfigError when the method cannot read the blocks that this store's encoder makes."""
@@ -301,6 +301,11 @@ class Reader:
     def drop_deleted(self) -> None:
         """Let go of what was computed over passages that are gone. A conversation's prefix may quote any."""
         self.prefixes.drop_deleted()
+        self._prefix_blocks.clear()
+
+    def clear(self) -> None:
+        """Let go of all exact KV."""
+        self.prefixes.clear()
         self._prefix_blocks.clear()
 
     def _path(self, prompt: Prompt, hits: Sequence[Hit], method: FusionMethod, kept: Kept | None) -> Path | None:

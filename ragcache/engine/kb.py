@@ -31,6 +31,7 @@ from ragcache.engine.opening import Store, StoreConfig, absent_embedder, open_em
 from ragcache.engine.passage import Passage, find_passages
 from ragcache.engine.pinning import pin, unpin
 from ragcache.engine.plain_text import PlainTextWatch
+from ragcache.engine.prefix_blocks import PrefixBlocks
 from ragcache.engine.prefixes import Prefixes
 from ragcache.engine.probe import open_rates
 from ragcache.engine.rates import RateFigures, Rates
@@ -49,7 +50,7 @@ from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.identity import Recipe
-from ragcache.kv.prefix_tree import PrefixStats
+from ragcache.kv.prefix_tree import PrefixStats, PrefixTree
 from ragcache.models.decoding import Sampling
 from ragcache.models.lm import LanguageModel
 from ragcache.openmp import end_team, team_ends
@@ -189,15 +190,27 @@ class RagCache(AsyncTwins):
         prefix_ids = text.prefix_ids
         if method.reuses_blocks:
             prefix_ids += method.additions(lm).behind_prefix
+        tree = PrefixTree(lm.shape, self.config.prefix_bytes)
+        blocks = PrefixBlocks(lm, tree)
         used, learn = block_recipe(lm, method, recipe), self._prefills.add
-        encoder = ModelEncoder(lm, used, prefix_ids, tenant, on_encoded=learn)
-        prefixes = Prefixes(lm, store.documents, encoder.recipe, tenant, self.config.prefix_bytes)
+        read = partial(blocks.block, prefix_ids)
+        encoder = ModelEncoder(lm, used, prefix_ids, tenant, read_prefix=read, on_encoded=learn)
+        prefixes = Prefixes(lm, store.documents, encoder.recipe, tenant, tree)
         self._turns = TurnMemory(store.documents, tenant)
         answer_bytes = self.config.answer_bytes
         self._admission = Admission(default_budget(lm) if answer_bytes is None else answer_bytes)
         self._open_loader()
         self._reader = Reader(
-            lm, encoder, text, store.kv, store.documents, prefixes, self._admission, self._prefills, self._loader
+            lm,
+            encoder,
+            text,
+            store.kv,
+            store.documents,
+            prefixes,
+            blocks,
+            self._admission,
+            self._prefills,
+            self._loader,
         )
         self._whole = WholeTexts(lm.tokenizer)
         self._mini_notice = MiniNotice(lm.name)
@@ -628,7 +641,8 @@ class RagCache(AsyncTwins):
         return LoadCounts() if self._loader is None else self._loader.counts()
 
     def prefix_stats(self) -> PrefixStats:
-        """The prefix tree's size, and what was found in it, since the store was opened with its models."""
+        """What the prefix tree holds, with prefixes held as blocks, and what was found in it since the store was opened
+        with its models."""
         return _present(self._reader).prefixes.stats()
 
     def info(self) -> Info:
@@ -642,7 +656,7 @@ class RagCache(AsyncTwins):
         """Write down the hit counts and let go of everything."""
         self._threads.close()
         if self._reader is not None:
-            self._reader.prefixes.clear()
+            self._reader.clear()
         if self._loader is not None and self._rates is not None:
             self._loader.close()
             if not self.config.read_only and (figures := self._rates.figures()).is_measured:

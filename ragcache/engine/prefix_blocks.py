@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ragcache.kv.block import KVBlock
+from ragcache.kv.prefix_tree import PrefixTree
 from ragcache.models.lm import LanguageModel
 
 
@@ -29,12 +30,13 @@ class PrefixBlocks:
     since its last turn runs. What is known is exact for every method that reads blocks, since they all read the prefix
     as running text.
 
-    budget_bytes: the least recently used go; the last one used stays in any case
+    They are held within the prefix tree's budget, half of it at most unless there is but one; the least recently used
+    go. One that does not fit is read at every question.
     """
 
-    def __init__(self, lm: LanguageModel, budget_bytes: int) -> None:
+    def __init__(self, lm: LanguageModel, tree: PrefixTree) -> None:
         self._lm = lm
-        self._budget_bytes = budget_bytes
+        self._tree = tree
         self._known: OrderedDict[tuple[int, ...], KVBlock] = OrderedDict()
         self._clears = 0
         self._lock = threading.Lock()
@@ -57,10 +59,14 @@ class PrefixBlocks:
                 self._keep(wanted, block)
         return PrefixBlock(block, len(wanted) - shared, time.perf_counter() - started)
 
+    def block(self, ids: Sequence[int]) -> KVBlock | None:
+        return self.get(ids).block
+
     def clear(self) -> None:
         with self._lock:
             self._clears += 1
-            self._known.clear()
+            for known in list(self._known):
+                self._drop(known)
 
     def _longest(self, wanted: tuple[int, ...]) -> tuple[int, KVBlock | None]:
         """The most tokens that a known prefix shares with this one, and its block."""
@@ -82,13 +88,17 @@ class PrefixBlocks:
         )
 
     def _keep(self, ids: tuple[int, ...], block: KVBlock) -> None:
-        """In the place of what it goes on from: that can be cut from it."""
+        """Replaces prefixes that it goes on from: they can be cut from it."""
         for known in [known for known in self._known if _shared(known, ids) == len(known)]:
-            del self._known[known]
-        self._known[ids] = block
-        held = sum(one.num_bytes for one in self._known.values())
-        while held > self._budget_bytes and len(self._known) > 1:
-            held -= self._known.popitem(last=False)[1].num_bytes
+            self._drop(known)
+        room = max(self._tree.budget_bytes // 2, block.num_bytes)
+        while self._known and block.num_bytes + sum(one.num_bytes for one in self._known.values()) > room:
+            self._drop(next(iter(self._known)))
+        if self._tree.lend(block.num_bytes):
+            self._known[ids] = block
+
+    def _drop(self, ids: tuple[int, ...]) -> None:
+        self._tree.take_back(self._known.pop(ids).num_bytes)
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -50,18 +50,13 @@ class Prefixes:
     """
 
     def __init__(
-        self, lm: LanguageModel, documents: DocumentStore, recipe: Recipe, tenant: str, budget_bytes: int
+        self, lm: LanguageModel, documents: DocumentStore, recipe: Recipe, tenant: str, tree: PrefixTree
     ) -> None:
-        """Raises ConfigError for a budget that is negative or too small for one token."""
         self._lm = lm
         self._documents = documents
         self._recipe = recipe
         self._tenant = tenant
-        self._tree = PrefixTree(lm.shape, budget_bytes)
-
-    @property
-    def budget_bytes(self) -> int:
-        return self._tree.budget_bytes
+        self._tree = tree
 
     def match(self, method: FusionMethod, path: Path, most: int) -> Lease | None:
         """What is known of the prompt's first tokens, `most` of them at most; None where nothing is kept."""

@@ -49,10 +49,12 @@ class ModelEncoder:
         tenant: str = "",
         *,
         prefix_block: KVBlock | None = None,
+        read_prefix: Callable[[], KVBlock | None] | None = None,
         on_encoded: OnEncoded | None = None,
     ) -> None:
-        """prefix_block: of prefix_ids, where the caller has it; else it is encoded at first use.
+        """prefix_block: of prefix_ids, where the caller has it; else it is encoded at first use and kept
 
+        read_prefix: gives it at every use, for a caller that keeps it within a budget of its own
         on_encoded: is told of every batch that was encoded
         """
         self.lm = lm
@@ -61,6 +63,7 @@ class ModelEncoder:
         self.tenant = tenant
         self.on_encoded = on_encoded
         self._prefix_block = prefix_block
+        self._read_prefix = read_prefix
         self._lock = threading.Lock()
 
     @property
@@ -95,6 +98,8 @@ class ModelEncoder:
         """The prefix's own block, encoded once."""
         if not self.prefix_ids:
             return None
+        if self._read_prefix is not None:
+            return self._read_prefix()
         with self._lock:
             if self._prefix_block is None:
                 self._prefix_block = self.lm.encode([self.prefix_ids])[0]

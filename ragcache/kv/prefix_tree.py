@@ -41,7 +41,8 @@ class Owned(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefixStats:
-    """num_bytes: held now; tokens, nodes: likewise
+    """num_bytes: held now, lent bytes among them; tokens, nodes: likewise, of the tree alone
+    lent_bytes: held now by others within the tree's budget: prefixes that methods read as blocks
     asked_tokens, matched_tokens: of all sequences matched so far, and of these the part that was found
     evicted_tokens: given up for others so far
     """
@@ -52,6 +53,7 @@ class PrefixStats:
     asked_tokens: int
     matched_tokens: int
     evicted_tokens: int
+    lent_bytes: int
 
 
 @dataclass(eq=False)
@@ -232,6 +234,24 @@ class PrefixTree:
                 for child in list(root.children.values()):
                     self._truncate(child, 0)
 
+    def lend(self, num_bytes: int) -> bool:
+        """Set aside so much of the budget for KV that stands elsewhere, evicting for it; False where that is too much.
+        What was lent comes back by `take_back`."""
+        if num_bytes > self.budget_bytes:
+            return False
+        with self._lock:
+            self._evict(self._used_bytes + num_bytes - self.budget_bytes)
+            if self._used_bytes + num_bytes > self.budget_bytes:  # what is leased stays
+                return False
+            self._used_bytes += num_bytes
+            self._counts["lent"] += num_bytes
+            return True
+
+    def take_back(self, num_bytes: int) -> None:
+        with self._lock:
+            self._used_bytes -= num_bytes
+            self._counts["lent"] -= num_bytes
+
     def stats(self) -> PrefixStats:
         with self._lock:
             return PrefixStats(
@@ -241,6 +261,7 @@ class PrefixTree:
                 asked_tokens=self._counts["asked"],
                 matched_tokens=self._counts["matched"],
                 evicted_tokens=self._counts["evicted"],
+                lent_bytes=self._counts["lent"],
             )
 
     # Everything below runs under the lock, `_copied` and `_release` apart.

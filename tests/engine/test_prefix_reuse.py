@@ -114,6 +114,27 @@ def test_without_a_budget_everything_is_computed(open_kb, kb):
         assert ask(off, "Where do dogs bark?").usage.cached_tokens == 0
 
 
+@pytest.mark.parametrize("recipe", ["isolated", "prefix"])
+def test_prefixes_read_as_blocks_are_within_the_budget(open_kb, tmp_path, recipe):
+    """Without a budget a system prompt is read for every question and nothing stays, for ingestion neither."""
+    system = "Answer in one word, and be sure of it. " * 4
+    texts, computed = [], []
+    for name, budget in (("off", 0), ("on", 1 << 24)):
+        store = tmp_path / name
+        one = open_kb(path=store, system=system, recipe=recipe, store=rc.StoreConfig(prefix_bytes=budget))
+        one.ingest([rc.Document("dogs", "Dogs bark at night.\n"), rc.Document("cats", "Cats sleep all day.\n")])
+        answers = [one.ask("Where do dogs bark?", k=2, method="reposition", sampling=SHORT) for _ in range(2)]
+        texts += [answer.text for answer in answers]
+        computed.append(answers[1].usage.created_tokens)
+        held = sum(block.num_bytes for block in one._reader._prefix_blocks._known.values())
+        stats = one.prefix_stats()
+        assert held == stats.lent_bytes == stats.num_bytes <= budget
+        assert one._reader.encoder._prefix_block is None
+        assert bool(held) is bool(budget)
+    assert len(set(texts)) == 1
+    assert computed[0] >= len(system) > computed[1] == 0
+
+
 @pytest.mark.parametrize("budget", [-1, 100])
 def test_a_budget_below_one_token_is_refused(open_kb, budget):
     with pytest.raises(ConfigError, match=f"prefix budget of {budget} bytes: one token"):
