@@ -37,7 +37,7 @@ from ragcache.errors import ConfigError
 from ragcache.ingest.document import Document
 from ragcache.models.decoding import Sampling
 from ragcache.models.loading import DTYPES
-from ragcache.models.turns import PassStats
+from ragcache.models.scheduler import PassStats
 from ragcache.retrieval.embedder import Embedder, load_embedder
 
 ONE, JOINED, APART = "one at a time", "joined passes", "a pass each"
@@ -120,11 +120,11 @@ class Asking:
         return self._serve(self._settings.askers)
 
     def apart(self) -> Served:
-        self._kb.lm.turns.joining = False
+        self._kb.lm.scheduler.sharing = False
         try:
             return self._serve(self._settings.askers)
         finally:
-            self._kb.lm.turns.joining = True
+            self._kb.lm.scheduler.sharing = True
 
     def _ask(self, question: str) -> Answer:
         return self._kb.ask(question, self._settings.passages, sampling=self._sampling)
@@ -144,13 +144,15 @@ class Asking:
                     return
                 answers[rank] = self._ask(question)
 
-        before = self._kb.lm.turns.stats()
+        before = self._kb.lm.scheduler.stats()
         started = time.perf_counter()
         with ThreadPoolExecutor(askers) as pool:
             for done in [pool.submit(loop, number) for number in range(askers)]:
                 done.result()
         seconds = time.perf_counter() - started
-        return Served([answers[rank] for rank in sorted(answers)], seconds, _since(before, self._kb.lm.turns.stats()))
+        return Served(
+            [answers[rank] for rank in sorted(answers)], seconds, _since(before, self._kb.lm.scheduler.stats())
+        )
 
 
 def _since(before: PassStats, after: PassStats) -> PassStats:

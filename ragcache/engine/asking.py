@@ -255,7 +255,7 @@ class Reader:
             with limited(limit):
                 fused = self._fuse(prompt, reading, loaded, prefix.block, path, exact)
         clock.read(loaded, fused, prefix.encode_s)
-        text, made, finish = "", list[int](), "length"
+        text, made, ran, finish = "", list[int](), -1, "length"
         pieces = TextStream(self.lm.tokenizer, sampling.stop)
         steps = decode(
             self.lm,
@@ -276,6 +276,8 @@ class Reader:
                     yield Token(piece)
                 if pieces.stopped:
                     break
+            else:
+                ran = len(made)  # an answer that its reader ends: whether its last token ran is chance
             finish = "stop" if pieces.stopped or not _ran_out(len(made), sampling, self.lm, fused) else "length"
             if piece := pieces.finish():
                 text += piece
@@ -283,7 +285,7 @@ class Reader:
         finally:
             steps.close()
             if path is not None and reading.evict is None and _is_reused(path, method):
-                self.prefixes.keep(method, path, made, fused)
+                self.prefixes.keep(method, path, made[:ran], fused)
             fused.cache.release()
         created = prefix.created_tokens + loaded.encoded_tokens
         computed = max(fused.computed_tokens) + fused.encoded_tokens + created

@@ -579,11 +579,10 @@ class RagCache(AsyncTwins):
         ends = ends_of(reader)
         reader.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
         try:
-            with self.lm.turns.expected():
-                hits = find_passages(find(), self.store.documents, _present(self._whole))
-                clock.retrieve_s = time.perf_counter() - clock.started
-                _present(self._mini_notice).look(hits)
-                yield from reader.stream(ends, hits, reading, clock)
+            hits = find_passages(find(), self.store.documents, _present(self._whole))
+            clock.retrieve_s = time.perf_counter() - clock.started
+            _present(self._mini_notice).look(hits)
+            yield from reader.stream(ends, hits, reading, clock)
         finally:
             if reading.ahead is not None:
                 reading.ahead.close()
@@ -605,13 +604,12 @@ class RagCache(AsyncTwins):
             earlier, suffix_ids = talk.read(pieces, given)
             reader.prompt(reader.fit(earlier, suffix_ids, [], reading)[0], [], reading)
             hits = given.get(conversation.asking, [])
-            with self.lm.turns.expected():
-                if k is not None:
-                    hits = self._retrieve(conversation.question, k, options, reading.ahead)
-                clock.retrieve_s = time.perf_counter() - clock.started
-                _present(self._mini_notice).look(hits)
-                ends, earlier, new = reader.fit(earlier, suffix_ids, hits, reading)
-                yield from reader.stream(ends, new, reading, clock, Kept(earlier, talk.remember))
+            if k is not None:
+                hits = self._retrieve(conversation.question, k, options, reading.ahead)
+            clock.retrieve_s = time.perf_counter() - clock.started
+            _present(self._mini_notice).look(hits)
+            ends, earlier, new = reader.fit(earlier, suffix_ids, hits, reading)
+            yield from reader.stream(ends, new, reading, clock, Kept(earlier, talk.remember))
         finally:
             if reading.ahead is not None:
                 reading.ahead.close()

@@ -142,10 +142,23 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._new_positions: Tensor | None = None
         self._slots: Tensor | Sequence[Tensor] | None = None
         self._rows: Tensor | None = None
+        self._is_held = self._is_released = False
 
     def release(self) -> None:
-        """Hand the buffers back now. The cache must not be used afterwards."""
-        self._returns()
+        """Hand the buffers back, once no pass works on them. The cache must not be used afterwards."""
+        self._is_released = True
+        if not self._is_held:
+            self._returns()
+
+    def hold(self) -> None:
+        """Keep the buffers until `let_go`, whoever releases them: a pass is about to work on them."""
+        self._is_held = True
+
+    def let_go(self) -> None:
+        """End `hold`."""
+        self._is_held = False
+        if self._is_released:
+            self._returns()
 
     @property
     def capacity(self) -> int:

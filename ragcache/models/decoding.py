@@ -13,9 +13,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from ragcache.errors import ConfigError
 from ragcache.kv.cache import FusedCache
-from ragcache.models.limits import Limit, limited
+from ragcache.models.limits import Limit
 from ragcache.models.lm import LanguageModel
-from ragcache.openmp import working_alone
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,6 @@ class Chooser:
             self._generator.seed()
 
     def __call__(self, logits: Tensor) -> int:
-        with working_alone():  # others' passes may go on beside it
-            return self._choose(logits)
-
-    def _choose(self, logits: Tensor) -> int:
         if self._never.numel():
             logits = logits.index_fill(0, self._never, float("-inf"))
         if self._greedy:
@@ -107,23 +102,12 @@ def decode(
     never:    ids that are not chosen, beside those that the checkpoint's training for reuse added
     limit:    when to give up, in place of `cancelled` alone
 
-    Steps of sequences that are decoded at the same time share forward passes. Raises CancelledError once `cancelled` is
-    set, and what `limit` raises.
+    Steps of sequences that are decoded at the same time share forward passes, and go on while the caller is busy with
+    what it got. Raises CancelledError once `cancelled` is set, and what `limit` raises.
     """
-    limit = limit or Limit(cancelled)
     choose = Chooser(sampling, logits.device, {*never, *(lm.reuse.added_ids if lm.reuse else ())})
     last = min(position + sampling.max_tokens, lm.max_positions)
-    with lm.turns.decoding(cache):
-        while position < last:
-            limit.check()
-            token = choose(logits)
-            if token in eos_ids:
-                return
-            yield token
-            position += 1
-            if position < last:
-                with limited(limit):
-                    logits = lm.run([token], position - 1, cache)
+    yield from lm.scheduler.decode(cache, logits, choose, position, last, eos_ids, limit or Limit(cancelled))
 
 
 def eos_token_ids(lm: LanguageModel) -> tuple[int, ...]:

@@ -19,8 +19,8 @@ from ragcache.models.encoding import encode_batch, plan_batches
 from ragcache.models.joint import Run, run_pieces
 from ragcache.models.layerwise import BeforeLayer, walking
 from ragcache.models.reuse import ReuseSpec
+from ragcache.models.scheduler import Scheduler
 from ragcache.models.support import text_config
-from ragcache.models.turns import Turns
 from ragcache.openmp import team_ends
 
 # Padded tokens that are encoded together. On a CPU more only leaves its caches: 792 tokens/s at 512 against 723 at
@@ -43,7 +43,7 @@ class LanguageModel:
     fingerprint:   SHA-256 that names the model in block keys
     max_positions: longest prompt the model takes, in tokens
     reuse:         what the checkpoint was trained for; None for one that was not trained for reuse
-    turns:         who runs when; `turns.joining = False` gives every run a pass of its own
+    scheduler:     the thread that runs the model, and what waits for it
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LanguageModel:
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.pool = BufferPool(shape, DEFAULT_POOL_BYTES)
         on_cpu = shape.device.type == "cpu"
-        self.turns = Turns(
+        self.scheduler = Scheduler(
             lambda pieces: run_pieces(model, pieces),
             CPU_PASS_TOKENS if on_cpu else GPU_PASS_TOKENS,
             CPU_ALONE_TOKENS if on_cpu else GPU_ALONE_TOKENS,
@@ -207,8 +207,8 @@ class LanguageModel:
         num_logits: of so many last tokens; None: of the last one, without an axis of its own
         Returns logits, float32 [vocab_size] or [num_logits, vocab_size]. `cache.computed_tokens` counts what ran.
 
-        Runs of several threads share forward passes where they can (`models/turns.py`), and long ones may be cut into
-        pieces; results are those of one pass alone but for float rounding.
+        Runs of several threads share forward passes where they can (`models/scheduler.py`), and long ones may be cut
+        into pieces; results are those of one pass alone but for float rounding.
         Raises CancelledError and TimedOutError within `limits.limited`.
         """
         ids = torch.as_tensor(ids, device=self.device)
@@ -219,11 +219,10 @@ class LanguageModel:
         def alone() -> Tensor:
             return self._run_alone(run, slots, before_layer, num_logits)
 
-        # A pass within a pass (a method that runs the model while it places or chooses) has its turn already.
-        if not self.turns.joining or CURRENT.get() is not None:
+        if self.scheduler.is_current_thread:  # a method that runs the model while it places or chooses
             return alone()
         special = slots is not None or before_layer is not None or num_logits is not None or OBSERVER.get() is not None
-        return self.turns.run(run, alone if special or not run.left else None)
+        return self.scheduler.run(run, alone if special or not run.left else None)
 
     def _run_alone(
         self,

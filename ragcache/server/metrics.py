@@ -15,7 +15,7 @@ from ragcache.engine.loading import LoadCounts
 from ragcache.engine.maintenance import Info
 from ragcache.engine.rates import RateFigures
 from ragcache.kv.prefix_tree import PrefixStats
-from ragcache.models.turns import Turns
+from ragcache.models.scheduler import Scheduler
 from ragcache.server.limits import Slots
 
 # From a block in memory to a full prefill on a slow machine.
@@ -28,14 +28,14 @@ class Metrics:
     """Counts of one server, in a registry of its own: two servers in one process do not mix.
 
     tiers: names of the store's tiers, fastest first
-    turns, admission, prefixes: whose passes, memory and prefix tree are shown
+    scheduler, admission, prefixes: whose passes, memory and prefix tree are shown
     """
 
     def __init__(
         self,
         slots: Slots,
         tiers: Sequence[str],
-        turns: Turns,
+        scheduler: Scheduler,
         admission: Admission,
         prefixes: Callable[[], PrefixStats],
     ) -> None:
@@ -65,7 +65,7 @@ class Metrics:
             ("prefix_bytes", "Exact KV of earlier prompts and answers", lambda: prefixes().num_bytes),
         ):
             self._gauge(name, help).set_function(value)
-        self.registry.register(_Passes(turns))
+        self.registry.register(_Passes(scheduler))
         self.registry.register(_Prefixes(prefixes))
 
     def count_answer(self, answer: Answer) -> None:
@@ -121,11 +121,11 @@ class Metrics:
 class _Passes(Collector):
     """The model's passes: how many questions shared each, and how many tokens ran."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._turns.stats()
+        stats = self._scheduler.stats()
         cumulative = [(str(size), sum(n for m, n in stats.members.items() if m <= size)) for size in PASS_SIZES]
         total = sum(members * count for members, count in stats.members.items())
         yield HistogramMetricFamily(

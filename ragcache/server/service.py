@@ -40,7 +40,9 @@ class Service:
         self.slots = Slots(settings.slots, settings.max_queue)
         self.writers = Writers(settings.write_wait_s)
         self.figures = Figures(kb, settings.figures_s, self.in_thread)
-        self.metrics = Metrics(self.slots, list(kb.info().bytes_by_tier), kb.lm.turns, kb.admission, kb.prefix_stats)
+        self.metrics = Metrics(
+            self.slots, list(kb.info().bytes_by_tier), kb.lm.scheduler, kb.admission, kb.prefix_stats
+        )
         self.chat_model = settings.model_name or _public_name(kb.lm.name)
         self.embedding_model = kb.embedder.name
         self.created = int(time.time())

@@ -69,7 +69,7 @@ def test_eight_askers_get_what_one_gets(kb, lm, pool):
     alone = [kb.ask(question, **options) for question, options in asked]
     with model_held(lm, pool):
         jobs = [pool.submit(kb.ask, question, **options) for question, options in asked]
-        until(lambda: len(lm.turns._waiting) == len(asked))
+        until(lambda: lm.scheduler.waiting == len(asked))
     for job, expected in zip(jobs, alone, strict=True):
         answer = job.result(WAIT_S)
         assert answer.text == expected.text
@@ -90,9 +90,9 @@ def test_one_question_fails_and_the_others_are_answered(kb, lm, pool):
     try:
         with model_held(lm, pool):
             jobs = [pool.submit(kb.ask, question, k=2, sampling=SHORT) for question in QUESTIONS]
-            until(lambda: len(lm.turns._waiting) == 4)
+            until(lambda: lm.scheduler.waiting == 4)
             broken = pool.submit(lm.run, [1, 7, 7, 7], 0, lm.new_cache(4))
-            until(lambda: len(lm.turns._waiting) == 5)
+            until(lambda: lm.scheduler.waiting == 5)
         assert [job.result(WAIT_S).text for job in jobs] == expected
         with pytest.raises(RuntimeError, match="out of memory"):
             broken.result(WAIT_S)
@@ -107,7 +107,7 @@ def test_giving_up_while_the_model_is_busy(kb, lm, pool):
         gone = pool.submit(kb.ask, QUESTIONS[0], sampling=SHORT, cancelled=cancelled)
         late = pool.submit(kb.ask, QUESTIONS[1], sampling=SHORT, timeout_s=0.2)
         until(lambda: late.done())
-        until(lambda: len(lm.turns._waiting) == 1)
+        until(lambda: lm.scheduler.waiting == 1)
         cancelled.set()
         with pytest.raises(CancelledError):
             gone.result(WAIT_S)
@@ -118,7 +118,7 @@ def test_giving_up_while_the_model_is_busy(kb, lm, pool):
 
 
 def test_a_prompt_is_given_up_between_its_pieces(kb, lm, pool, monkeypatch):
-    monkeypatch.setattr(lm.turns, "alone_tokens", 16)
+    monkeypatch.setattr(lm.scheduler, "alone_tokens", 16)
     cancelled, passes = threading.Event(), []
 
     def count(_module, _args, kwargs):
@@ -146,7 +146,7 @@ def test_a_deadline_ends_decoding(kb):
         limit.check()
     events.close()
     assert kb.admission.reserved_bytes == 0
-    assert not kb.lm.turns._decoding
+    assert not kb.lm.scheduler.decoding
 
 
 def reserved_for(kb, **options):

@@ -107,21 +107,21 @@ class Captured:
 
     def __init__(self, lm, prompt, method):
         self.run: Run | None = None
-        turns = lm.turns
-        original = turns.run
+        scheduler = lm.scheduler
+        original = scheduler.run
 
         def catch(run, alone=None):
             self.run = run
             raise _CaughtError
 
-        turns.run = catch
+        scheduler.run = catch
         try:
             blocks = rc.encode(lm, prompt) if method != "full" else None
             rc.fuse(lm, prompt, method, blocks, prefix_block=lm.encode([prompt.prefix_ids])[0])
         except _CaughtError:
             pass
         finally:
-            turns.run = original
+            scheduler.run = original
 
 
 class _CaughtError(Exception):
@@ -219,16 +219,16 @@ def test_eight_threads_get_what_one_gets(models, family):
         return fused.next_logits, list(steps)
 
     alone = [answer(one) for one in work]
-    before = lm.turns.stats().members
+    before = lm.scheduler.stats().members
     with ThreadPoolExecutor(9) as pool:
         with model_held(lm, pool):
             jobs = [pool.submit(answer, one) for one in work]
-            until(lambda: len(lm.turns._waiting) == len(work))
+            until(lambda: lm.scheduler.waiting == len(work))
         together = [job.result(WAIT_S) for job in jobs]
     for (logits, ids), (expected, expected_ids) in zip(together, alone, strict=True):
         assert_same(logits, expected)
         assert ids == expected_ids
-    assert max(lm.turns.stats().members) >= 3 > max(before), "they shared passes"
+    assert max(lm.scheduler.stats().members) >= 3 > max(before), "they shared passes"
 
 
 @contextmanager
@@ -241,7 +241,7 @@ def model_held(lm, pool):
         assert gate.wait(WAIT_S)
         return torch.zeros(1)
 
-    job = pool.submit(lm.turns.run, run_of(lm, [1], 0, lm.new_cache(1)), hold)
+    job = pool.submit(lm.scheduler.run, run_of(lm, [1], 0, lm.new_cache(1)), hold)
     assert entered.wait(WAIT_S)
     yield
     gate.set()

@@ -46,13 +46,13 @@ def test_an_answer_that_can_never_fit(kb, lm):
 @pytest.mark.parametrize("slots", [4])
 def test_passes_and_memory_are_shown(serve, kb, slots):
     served = serve(slots=slots)
-    before = kb.lm.turns.stats()
+    before = kb.lm.scheduler.stats()
     expected = served.chat(QUESTION, max_tokens=8).json()["choices"][0]["message"]["content"]
     with ThreadPoolExecutor(slots) as pool:
         answers = list(pool.map(lambda _: served.chat(QUESTION, max_tokens=8).json(), range(8)))
     assert {answer["choices"][0]["message"]["content"] for answer in answers} == {expected}
     wait_for(lambda: kb.admission.reserved_bytes == 0)
-    found, stats = figures(served), kb.lm.turns.stats()
+    found, stats = figures(served), kb.lm.scheduler.stats()
     assert found["ragcache_pass_members_count",] == stats.passes > before.passes
     assert found["ragcache_pass_members_sum",] == sum(size * count for size, count in stats.members.items())
     assert found["ragcache_pass_members_bucket", "+Inf"] == stats.passes

@@ -1,0 +1,428 @@
+"""One thread that runs the model: it forms every pass, chooses next tokens and hands them out.
+
+Callers submit tokens to run (`run`), something that needs the model to itself (`run` with `alone`), or a sequence to
+decode (`decode`), and wait for a result or read a queue. Iteration-level scheduling as in Orca (Yu et al., OSDI 2022),
+with long prompts cut into pieces as in SARATHI (Agrawal et al., 2023).
+
+- *Sharing*: everything that waits may share one pass, except what needs a pass of its own (replaced slots, a say before
+  each layer, an observer, logits of several tokens). Those run alone, in turn.
+- *Order*: first in, first out. A prompt that has waited longest takes other short prompts along and no next tokens:
+  somebody waits for a first token. A run too long for a pass is cut, and goes to the end of the queue after each piece.
+- *Errors*: where a shared pass fails, each of its members is tried alone, so that only the faulty one fails.
+- *Giving up*: see `models/limits.py`. A request is withdrawn while it waits and between its pieces; not amid a pass,
+  which works on its cache.
+
+The thread starts with the first request and ends when there has been none for a while.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ragcache.kv.cache import FusedCache
+from ragcache.models.joint import Piece, Run
+from ragcache.models.limits import LIMIT, NO_LIMIT, POLL_S, Limit
+from ragcache.openmp import end_team, working_alone
+
+# Without requests for so long, the thread ends; the next request starts another.
+IDLE_S = 5.0
+# The part of a pass that a cut run gets at least when it comes first, and the smallest piece that is worth cutting.
+FIRST_SHARE = 4
+LEAST_PIECE = 16
+
+
+@dataclass(frozen=True)
+class PassStats:
+    """What the passes were so far.
+
+    passes:  how many
+    tokens:  that ran in them
+    members: passes by how many runs they held: {1: 12, 8: 340}
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    members: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Request:
+    """Tokens that wait for a pass.
+
+    alone:    runs them in a pass of its own; None for a run that may share one
+    sequence: what they are the next token of; None where a caller waits for the logits
+    finished: is set once there is a result, which is `logits` or `error`
+    """
+
+    run: Run
+    alone: Callable[[], Tensor] | None = None
+    sequence: _Decoding | None = None
+    limit: Limit = NO_LIMIT
+    finished: threading.Event = field(default_factory=threading.Event)
+    logits: Tensor | None = None
+    error: BaseException | None = None
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.run.left > 1
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self.sequence is not None and self.sequence.over
+
+    def result(self) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        if self.logits is None:
+            raise RuntimeError("a run ended without logits")
+        return self.logits
+
+
+class _Member(NamedTuple):
+    request: _Request
+    piece: Piece
+
+
+@dataclass(eq=False)
+class _Decoding:
+    """A sequence that is being decoded.
+
+    choose:   picks a token from logits, float32 [vocab_size]
+    position: of the next token; `last`: the first one that is not decoded any more
+    tokens:   what the reader gets: ids, then None, or an exception in its place
+    over:     nobody reads it any more, or it has ended
+    """
+
+    cache: FusedCache
+    choose: Callable[[Tensor], int]
+    position: int
+    last: int
+    eos_ids: Collection[int]
+    limit: Limit
+    tokens: queue.SimpleQueue[int | BaseException | None] = field(default_factory=queue.SimpleQueue)
+    over: bool = False
+
+    def advance(self, logits: Tensor) -> _Request | None:
+        """Choose the next token and hand it out; the request that brings the one after it, None at the end."""
+        token = self.choose(logits)
+        if token in self.eos_ids:
+            self.end(None)
+            return None
+        self.tokens.put(token)
+        self.position += 1
+        if self.position >= self.last:
+            self.end(None)
+            return None
+        device = logits.device
+        ids = torch.tensor([token], device=device)
+        positions = torch.tensor([self.position - 1], device=device)
+        return _Request(Run(ids, positions, self.cache, ordered=True), sequence=self, limit=self.limit)
+
+    def end(self, error: BaseException | None) -> None:
+        self.over = True
+        self.tokens.put(error)
+
+
+class Scheduler:
+    """The queue of one model and the thread that works it off. Thread-safe.
+
+    forward:      runs pieces in one pass and returns each one's last logits
+    pass_tokens:  most tokens of a pass while others wait, next tokens of decoded sequences aside; a run that cannot be
+                  cut may exceed it
+    alone_tokens: most tokens of a pass while nobody else is there
+    sharing:      False gives every run a pass of its own
+    """
+
+    def __init__(self, forward: Callable[[Sequence[Piece]], list[Tensor]], pass_tokens: int, alone_tokens: int) -> None:
+        self.pass_tokens = pass_tokens
+        self.alone_tokens = alone_tokens
+        self.sharing = True
+        self._forward = forward
+        # Re-entrant: the garbage collector may close an abandoned stream within the scheduler's own code.
+        self._changed = threading.Condition(threading.RLock())
+        self._waiting: list[_Request] = []
+        self._running: list[_Request] = []
+        self._decoding: set[_Decoding] = set()
+        self._thread: threading.Thread | None = None
+        self._stats = PassStats()
+
+    def stats(self) -> PassStats:
+        with self._changed:
+            return PassStats(self._stats.passes, self._stats.tokens, dict(self._stats.members))
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a pass."""
+        return len(self._waiting)
+
+    @property
+    def decoding(self) -> int:
+        """Sequences that are being decoded."""
+        return len(self._decoding)
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the calling thread is the one that runs the model: what it runs has its turn already."""
+        return threading.current_thread() is self._thread
+
+    # What callers do
+
+    def run(self, run: Run, alone: Callable[[], Tensor] | None = None) -> Tensor:
+        """Run all of its tokens, in one or several passes; the last one's logits.
+
+        alone: runs it in a pass of its own, in the caller's context
+
+        Raises what the pass raises, CancelledError and TimedOutError (`LIMIT`) while it waits.
+        """
+        if run.cache.fill is not None and self._is_busy():
+            with working_alone():  # beside the others' pass, not in it: a slow disk must not stop them
+                run.cache.place()
+        if alone is not None:
+            alone = _in_context(alone)
+        request = _Request(run, alone, limit=LIMIT.get())
+        self._submit(request)
+        self._await(request)
+        return request.result()
+
+    def decode(
+        self,
+        cache: FusedCache,
+        logits: Tensor,
+        choose: Callable[[Tensor], int],
+        position: int,
+        last: int,
+        eos_ids: Collection[int],
+        limit: Limit,
+    ) -> Generator[int, None, None]:
+        """Yield the ids of an answer until one of `eos_ids` (not yielded) or the position `last`.
+
+        Decoding goes on while the caller is busy with what it got; it ends when the generator is closed. Raises what a
+        pass raises, and what `limit` raises.
+        """
+        decoding = _Decoding(cache, choose, position, last, eos_ids, limit)
+        limit.check()
+        if position >= last:
+            return
+        with self._changed:
+            self._decoding.add(decoding)
+        try:
+            with working_alone():  # the first token at once, beside the passes of others
+                following = decoding.advance(logits)
+            if following is not None:
+                self._submit(following)
+            while (token := self._next_token(decoding)) is not None:
+                yield token
+        finally:
+            self._abandon(decoding)
+
+    def _next_token(self, decoding: _Decoding) -> int | None:
+        while True:
+            decoding.limit.check()
+            try:
+                token = decoding.tokens.get(timeout=decoding.limit.poll_s())
+            except queue.Empty:
+                continue
+            if isinstance(token, BaseException):
+                raise token
+            return token
+
+    def _abandon(self, decoding: _Decoding) -> None:
+        """No further token of it is wanted. Returns when no pass works on its cache any more."""
+        decoding.over = True
+        with self._changed:
+            self._decoding.discard(decoding)
+            self._waiting = [one for one in self._waiting if one.sequence is not decoding]
+            while not self.is_current_thread and any(one.sequence is decoding for one in self._running):
+                self._changed.wait()
+
+    def _submit(self, request: _Request) -> None:
+        with self._changed:
+            self._waiting.append(request)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="ragcache-model")
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _await(self, request: _Request) -> None:
+        """Wait until it is finished. Raises what its limit raises while no pass holds it."""
+        limit = request.limit
+        try:
+            while not request.finished.wait(limit.poll_s()):
+                with self._changed:
+                    if request in self._waiting:
+                        limit.check()
+        except BaseException:
+            self._withdraw(request)
+            raise
+
+    def _withdraw(self, request: _Request) -> None:
+        """Give up. A pass that holds it is waited for: it works on the caller's cache."""
+        with self._changed:
+            while request in self._running:
+                self._changed.wait()
+            if request in self._waiting:
+                self._waiting.remove(request)
+
+    def _is_busy(self) -> bool:
+        with self._changed:
+            return bool(self._running or self._waiting or self._decoding)
+
+    # What the thread does
+
+    def _work(self) -> None:
+        with torch.inference_mode():
+            while self._await_work():
+                members = self._take()
+                try:
+                    if members:
+                        self._execute(members)
+                finally:
+                    self._end(members)
+
+    def _await_work(self) -> bool:
+        """Wait for a request; False when the thread has ended."""
+        with self._changed:
+            until = time.monotonic() + IDLE_S
+            if not self._waiting:
+                end_team()  # while there is nothing to run, others have the processors
+            while not self._waiting:
+                # Polling: at the interpreter's end nobody wakes a thread that it waits for.
+                self._changed.wait(POLL_S)
+                if not self._waiting and (time.monotonic() > until or not threading.main_thread().is_alive()):
+                    self._thread = None
+                    return False
+            return True
+
+    def _take(self) -> list[_Member]:
+        """Take what runs in the next pass out of the queue."""
+        with self._changed:
+            self._drop_given_up()
+            if not self._waiting:
+                return []
+            shares = self._shares(self._waiting[0])
+            self._running = [request for request, _ in shares]
+            self._waiting = [request for request in self._waiting if request not in self._running]
+            for request in self._running:
+                request.run.cache.hold()
+            # Held first, looked at then: the garbage collector may close an abandoned stream at any moment.
+            shares = [(request, count) for request, count in shares if not request.is_abandoned]
+        return [_Member(request, Piece.next(request.run, count)) for request, count in shares]
+
+    def _drop_given_up(self) -> None:
+        """End what gave up while it waited: its caller may be busy elsewhere and not look at its limit for long."""
+        for request in list(self._waiting):
+            try:
+                request.limit.check()
+            except Exception as error:
+                self._waiting.remove(request)
+                self._finish(request, error=error)
+
+    def _shares(self, first: _Request) -> list[tuple[_Request, int]]:
+        """What runs, with how many tokens: next tokens of sequences always, then others by arrival, long runs last."""
+        run = first.run
+        if first.alone is not None or not self.sharing:
+            return [(first, run.left)]
+        others = [one for one in self._waiting if one.alone is None and one is not first]
+        if self._is_question(run):
+            others = [one for one in others if self._is_question(one.run)]
+        room = self.pass_tokens if others or self._decoding else self.alone_tokens
+        kept = room // FIRST_SHARE if run.ordered and run.left > room else run.left
+        room -= kept
+        shares = []
+        for one in sorted(others, key=lambda one: one.is_prompt + (one.run.left > self.pass_tokens)):
+            count = self._share(one.run, room)
+            if count:
+                shares.append((one, count))
+                room -= count
+        return [(first, min(run.left, kept + max(0, room))), *shares]
+
+    def _is_question(self, run: Run) -> bool:
+        """Short, and no next token of a sequence: somebody waits for a first token."""
+        return 1 < run.left <= self.pass_tokens
+
+    def _share(self, run: Run, room: int) -> int:
+        """How many of its tokens go into what is left of a pass. Only what fits no pass is cut."""
+        if run.left == 1 or run.left <= room:
+            return run.left
+        return room if run.ordered and run.left > self.pass_tokens and room >= LEAST_PIECE else 0
+
+    def _execute(self, members: Sequence[_Member]) -> None:
+        first = members[0].request
+        try:
+            if first.alone is not None:
+                self._finish(first, first.alone())
+            else:
+                rows = self._forward([member.piece for member in members])
+                for member, logits in zip(members, rows, strict=True):
+                    self._advance(member, logits)
+        except BaseException as error:  # whatever it is, it is the caller's: this thread goes on for the others
+            if len(members) == 1:
+                self._finish(first, error=error)
+            else:
+                self._one_by_one(members)
+
+    def _one_by_one(self, members: Sequence[_Member]) -> None:
+        """After a shared pass failed: only what fails by itself has failed."""
+        for member in members:
+            member.piece.undo()
+        for member in members:
+            try:
+                self._advance(member, self._forward([member.piece])[0])
+            except BaseException as error:
+                self._finish(member.request, error=error)
+
+    def _advance(self, member: _Member, logits: Tensor) -> None:
+        member.piece.end()
+        if not member.request.run.left:
+            self._finish(member.request, logits)
+
+    def _finish(self, request: _Request, logits: Tensor | None = None, error: BaseException | None = None) -> None:
+        request.logits, request.error = logits, error
+        decoding = request.sequence
+        if decoding is None or decoding.over:
+            request.finished.set()
+        elif logits is None:
+            decoding.end(error)
+        else:
+            self._follow(decoding, logits)
+
+    def _follow(self, decoding: _Decoding, logits: Tensor) -> None:
+        try:
+            following = decoding.advance(logits)
+        except Exception as error:  # no probability left to sample from
+            decoding.end(error)
+            return
+        with self._changed:
+            if following is not None and not decoding.over:
+                self._waiting.append(following)
+            elif following is None:
+                self._decoding.discard(decoding)
+
+    def _end(self, members: Sequence[_Member]) -> None:
+        tokens = sum(member.piece.num_tokens for member in members)
+        with self._changed:
+            if members:
+                counts = dict(self._stats.members)
+                counts[len(members)] = counts.get(len(members), 0) + 1
+                self._stats = PassStats(self._stats.passes + 1, self._stats.tokens + tokens, counts)
+            unfinished = [one for one in self._running if one.sequence is None and not one.finished.is_set()]
+            self._waiting += unfinished
+            for request in self._running:
+                request.run.cache.let_go()
+            self._running = []
+            self._changed.notify_all()
+
+
+def _in_context(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same function, run with what the calling thread's context variables are now (observers)."""
+    context = contextvars.copy_context()
+    return lambda: context.run(function)
