@@ -102,6 +102,35 @@ class BufferPool:
                 self._idle.pop(0)
 
 
+class Loan:
+    """Buffers out of a pool, which get back when nobody holds the loan any more."""
+
+    def __init__(self, pool: BufferPool, buffers: KVBuffers) -> None:
+        self.buffers = buffers
+        weakref.finalize(self, pool.give, buffers)
+
+
+class Context:
+    """The first tokens of a cache, for others to stand on: never written to again, and there as long as one needs it.
+
+    num_tokens: in every layer
+    """
+
+    def __init__(self, loan: Loan, num_tokens: int) -> None:
+        self._loan = loan
+        self.num_tokens = num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffers that it keeps, with whatever room is behind its tokens."""
+        return self._loan.buffers.num_bytes
+
+    def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """keys and values, [1, num_kv_heads, num_tokens, head_dim], and key positions, int64 [num_tokens]."""
+        buffers, end = self._loan.buffers, self.num_tokens
+        return buffers.keys[layer][:, :, :end], buffers.values[layer][:, :, :end], buffers.positions[layer][:end]
+
+
 class CacheMark(NamedTuple):
     """What a cache held at one moment, by layer: tokens, tokens that had run, whether the context was placed."""
 
@@ -113,8 +142,10 @@ class CacheMark(NamedTuple):
 class FusedCache(Cache):  # type: ignore[misc]
     """Placed context, then every token that runs.
 
-    capacity: tokens to reserve; grows by half when more arrive
+    capacity: tokens to reserve, those of `base` aside; grows by half when more arrive
     fill:     called once a layer, before the layer is first used; places that layer's context
+    base:     what it stands on instead: the context that another cache has shared. It is copied only where its tokens
+              are replaced or dropped
 
     adjust:   changes attention scores after scaling and masking, now and when decoding goes on: a function of
               (float32 [batch, num_kv_heads, groups, num_tokens, length], key positions int64 [length] or
@@ -124,13 +155,21 @@ class FusedCache(Cache):  # type: ignore[misc]
     probing:  new keys and values are handed back alone and not kept
     """
 
-    def __init__(self, pool: BufferPool, capacity: int, fill: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        pool: BufferPool,
+        capacity: int,
+        fill: Callable[[int], None] | None = None,
+        base: Context | None = None,
+    ) -> None:
         super().__init__(layers=[])
         self._pool = pool
-        self._buffers = pool.take(max(capacity, 1))
-        self._returns = weakref.finalize(self, pool.give, self._buffers)
+        self._loan: Loan | None = Loan(pool, pool.take(max(capacity, 1)))
+        self._buffers = self._loan.buffers
+        self._is_shared = False
+        self.base = base
         self.fill = fill
-        self.lengths = [0] * pool.shape.num_layers
+        self.lengths = [self._base_tokens] * pool.shape.num_layers
         self._filled = [fill is None] * pool.shape.num_layers
         self._placed = [0] * pool.shape.num_layers
         self._ran = [0] * pool.shape.num_layers
@@ -148,7 +187,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         """Hand the buffers back, once no pass works on them. The cache must not be used afterwards."""
         self._is_released = True
         if not self._is_held:
-            self._returns()
+            self._loan = self.base = None
 
     def hold(self) -> None:
         """Keep the buffers until `let_go`, whoever releases them: a pass is about to work on them."""
@@ -158,7 +197,19 @@ class FusedCache(Cache):  # type: ignore[misc]
         """End `hold`."""
         self._is_held = False
         if self._is_released:
-            self._returns()
+            self._loan = self.base = None
+
+    @property
+    def _base_tokens(self) -> int:
+        return 0 if self.base is None else self.base.num_tokens
+
+    def share(self, num_tokens: int) -> Context:
+        """Its first tokens, for other caches to stand on. It goes on behind them itself."""
+        if self._loan is None or self.fill is not None or min(self.lengths) < num_tokens or self._head_positions:
+            raise ValueError("only what all heads of all layers hold alike can be shared")
+        self._own_base()
+        self._is_shared = True
+        return Context(self._loan, num_tokens)
 
     @property
     def capacity(self) -> int:
@@ -174,12 +225,12 @@ class FusedCache(Cache):  # type: ignore[misc]
 
         Returns views of keys and values, [1, num_kv_heads, num_tokens, head_dim], to be written by the caller.
         """
-        start = self.lengths[layer]
+        start = self.lengths[layer] - self._base_tokens
         end = start + positions.shape[0]
         self._grow(end)
         buffers = self._buffers
         buffers.positions[layer][start:end] = positions
-        self.lengths[layer] = end
+        self.lengths[layer] += positions.shape[0]
         return buffers.keys[layer][:, :, start:end], buffers.values[layer][:, :, start:end]
 
     def begin(self, positions: Tensor, slots: Tensor | Sequence[Tensor] | None = None) -> None:
@@ -219,6 +270,7 @@ class FusedCache(Cache):  # type: ignore[misc]
 
         What is kept closes up in the order given; decoding goes on behind it.
         """
+        self._own()
         keys, values, positions = self.layer_state(layer)
         count = index.shape[-1]
         by_head = index.expand(keys.shape[1], count)[None, :, :, None]
@@ -247,12 +299,16 @@ class FusedCache(Cache):  # type: ignore[misc]
             self._pool.give(smaller)
 
     def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """keys and values, [1, num_kv_heads, length, head_dim], and key positions, of a layer.
+        """keys and values, [1, num_kv_heads, length, head_dim], and key positions, of a layer; a copy over a `base`.
 
         Positions are int64 [length], or [num_kv_heads, length] where the heads hold different tokens.
         """
-        keys, values = self._held(layer)
-        positions = self._buffers.positions[layer][: self.lengths[layer]]
+        keys, values = self.own_state(layer)
+        positions = self._buffers.positions[layer][: self.lengths[layer] - self._base_tokens]
+        if self.base is not None:
+            below = self.base.layer_state(layer)
+            keys, values = torch.cat([below[0], keys], dim=2), torch.cat([below[1], values], dim=2)
+            positions = torch.cat([below[2], positions])
         if layer in self._head_positions:
             retained = self._head_positions[layer]
             positions = torch.cat([retained, positions[retained.shape[1] :].expand(retained.shape[0], -1)], dim=1)
@@ -261,7 +317,8 @@ class FusedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Called by the model's attention: write the new tokens' rotated keys and values, return all of the layer's."""
+        """Called by the model's attention: write the new tokens' rotated keys and values, return all of the layer's (of
+        the tokens behind its `base`)."""
         num_tokens = key_states.shape[2]
         if self.probing:
             self._projected[layer_idx] = max(num_tokens, self._projected[layer_idx])
@@ -277,10 +334,11 @@ class FusedCache(Cache):  # type: ignore[misc]
             keys.copy_(key_states)
             values.copy_(value_states)
         else:
+            self._own()
             slots = self._running(slots)
             self._replace(self._buffers.keys[layer_idx], slots, key_states)
             self._replace(self._buffers.values[layer_idx], slots, value_states)
-        return self._held(layer_idx)
+        return self.own_state(layer_idx)
 
     def _replace(self, held: Tensor, slots: Tensor, new: Tensor) -> None:
         new = new.to(held.dtype)
@@ -294,9 +352,10 @@ class FusedCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.lengths[layer_idx]
 
-    def _held(self, layer: int) -> tuple[Tensor, Tensor]:
+    def own_state(self, layer: int) -> tuple[Tensor, Tensor]:
+        """keys and values, [1, num_kv_heads, length, head_dim], of the tokens behind its `base`."""
         self._ensure(layer)
-        end = self.lengths[layer]
+        end = self.lengths[layer] - self._base_tokens
         return self._buffers.keys[layer][:, :, :end], self._buffers.values[layer][:, :, :end]
 
     def _next(self, count: int) -> Tensor:
@@ -318,7 +377,26 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._move_to(self._pool.take(max(needed, self.capacity + self.capacity // 2)))
 
     def _move_to(self, new: KVBuffers) -> None:
-        new.copy_from(self._buffers, max(self.lengths))
-        self._returns()
-        self._buffers = new
-        self._returns = weakref.finalize(self, self._pool.give, new)
+        new.copy_from(self._buffers, max(self.lengths) - self._base_tokens)
+        self._use(new)
+
+    def _use(self, buffers: KVBuffers) -> None:
+        self._loan, self._buffers, self._is_shared = Loan(self._pool, buffers), buffers, False
+
+    def _own(self) -> None:
+        """Before tokens are replaced or dropped: what others see stays as it is."""
+        self._own_base()
+        if self._is_shared:
+            self._move_to(self._pool.take(self.capacity))
+
+    def _own_base(self) -> None:
+        """Copy the base in front of the own tokens."""
+        if self.base is None:
+            return
+        new = self._pool.take(self.base.num_tokens + self.capacity)
+        for layer, length in enumerate(self.lengths):
+            keys, values, positions = self.layer_state(layer)
+            new.keys[layer][:, :, :length], new.values[layer][:, :, :length] = keys, values
+            new.positions[layer][:length] = positions
+        self.base = None
+        self._use(new)

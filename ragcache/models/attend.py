@@ -5,7 +5,7 @@ Softmax(cap(q k^T * scaling)) v, grouped-query, with KV heads unrepeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,6 +65,56 @@ def attend(
         repeats = query.shape[1] // key.shape[1]
         key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
     return _sdpa(query, key, value, attn_mask=mask, is_causal=causal, scale=scoring.scaling, enable_gqa=grouped)
+
+
+class Part(NamedTuple):
+    """Attention over some of the keys, to be merged with that over the others.
+
+    out: float32 [batch, num_heads, num_rows, head_dim], as if there were no other keys
+    lse: float32 [batch, num_heads, num_rows], the logarithm of the sum of the exponentiated scores
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    def split(self, lengths: Sequence[int]) -> list[Part]:
+        """The parts of consecutive rows."""
+        pairs = zip(self.out.split(lengths, dim=2), self.lse.split(lengths, dim=2), strict=True)
+        return [Part(out, lse) for out, lse in pairs]
+
+
+def attend_part(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Part:
+    """`attend` over some of the keys, without the sinks and changes of scores that hold for all of them.
+
+    mask: [num_rows, length], see `additive`; None: every key is visible
+    """
+    batch, num_heads, num_rows, width = query.shape
+    num_kv_heads = key.shape[1]
+    # The query heads of a KV head are rows of it: keys are read once for all of them, and for all requests.
+    folded = query.reshape(batch, num_kv_heads, -1, width)
+    if mask is None and scoring.softcap is None and key.device.type == "cpu" and key.shape[3] == value.shape[3]:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            folded, key, value, 0.0, False, attn_mask=None, scale=scoring.scaling
+        )
+    else:
+        scores = torch.matmul(folded * scoring.scaling, key.transpose(2, 3)).float()
+        if scoring.softcap is not None:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+        if mask is not None:
+            scores = (scores.view(batch, num_heads, num_rows, -1) + mask).view_as(scores)
+        lse = scores.logsumexp(-1)
+        out = torch.matmul((scores - lse[..., None]).exp().to(value.dtype), value)
+    return Part(out.float().reshape(batch, num_heads, num_rows, -1), lse.reshape(batch, num_heads, num_rows))
+
+
+def merge_parts(one: Part, other: Part, sinks: Tensor | None) -> Tensor:
+    """Attention over the keys of both: float32 [batch, num_heads, num_rows, head_dim]."""
+    highest = torch.maximum(one.lse, other.lse)
+    weights = (one.lse - highest).exp(), (other.lse - highest).exp()
+    total = weights[0] + weights[1]
+    if sinks is not None:
+        total = total + (sinks.float().view(1, -1, 1) - highest).exp()
+    return (one.out * weights[0][..., None] + other.out * weights[1][..., None]) / total[..., None]
 
 
 def _attend_by_head(

@@ -27,9 +27,18 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from ragcache.kv.cache import FusedCache
+from ragcache.kv.cache import Context, FusedCache
 from ragcache.kv.rope import Rope
-from ragcache.models.attend import Scoring, additive, attend, attention_weights, visible
+from ragcache.models.attend import (
+    Part,
+    Scoring,
+    additive,
+    attend,
+    attend_part,
+    attention_weights,
+    merge_parts,
+    visible,
+)
 
 NAME = "ragcache"
 # Rows that share one mask: more of them attend to keys that only the last can see. A GPU repeats the KV heads for every
@@ -198,7 +207,13 @@ def attention(
     if isinstance(current, FusedPass):
         if current.cache.probing:
             raise ProjectedSignal(Projected(query, key, value, current.running, scoring, sliding_window))
-        out = _attend_fused(current, layer, query, key, value, sliding_window, scoring)
+        (part,) = _attend_shared([current], layer, [query], sliding_window, scoring)
+        if part is None:
+            if current.cache.base is not None:
+                key, value, _ = current.cache.layer_state(layer)
+            out = _attend_fused(current, layer, query, key, value, sliding_window, scoring)
+        else:
+            out = _attend_behind(current, layer, query, part, scoring)
     elif isinstance(current, JointPass):
         out = _attend_jointly(current, layer, query, sliding_window, scoring)
     else:
@@ -234,12 +249,56 @@ def _encode_inputs(
 
 
 def _attend_jointly(current: JointPass, layer: int, query: Tensor, window: int | None, scoring: Scoring) -> Tensor:
-    """Each request's rows over what its own cache holds."""
-    parts = []
-    for member, rows in zip(current.members, torch.split(query, list(current.lengths), dim=2), strict=True):
-        key, value, _ = member.cache.layer_state(layer)
-        parts.append(_attend_fused(member, layer, rows, key, value, window, scoring))
-    return torch.cat(parts, dim=2)
+    """Each request's rows over what its own cache holds, and over a context that several share all at once."""
+    rows = torch.split(query, list(current.lengths), dim=2)
+    outs = []
+    for member, own, part in zip(
+        current.members, rows, _attend_shared(current.members, layer, rows, window, scoring), strict=True
+    ):
+        if part is None:
+            key, value, _ = member.cache.layer_state(layer)
+            outs.append(_attend_fused(member, layer, own, key, value, window, scoring))
+        else:
+            outs.append(_attend_behind(member, layer, own, part, scoring))
+    return torch.cat(outs, dim=2)
+
+
+def _attend_shared(
+    members: Sequence[FusedPass], layer: int, rows: Sequence[Tensor], window: int | None, scoring: Scoring
+) -> list[Part | None]:
+    """The members' rows over the contexts that their caches stand on, each context's keys read once for all of its
+    members (Hydragen, arXiv 2402.05099). None for a member whose rows must see all keys at once."""
+    found: list[Part | None] = [None] * len(members)
+    groups: dict[int, tuple[Context, list[int]]] = {}
+    for rank, member in enumerate(members):
+        base = member.cache.base
+        if base is not None and _sees_all_of_base(member, window):
+            groups.setdefault(id(base), (base, []))[1].append(rank)
+    for base, ranks in groups.values():
+        keys, values, _ = base.layer_state(layer)
+        part = attend_part(torch.cat([rows[rank] for rank in ranks], dim=2), keys, values, None, scoring)
+        for rank, own in zip(ranks, part.split([rows[rank].shape[2] for rank in ranks]), strict=True):
+            found[rank] = own
+    return found
+
+
+def _sees_all_of_base(current: FusedPass, window: int | None) -> bool:
+    """Every row sees every token of the context, by plain scores, and nobody watches."""
+    if not current.ordered or current.cache.adjust is not None or OBSERVER.get() is not None:
+        return False
+    return window is None or int(current.running.max()) < window
+
+
+def _attend_behind(current: FusedPass, layer: int, query: Tensor, part: Part, scoring: Scoring) -> Tensor:
+    """The rows over their own tokens, merged with what they got of the context before."""
+    key, value = current.cache.own_state(layer)
+    num_rows, length = query.shape[2], key.shape[2]
+    mask = None
+    if num_rows > 1:
+        order = torch.arange(length, device=key.device)
+        mask = additive(visible(order[length - num_rows :], order, None), torch.float32)
+    own = attend_part(query, key, value, mask, scoring)
+    return merge_parts(part, own, scoring.sinks).to(query.dtype)
 
 
 def _attend_fused(
