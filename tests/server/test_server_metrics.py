@@ -211,15 +211,15 @@ def test_the_log_holds_no_text_and_no_key(serve, lines, kb, monkeypatch):
 
 
 def test_a_failure_in_mid_stream_is_told_in_the_stream(served: Served, kb, lines, monkeypatch):
-    whole, passes = kb.lm.run, []
+    whole, passes = kb.lm.scheduler._forward, []
 
-    def run(*args, **options):
+    def forward(pieces):
         passes.append(1)
         if len(passes) > 2:
             raise ValueError("no more xylophone")
-        return whole(*args, **options)
+        return whole(pieces)
 
-    monkeypatch.setattr(kb.lm, "run", run)
+    monkeypatch.setattr(kb.lm.scheduler, "_forward", forward)
     answer = served.chat(QUESTION, max_tokens=9, stream=True)
     assert answer.status_code == 200
     last = json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))
