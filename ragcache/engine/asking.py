@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +14,7 @@ from ragcache.engine.admission import Admission, kv_bytes
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Timings, Token, Usage
 from ragcache.engine.blocks import LoadedBlocks, load_or_compute
 from ragcache.engine.context import Earlier
+from ragcache.engine.contexts import Contexts
 from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.loading import Ahead, BlockLoader
 from ragcache.engine.ordering import ORDERS, ReadCounts, relevance_hint, shared_order
@@ -26,6 +27,7 @@ from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.fusion.layout import Additions
 from ragcache.ingest.encoder import BlockEncoder, ModelEncoder
 from ragcache.kv.block import KVBlock
+from ragcache.kv.cache import SharedContext
 from ragcache.kv.prefix_tree import Lease
 from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
 from ragcache.models.limits import Limit, limited
@@ -38,6 +40,7 @@ from ragcache.store.kv_store import KVStore
 OVERFLOWS = ("error", "trim")
 UNUSED = "unused"
 EXACT = "exact"
+SHARED = "shared"
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Reader:
         self._eos = eos_token_ids(lm)
         self._read_counts = ReadCounts()
         self._prefix_blocks = prefix_blocks
+        self._contexts = Contexts()
 
     def check(self, method: FusionMethod) -> None:
         """Raises ConfigError when the method cannot read the blocks that this store's encoder makes."""
@@ -201,7 +205,7 @@ class Reader:
         waiting = time.perf_counter()
         with self.admission.hold(kv_bytes(self.lm, tokens), tokens, limit):
             clock.queue_s = time.perf_counter() - waiting
-            yield from self._answer(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
+            yield from self._answer(_Asked(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept))
 
     def _ordered(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> tuple[PromptEnds, Sequence[Hit]]:
         """With order="shared", what fits in the order that shares most with the prefix tree, each passage once, and the
@@ -228,33 +232,43 @@ class Reader:
         """For the longest answer that there can be."""
         return max(0, min(reading.sampling.max_tokens, self.lm.max_positions - prompt_tokens))
 
-    def _answer(
-        self,
-        prompt: Prompt,
-        hits: Sequence[Hit],
-        dropped: int,
-        reading: Reading,
-        clock: Clock,
-        limit: Limit,
-        kept: Kept | None,
-    ) -> Iterator[Event]:
-        method, sampling = reading.method, reading.sampling
+    def _answer(self, asked: _Asked) -> Iterator[Event]:
+        read = yield from self._read(asked)
+        asked.clock.read(read.loaded, read.fused, read.prefix.encode_s)
+        text, made, finish = yield from self._write(asked, read)
+        fused, prefix, loaded = read.fused, read.prefix, read.loaded
+        created = prefix.created_tokens + loaded.encoded_tokens
+        computed = max(fused.computed_tokens) + fused.encoded_tokens + created
+        cached = max(0, fused.prompt_tokens - computed)
+        usage = Usage(fused.prompt_tokens, cached, len(made), created, computed)
+        name = asked.reading.method.name
+        yield Done(Answer(text, read.sources, asked.clock.timings(), usage, name, asked.dropped, finish))
+
+    def _read(self, asked: _Asked) -> Generator[Event, None, _Read]:
+        """Load what the prompt needs, tell the sources, and run the prompt."""
+        prompt, hits, reading, kept = asked.prompt, asked.hits, asked.reading, asked.kept
+        method = reading.method
+        base = None if (key := asked.context_key) is None else self._contexts.find(key)
         path = self._path(prompt, hits, method, kept)
-        exact = self._known(prompt, reading, path)
+        exact = None if base is not None else self._known(prompt, reading, path)
         with exact or nullcontext():
-            prefix = self._prefix(prompt, method) if kept is None else PrefixBlock()
-            if path is None:
-                loaded = self._load(prompt, hits, reading, prefix.block)
+            prefix = self._prefix(prompt, method) if kept is None and base is None else PrefixBlock()
+            if path is None or base is not None:
+                loaded = self._load(prompt, hits, reading, prefix.block, base)
                 sources = _sources(hits, loaded)
             else:
                 loaded = self._load_rest(path, reading, exact)
                 again = kept.earlier.again if kept else ()
                 sources = self._sources_along(path, again, loaded, exact.num_tokens if exact else 0)
             yield Sources(sources)
-            limit.check()
-            with limited(limit):
-                fused = self._fuse(prompt, reading, loaded, prefix.block, path, exact)
-        clock.read(loaded, fused, prefix.encode_s)
+            asked.limit.check()
+            with limited(asked.limit):
+                fused = self._fuse(asked, loaded, prefix.block, path, exact, base)
+        return _Read(sources, loaded, prefix, path, fused)
+
+    def _write(self, asked: _Asked, read: _Read) -> Generator[Event, None, tuple[str, list[int], str]]:
+        """The answer's text, its tokens, and why it ended."""
+        fused, sampling = read.fused, asked.reading.sampling
         text, made, ran, finish = "", list[int](), -1, "length"
         pieces = TextStream(self.lm.tokenizer, sampling.stop)
         steps = decode(
@@ -265,11 +279,11 @@ class Reader:
             sampling,
             eos_ids=self._eos,
             never=fused.reserved_ids,
-            limit=limit,
+            limit=asked.limit,
         )
         try:
             for token in steps:
-                clock.first_token()
+                asked.clock.first_token()
                 made.append(token)
                 if piece := pieces.push(token):
                     text += piece
@@ -284,16 +298,12 @@ class Reader:
                 yield Token(piece)
         finally:
             steps.close()
-            if path is not None and reading.evict is None and _is_reused(path, method):
-                self.prefixes.keep(method, path, made[:ran], fused)
+            if read.path is not None and asked.reading.evict is None and _is_reused(read.path, asked.reading.method):
+                self.prefixes.keep(asked.reading.method, read.path, made[:ran], fused)
             fused.cache.release()
-        created = prefix.created_tokens + loaded.encoded_tokens
-        computed = max(fused.computed_tokens) + fused.encoded_tokens + created
-        cached = max(0, fused.prompt_tokens - computed)
-        if kept is not None:
-            kept.answered(hits, text, self._said(text, made, pieces.stopped))
-        usage = Usage(fused.prompt_tokens, cached, len(made), created, computed)
-        yield Done(Answer(text, sources, clock.timings(), usage, method.name, dropped, finish))
+        if asked.kept is not None:
+            asked.kept.answered(asked.hits, text, self._said(text, made, pieces.stopped))
+        return text, made, finish
 
     def _said(self, text: str, made: list[int], stopped: bool) -> list[int]:
         """What the next turn reads as this answer: its tokens, where they are its text and nothing else."""
@@ -304,6 +314,7 @@ class Reader:
         """Let go of what was computed over passages that are gone. A conversation's prefix may quote any."""
         self.prefixes.drop_deleted()
         self._prefix_blocks.clear()
+        self._contexts.forget()
 
     def clear(self) -> None:
         """Let go of all exact KV."""
@@ -351,12 +362,18 @@ class Reader:
             *(replace(by_ids[tuple(hit.chunk.token_ids)], chunk=hit.chunk, score=hit.score) for hit in again),
         ]
 
-    def _load(self, prompt: Prompt, hits: Sequence[Hit], reading: Reading, prefix: KVBlock | None) -> LoadedBlocks:
-        method = reading.method
-        if not method.reuses_blocks:
-            handles = [self.encoder.key(hit.chunk.token_ids) for hit in hits]
-            return LoadedBlocks([], handles, [UNUSED] * len(hits), 0.0, 0.0, 0)
-        own = self.encoder
+    def _load(
+        self,
+        prompt: Prompt,
+        hits: Sequence[Hit],
+        reading: Reading,
+        prefix: KVBlock | None,
+        base: SharedContext | None,
+    ) -> LoadedBlocks:
+        method, own = reading.method, self.encoder
+        if base is not None or not method.reuses_blocks:
+            handles = [own.key(hit.chunk.token_ids) for hit in hits]
+            return LoadedBlocks([], handles, [UNUSED if base is None else SHARED] * len(hits), 0.0, 0.0, 0)
         encoder: BlockEncoder = own
         ids = method.prefix_ids(self.lm, prompt)
         if passing := own.recipe.sees_prefix and ids != own.prefix_ids:
@@ -368,14 +385,35 @@ class Reader:
 
     def _fuse(
         self,
-        prompt: Prompt,
-        reading: Reading,
+        asked: _Asked,
         loaded: LoadedBlocks,
         prefix: KVBlock | None,
         path: Path | None,
         exact: Lease | None,
+        base: SharedContext | None,
+    ) -> Fused:
+        """Over the context of another question in progress where there is one; else others may find this one's."""
+        key = asked.context_key
+        if key is None or base is not None:
+            return self._fuse_over(asked, loaded, prefix, path, exact, base)
+        with self._contexts.making(key, asked.limit) as found:
+            if isinstance(found, SharedContext):
+                return self._fuse_over(asked, loaded, prefix, path, None, found)
+            fused = self._fuse_over(asked, loaded, prefix, path, exact, None)
+            found(fused.share())
+            return fused
+
+    def _fuse_over(
+        self,
+        asked: _Asked,
+        loaded: LoadedBlocks,
+        prefix: KVBlock | None,
+        path: Path | None,
+        exact: Lease | None,
+        base: SharedContext | None,
     ) -> Fused:
         started = time.perf_counter()
+        prompt, reading = asked.prompt, asked.reading
         fused = fuse(
             self.lm,
             prompt if path is None or not path.layout.separate else path.parts,
@@ -386,6 +424,7 @@ class Reader:
             reserve_tokens=self._room(prompt.num_tokens, reading),
             evict=reading.evict,
             exact=exact,
+            base=base,
         )
         if not reading.method.reuses_blocks and min(fused.computed_tokens) == fused.prompt_tokens:
             self.lm.finish()  # nothing of the prompt was known: the estimate of a full prefill learns from it
@@ -394,6 +433,40 @@ class Reader:
 
     def _prefix(self, prompt: Prompt, method: FusionMethod) -> PrefixBlock:
         return self._prefix_blocks.get(method.prefix_ids(self.lm, prompt)) if method.reuses_blocks else PrefixBlock()
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One question that is being answered, and what of its passages had to be left out."""
+
+    prompt: Prompt
+    hits: Sequence[Hit]
+    dropped: int
+    reading: Reading
+    clock: Clock
+    limit: Limit
+    kept: Kept | None
+
+    @property
+    def context_key(self) -> Hashable | None:
+        """What stands before the suffix; None where other questions cannot share it."""
+        prompt, reading = self.prompt, self.reading
+        if self.kept is not None or reading.evict is not None or not reading.method.shares_context:
+            return None
+        if not prompt.prefix_ids and not prompt.chunk_ids:
+            return None
+        return repr(reading.method), tuple(prompt.prefix_ids), tuple(map(tuple, prompt.chunk_ids))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A prompt that has run, and where its KV came from."""
+
+    sources: list[Source]
+    loaded: LoadedBlocks
+    prefix: PrefixBlock
+    path: Path | None
+    fused: Fused
 
 
 @dataclass

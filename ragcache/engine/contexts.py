@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
-from ragcache.kv.cache import Context
+from ragcache.kv.cache import SharedContext
 from ragcache.models.limits import Limit
 
 
@@ -18,16 +18,16 @@ class Contexts:
     """
 
     def __init__(self) -> None:
-        self._known: WeakValueDictionary[Hashable, Context] = WeakValueDictionary()
+        self._known: WeakValueDictionary[Hashable, SharedContext] = WeakValueDictionary()
         self._making: set[Hashable] = set()
         self._changed = threading.Condition()
 
-    def find(self, key: Hashable) -> Context | None:
+    def find(self, key: Hashable) -> SharedContext | None:
         with self._changed:
             return self._known.get(key)
 
     @contextmanager
-    def making(self, key: Hashable, limit: Limit) -> Iterator[Context | Callable[[Context], None]]:
+    def making(self, key: Hashable, limit: Limit) -> Iterator[SharedContext | Callable[[SharedContext], None]]:
         """What is known under this key; or, for the only caller that makes it at a time, the function to tell it.
 
         Others that want it wait. Raises what `limit` raises while it waits.
@@ -54,6 +54,6 @@ class Contexts:
         with self._changed:
             self._known.clear()
 
-    def _tell(self, key: Hashable, context: Context) -> None:
+    def _tell(self, key: Hashable, context: SharedContext) -> None:
         with self._changed:
             self._known[key] = context

@@ -19,7 +19,7 @@ from ragcache.errors import PromptError
 from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, lay_out
 from ragcache.fusion.placing import Placement, Placer
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import Adjust, FusedCache
+from ragcache.kv.cache import Adjust, FusedCache, SharedContext
 from ragcache.kv.identity import Recipe
 from ragcache.models.layerwise import BeforeLayer
 from ragcache.models.lm import LanguageModel
@@ -83,6 +83,7 @@ class Job:
     blocks: those of `layout.placed(known)`, in order, on any device
     prefix: the block of the first text, up to the first passage; None: that text runs, or `exact` holds it
     exact:  KV of the first tokens that earlier passes left: at most all but the last one
+    base:   all that stands before the last text, as another job left it: it is read where it is
     reserve_tokens: room to leave for decoding
     """
 
@@ -91,13 +92,14 @@ class Job:
     blocks: Sequence[KVBlock] = ()
     prefix: KVBlock | None = None
     exact: Exact | None = None
+    base: SharedContext | None = None
     reserve_tokens: int = 64
     times: PhaseTimes = field(default_factory=PhaseTimes)
 
     @property
     def known(self) -> int:
         """Tokens at the prompt's beginning whose KV is at hand."""
-        first = self.prefix if self.exact is None else self.exact
+        first = self.base or self.exact or self.prefix
         return 0 if first is None else first.num_tokens
 
     @property
@@ -109,6 +111,9 @@ class Job:
 
     def read(self, adjust: Adjust | None = None) -> Prefilled:
         """Place all blocks and run the text. adjust: changes attention scores; see FusedCache."""
+        if self.base is not None:
+            room = self.layout.num_tokens - self.base.num_tokens + self.reserve_tokens
+            return self.run_text(self.lm.new_cache(room, base=self.base))
         placer = Placer(self.lm, self.placements)
 
         def place(cache: FusedCache, layer: int) -> None:
@@ -200,6 +205,12 @@ class FusionMethod:
         """Whether it can read several groups of passages with text between them, as a conversation has them: every
         token at its global position, blocks as they are, all other tokens over everything before them."""
         return False
+
+    @property
+    def shares_context(self) -> bool:
+        """Whether what stands before the last text comes out the same whatever that text is, so that questions over the
+        same passages can share it: so it is where `prefill` is not overridden."""
+        return type(self).prefill is FusionMethod.prefill
 
     def additions(self, lm: LanguageModel) -> Additions:
         """Tokens that the method puts between the prompt's own. Raises ConfigError where `lm` has none trained."""

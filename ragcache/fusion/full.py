@@ -34,5 +34,9 @@ class Full(FusionMethod):
         return self.reuse
 
     @property
+    def shares_context(self) -> bool:
+        return self.reuse
+
+    @property
     def keeps_context(self) -> bool:
         return True

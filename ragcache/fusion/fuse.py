@@ -15,7 +15,7 @@ from ragcache.fusion.base import Exact, FusionMethod, Job, PhaseTimes, Prefilled
 from ragcache.fusion.eviction import Ballot, SnapKV
 from ragcache.fusion.layout import Additions, Layout
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import FusedCache
+from ragcache.kv.cache import FusedCache, SharedContext
 from ragcache.kv.identity import Recipe
 from ragcache.models.attention import observing
 from ragcache.models.lm import LanguageModel
@@ -59,6 +59,14 @@ class Fused:
         parts = self.prompt.parts if isinstance(self.prompt, Prompt) else self.prompt
         return self.layout.num_tokens - sum(part.num_tokens for part in parts)
 
+    def share(self) -> SharedContext:
+        """All that stands before the suffix, for other questions over the same passages; see `fuse`'s `base`.
+
+        Raises ValueError where heads or layers hold unlike tokens (after eviction, or by a method that drops some).
+        """
+        last = self.prompt.parts[-1] if isinstance(self.prompt, Prompt) else self.prompt[-1]
+        return self.cache.share(self.layout.num_tokens - last.num_tokens)
+
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that the model did not run, in the layer where it ran most."""
@@ -86,6 +94,7 @@ def fuse(
     reserve_tokens: int = 64,
     evict: SnapKV | int | None = None,
     exact: Exact | None = None,
+    base: SharedContext | None = None,
     **options: Any,
 ) -> Fused:
     """Fused prefill: put the blocks in place and run the question.
@@ -102,9 +111,11 @@ def fuse(
             each layer and KV head; `next_logits` are read off before that
     exact:  KV of the prompt's first tokens, up to within no passage whose block is placed: for a method with
             `takes_exact`, or of several groups of passages
+    base:   instead of blocks, all that stands before the suffix, as `Fused.share` of the same prompt with any other
+            suffix gave it, for a method with `shares_context`: it is read where it is
     options: the method's own
 
-    Raises ConfigError (method, option, recipe, evict, exact), StaleBlockError (blocks of another model or another
+    Raises ConfigError (method, option, recipe, evict, exact, base), StaleBlockError (blocks of another model or another
     prompt), ContextTooLongError, PromptError.
     """
     chosen = get_method(method, **options)
@@ -118,10 +129,11 @@ def fuse(
     prefix_ids = chosen.prefix_ids(lm, prompt) if isinstance(prompt, Prompt) else []
     suffix_tokens = parts[-1].num_tokens
     _check_exact(layout, exact, 1 if evict is None else suffix_tokens)
+    _check_base(chosen, layout, base, suffix_tokens)
     ballot = None if evict is None else _ballot(SnapKV.of(evict), layout, len(prefix_ids), suffix_tokens)
     lm.check_ids(layout.ids, "the prompt")
-    job, encoded = Job(lm, layout, exact=exact, reserve_tokens=reserve_tokens), 0
-    if layout.separate:
+    job, encoded = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens), 0
+    if layout.separate and base is None:
         job, encoded = _with_blocks(job, chunks, recipe, prefix_ids, blocks, prefix_block)
     done = chosen.prefill(job) if ballot is None else _prefill_and_evict(chosen, job, ballot)
     return Fused(
@@ -187,6 +199,20 @@ def _check_exact(layout: Layout, exact: Exact | None, must_run: int) -> None:
     usable = layout.usable(exact.num_tokens)
     if usable < exact.num_tokens:
         raise ConfigError(f"exact KV of {exact.num_tokens} tokens ends within a passage; cut it to {usable}")
+
+
+def _check_base(method: FusionMethod, layout: Layout, base: SharedContext | None, suffix_tokens: int) -> None:
+    if base is None:
+        return
+    if not method.shares_context:
+        raise ConfigError(
+            f"method {method.name!r} reads every prompt by itself and takes no shared context; leave `base` out"
+        )
+    if base.num_tokens != layout.num_tokens - suffix_tokens:
+        raise ConfigError(
+            f"a context of {base.num_tokens} tokens was given for a prompt with {layout.num_tokens - suffix_tokens} "
+            "before its suffix; share it from the same prefix and passages"
+        )
 
 
 def block_recipe(lm: LanguageModel, method: FusionMethod, recipe: str | Recipe | None = None) -> Recipe:

@@ -110,7 +110,7 @@ class Loan:
         weakref.finalize(self, pool.give, buffers)
 
 
-class Context:
+class SharedContext:
     """The first tokens of a cache, for others to stand on: never written to again, and there as long as one needs it.
 
     num_tokens: in every layer
@@ -160,13 +160,13 @@ class FusedCache(Cache):  # type: ignore[misc]
         pool: BufferPool,
         capacity: int,
         fill: Callable[[int], None] | None = None,
-        base: Context | None = None,
+        base: SharedContext | None = None,
     ) -> None:
         super().__init__(layers=[])
         self._pool = pool
         self._loan: Loan | None = Loan(pool, pool.take(max(capacity, 1)))
         self._buffers = self._loan.buffers
-        self._is_shared = False
+        self._shared: SharedContext | None = None
         self.base = base
         self.fill = fill
         self.lengths = [self._base_tokens] * pool.shape.num_layers
@@ -187,7 +187,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         """Hand the buffers back, once no pass works on them. The cache must not be used afterwards."""
         self._is_released = True
         if not self._is_held:
-            self._loan = self.base = None
+            self._loan = self._shared = self.base = None
 
     def hold(self) -> None:
         """Keep the buffers until `let_go`, whoever releases them: a pass is about to work on them."""
@@ -197,19 +197,19 @@ class FusedCache(Cache):  # type: ignore[misc]
         """End `hold`."""
         self._is_held = False
         if self._is_released:
-            self._loan = self.base = None
+            self._loan = self._shared = self.base = None
 
     @property
     def _base_tokens(self) -> int:
         return 0 if self.base is None else self.base.num_tokens
 
-    def share(self, num_tokens: int) -> Context:
-        """Its first tokens, for other caches to stand on. It goes on behind them itself."""
+    def share(self, num_tokens: int) -> SharedContext:
+        """Its first tokens, for other caches to stand on. It goes on behind them, and keeps what it has shared."""
         if self._loan is None or self.fill is not None or min(self.lengths) < num_tokens or self._head_positions:
             raise ValueError("only what all heads of all layers hold alike can be shared")
         self._own_base()
-        self._is_shared = True
-        return Context(self._loan, num_tokens)
+        self._shared = SharedContext(self._loan, num_tokens)
+        return self._shared
 
     @property
     def capacity(self) -> int:
@@ -381,12 +381,12 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._use(new)
 
     def _use(self, buffers: KVBuffers) -> None:
-        self._loan, self._buffers, self._is_shared = Loan(self._pool, buffers), buffers, False
+        self._loan, self._buffers, self._shared = Loan(self._pool, buffers), buffers, None
 
     def _own(self) -> None:
         """Before tokens are replaced or dropped: what others see stays as it is."""
         self._own_base()
-        if self._is_shared:
+        if self._shared is not None:
             self._move_to(self._pool.take(self.capacity))
 
     def _own_base(self) -> None:

@@ -5,7 +5,7 @@ Softmax(cap(q k^T * scaling)) v, grouped-query, with KV heads unrepeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -77,9 +77,9 @@ class Part(NamedTuple):
     out: Tensor
     lse: Tensor
 
-    def split(self, lengths: Sequence[int]) -> list[Part]:
+    def split(self, lengths: list[int]) -> list[Part]:
         """The parts of consecutive rows."""
-        pairs = zip(self.out.split(lengths, dim=2), self.lse.split(lengths, dim=2), strict=True)
+        pairs = zip(torch.split(self.out, lengths, dim=2), torch.split(self.lse, lengths, dim=2), strict=True)
         return [Part(out, lse) for out, lse in pairs]
 
 

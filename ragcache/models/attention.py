@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from ragcache.kv.cache import Context, FusedCache
+from ragcache.kv.cache import FusedCache, SharedContext
 from ragcache.kv.rope import Rope
 from ragcache.models.attend import (
     Part,
@@ -269,7 +269,7 @@ def _attend_shared(
     """The members' rows over the contexts that their caches stand on, each context's keys read once for all of its
     members (Hydragen, arXiv 2402.05099). None for a member whose rows must see all keys at once."""
     found: list[Part | None] = [None] * len(members)
-    groups: dict[int, tuple[Context, list[int]]] = {}
+    groups: dict[int, tuple[SharedContext, list[int]]] = {}
     for rank, member in enumerate(members):
         base = member.cache.base
         if base is not None and _sees_all_of_base(member, window):

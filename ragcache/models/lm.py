@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import BufferPool, CacheShape, Context, FusedCache
+from ragcache.kv.cache import BufferPool, CacheShape, FusedCache, SharedContext
 from ragcache.kv.identity import Recipe, block_key
 from ragcache.kv.rope import Rope
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
@@ -181,7 +181,7 @@ class LanguageModel:
             torch.cuda.synchronize(self.device)
 
     def new_cache(
-        self, capacity: int, fill: Callable[[int], None] | None = None, base: Context | None = None
+        self, capacity: int, fill: Callable[[int], None] | None = None, base: SharedContext | None = None
     ) -> FusedCache:
         """A cache with room for `capacity` tokens; see FusedCache."""
         return FusedCache(self.pool, capacity, fill, base)

@@ -133,6 +133,7 @@ def test_buffers_go_back_when_the_last_user_has_gone():
     context = owner.share(2)
     assert context.num_tokens == 2
     standing = FusedCache(pool, 4, base=context)
+    assert owner.share(2) is not context
     owner.release()
     assert not pool._idle, "the context needs them"
     del context
