@@ -19,7 +19,8 @@ class RagCacheKVLoadEvent(BaseEvent):
 
     ids:      of the passages, in the order of the prompt
     handles:  names of their blocks
-    origins:  passages by where their KV came from: "memory", "disk", "computed" (now), "shared" (with another question), "unused", "exact" (under full)
+    origins:  passages by where their KV came from: "memory", "disk", "computed" (now), "shared" (with another one),
+              "unused", "exact" (under full)
     tokens:   of the passages
     elapsed_s: seconds since the question was asked
     """
