@@ -10,15 +10,16 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Column, Connection, delete, exists, func, insert, literal, select, update
+from sqlalchemy import Column, Connection, bindparam, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ragcache.errors import DuplicateDocumentError, NoSuchDocumentError
 from ragcache.store import properties, rows
 from ragcache.store.database import Database
-from ragcache.store.filters import Filter, compile_filter, field_names, fields_of
-from ragcache.store.records import Chunk, Counts, Document, NewChunk, NewDocument, VectorBatch
+from ragcache.store.filters import OWN_FIELDS, Filter, compile_filter, field_names, fields_of
+from ragcache.store.records import Chunk, Counts, Document, NewChunk, NewDocument, StoredVersion, VectorBatch
 from ragcache.store.schema import chunks, counters, documents, garbage
+from ragcache.store.unreferenced import discard_chunks, is_referenced, rescue, to_garbage
 from ragcache.store.validation import check_document
 
 _IN_LIMIT = 1000  # values in one IN list
@@ -98,6 +99,22 @@ class DocumentStore:
                 f"document {document.id!r}: one of its chunk ids belongs to another document ({error.orig})"
             ) from error
 
+    def move_document(self, id: str, new_id: str, version: StoredVersion, chunk_ids: Sequence[str]) -> list[int]:
+        """Give a stored document another id and version, and its chunks, in order, these ids; text, embeddings and
+        handles stay. A document that has the new id is replaced: returns its chunks' vector ids.
+
+        Raises NoSuchDocumentError, DuplicateDocumentError (a chunk id that is taken); then nothing changed.
+        """
+        check_document(NewDocument(new_id, version.source, version.content_hash, file=version.file or ""), [])
+        try:
+            with self._db.write() as connection:
+                _advance(connection, "generation")
+                return self._move(connection, id, {"id": new_id, **version._asdict()}, chunk_ids)
+        except IntegrityError as error:
+            raise DuplicateDocumentError(
+                f"document {new_id!r}: one of its chunk ids belongs to another document ({error.orig})"
+            ) from error
+
     def delete_documents(self, ids: Iterable[str]) -> list[str]:
         """Delete documents with their chunks; returns the ids that were there, in the order given."""
         wanted = list(dict.fromkeys(ids))
@@ -105,11 +122,11 @@ class DocumentStore:
             _advance(connection, "generation", 0)
             found = {id for part in _parts(wanted) for id in connection.scalars(_ids_among(part))}
             for part in _parts([id for id in wanted if id in found]):
-                _discard_chunks(connection, part)
+                discard_chunks(connection, part)
                 connection.execute(delete(documents).where(documents.c.id.in_(part)))
             if found:
                 _advance(connection, "generation")
-            _rescue(connection)
+            rescue(connection)
         return [id for id in wanted if id in found]
 
     def set_handle(self, chunk_id: str, handle: str | None) -> None:
@@ -121,12 +138,12 @@ class DocumentStore:
         with self._db.write() as connection:
             _advance(connection, "generation", 0)
             for chunk_id, handle in handles.items():
-                _to_garbage(connection, chunks.c.id == chunk_id)
+                to_garbage(connection, chunks.c.id == chunk_id)
                 values = {"handle": handle} if handle is None else {"handle": handle, "uses_left": 0}
                 changed = connection.execute(update(chunks).where(chunks.c.id == chunk_id).values(values))
                 if not changed.rowcount:
                     raise NoSuchDocumentError(f"{self._db.where}: no chunk {chunk_id!r}; it may have been deleted")
-            _rescue(connection)
+            rescue(connection)
 
     def count_use(self, chunk_id: str) -> None:
         """A chunk whose KV is not kept yet was retrieved (kv="hot"); an unknown chunk is ignored."""
@@ -146,15 +163,23 @@ class DocumentStore:
         """Documents whose metadata pass the filter, by id. Raises FilterError."""
         query = rows.select_documents().order_by(documents.c.id).limit(limit).offset(offset)
         if where:
-            query = query.where(compile_filter(where, documents.c.metadata, self._db.dialect))
+            query = query.where(self._passing(where))
         with self._db.read() as connection:
             return [rows.document(row) for row in connection.execute(query).mappings()]
 
-    def content_hashes(self) -> dict[str, str]:
-        """The content hash of every document by id: what tells unchanged input from changed."""
+    def count(self, where: Filter | None = None) -> int:
+        """How many documents pass the filter. Raises FilterError."""
+        query = select(func.count()).select_from(documents)
+        if where:
+            query = query.where(self._passing(where))
         with self._db.read() as connection:
-            found = connection.execute(select(documents.c.id, documents.c.content_hash)).mappings()
-            return {row["id"]: row["content_hash"] for row in found}
+            return int(connection.scalar(query) or 0)
+
+    def versions(self) -> dict[str, StoredVersion]:
+        """Of every document by id, what tells unchanged input from changed."""
+        columns = (documents.c[name] for name in ("id", *StoredVersion._fields))
+        with self._db.read() as connection:
+            return {row.id: StoredVersion(*row[1:]) for row in connection.execute(select(*columns))}
 
     def chunk(self, id: str) -> Chunk | None:
         with self._db.read() as connection:
@@ -199,7 +224,9 @@ class DocumentStore:
         """Vector ids of the chunks whose metadata (their document's included) pass the filter. Raises FilterError."""
         query = select(chunks.c.vector_id)
         if where:
-            query = query.where(compile_filter(where, chunks.c.metadata, self._db.dialect))
+            source = select(documents.c.source).where(documents.c.id == chunks.c.document_id).scalar_subquery()
+            own = {"source": source, "document_id": chunks.c.document_id}
+            query = query.where(compile_filter(where, chunks.c.metadata, self._db.dialect, own))
         with self._db.read() as connection:
             return set(connection.scalars(query))
 
@@ -207,7 +234,7 @@ class DocumentStore:
         """Fields of the filter that no chunk's metadata has, and all the fields that there are; both sorted."""
         with self._db.read() as connection:
             known = set(connection.scalars(field_names(chunks.c.metadata, self._db.dialect)))
-        return sorted(fields_of(where) - known), sorted(known)
+        return sorted(fields_of(where) - known - set(OWN_FIELDS)), sorted(known)
 
     def vectors(self, chunk_ids: Iterable[str], dimension: int) -> NDArray[np.float32]:
         """Embeddings of `chunks(chunk_ids)`: float32 [n, dimension]."""
@@ -266,7 +293,7 @@ class DocumentStore:
     def collectable(self) -> set[str]:
         """Garbage that no chunk refers to: its KV bytes are to be deleted, with no ingestion beside (writer lock)."""
         with self._db.read() as connection:
-            return set(connection.scalars(select(garbage.c.handle).where(~_is_referenced())))
+            return set(connection.scalars(select(garbage.c.handle).where(~is_referenced())))
 
     def clear_garbage(self, handles: Iterable[str]) -> None:
         """Forget handles whose KV bytes are deleted; others are ignored."""
@@ -280,6 +307,10 @@ class DocumentStore:
             query = select(func.count(), func.coalesce(func.sum(chunks.c.num_tokens), 0)).select_from(chunks)
             num_chunks, num_tokens = connection.execute(query).one()
         return Counts(int(num_documents or 0), int(num_chunks), int(num_tokens))
+
+    def _passing(self, where: Filter) -> Any:
+        own = {"source": documents.c.source, "document_id": documents.c.id}
+        return compile_filter(where, documents.c.metadata, self._db.dialect, own)
 
     def _chunks_by(self, column: Column[Any], wanted: Sequence[Any]) -> list[Chunk]:
         if not wanted:  # every question over retrieved passages comes by here with nothing to look up
@@ -302,7 +333,7 @@ class DocumentStore:
         self, connection: Connection, document: NewDocument, new_chunks: Sequence[NewChunk], now: float
     ) -> list[int]:
         values = rows.document_values(document, now)
-        _discard_chunks(connection, [document.id])
+        discard_chunks(connection, [document.id])
         if not connection.execute(update(documents).where(documents.c.id == document.id).values(values)).rowcount:
             connection.execute(insert(documents), {**values, "created_at": now})
         last = _advance(connection, "vector_id", len(new_chunks))
@@ -311,8 +342,28 @@ class DocumentStore:
             self._bind(connection, "embedding_dim", len(new_chunks[0].embedding))
             pairs = enumerate(zip(new_chunks, ids, strict=True))
             connection.execute(insert(chunks), [rows.chunk_values(document, new, n, id, now) for n, (new, id) in pairs])
-        _rescue(connection)
+        rescue(connection)
         return ids
+
+    def _move(self, connection: Connection, id: str, new: dict[str, Any], chunk_ids: Sequence[str]) -> list[int]:
+        old = connection.execute(select(documents).where(documents.c.id == id)).mappings().one_or_none()
+        if old is None:
+            raise NoSuchDocumentError(f"{self._db.where}: no document {id!r}; it may have been deleted")
+        if new["id"] == id:
+            connection.execute(update(documents).where(documents.c.id == id).values(new))
+            return []
+        taken = documents.c.id == new["id"]
+        gone = list(connection.scalars(select(chunks.c.vector_id).where(chunks.c.document_id == new["id"])))
+        discard_chunks(connection, [new["id"]])
+        connection.execute(delete(documents).where(taken))
+        connection.execute(insert(documents), {**old, **new})
+        at = (chunks.c.document_id == id, chunks.c.ordinal == bindparam("at"))
+        if chunk_ids:
+            moved = update(chunks).where(*at).values(id=bindparam("name"), document_id=new["id"])
+            connection.execute(moved, [{"at": ordinal, "name": name} for ordinal, name in enumerate(chunk_ids)])
+        connection.execute(delete(documents).where(documents.c.id == id))
+        rescue(connection)
+        return gone
 
 
 def _advance(connection: Connection, name: str, step: int = 1) -> int:
@@ -324,26 +375,6 @@ def _advance(connection: Connection, name: str, step: int = 1) -> int:
 
 def _counter(connection: Connection, name: str) -> int:
     return int(connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one())
-
-
-def _discard_chunks(connection: Connection, document_ids: Sequence[str]) -> None:
-    _to_garbage(connection, chunks.c.document_id.in_(document_ids))
-    connection.execute(delete(chunks).where(chunks.c.document_id.in_(document_ids)))
-
-
-def _to_garbage(connection: Connection, condition: Any) -> None:
-    """Put the handles of these chunks into the garbage; `_rescue` takes back those that are still in use."""
-    known = exists().where(garbage.c.handle == chunks.c.handle)
-    handles = select(chunks.c.handle, literal(time.time())).where(condition, chunks.c.handle.is_not(None), ~known)
-    connection.execute(insert(garbage).from_select(["handle", "created_at"], handles.distinct()))
-
-
-def _rescue(connection: Connection) -> None:
-    connection.execute(delete(garbage).where(_is_referenced()))
-
-
-def _is_referenced() -> Any:
-    return exists().where(chunks.c.handle == garbage.c.handle)
 
 
 def _ids_among(ids: Sequence[str]) -> Any:

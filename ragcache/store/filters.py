@@ -2,12 +2,17 @@
 
     {"year": 2024}                                       equality; several fields: all of them
     {"year": {"$gte": 2020, "$lt": 2024}}                $eq $ne $gt $gte $lt $lte $in $nin $exists
+    {"tags": {"$contains": "river"}}                     a member of a list
+    {"source": {"$glob": "/srv/docs/*.md"}}              * any text, ? one character, [*] the character itself
     {"$and": [...]}, {"$or": [...]}, {"$not": {...}}     of filters
 
 A field is a key of the metadata object, taken as it is written (no paths). Types are kept apart: "1", 1 and true
 differ, 1 and 1.0 do not. An absent field equals nothing, is neither greater nor less than anything, and is in no list.
 None equals null. Strings are ordered by code point. $ne, $nin and $not are the exact opposites of $eq, $in
 and the filter itself: they hold where the field is absent. Both databases give the same answers.
+
+`source` and `document_id` name the document's own source and id beside metadata fields of these names: it passes if its
+metadata field or its own does. They are never absent.
 """
 
 from __future__ import annotations
@@ -15,11 +20,12 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Column, Text, and_, cast, exists, false, func, literal, not_, or_, select, true
+from sqlalchemy import Column, Text, and_, case, cast, exists, false, func, literal, not_, or_, select, true
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.sql.elements import ColumnElement
 
@@ -28,14 +34,19 @@ from ragcache.store.validation import text_problem
 
 MAX_CONDITIONS = 1000
 MAX_DEPTH = 32
+MAX_GLOB = 1000  # characters
 
 Filter = Mapping[str, Any]
 Condition = ColumnElement[bool]
 Scalar = str | int | float | bool | None
 Compare = Callable[[Any, Any], Any]
+# Columns that a filter names like metadata fields.
+Own = Mapping[str, ColumnElement[Any]]
+OWN_FIELDS = ("source", "document_id")
 
 _ORDER: dict[str, Compare] = {"$gt": operator.gt, "$gte": operator.ge, "$lt": operator.lt, "$lte": operator.le}
-_OPERATORS = ("$eq", "$ne", *_ORDER, "$in", "$nin", "$exists")
+_OPERATORS = ("$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$contains", "$glob")
+_GLOB_PARTS = re.compile(r"\*|\?|\[[*?\[]\]|[^*?]", re.DOTALL)
 
 
 class _Terms(ABC):
@@ -53,6 +64,16 @@ class _Terms(ABC):
     @abstractmethod
     def ordered(self, field: str, compare: Compare, value: str | float) -> Condition: ...
 
+    @abstractmethod
+    def contains(self, field: str, value: Scalar) -> Condition: ...
+
+    @abstractmethod
+    def glob(self, field: str, pattern: str) -> Condition: ...
+
+    @abstractmethod
+    def matches(self, text: ColumnElement[Any], pattern: str) -> Condition:
+        """Whether a text column, not null, matches the glob."""
+
 
 class _SQLiteTerms(_Terms):
     """By json_each, whose keys need no quoting: a JSON path cannot name a key with a quote in it."""
@@ -61,25 +82,41 @@ class _SQLiteTerms(_Terms):
         return self._entry(field, lambda entry: true())
 
     def among(self, field: str, values: Sequence[Scalar]) -> Condition:
-        constants = {json.dumps(value) for value in values if value is None or isinstance(value, bool)}
-        numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-        strings = [value for value in values if isinstance(value, str)]
-        return self._entry(
-            field,
-            lambda entry: or_(
-                entry.c.type.in_(sorted(constants)),
-                and_(entry.c.type.in_(("integer", "real")), entry.c.atom.in_(numbers)),
-                and_(entry.c.type == "text", entry.c.atom.in_(strings)),
-            ),
-        )
+        return self._entry(field, lambda entry: self._is_one_of(entry, values))
 
     def ordered(self, field: str, compare: Compare, value: str | float) -> Condition:
         types = ("text",) if isinstance(value, str) else ("integer", "real")
         return self._entry(field, lambda entry: and_(entry.c.type.in_(types), compare(entry.c.atom, value)))
 
+    def contains(self, field: str, value: Scalar) -> Condition:
+        def holds(entry: Any) -> Condition:
+            members = case((entry.c.type == "array", entry.c.value), else_="[]")  # other texts are no JSON
+            member = func.json_each(members).table_valued("type", "atom")
+            return exists().select_from(member).where(self._is_one_of(member, [value]))
+
+        return self._entry(field, holds)
+
+    def glob(self, field: str, pattern: str) -> Condition:
+        return self._entry(field, lambda entry: and_(entry.c.type == "text", self.matches(entry.c.atom, pattern)))
+
+    def matches(self, text: ColumnElement[Any], pattern: str) -> Condition:
+        """By GLOB, which takes a lone bracket for the beginning of a set."""
+        parts = ("[[]" if part == "[" else part for part in _GLOB_PARTS.findall(pattern))
+        return text.op("GLOB", is_comparison=True)("".join(parts))
+
     def _entry(self, field: str, condition: Callable[[Any], Condition]) -> Condition:
-        entry = func.json_each(self.column).table_valued("key", "type", "atom")
+        entry = func.json_each(self.column).table_valued("key", "type", "atom", "value")
         return exists().select_from(entry).where(entry.c.key == field, condition(entry))
+
+    def _is_one_of(self, entry: Any, values: Sequence[Scalar]) -> Condition:
+        constants = {json.dumps(value) for value in values if value is None or isinstance(value, bool)}
+        numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+        strings = [value for value in values if isinstance(value, str)]
+        return or_(
+            entry.c.type.in_(sorted(constants)),
+            and_(entry.c.type.in_(("integer", "real")), entry.c.atom.in_(numbers)),
+            and_(entry.c.type == "text", entry.c.atom.in_(strings)),
+        )
 
 
 class _PostgresTerms(_Terms):
@@ -94,10 +131,26 @@ class _PostgresTerms(_Terms):
 
     def ordered(self, field: str, compare: Compare, value: str | float) -> Condition:
         if isinstance(value, str):
-            text = self.column.op("->>", return_type=Text())(literal(field, Text)).collate("C")
-            return func.coalesce(and_(self._type(field) == "string", compare(text, value)), false())
+            return func.coalesce(and_(self._type(field) == "string", compare(self._text(field), value)), false())
         number = cast(literal(json.dumps(value), Text), JSONB)
         return func.coalesce(and_(self._type(field) == "number", compare(self._value(field), number)), false())
+
+    def contains(self, field: str, value: Scalar) -> Condition:
+        members = cast(literal(json.dumps([value]), Text), JSONB)
+        return func.coalesce(and_(self._type(field) == "array", self._value(field).op("@>")(members)), false())
+
+    def glob(self, field: str, pattern: str) -> Condition:
+        matches = self.matches(self._text(field), pattern)
+        return func.coalesce(and_(self._type(field) == "string", matches), false())
+
+    def matches(self, text: ColumnElement[Any], pattern: str) -> Condition:
+        """By LIKE."""
+        wild = {"*": "%", "?": "_", "%": r"\%", "_": r"\_", "\\": r"\\"}
+        parts = (part[1] if len(part) > 1 else wild.get(part, part) for part in _GLOB_PARTS.findall(pattern))
+        return text.like("".join(parts), escape="\\")
+
+    def _text(self, field: str) -> ColumnElement[Any]:
+        return self.column.op("->>", return_type=Text())(literal(field, Text)).collate("C")
 
     def _value(self, field: str) -> ColumnElement[Any]:
         return self.column.op("->", return_type=JSONB())(literal(field, Text))
@@ -109,9 +162,10 @@ class _PostgresTerms(_Terms):
 _TERMS: dict[str, type[_Terms]] = {"sqlite": _SQLiteTerms, "postgresql": _PostgresTerms}
 
 
-def compile_filter(where: Filter, column: ColumnElement[Any], dialect: str) -> Condition:
-    """The SQL condition under which the JSON object in `column` passes the filter; never NULL. Raises FilterError."""
-    return _Compiler(_TERMS[dialect](column)).filter(where, 0)
+def compile_filter(where: Filter, column: ColumnElement[Any], dialect: str, own: Own) -> Condition:
+    """The SQL condition under which the JSON object in `column`, with the text columns of `own` (OWN_FIELDS) beside it,
+    passes the filter; never NULL. Raises FilterError."""
+    return _Compiler(_TERMS[dialect](column), own).filter(where, 0)
 
 
 def field_names(column: Column[Any], dialect: str) -> Any:
@@ -136,8 +190,9 @@ def fields_of(where: Filter) -> set[str]:
 
 
 class _Compiler:
-    def __init__(self, terms: _Terms) -> None:
+    def __init__(self, terms: _Terms, own: Own) -> None:
         self._terms = terms
+        self._own = own
         self._conditions = 0
 
     def filter(self, where: object, depth: int) -> Condition:
@@ -172,24 +227,49 @@ class _Compiler:
         self._conditions += 1
         if self._conditions > MAX_CONDITIONS:
             raise FilterError(f"a filter of more than {MAX_CONDITIONS} conditions; use $in for lists of values")
-        if name == "$eq":
-            return self._terms.among(field, [_scalar(field, operand)])
-        if name == "$ne":
-            return not_(self._terms.among(field, [_scalar(field, operand)]))
+        if name in ("$eq", "$ne"):
+            condition = self._among(field, [_scalar(field, operand)])
+            return condition if name == "$eq" else not_(condition)
         if name in ("$in", "$nin"):
-            condition = self._terms.among(field, _scalars(field, name, operand))
+            condition = self._among(field, _scalars(field, name, operand))
             return condition if name == "$in" else not_(condition)
         if name == "$exists":
             return self._exists(field, operand)
+        if name == "$contains":
+            return self._terms.contains(field, _scalar(field, operand))
+        if name == "$glob":
+            return self._glob(field, operand)
         if isinstance(name, str) and name in _ORDER:
-            return self._terms.ordered(field, _ORDER[name], _orderable(field, name, operand))
+            return self._ordered(field, _ORDER[name], _orderable(field, name, operand))
         raise FilterError(f"{field!r}: operator {name!r} is unknown; choose from {', '.join(_OPERATORS)}")
 
     def _exists(self, field: str, operand: object) -> Condition:
         if not isinstance(operand, bool):
             raise FilterError(f"{field!r}: $exists takes true or false, not {operand!r}")
-        present = self._terms.present(field)
+        present = true() if field in self._own else self._terms.present(field)
         return present if operand else not_(present)
+
+    def _among(self, field: str, values: Sequence[Scalar]) -> Condition:
+        condition = self._terms.among(field, values)
+        if field not in self._own:
+            return condition
+        return or_(condition, self._own[field].in_([value for value in values if isinstance(value, str)]))
+
+    def _ordered(self, field: str, compare: Compare, value: str | float) -> Condition:
+        condition = self._terms.ordered(field, compare, value)
+        if field not in self._own or not isinstance(value, str):
+            return condition
+        return or_(condition, compare(self._own[field], value))
+
+    def _glob(self, field: str, pattern: object) -> Condition:
+        if not isinstance(pattern, str) or text_problem(pattern) or len(pattern) > MAX_GLOB:
+            raise FilterError(
+                f"{field!r}: $glob takes a pattern of at most {MAX_GLOB} characters, not {pattern!r:.200}"
+            )
+        condition = self._terms.glob(field, pattern)
+        if field not in self._own:
+            return condition
+        return or_(condition, self._terms.matches(self._own[field], pattern))
 
 
 def _scalar(field: str, value: object) -> Scalar:

@@ -17,8 +17,13 @@ def _count_uses(connection: Connection) -> None:
     connection.execute(text("ALTER TABLE ragcache_chunks ADD COLUMN uses_left INTEGER NOT NULL DEFAULT 0"))
 
 
+def _remember_files(connection: Connection) -> None:
+    collation = ' COLLATE "C"' if connection.dialect.name == "postgresql" else ""
+    connection.execute(text(f"ALTER TABLE ragcache_documents ADD COLUMN file TEXT{collation}"))
+
+
 # MIGRATIONS[n] brings version n to n + 1, with SQL of its own: the tables in `schema` are today's, not those of then.
-MIGRATIONS: dict[int, Migration] = {1: _count_uses}
+MIGRATIONS: dict[int, Migration] = {1: _count_uses, 2: _remember_files}
 
 # Any number will do, as long as every process takes the same.
 _POSTGRES_LOCK = 7_231_554_190

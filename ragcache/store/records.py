@@ -14,13 +14,22 @@ NOT_STORED = -1
 
 @dataclass(frozen=True)
 class NewDocument:
-    """A document to store. metadata: a JSON object."""
+    """A document to store. metadata: a JSON object. file: id of the file that it was read from; "": none."""
 
     id: str
     source: str = ""
     content_hash: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
     title: str = ""
+    file: str = ""
+
+
+class StoredVersion(NamedTuple):
+    """What tells unchanged input from changed. file: None where an older version of ragcache stored the document."""
+
+    content_hash: str
+    source: str
+    file: str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +53,8 @@ class NewChunk:
 
 @dataclass(frozen=True)
 class Document:
-    """A document as stored. Times are Unix seconds; num_pending counts chunks without a handle."""
+    """A document as stored. Times are Unix seconds; num_pending counts chunks without a handle; file: the file that it
+    was read from, "" where there was none, None where an older version of ragcache stored it."""
 
     id: str
     source: str
@@ -53,6 +63,7 @@ class Document:
     metadata: dict[str, Any]
     created_at: float
     updated_at: float
+    file: str | None
     num_chunks: int
     num_tokens: int
     num_pending: int

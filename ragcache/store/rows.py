@@ -55,6 +55,7 @@ def document_values(new: NewDocument, now: float) -> dict[str, Any]:
         "content_hash": new.content_hash,
         "metadata": new.metadata,
         "updated_at": now,
+        "file": new.file,
     }
 
 

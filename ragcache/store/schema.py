@@ -11,7 +11,7 @@ from __future__ import annotations
 from sqlalchemy import JSON, BigInteger, Column, Double, ForeignKey, Integer, LargeBinary, MetaData, Table, Text
 from sqlalchemy.dialects.postgresql import JSONB
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 PREFIX = "ragcache_"
 
 metadata_obj = MetaData()
@@ -44,6 +44,8 @@ documents = Table(
     Column("metadata", _Json, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("updated_at", Double, nullable=False),
+    # The file that it was read from, by its id (see `ingest.readers`); "": none; null: an older version stored it.
+    Column("file", _Text, nullable=True),
 )
 
 chunks = Table(

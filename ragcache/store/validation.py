@@ -16,7 +16,7 @@ def check_document(document: NewDocument, chunks: Sequence[NewChunk]) -> None:
     """Raises IngestError (text), MetadataError, DuplicateDocumentError (chunk ids) or ConfigError (embeddings)."""
     if not document.id:
         raise IngestError("a document without an id; give it one")
-    for text in (document.id, document.source, document.title, document.content_hash):
+    for text in (document.id, document.source, document.title, document.content_hash, document.file):
         _check_text(document.id, text)
     check_metadata(document.id, document.metadata)
     seen: set[str] = set()

@@ -94,7 +94,7 @@ def test_replacing_drops_the_old_chunks_and_keeps_the_first_time(store: Document
     assert document.updated_at > created
     assert store.chunks_by_vector_ids(old) == []
     assert store.vector_ids() == set(new)
-    assert store.content_hashes() == {"d": "two"}
+    assert {id: one.content_hash for id, one in store.versions().items()} == {"d": "two"}
 
 
 def test_a_document_without_chunks_is_a_document(store: DocumentStore) -> None:
@@ -383,7 +383,7 @@ def test_a_failure_in_the_middle_changes_nothing(store: DocumentStore, monkeypat
         raise RuntimeError("stop")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ragcache.store.documents._rescue", fail)
+        patch.setattr("ragcache.store.documents.rescue", fail)
         for change in (lambda: put(store, "a", "h2"), lambda: store.delete_documents(["a"])):
             with pytest.raises(RuntimeError, match="stop"):
                 change()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,8 @@ def holds_operator(metadata: dict[str, Any], field: str, operator: str, operand:
         "$gte": lambda: comparable and value >= operand,
         "$lt": lambda: comparable and value < operand,
         "$lte": lambda: comparable and value <= operand,
+        "$contains": lambda: isinstance(value, list) and any(equal(item, operand) for item in value),
+        "$glob": lambda: isinstance(value, str) and fnmatchcase(value, operand),
     }
     return results[operator]()
 
@@ -68,6 +71,9 @@ def holds_operator(metadata: dict[str, Any], field: str, operator: str, operand:
 FIELDS = st.sampled_from(["a", "b", "", 'q"uote', "é", "do.t", "ba\\ck", "a.$", "new\nline", "a b", "'"])
 TEXTS = st.sampled_from(["", "1", "true", "null", "A", "a", "b", "é", "z", "🎈", 'q"', "\\", "%"])
 NUMBERS = st.sampled_from([0, 1, -1, 2**53 + 1, -(2**63), 2**63 - 1, 0.1, 1.0, -0.0, 1e300, 1e-300, 0.1 + 0.2])
+GLOBS = st.sampled_from(
+    ["", "*", "?", "??", "*1", "[*]", "[?]*", "[", "t*e", "q?", "\\", "%", "_", "*l*l*", "[[]", "a]"]
+)
 SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS
 METADATA = st.dictionaries(FIELDS, SCALARS | st.lists(SCALARS, max_size=2) | st.just({"a": 1}), max_size=4)
 OPERATORS = st.one_of(
@@ -75,6 +81,8 @@ OPERATORS = st.one_of(
     st.tuples(st.sampled_from(["$in", "$nin"]), st.lists(SCALARS, max_size=4)),
     st.tuples(st.sampled_from(["$gt", "$gte", "$lt", "$lte"]), NUMBERS | TEXTS),
     st.tuples(st.just("$exists"), st.booleans()),
+    st.tuples(st.just("$contains"), SCALARS),
+    st.tuples(st.just("$glob"), GLOBS),
 )
 LEAVES = st.dictionaries(FIELDS, SCALARS | st.lists(OPERATORS, min_size=1, max_size=2).map(dict), max_size=2)
 FILTERS = st.recursive(
@@ -116,7 +124,10 @@ def test_sql_agrees_with_python(
 
 
 def test_every_operator_on_every_pair_of_values(store: DocumentStore) -> None:
-    values = [None, True, False, 0, 1, 1.0, 0.5, "", "1", "a", "B", "é", [1], {"x": 1}]
+    values = [
+        None, True, False, 0, 1, 1.0, 0.5, "", "1", "a", "B", "é", {"x": 1}, "[1]", "*",
+        [1], [], [None], [True, "a"], ["1", 0.5], [[1], "é"], [{"a": 1}], ["*"],
+    ]  # fmt: skip
     metadata: list[dict[str, Any]] = [{"f": value} for value in values] + [{"other": 1}]
     ids = fill(store, metadata)
     operands = [value for value in values if not isinstance(value, list | dict)]
@@ -125,6 +136,8 @@ def test_every_operator_on_every_pair_of_values(store: DocumentStore) -> None:
     orderable = [value for value in operands if kind(value) in (float, str)]
     cases += [{"f": {name: operand}} for name in ("$gt", "$gte", "$lt", "$lte") for operand in orderable]
     cases += [{"f": {"$exists": flag}} for flag in (True, False)]
+    cases += [{"f": {"$contains": operand}} for operand in operands]
+    cases += [{"f": {"$glob": pattern}} for pattern in ("*", "?", "", "a", "A", "[*]", "*1*", "[[]?]")]
     cases += [{"$not": case} for case in cases]
     for case in cases:
         passing = [number for number, values in enumerate(metadata) if holds(case, values)]
@@ -192,6 +205,10 @@ for _ in range(40):
         ({"a": {"$gt": None}}, "compares numbers or strings"),
         ({"a": {"$lt": True}}, "compares numbers or strings"),
         ({"a": {"$exists": 1}}, "takes true or false"),
+        ({"a": {"$contains": [1]}}, "is no string"),
+        ({"a": {"$glob": 1}}, "takes a pattern"),
+        ({"a": {"$glob": "*" * 1001}}, "takes a pattern"),
+        ({"source": {"$glob": None}}, "takes a pattern"),
         ({1: 2}, "a name is expected"),
         ({"nul \0": 2}, "a name is expected"),
         (DEEP, "nested deeper"),
@@ -211,3 +228,30 @@ def test_the_fields_that_no_metadata_has_are_named(store: DocumentStore) -> None
     fill(store, [{"a": 1, "b'": {"nested": 2}}, {"c": None}])
     where = {"$and": [{"a": 1, "d": 2}, {"$not": {"nested": 3}}, {"$or": [{"b'": {"$gt": 1}}, {"c": None}]}]}
     assert store.unknown_fields(where) == (["d", "nested"], ["a", "b'", "c"])
+
+
+def test_a_documents_own_source_and_id_are_fields_beside_its_metadata(store: DocumentStore) -> None:
+    documents = [
+        NewDocument("/srv/a.md", source="/srv/a.md"),
+        NewDocument("/srv/b.md", source="/srv/b.md", metadata={"source": "https://example.org/b"}),
+        NewDocument("x", source="a.md", metadata={"document_id": 7, "source": ["a", "b"]}),
+    ]
+    ids = {
+        one.id: store.replace_document(one, [NewChunk(f"{one.id}#0", "text", [1], np.zeros(2, np.float32))])[0]
+        for one in documents
+    }
+    for where, passing in [
+        ({"source": "/srv/b.md"}, "b"), ({"source": "https://example.org/b"}, "b"), ({"source": "a.md"}, "x"),
+        ({"source": {"$glob": "/srv/*"}}, "ab"), ({"source": {"$glob": "https:*"}}, "b"),
+        ({"source": {"$ne": "a.md"}}, "ab"),
+        ({"source": {"$in": ["/srv/a.md", "a.md", 5]}}, "ax"), ({"source": {"$nin": ["/srv/a.md"]}}, "bx"),
+        ({"source": {"$gt": "/srv/a.md"}}, "bx"), ({"source": {"$exists": True}}, "abx"),
+        ({"source": {"$contains": "a"}}, "x"),
+        ({"document_id": "x"}, "x"), ({"document_id": 7}, "x"), ({"document_id": {"$exists": False}}, ""),
+        ({"document_id": {"$glob": "*.md"}}, "ab"), ({"$not": {"document_id": {"$glob": "*.md"}}}, "x"),
+    ]:  # fmt: skip
+        expected = {id for id in ids if id.removeprefix("/srv/")[0] in passing}
+        assert {document.id for document in store.documents(where)} == expected, where
+        assert store.vector_ids(where) == {ids[id] for id in expected}, where
+        assert store.count(where) == len(expected)
+    assert store.unknown_fields({"source": "a", "document_id": "b", "c": 1})[0] == ["c"]
