@@ -15,8 +15,13 @@ import ragcache as rc
 from ragcache.errors import FilterError
 from ragcache.retrieval.testing import BagOfWords
 
+TAGS = (None, [], ["a"], ["a", "b"], ["b", "c", "d"])
 METADATA = {
-    f"n{number}": {key: value for key, value in (("year", year), ("town", town), ("score", score)) if value is not None}
+    f"n{number}": {
+        key: value
+        for key, value in (("year", year), ("town", town), ("score", score), ("tags", TAGS[number % len(TAGS)]))
+        if value is not None
+    }
     for number, (year, town, score) in enumerate(
         (year, town, score)
         for year in (2019, 2020, 2021, None)
@@ -39,7 +44,10 @@ def conditions() -> st.SearchStrategy[MetadataFilter]:
     compare = st.sampled_from([FilterOperator(sign) for sign in ("==", "!=", ">", "<", ">=", "<=")])
     member = st.sampled_from([FilterOperator.IN, FilterOperator.NIN])
     years, towns = st.integers(2018, 2022), st.sampled_from(["Arno", "Kelbrook", "Vale"])
+    tags, members = st.sampled_from("abcde"), st.sampled_from([FilterOperator.ANY, FilterOperator.ALL])
     return st.one_of(
+        st.builds(MetadataFilter, key=st.just("tags"), value=tags, operator=st.just(FilterOperator.CONTAINS)),
+        st.builds(MetadataFilter, key=st.just("tags"), value=st.lists(tags), operator=members),
         st.builds(MetadataFilter, key=st.just("year"), value=years, operator=compare),
         st.builds(MetadataFilter, key=st.just("town"), value=towns, operator=compare),
         st.builds(MetadataFilter, key=st.just("score"), value=st.sampled_from([0.25, 0.5]), operator=compare),
@@ -77,8 +85,8 @@ def test_filters_mean_what_llamaindex_means(store, filters):
     assert {node.node_id for node in store.get_nodes(filters=filters)} == expected
 
 
-@pytest.mark.parametrize("operator", ["any", "all", "contains", "text_match", "text_match_insensitive", "is_empty"])
-def test_operators_that_look_into_values_are_refused_by_name(operator):
+@pytest.mark.parametrize("operator", ["text_match", "text_match_insensitive", "is_empty"])
+def test_operators_that_look_into_texts_are_refused_by_name(operator):
     one = MetadataFilter(key="town", value=["Arno"], operator=FilterOperator(operator))
     with pytest.raises(FilterError, match=rf"'town': operator '{operator}' is not supported"):
         to_filter(MetadataFilters(filters=[one]))
@@ -99,3 +107,10 @@ def test_a_value_that_cannot_be_compared_is_refused(store):
     one = MetadataFilter(key="town", value=["Arno"], operator=FilterOperator.EQ)
     with pytest.raises(FilterError, match="town"):
         store.get_nodes(filters=MetadataFilters(filters=[one]))
+
+
+@pytest.mark.parametrize("operator", ["any", "all"])
+def test_operators_over_several_members_want_a_list(operator):
+    one = MetadataFilter(key="tags", value="a", operator=FilterOperator(operator))
+    with pytest.raises(FilterError, match=rf"'tags': '{operator}' takes a list"):
+        to_filter(MetadataFilters(filters=[one]))

@@ -20,13 +20,15 @@ _OPERATORS = {
     FilterOperator.LTE: "$lte",
     FilterOperator.IN: "$in",
     FilterOperator.NIN: "$nin",
+    FilterOperator.CONTAINS: "$contains",
 }
+_OF_MEMBERS = {FilterOperator.ANY: "$or", FilterOperator.ALL: "$and"}
 
 
 def to_filter(filters: MetadataFilters | Filter | None) -> Filter | None:
     """The ragcache filter of the same meaning; None where everything passes. A ragcache filter is left as it is.
 
-    Raises FilterError naming the operator for those that only look into lists or texts.
+    Raises FilterError naming the operator for those that look into texts.
     """
     if filters is None or isinstance(filters, Mapping):
         return filters or None
@@ -53,10 +55,21 @@ def _joined(filters: MetadataFilters) -> Filter:
 
 
 def _condition(one: MetadataFilter) -> Filter:
+    if one.operator in _OF_MEMBERS:
+        return _of_members(one)
     if one.operator not in _OPERATORS:
-        known = ", ".join(repr(operator.value) for operator in _OPERATORS)
+        known = ", ".join(repr(operator.value) for operator in [*_OPERATORS, *_OF_MEMBERS])
         raise FilterError(
-            f"filter on {one.key!r}: operator {one.operator.value!r} is not supported, since stored metadata is "
-            f"compared by whole values; use one of {known}"
+            f"filter on {one.key!r}: operator {one.operator.value!r} is not supported, since stored texts are "
+            f"compared whole; use one of {known}"
         )
     return {one.key: {_OPERATORS[one.operator]: one.value}}
+
+
+def _of_members(one: MetadataFilter) -> Filter:
+    if not isinstance(one.value, list):
+        raise FilterError(f"filter on {one.key!r}: {one.operator.value!r} takes a list of values, not {one.value!r}")
+    parts = [{one.key: {"$contains": value}} for value in one.value]
+    if parts:
+        return {_OF_MEMBERS[one.operator]: parts}
+    return {one.key: {"$in": []} if one.operator == FilterOperator.ANY else {"$exists": True}}
