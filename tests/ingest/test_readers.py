@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,8 @@ def write(tmp_path):
 
 
 def test_text_is_kept_as_it_stands(write):
-    document = read_one(write("a.txt", "Størrelse: 好 🎉\n\n  indented\n"))
-    assert (document.id, document.text) == ("a.txt", "Størrelse: 好 🎉\n\n  indented\n")
-    assert document.source.endswith("a.txt")
+    document = read_one(path := write("a.txt", "Størrelse: 好 🎉\n\n  indented\n"))
+    assert document == Document(str(path), "Størrelse: 好 🎉\n\n  indented\n", source=str(path))
 
 
 def test_byte_order_mark_and_line_ends_are_taken_off(write):
@@ -79,12 +79,48 @@ def test_markdown_has_its_first_heading_as_title(write):
 
 def test_front_matter_becomes_metadata(write):
     document = read_one(write("a.md", '---\ntitle: "The Alna"\nyear: 1901\ntags:\n  - x\n---\n# Heading\n\nText.\n'))
-    assert document.metadata == {"title": "The Alna", "year": "1901"}
+    assert document.metadata == {"title": "The Alna", "year": 1901, "tags": ["x"]}
     assert document.title == "The Alna"
     assert document.text == "# Heading\n\nText.\n"
     assert "front matter" in error_of(write("b.md", "---\ntitle: x\n---\n\n"))
     ruled = "---\n\nText between rules.\n\n---\n\nMore.\n"
     assert read_one(write("c.md", ruled)).text == ruled
+
+
+def test_front_matter_keeps_its_types(write):
+    lines = ["title: 2024", "year: 1901", "ratio: -1.5e3", "draft: false", "country: no", "time: 12:30", "zip: 00123",
+             "date: 2024-05-06", "when: 2024-05-06 10:00:00", "tags: [a, 'b c', 3, 2.5, true]", "list:", "  - x",
+             "  - 7", "author: {name: J, age: 3}", "quoted: '5'", "empty:", "nothing: ~", "huge: 1e999",
+             "7: key"]  # fmt: skip
+    document = read_one(write("a.md", "---\n" + "\n".join(lines) + "\n---\nText.\n"))
+    assert document.metadata == {
+        "title": 2024, "year": 1901, "ratio": -1500.0, "draft": False, "country": "no", "time": "12:30", "zip": "00123",
+        "date": "2024-05-06", "when": "2024-05-06 10:00:00", "tags": ["a", "b c", 3, 2.5, True], "list": ["x", 7],
+        "author": {"name": "J", "age": 3}, "quoted": "5", "empty": None, "nothing": None, "huge": "inf", "7": "key",
+    }  # fmt: skip
+    assert [type(value) for value in document.metadata["tags"]] == [str, str, int, float, bool]
+    assert (document.title, document.text) == ("2024", "Text.\n")
+    document.check()
+
+
+def test_front_matter_that_is_no_yaml_is_read_line_by_line(write):
+    lines = "title: C#: a guide\nyear: 1901\ntags: [a, 2]\nbold: *x*\n  inner: left out\n"
+    metadata = {"title": "C#: a guide", "year": 1901, "tags": ["a", 2], "bold": "*x*"}
+    assert read_one(write("a.md", f"---\n{lines}---\nText.\n")).metadata == metadata
+
+
+@pytest.mark.parametrize(
+    "lines",
+    ["a: &a [x]\n" + "".join(f"b{n}: &b{n} [*a, *a]\n" for n in range(30)), "a: " + "[" * 16_000, "{" * 9_000,
+     "k: [1, 2]\n" * 3_000, "a: !!python/object/apply:os.system [ls]\n", "- " * 8_000, "a: " + "9" * 9_000],
+    ids=["aliases", "lists", "maps", "long", "tag", "sequences", "number"],
+)  # fmt: skip
+def test_hostile_front_matter_takes_little_time_and_memory(write, lines):
+    path, started = write("a.md", f"---\n{lines}\n---\nText.\n"), time.perf_counter()
+    document = read_one(path)
+    assert time.perf_counter() - started < 5
+    assert len(json.dumps(document.metadata)) < 20_000
+    assert document.text.endswith("Text.\n")
 
 
 # HTML
@@ -140,8 +176,8 @@ def pdf_of(pages: list[str], title: str | None = None) -> bytes:
 
 
 def test_pdf_pages_and_title(write):
-    document = read_one(write("a.pdf", pdf_of(["Page one.", "Page two."], "The Alna")))
-    assert (document.id, document.title, document.text) == ("a.pdf", "The Alna", "Page one.\n\nPage two.")
+    document = read_one(path := write("a.pdf", pdf_of(["Page one.", "Page two."], "The Alna")))
+    assert (document.id, document.title, document.text) == (str(path), "The Alna", "Page one.\n\nPage two.")
     assert read_one(write("b.pdf", pdf_of(["Text."]))).title == ""
 
 
@@ -203,9 +239,18 @@ def test_json_lines_with_all_fields_and_with_the_least(write):
         {"id": 7, "text": "Alna is a river.", "title": "Alna"},
     ]
     one, two, three = read_path(path := write("a.jsonl", "\n".join(map(json.dumps, lines)) + "\n\n"))
-    assert one == Document("x/1", "# Alna\n\nA river.", {"year": 1901}, "Alna", "atlas")
-    assert two == Document("a.jsonl#2", "Alone.", {}, "", f"{path}:2")
+    assert one == Document("x/1", "# Alna\n\nA river.", {"other": 1, "year": 1901}, "Alna", "atlas")
+    assert two == Document(f"{path}#2", "Alone.", {}, "", f"{path}:2")
     assert (three.id, three.text) == ("7", "Alna is a river.")
+
+
+def test_a_records_flat_keys_are_metadata_with_their_types(write):
+    record = {"text": "A river.", "content": "left out", "year": 1901, "deep": True, "length": 2.5, "tags": ["a", 1],
+              "none": None, "at": {"x": 1}, "metadata": {"year": 1902, "town": "Osby"}}  # fmt: skip
+    document = read_one(write("a.jsonl", json.dumps(record)))
+    assert document.metadata == {
+        "year": 1902, "deep": True, "length": 2.5, "tags": ["a", 1], "none": None, "at": {"x": 1}, "town": "Osby"
+    }  # fmt: skip
 
 
 def test_bad_json_lines_are_reported_and_the_others_go_on(write):
@@ -232,19 +277,27 @@ def test_a_folder_is_walked_in_order_without_hidden_and_unknown_files(write, tmp
     for name in ["b.md", "a/z.txt", "a/b/c.TXT", ".git/x.txt", "a/.hidden.md", "picture.png", "Makefile"]:
         write(f"root/{name}", "text")
     found = find_files([tmp_path / "root"])
-    assert [file.id for file in found.files] == ["b.md", "a/z.txt", "a/b/c.TXT"]
+    ids = [str(tmp_path / "root" / name) for name in ("b.md", "a/z.txt", "a/b/c.TXT")]
+    assert [file.id for file in found.files] == ids
     assert [path.name for path in found.skipped] == ["Makefile", "picture.png"]
-    assert [document.id for document in read_path(tmp_path / "root")] == ["b.md", "a/z.txt", "a/b/c.TXT"]
+    assert [document.id for document in read_path(tmp_path / "root")] == ids
 
 
-def test_ids_do_not_depend_on_where_the_folder_is(write, tmp_path, monkeypatch):
-    write("one/sub/a.md", "text")
-    write("two/sub/a.md", "text")
-    monkeypatch.chdir(tmp_path)
-    ids = [
-        [file.id for file in find_files([path]).files] for path in ("one", "./two", tmp_path / "two", "one/sub/a.md")
-    ]
-    assert ids == [["sub/a.md"], ["sub/a.md"], ["sub/a.md"], ["a.md"]]
+def test_a_files_id_is_the_same_however_it_is_named(write, tmp_path, monkeypatch):
+    file = write("one/sub/a.md", "text")
+    other = write("two/sub/a.md", "text")
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    (tmp_path / "one" / "z.md").symlink_to(file)
+    for place, paths in [
+        (tmp_path, ["one", "one/", "./one", "one/sub", "one/sub/a.md", "two/../one", "link", "link/sub/a.md"]),
+        (tmp_path, [tmp_path / "one", str(tmp_path / "one/")]),
+        (tmp_path / "two", ["../one", "../link/sub", file]),
+    ]:  # fmt: skip
+        monkeypatch.chdir(place)
+        for path in paths:
+            assert {one.id for one in find_files([path]).files} == {str(file)}, path
+            assert {document.source for document in read_path(path)} == {str(file)}
+    assert [one.id for one in find_files([other]).files] == [str(other)]
 
 
 def test_paths_that_cannot_be_read_say_why(write, tmp_path):
@@ -273,4 +326,4 @@ def test_a_name_that_is_not_utf8_gets_a_printable_id(tmp_path):
         pytest.skip("the file system takes only UTF-8 names")
     (document,) = read_path(tmp_path)
     document.check()
-    assert document.id == "caf\\xe9.txt"
+    assert document.id == f"{tmp_path}/caf\\xe9.txt"

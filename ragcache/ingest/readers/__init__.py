@@ -1,8 +1,8 @@
 """Files and folders to documents.
 
-A file's document id is its path relative to the folder that was given, with forward slashes (its name when the file
-itself was given): the same on every machine and at every run. Folders are walked in sorted order; names that begin with
-a dot are left out.
+A file's id is its absolute path, symbolic links resolved, with forward slashes: no two files share it, and it is the
+same however the file was named. It is the id of the file's document too, unless the file holds several. Folders are
+walked in sorted order; names that begin with a dot are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import Reader, printable
+from ragcache.ingest.readers.base import Reader, printable, unreadable
 from ragcache.ingest.readers.html import read_html
 from ragcache.ingest.readers.jsonl import read_jsonl
 from ragcache.ingest.readers.markdown import read_markdown
@@ -37,7 +37,7 @@ READERS: dict[str, Reader] = {
 
 
 class SourceFile(NamedTuple):
-    """A file to read, and the id its document gets."""
+    """A file to read, and its id."""
 
     path: Path
     id: str
@@ -55,20 +55,32 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> FileList:
     """The files at these paths, folders walked. Nothing is opened."""
     found = FileList([], [], [])
     for path in map(Path, paths):
-        if path.is_dir():
-            for file in _walk(path, found.failed):
-                if file.suffix.lower() in READERS:
-                    found.files.append(SourceFile(file, printable(file.relative_to(path))))
-                else:
-                    found.skipped.append(file)
-        elif not path.exists():
-            found.failed.append(ReaderError(path, "there is no file or folder of this name"))
-        elif path.suffix.lower() not in READERS:
-            known = " ".join(READERS)
-            found.failed.append(ReaderError(path, f"files of kind {path.suffix!r} cannot be read; known are {known}"))
-        else:
-            found.files.append(SourceFile(path, printable(Path(path.name))))
+        try:
+            _find(path, found)
+        except OSError as error:
+            found.failed.append(ReaderError(path, unreadable(error)))
     return found
+
+
+def file_id(path: str | os.PathLike[str]) -> str:
+    """The id of the file or folder at this path, whether it is there or not."""
+    return printable(Path(os.path.realpath(path)))
+
+
+def _find(path: Path, found: FileList) -> None:
+    if path.is_dir():
+        for file in _walk(path, found.failed):
+            if file.suffix.lower() in READERS:
+                found.files.append(SourceFile(file, file_id(file)))
+            else:
+                found.skipped.append(file)
+    elif not path.exists():
+        found.failed.append(ReaderError(path, "there is no file or folder of this name"))
+    elif path.suffix.lower() not in READERS:
+        known = " ".join(READERS)
+        found.failed.append(ReaderError(path, f"files of kind {path.suffix!r} cannot be read; known are {known}"))
+    else:
+        found.files.append(SourceFile(path, file_id(path)))
 
 
 def read_file(file: SourceFile) -> Iterator[Document | ReaderError]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 
-# Reads one file into documents. The string is the id of the file; a record that cannot be read is yielded as its
-# error, a file that cannot be read at all raises it.
+# Reads one file into documents. The string is the id of the file, and the source of its documents; a record that cannot
+# be read is yielded as its error, a file that cannot be read at all raises it.
 Reader = Callable[[Path, str], Iterator[Document | ReaderError]]
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")

@@ -12,7 +12,7 @@ from bs4.element import NavigableString, PreformattedString, Tag
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import decode, printable, read_bytes
+from ragcache.ingest.readers.base import decode, read_bytes
 
 DROPPED = ["script", "style", "nav", "noscript", "template", "svg", "iframe", "head", "button", "select"]
 HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
@@ -35,7 +35,7 @@ def read_html(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
     text = _render(soup)
     if not text:
         raise ReaderError(path, "there is no text in it (only markup)")
-    yield Document(document_id, text, title=title, source=printable(path))
+    yield Document(document_id, text, title=title, source=document_id)
 
 
 def _decode(data: bytes, path: Path) -> str:

@@ -1,8 +1,8 @@
 """JSON lines: one document a line.
 
-Fields: `text` or `content` (wanted), `id`, `title`, `metadata` (an object), `source`. Others are left alone. A title
-that the text does not begin with is put above it as a heading: passages are often cut from a page that named its
-subject only there.
+Fields: `text` or `content` (wanted), `id`, `title`, `metadata` (an object), `source`. All others are metadata too, as
+they are; where `metadata` has the same key, its value counts. A title that the text does not begin with is put above it
+as a heading: passages are often cut from a page that named its subject only there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers.base import decode, printable, unreadable
 
+FIELDS = ("text", "content", "id", "title", "metadata", "source")
+
 
 def read_jsonl(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
     """One document a line; a line that is none is yielded as its error, and the others go on."""
@@ -25,24 +27,23 @@ def read_jsonl(path: Path, document_id: str) -> Iterator[Document | ReaderError]
             for number, line in enumerate(file, start=1):
                 if line.strip(b"\xef\xbb\xbf \t\r\n"):
                     records += 1
-                    yield _record(line, f"{printable(path)}:{number}", f"{document_id}#{number}")
+                    yield _record(line, f"{printable(path)}:{number}", document_id, number)
     except OSError as error:
         raise ReaderError(path, unreadable(error)) from error
     if not records:
         raise ReaderError(path, "the file is empty")
 
 
-def _record(line: bytes, where: str, default_id: str) -> Document | ReaderError:
+def _record(line: bytes, where: str, file_id: str, number: int) -> Document | ReaderError:
     try:
-        fields = json.loads(decode(line, where))
-        return _document(fields, where, default_id)
+        return _document(json.loads(decode(line, where)), where, file_id, number)
     except ReaderError as error:
         return error
     except (ValueError, RecursionError) as error:
         return ReaderError(where, f"the line is not JSON ({error})")
 
 
-def _document(fields: Any, where: str, default_id: str) -> Document:
+def _document(fields: Any, where: str, file_id: str, number: int) -> Document:
     if not isinstance(fields, dict):
         raise ReaderError(where, "the line is not a JSON object")
     text = next((fields[name] for name in ("text", "content") if name in fields), None)
@@ -57,5 +58,6 @@ def _document(fields: Any, where: str, default_id: str) -> Document:
     title = " ".join(str(fields.get("title") or "").split())
     if title and not text.lstrip("# \n").startswith(title):
         text = f"# {title}\n\n{text}"
-    source = str(fields.get("source") or where)
-    return Document(default_id if given in (None, "") else str(given), text, metadata, title, source)
+    metadata = {name: value for name, value in fields.items() if name not in FIELDS} | metadata
+    source = str(fields.get("source") or f"{file_id}:{number}")
+    return Document(f"{file_id}#{number}" if given in (None, "") else str(given), text, metadata, title, source)

@@ -1,18 +1,19 @@
-"""Markdown: the text as it stands; its first heading is the title, and flat front matter becomes metadata."""
+"""Markdown: the text as it stands; its first heading is the title, and YAML front matter becomes metadata."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import decode, printable, read_bytes
+from ragcache.ingest.readers.base import decode, read_bytes
+from ragcache.ingest.readers.front_matter import parse_front_matter
 from ragcache.ingest.structure import split_blocks
 
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?P<lines>(?:.*\n)*?)(?:---|\.\.\.)[ \t]*(?:\n|\Z)")
-_FIELD = re.compile(r"(?P<name>[A-Za-z_][\w-]*):[ \t]+(?P<value>\S.*)")
 
 
 def read_markdown(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
@@ -20,15 +21,12 @@ def read_markdown(path: Path, document_id: str) -> Iterator[Document | ReaderErr
     if not text.strip():
         raise ReaderError(path, "there is no text below its front matter")
     first = next((block.title for block in split_blocks(text) if block.level), "")
-    yield Document(document_id, text, metadata, title=metadata.get("title", first), source=printable(path))
+    title = metadata.get("title")
+    yield Document(document_id, text, metadata, title=first if title is None else str(title), source=document_id)
 
 
-def split_front_matter(text: str) -> tuple[dict[str, str], str]:
-    """Fields ("name: value" lines only, values as strings) and the text below. A block in which nothing is a field
-    is a thematic break, and stays."""
+def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
+    """Fields and the text below. A block in which nothing is a field is a thematic break, and stays."""
     match = _FRONT_MATTER.match(text)
-    if match is None:
-        return {}, text
-    fields = [_FIELD.fullmatch(line.rstrip()) for line in match["lines"].splitlines()]
-    metadata = {field["name"]: field["value"].strip("\"'") for field in fields if field}
-    return (metadata, text[match.end() :]) if metadata else ({}, text)
+    metadata = {} if match is None else parse_front_matter(match["lines"])
+    return ({}, text) if match is None or not metadata else (metadata, text[match.end() :])

@@ -11,7 +11,7 @@ from pypdf.errors import DependencyError, FileNotDecryptedError
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import printable, read_bytes
+from ragcache.ingest.readers.base import read_bytes
 
 # A line is taken as wrapped when the next line's first word would not have fitted into this share of the page's widest
 # line. Characters stand in for widths, so the share leaves room for proportional type. Behind the end of a sentence it
@@ -41,7 +41,7 @@ def read_pdf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
     text = "\n\n".join(page for page in pages if page.strip())
     if not text:
         raise ReaderError(path, f"there is no text in the PDF's {len(pages)} pages (scanned?); run OCR on it first")
-    yield Document(document_id, text, title="" if title.lower() in _NO_TITLE else title, source=printable(path))
+    yield Document(document_id, text, title="" if title.lower() in _NO_TITLE else title, source=document_id)
 
 
 def join_wrapped_lines(page: str) -> str:
