@@ -274,6 +274,8 @@ class RagCache(AsyncTwins):
         kv: str | None = None,
         hot_after: int | None = None,
         split: bool = True,
+        sync: bool = False,
+        dry_run: bool = False,
         progress: Progress | bool | None = None,
         timeout_s: float = 30.0,
     ) -> IngestReport:
@@ -281,6 +283,8 @@ class RagCache(AsyncTwins):
 
         kv, hot_after: None: as the store was opened (StoreConfig)
         split:    False makes every document one passage, kept as it is, whose chunk's id is the document's
+        sync:     delete documents whose files have vanished from the given files and folders, and follow renames
+        dry_run:  change nothing; the report says what would be
         progress: a callback of ProgressEvents, or True for bars on the terminal, with what the KV takes on disk: about,
                   before, and exactly, afterwards
         """
@@ -293,6 +297,8 @@ class RagCache(AsyncTwins):
             kv=self.config.kv if kv is None else kv,
             hot_after=self.config.hot_after if hot_after is None else hot_after,
             chunker=chunker,
+            sync=sync,
+            dry_run=dry_run,
             timeout_s=timeout_s,
         )
         if progress is not True:
@@ -302,7 +308,8 @@ class RagCache(AsyncTwins):
         say_line(str(self.estimate_kv(given)))
         with progress_bars() as bars:
             report = run(progress=bars)
-        say_line(report.kv_text)
+        if not dry_run:
+            say_line(report.kv_text)
         return report
 
     def estimate_kv(self, inputs: Inputs) -> KVEstimate:
@@ -310,9 +317,14 @@ class RagCache(AsyncTwins):
         chunker = _present(self._ingestor).chunker
         return estimate_kv(_listed(inputs), self.lm, self.config.codec, chunker.settings["max_tokens"])
 
-    def delete(self, ids: Iterable[str] | str, *, timeout_s: float = 30.0) -> list[str]:
-        """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found."""
+    def delete(
+        self, ids: Iterable[str] | str = (), *, filter: Filter | None = None, timeout_s: float = 30.0
+    ) -> list[str]:
+        """Delete documents by id, and those that pass the filter: text, embeddings, index entries, KV bytes in every
+        tier. Returns the ids found. Raises FilterError, StoreBusyError, StoreReadOnlyError."""
         wanted = [ids] if isinstance(ids, str) else list(ids)
+        if filter:
+            wanted += [document.id for document in self.documents(filter)]
         if self._ingestor is not None:
             deleted = self._ingestor.delete(wanted, timeout_s=timeout_s)
         else:
@@ -334,7 +346,7 @@ class RagCache(AsyncTwins):
     def documents(
         self, filter: Filter | None = None, *, limit: int | None = None, offset: int = 0
     ) -> list[StoredDocument]:
-        """Documents whose metadata pass the filter, by id."""
+        """Documents that pass the filter, by id."""
         return self.store.documents.documents(filter, limit=limit, offset=offset)
 
     def document(self, id: str) -> StoredDocument | None:

@@ -45,16 +45,18 @@ class Document:
         self._check_metadata()
 
     def content_hash(self, settings: Mapping[str, Any]) -> str:
-        """SHA-256 of all that the stored form depends on; `settings` are those of the chunker."""
-        return digest(
-            {
-                "text": self.text,
-                "metadata": dict(self.metadata),
-                "title": self.title,
-                "source": self.source,
-                "settings": dict(settings),
-            }
-        )
+        """SHA-256 of all that its stored chunks depend on; `settings` are those of the chunker. Its id and source are
+        not among them: a file that moves keeps it."""
+        return digest(self._content(settings))
+
+    def earlier_content_hash(self, settings: Mapping[str, Any], source: str) -> str:
+        """The content hash of stores before schema version 3, which took in the source."""
+        return digest({**self._content(settings), "source": source})
+
+    def _content(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "text": self.text, "metadata": dict(self.metadata), "title": self.title, "settings": dict(settings)
+        }  # fmt: skip
 
     def _check_characters(self, name: str, value: str) -> None:
         if not isinstance(value, str):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,6 +75,8 @@ class Ingestor:
         kv: str = "eager",
         hot_after: int = HOT_AFTER,
         chunker: Chunker | WholeTexts | None = None,
+        sync: bool = False,
+        dry_run: bool = False,
         progress: Progress | None = None,
         timeout_s: float = 30.0,
     ) -> IngestReport:
@@ -86,17 +89,29 @@ class Ingestor:
         kv: "eager" computes KV blocks now; "lazy" leaves them to the first use; "hot" keeps those alone of chunks that
             were retrieved `hot_after` times (the first uses compute and keep nothing)
         chunker: cuts these inputs; None: the ingestor's own
+        sync: the given files and folders are all that there is of them: documents from files under them that have
+            vanished are deleted at the end, and one whose content is found at another path under them moves there, with
+            its KV and embeddings. What failed to be read has not vanished
+        dry_run: change nothing; the report says what would be
         timeout_s: how long to wait for another writer
 
-        Raises StoreBusyError, StoreReadOnlyError, StoreFullError, ConfigError; what was committed stays.
+        Raises StoreBusyError, StoreReadOnlyError, StoreFullError, ConfigError; what was committed stays. With sync,
+        ReaderError for a given path that is not there or cannot be read; then nothing was changed.
         """
         if kv not in KV_MODES:
             raise ConfigError(f"kv={kv!r} is unknown; choose one of {', '.join(KV_MODES)}")
         if hot_after < 1:
             raise ConfigError(f"hot_after is {hot_after}; a passage is hot after 1 retrieval or more")
-        with self.layout.writer(timeout_s):
-            uses = hot_after if kv == "hot" else 0
-            run = IngestRun(self, chunker or self.chunker, eager=kv == "eager", uses=uses, progress=progress)
+        with nullcontext() if dry_run else self.layout.writer(timeout_s):
+            run = IngestRun(
+                self,
+                chunker or self.chunker,
+                eager=kv == "eager",
+                uses=hot_after if kv == "hot" else 0,
+                sync=sync,
+                dry_run=dry_run,
+                progress=progress,
+            )
             return run(inputs)
 
     def delete(self, ids: Iterable[str], *, timeout_s: float = 30.0) -> list[str]:

@@ -34,6 +34,13 @@ class Failure(NamedTuple):
     error: RagCacheError
 
 
+class Moved(NamedTuple):
+    """A document that was given another id: its file was renamed, or an older version of ragcache had named it."""
+
+    old: str
+    new: str
+
+
 @dataclass
 class PhaseSeconds:
     """Seconds by phase. Embedding and writing run in threads beside the others, so the phases add up to more than
@@ -52,6 +59,9 @@ class PhaseSeconds:
 class IngestReport:
     """added, updated, unchanged: document ids. skipped: files in folders that no reader reads.
 
+    moved:           documents that have another id now; those with changed content are in `updated`, too
+    removed:         ids of documents whose files have vanished (sync=True)
+    dry_run:         whether nothing was changed: the others say what would have been
     chunks, tokens:  of added and updated documents
     computed_tokens: that the language model read
     reused_blocks:   KV blocks that were on disk already
@@ -68,6 +78,9 @@ class IngestReport:
     computed_tokens: int = 0
     reused_blocks: int = 0
     kv_bytes: int = 0
+    moved: list[Moved] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    dry_run: bool = False
     seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
 
     @property

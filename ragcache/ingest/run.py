@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from ragcache.errors import DuplicateDocumentError, IngestError, PromptError, ReaderError
 from ragcache.ingest.chunker import Chunker, TextChunk
 from ragcache.ingest.document import Document
+from ragcache.ingest.known import KnownDocuments, sync_roots
 from ragcache.ingest.readers import SourceFile, find_files, read_file
-from ragcache.ingest.report import Failure, IngestReport, Progress, ProgressEvent
+from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, ProgressEvent
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.block import KVBlock
 from ragcache.models.encoding import plan_batches
 from ragcache.openmp import work_alone
-from ragcache.store.records import Chunk, NewChunk, NewDocument
+from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
 
 if TYPE_CHECKING:
     from ragcache.ingest.pipeline import Ingestor
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
 class Prepared:
     """A document on its way: its chunks, the keys of their blocks, and whether it replaces one.
 
+    file: id of the file that it is from, or ""
     stored: the chunks are in the store already; only KV blocks are missing.
     """
 
     document: Document
+    file: str
     content_hash: str
     chunks: list[TextChunk]
     keys: list[str]
@@ -57,6 +60,8 @@ class IngestRun:
         *,
         eager: bool,
         uses: int = 0,
+        sync: bool = False,
+        dry_run: bool = False,
         progress: Progress | None,
     ) -> None:
         """uses: times that a chunk without KV is to be retrieved before its KV is kept"""
@@ -65,9 +70,13 @@ class IngestRun:
         self.eager = eager
         self.uses = uses
         self.progress = progress or _silent
-        self.report = IngestReport()
-        self._known = ingestor.documents.content_hashes()
+        self.sync = sync
+        self.report = IngestReport(dry_run=dry_run)
+        self._known = KnownDocuments(ingestor.documents.versions(), chunker.settings)
         self._seen: set[str] = set()
+        self._roots: list[str] = []
+        self._files: dict[str, bool] = {}  # whether it was read without a failure, by id
+        self._told: set[str] = set()  # documents that the report names already
         self._settings = chunker.settings
         self._done = {"embed": 0, "encode": 0, "commit": 0}
         self._total = dict(self._done)
@@ -78,24 +87,36 @@ class IngestRun:
     def __call__(self, inputs: Iterable[str | os.PathLike[str] | Document]) -> IngestReport:
         started = time.perf_counter()
         try:
-            # What a killed run left: replaced blocks not yet deleted, commits that the index has not seen.
-            self.to.collect_garbage()
-            self.to.retriever.refresh()
-            for window in self._windows(inputs):
-                self._ingest_window(window)
-            self._save_index(force=True)
+            given = [inputs] if isinstance(inputs, str | os.PathLike | Document) else list(inputs)
+            if self.sync:
+                self._roots = sync_roots(one for one in given if not isinstance(one, Document))
+            if self.report.dry_run:
+                for window in self._windows(given):
+                    self._foretell(window)
+            else:
+                self._ingest(given)
+            self._remove_vanished()
         finally:
             self._embedding.shutdown(cancel_futures=True)
             self._writing.shutdown(cancel_futures=True)
         self.report.seconds.total_s = time.perf_counter() - started
         return self.report
 
+    def _ingest(self, inputs: Sequence[str | os.PathLike[str] | Document]) -> None:
+        # What a killed run left: replaced blocks not yet deleted, commits that the index has not seen.
+        self.to.collect_garbage()
+        self.to.retriever.refresh()
+        for window in self._windows(inputs):
+            self._ingest_window(window)
+        self.to.collect_garbage()  # of documents that others have moved onto
+        self._save_index(force=True)
+
     # Reading
 
-    def _windows(self, inputs: Iterable[str | os.PathLike[str] | Document]) -> Iterator[list[Prepared]]:
+    def _windows(self, inputs: Sequence[str | os.PathLike[str] | Document]) -> Iterator[list[Prepared]]:
         window: list[Prepared] = []
-        for document in self._documents(inputs):
-            prepared = self._prepare(document)
+        for document, file in self._documents(inputs):
+            prepared = self._prepare(document, file)
             if prepared is None:
                 continue
             window.append(prepared)
@@ -106,69 +127,101 @@ class IngestRun:
         if window:
             yield window
 
-    def _documents(self, inputs: Iterable[str | os.PathLike[str] | Document]) -> Iterator[Document]:
-        """All documents of the inputs, in order; failures go to the report."""
+    def _documents(self, inputs: Sequence[str | os.PathLike[str] | Document]) -> Iterator[tuple[Document, str]]:
+        """All documents of the inputs, in order, with the ids of their files; failures go to the report."""
         sources = list(self._sources(inputs))
+        self._known.look_for_vanished(self._roots, self._files)
         for done, source in enumerate(sources):
             name = source.where if isinstance(source, Document) else str(source.path)
             self.progress(ProgressEvent("read", done, len(sources), name))
             if isinstance(source, Document):
-                yield source
+                yield source, ""
                 continue
             records = read_file(source)
             while (record := self._next(records)) is not None:
                 if isinstance(record, Document):
-                    yield record
+                    yield record, source.id
                 else:
-                    self._fail(record.path, record)
+                    self._fail(record.path, record, source.id)
         self.progress(ProgressEvent("read", len(sources), len(sources)))
 
-    def _sources(self, inputs: Iterable[str | os.PathLike[str] | Document]) -> Iterator[SourceFile | Document]:
-        for given in [inputs] if isinstance(inputs, str | os.PathLike | Document) else inputs:
+    def _sources(self, inputs: Sequence[str | os.PathLike[str] | Document]) -> Iterator[SourceFile | Document]:
+        """A file that is named twice, by its folder and by itself say, is read once."""
+        for given in inputs:
             if isinstance(given, Document):
                 yield given
                 continue
             found = find_files([given])
             self.report.failed += [Failure(error.path, error) for error in found.failed]
             self.report.skipped += found.skipped
-            yield from found.files
+            for file in found.files:
+                if file.id not in self._files:
+                    self._files[file.id] = True
+                    yield file
 
     def _next(self, records: Iterator[Document | ReaderError]) -> Document | ReaderError | None:
         with self._timed("read_s"):
             return next(records, None)
 
-    def _prepare(self, document: Document) -> Prepared | None:
+    def _prepare(self, document: Document, file: str) -> Prepared | None:
         """The document's chunks and keys; None when there is nothing to do or it cannot be ingested."""
         try:
             document.check()
             if document.id in self._seen:
                 raise DuplicateDocumentError(
                     f"{document.where}: the id {document.id!r} was given before in this call; give every document its "
-                    "own id, or ingest folders with files of the same name by their common parent"
+                    "own id"
                 )
             self._seen.add(document.id)
             content_hash = document.content_hash(self._settings)
-            if self._known.get(document.id) == content_hash:
-                return self._prepare_unchanged(document, content_hash)
+            found = self._known.find(document, content_hash, file, lambda id: self._is_text_of(document, id))
+            if found is not None:
+                self._rename(found.id, document, content_hash if found.same else None, file)
+                if found.same:
+                    return self._prepare_unchanged(document, content_hash)
             with self._timed("chunk_s"):
                 chunks = self.chunker.split(document.text)
             for chunk in chunks:
                 self.to.encoder.check(chunk.token_ids, document.where)
         except (IngestError, PromptError) as error:
-            self._fail(document.where, error)
+            self._fail(document.where, error, file)
             return None
         keys = [self.to.encoder.key(chunk.token_ids) for chunk in chunks]
-        return Prepared(document, content_hash, chunks, keys, document.id in self._known)
+        return Prepared(document, file, content_hash, chunks, keys, found is not None)
+
+    def _rename(self, id: str, document: Document, content_hash: str | None, file: str) -> None:
+        """Let a stored document have the id, source and file that it has now. content_hash: None where its content is
+        another; it is then still to be replaced."""
+        old = self._known.version(id)
+        version = StoredVersion(content_hash or old.content_hash, document.where, file)
+        if id == document.id and (content_hash is None or version == old):
+            return
+        if not self.report.dry_run:
+            names = [self.chunker.chunk_id(document.id, chunk.ordinal) for chunk in self.to.documents.chunks_of(id)]
+            gone = self.to.documents.move_document(id, document.id, version, names)
+            self.to.retriever.apply([], np.empty((0, self.to.retriever.index.dimension), np.float32), gone)
+        self._known.move(id, document.id, version)
+        if id != document.id:
+            self.report.moved.append(Moved(id, document.id))
+            self._told.add(document.id)
+        elif old.source != version.source and old.file is not None:
+            self.report.updated.append(id)
+            self._told.add(id)
+
+    def _is_text_of(self, document: Document, id: str) -> bool:
+        stored = [chunk.text for chunk in self.to.documents.chunks_of(id)]
+        return [chunk.text for chunk in self.chunker.split(document.text)] == stored
 
     def _prepare_unchanged(self, document: Document, content_hash: str) -> Prepared | None:
         """None when its KV blocks are there too, or are not wanted now."""
-        stored = tuple(self.to.documents.chunks_of(document.id)) if self.eager else ()
+        eager = self.eager and not self.report.dry_run
+        stored = tuple(self.to.documents.chunks_of(document.id)) if eager else ()
         keys = [self.to.encoder.key(chunk.token_ids) for chunk in stored]
         if all(chunk.handle == key and key in self.to.kv for chunk, key in zip(stored, keys, strict=True)):
-            self.report.unchanged.append(document.id)
+            self._say_unchanged(document.id)
             return None
         chunks = [TextChunk(chunk.text, chunk.token_ids, ()) for chunk in stored]
-        return Prepared(document, content_hash, chunks, keys, replaces=True, stored=stored)
+        return Prepared(document, "", content_hash, chunks, keys, replaces=True, stored=stored)
 
     # Computing
 
@@ -230,25 +283,30 @@ class IngestRun:
             )
             for ordinal, (chunk, key, vector) in enumerate(zip(one.chunks, one.keys, vectors, strict=True))
         ]  # fmt: skip
-        new = NewDocument(document.id, document.where, one.content_hash, dict(document.metadata), document.title)
+        new = NewDocument(
+            document.id, document.where, one.content_hash, dict(document.metadata), document.title, one.file
+        )  # fmt: skip
         with self._timed("commit_s"):
             before = self.to.documents.chunks_of(document.id) if one.replaces else []
             try:
                 ids = self.to.documents.replace_document(new, chunks)
             except IngestError as error:
-                self._fail(document.where, error)
+                self._fail(document.where, error, one.file)
                 return
             self.to.retriever.apply(ids, vectors, [chunk.vector_id for chunk in before])
-        (self.report.updated if one.replaces else self.report.added).append(document.id)
-        self.report.chunks += len(chunks)
-        self.report.tokens += one.num_tokens
+        self._say_stored(one)
         self._advance("commit", 1, document.id)
 
     def _commit_handles(self, one: Prepared) -> None:
         with self._timed("commit_s"):
             self.to.documents.set_handles({chunk.id: key for chunk, key in zip(one.stored, one.keys, strict=True)})
-        self.report.unchanged.append(one.document.id)
+        self._say_unchanged(one.document.id)
         self._advance("commit", 1, one.document.id)
+
+    def _remove_vanished(self) -> None:
+        gone = self._known.vanished(self._roots, self._files, self._seen)
+        if gone:
+            self.report.removed += gone if self.report.dry_run else self.to.delete(gone)
 
     def _save_index(self, *, force: bool = False) -> None:
         now = time.monotonic()
@@ -260,8 +318,27 @@ class IngestRun:
 
     # Reporting
 
-    def _fail(self, source: str, error: IngestError | PromptError) -> None:
+    def _foretell(self, window: list[Prepared]) -> None:
+        """Report a window as `_ingest_window` would, without doing anything."""
+        for one in window:
+            self._say_stored(one)
+        wanted = {key: len(chunk.token_ids) for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
+        self.report.computed_tokens += sum(size for key, size in wanted.items() if self.eager and key not in self.to.kv)
+
+    def _say_stored(self, one: Prepared) -> None:
+        (self.report.updated if one.replaces else self.report.added).append(one.document.id)
+        self.report.chunks += len(one.chunks)
+        self.report.tokens += one.num_tokens
+
+    def _say_unchanged(self, id: str) -> None:
+        if id not in self._told:
+            self.report.unchanged.append(id)
+
+    def _fail(self, source: str, error: IngestError | PromptError, file: str) -> None:
+        """file: id of the file that it happened in; "" for none"""
         self.report.failed.append(Failure(source, error))
+        if file:
+            self._files[file] = False
 
     def _expect(self, one: Prepared) -> None:
         self._total["embed"] += 0 if one.stored else len(one.chunks)

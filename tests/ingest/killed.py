@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,6 +13,8 @@ from kit import Kit
 
 from ragcache.ingest.document import Document
 from ragcache.models.loading import load_lm
+from ragcache.store.database import Database
+from ragcache.store.kv_store import KVStore
 
 SENTENCE = "The river Alna rises near Osby and ends in the lake of Tolvik."
 
@@ -36,3 +41,43 @@ def ingest(root: str, lm_directory: str, started: str) -> None:
     with Kit(Path(root), load_lm(lm_directory)) as kit:
         Path(started).write_text(str(os.getpid()))
         kit.ingestor.ingest(version_two())
+
+
+def write_folder(folder: Path, version: int) -> None:
+    """Version 2: of five files one is gone, one renamed, one renamed onto another, one changed; one is new."""
+    texts = {"gone": 1, "old": 2, "over": 3, "under": 4, "changed": 5}
+    if version == 2:
+        texts = {"renamed": 2, "under": 3, "changed": 6, "new": 7}
+    for file in folder.glob("*.md"):
+        file.unlink()
+    for name, n in texts.items():
+        (folder / f"{name}.md").write_text(_text(n, 1, 3))
+
+
+def sync(root: str, lm_directory: str, folder: str, steps: int) -> None:
+    """The child: synchronises the folder, and kills itself at that step: before or behind a commit, or before the bytes
+    of a block are deleted."""
+    torch.set_num_threads(1)
+    left = [steps]
+
+    def step() -> None:
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    write, delete = Database.write, KVStore.delete
+
+    @contextmanager
+    def stepped_write(self: Database) -> Iterator[object]:
+        with write(self) as connection:
+            yield connection
+            step()
+        step()
+
+    def stepped_delete(self: KVStore, key: str) -> object:
+        step()
+        return delete(self, key)
+
+    with Kit(Path(root), load_lm(lm_directory)) as kit:
+        Database.write, KVStore.delete = stepped_write, stepped_delete  # type: ignore[method-assign,assignment]
+        kit.ingestor.ingest([folder], sync=True)

@@ -142,3 +142,33 @@ def test_a_store_killed_again_and_again_gets_there(runner, finished, lm):
     with Kit(root, lm) as kit, Kit(finished[0], lm) as other:
         kit.ingestor.ingest(killed.version_two())
         assert_equal(kit, other)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_sync_killed_at_any_step_finishes_when_run_again(lm, lm_directory, runner, tmp_path, stride):
+    """Every document is whole and of one version or the other; nothing but what vanished is ever missing."""
+    folder, base, work = tmp_path / "docs", tmp_path / "base", tmp_path / "work"
+    folder.mkdir()
+    killed.write_folder(folder, 1)
+    with Kit(base, lm) as kit:
+        kit.ingestor.ingest([folder])
+    killed.write_folder(folder, 2)
+    for steps in range(1, 200, stride):
+        shutil.copytree(base, work)
+        child = CONTEXT.Process(target=killed.sync, args=(str(work), str(lm_directory), str(folder), steps))
+        child.start()
+        child.join()
+        with Kit(work, lm) as kit:
+            kit.check()
+            assert all(town in str(kit.texts()) for town in ("Town2 ", "Town3 ")), "these only move"
+            report = kit.ingestor.ingest([folder], sync=True)
+            assert not report.failed
+            assert kit.ids() == [str(folder / f"{name}.md") for name in ("changed", "new", "renamed", "under")]
+            assert not {name for name in ("Town1 ", "Town4 ", "Town5 ") if name in str(kit.texts())}
+            kit.check()
+            assert (set(kit.kv.keys()), kit.documents.garbage()) == (kit.documents.handles(), set())
+        shutil.rmtree(work)
+        if child.exitcode == 0:
+            break
+    assert (child.exitcode, steps > 15) == (0, True)

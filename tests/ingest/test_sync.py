@@ -1,0 +1,298 @@
+"""Documents follow their files: two folders, other names, renames, removals, stores of earlier versions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from kit import Kit
+from sqlalchemy import create_engine, text
+
+from ragcache.errors import ConfigError, DuplicateDocumentError, ReaderError
+from ragcache.ingest.document import Document
+from ragcache.ingest.report import Moved
+
+SENTENCE = "The river Alna rises near Osby and ends in the lake of Tolvik."
+
+
+def text_of(town: str, sentences: int = 5) -> str:
+    return f"# {town}\n\n" + " ".join(f"{town} has mill number {n}. {SENTENCE}" for n in range(sentences)) + "\n"
+
+
+@pytest.fixture
+def kit(tmp_path, lm):
+    with Kit(tmp_path / "kb", lm) as opened:
+        yield opened
+
+
+@pytest.fixture
+def docs(tmp_path) -> Path:
+    """a.md, b.md, sub/c.md, and two records; each with words of its own."""
+    path = tmp_path / "docs"
+    (path / "sub").mkdir(parents=True)
+    for name, town in {"a.md": "Tolvik", "b.md": "Mora", "sub/c.md": "Lund"}.items():
+        (path / name).write_text(text_of(town))
+    write_records(path / "d.jsonl", {"id": "x", "text": "Vik has a bridge."}, {"text": "Vik has a mill."})
+    return path
+
+
+def write_records(path: Path, *records: dict) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def costs(kit: Kit) -> tuple[int, int]:
+    return kit.encoder.tokens, kit.embedder.texts
+
+
+def content(kit: Kit) -> dict:
+    return {
+        id: [(chunk.id, chunk.text, chunk.handle, chunk.vector_id) for chunk in kit.documents.chunks_of(id)]
+        for id in kit.ids()
+    }
+
+
+def files_in(root: Path) -> dict[str, bytes]:
+    return {
+        str(path): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file() and "-shm" not in path.name
+    }
+
+
+# Ids
+
+
+def test_two_folders_with_a_readme_each_are_two_documents(kit, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "readme.md").write_text(text_of(name))
+        assert len(kit.ingestor.ingest([tmp_path / name]).added) == 1
+    assert kit.ids() == [str(tmp_path / name / "readme.md") for name in ("one", "two")]
+    assert "one has mill" in kit.texts()[str(tmp_path / "one" / "readme.md")][0]
+    kit.check()
+
+
+def test_a_file_named_in_other_ways_is_the_same_document(kit, docs, monkeypatch):
+    kit.ingestor.ingest([docs])
+    before, cost = content(kit), costs(kit)
+    (docs.parent / "link").symlink_to(docs)
+    monkeypatch.chdir(docs)
+    for paths in (
+        ["."],
+        ["sub"],
+        ["../docs/"],
+        ["../link"],
+        ["a.md", docs / "b.md", "sub/../a.md"],
+        [docs, docs / "sub", "a.md"],
+    ):
+        report = kit.ingestor.ingest(paths)
+        assert (report.added, report.updated, report.moved, report.failed) == ([], [], [], []), paths
+    assert (content(kit), costs(kit)) == (before, cost)
+
+
+def test_records_of_two_files_with_one_id_are_an_error_that_names_both(kit, docs):
+    write_records(docs / "e.jsonl", {"id": "x", "text": "Another."}, {"id": "y", "text": "Its own."})
+    for _ in range(2):
+        report = kit.ingestor.ingest([docs / "d.jsonl"])
+        assert not report.failed
+        report = kit.ingestor.ingest([docs / "e.jsonl"])
+        (failure,) = report.failed
+        assert isinstance(failure.error, DuplicateDocumentError)
+        assert str(docs / "d.jsonl") in str(failure.error)
+        assert str(docs / "e.jsonl") in str(failure.error)
+    assert kit.texts()["x"] == ["Vik has a bridge.\n"]
+    (docs / "d.jsonl").unlink()
+    assert kit.ingestor.ingest([docs / "e.jsonl"]).updated == ["x"]
+
+
+# Stores of earlier versions
+
+
+def make_earlier(kit: Kit, docs: Path, named: str) -> None:
+    """Let the store be as version 2 of the schema made it of `ragcache ingest NAMED`: ids relative to the folder,
+    sources as they were named, hashes over the source, nothing about files."""
+    engine = create_engine(f"sqlite:///{kit.layout.database}")
+    with engine.begin() as connection:
+        connection.execute(text("PRAGMA foreign_keys = OFF"))
+        found = connection.execute(text("SELECT id, source, title, metadata FROM ragcache_documents")).all()
+        for id, source, title, metadata in found:
+            file = Path(id.partition("#")[0])
+            old = id if not id.startswith(str(docs)) else id.removeprefix(f"{docs}/")
+            old_source = source.replace(str(docs), named) if source.startswith(str(docs)) else source
+            whole = {"text": file.read_text() if file.suffix == ".md" else "", "metadata": json.loads(metadata),
+                     "title": title, "source": old_source, "settings": dict(kit.chunker.settings)}  # fmt: skip
+            if not whole["text"]:
+                (whole["text"],) = (line.strip() for line in kit.texts()[id])
+            packed = json.dumps(whole, sort_keys=True, separators=(",", ":"))
+            values = {"old": old, "new": id, "source": old_source, "hash": hashlib.sha256(packed.encode()).hexdigest()}
+            connection.execute(text("UPDATE ragcache_documents SET id = :old, source = :source, content_hash = :hash, "
+                                    "file = NULL WHERE id = :new"), values)  # fmt: skip
+            connection.execute(text("UPDATE ragcache_chunks SET document_id = :old, id = replace(id, :new, :old) "
+                                    "WHERE document_id = :new"), values)  # fmt: skip
+    engine.dispose()
+
+
+@pytest.mark.parametrize(("named", "place"), [("docs", "."), ("{docs}", "elsewhere"), ("docs", "elsewhere")])
+def test_an_earlier_store_takes_the_new_ids_without_copies_or_work(kit, docs, tmp_path, monkeypatch, named, place):
+    kit.ingestor.ingest([docs])
+    today, cost = content(kit), costs(kit)
+    make_earlier(kit, docs, named.format(docs=docs))
+    assert sorted(kit.ids()) == ["a.md", "b.md", "d.jsonl#2", "sub/c.md", "x"]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / place)
+    report = kit.ingestor.ingest([docs])
+    assert sorted(report.moved) == [Moved(id, f"{docs}/{id}") for id in ("a.md", "b.md", "d.jsonl#2", "sub/c.md")]
+    assert (report.added, report.updated, report.removed, report.failed) == ([], [], [], [])
+    assert report.unchanged == ["x"]
+    assert (content(kit), costs(kit)) == (today, cost)
+    kit.check()
+    assert len(kit.ingestor.ingest([docs]).unchanged) == 5
+
+
+def test_a_changed_file_of_an_earlier_store_replaces_its_document(kit, docs, tmp_path, monkeypatch):
+    kit.ingestor.ingest([docs])
+    make_earlier(kit, docs, "docs")
+    monkeypatch.chdir(tmp_path)
+    (docs / "a.md").write_text(text_of("Osby"))
+    report = kit.ingestor.ingest([docs])
+    assert report.updated == [str(docs / "a.md")]
+    assert len(kit.ids()) == 5
+    assert "Tolvik has" not in str(kit.texts())
+    kit.check()
+
+
+def test_an_earlier_document_that_only_has_the_name_is_left_alone(kit, docs, tmp_path, monkeypatch):
+    kit.ingestor.ingest([Document("a.md", text_of("Rome")), Document("note", text_of("Oslo"), source="docs/b.md")])
+    engine = create_engine(f"sqlite:///{kit.layout.database}")
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE ragcache_documents SET file = NULL"))
+    engine.dispose()
+    monkeypatch.chdir(tmp_path)
+    report = kit.ingestor.ingest([docs])
+    assert (len(report.added), report.moved) == (5, [])
+    assert {"a.md", "note"} <= set(kit.ids())
+
+
+# Sync
+
+
+def test_sync_removes_what_vanished_and_follows_renames_without_work(kit, docs):
+    kit.ingestor.ingest([docs])
+    before, cost = content(kit), costs(kit)
+    (docs / "a.md").unlink()
+    (docs / "b.md").rename(docs / "sub" / "renamed.md")
+    write_records(docs / "d.jsonl", {"text": "Vik has a mill."})
+    report = kit.ingestor.ingest([docs], sync=True)
+    assert report.moved == [Moved(str(docs / "b.md"), str(docs / "sub" / "renamed.md"))]
+    assert sorted(report.removed) == [str(docs / "a.md"), f"{docs}/d.jsonl#2", "x"]
+    assert report.added == [f"{docs}/d.jsonl#1"]
+    assert kit.ids() == [f"{docs}/d.jsonl#1", str(docs / "sub" / "c.md"), str(docs / "sub" / "renamed.md")]
+    moved = content(kit)[str(docs / "sub" / "renamed.md")]
+    assert [chunk[1:] for chunk in moved] == [chunk[1:] for chunk in before[str(docs / "b.md")]]
+    assert costs(kit) == (cost[0], cost[1] + 1), "the record that moved up a line"
+    assert kit.retriever.retrieve("Mora mill", 1)[0].chunk.source == str(docs / "sub" / "renamed.md")
+    kit.check()
+    assert set(kit.kv.keys()) == kit.documents.handles()
+
+
+def test_a_rename_alone_costs_nothing(kit, docs):
+    kit.ingestor.ingest([docs])
+    cost, handles = costs(kit), kit.documents.handles()
+    (docs / "sub").rename(docs / "other")
+    (docs / "d.jsonl").rename(docs / "e.jsonl")
+    report = kit.ingestor.ingest([docs], sync=True)
+    assert sorted(report.moved) == [
+        Moved(f"{docs}/d.jsonl#2", f"{docs}/e.jsonl#2"), Moved(str(docs / "sub/c.md"), str(docs / "other/c.md"))
+    ]  # fmt: skip
+    assert (report.updated, report.removed, report.added, report.computed_tokens) == (["x"], [], [], 0)
+    assert (costs(kit), kit.documents.handles()) == (cost, handles)
+    assert kit.documents.document("x").source == f"{docs}/e.jsonl:1"
+    assert kit.ingestor.ingest([docs], sync=True).removed == []
+    kit.check()
+
+
+def test_a_rename_onto_a_file_that_was_there_replaces_its_document(kit, docs):
+    kit.ingestor.ingest([docs])
+    cost = costs(kit)
+    (docs / "b.md").replace(docs / "a.md")
+    report = kit.ingestor.ingest([docs], sync=True)
+    assert report.moved == [Moved(str(docs / "b.md"), str(docs / "a.md"))]
+    assert (report.updated, report.removed, costs(kit)) == ([], [], cost)
+    assert "Mora has" in kit.texts()[str(docs / "a.md")][0]
+    kit.check()
+    assert set(kit.kv.keys()) == kit.documents.handles()
+
+
+def test_sync_touches_only_documents_of_files_under_the_given_folders(kit, docs, tmp_path):
+    other = tmp_path / "docs-too"
+    shutil.copytree(docs / "sub", other)
+    kit.ingestor.ingest([docs, other, Document("object", "An object."), Document(f"{docs}/upload.md", "An upload.")])
+    (docs / ".hidden.md").write_text(text_of("Hidden"))
+    kit.ingestor.ingest([docs / ".hidden.md"])
+    before = kit.ids()
+    shutil.rmtree(other)
+    assert kit.ingestor.ingest([docs], sync=True).removed == []
+    shutil.rmtree(docs / "sub")
+    report = kit.ingestor.ingest([docs], sync=True)
+    assert report.removed == [str(docs / "sub" / "c.md")]
+    assert kit.ids() == [id for id in before if id not in report.removed]
+
+
+def test_a_file_that_cannot_be_read_has_not_vanished(kit, docs, monkeypatch):
+    kit.ingestor.ingest([docs])
+    before = kit.ids()
+    (docs / "a.md").write_bytes(b"\0")
+    (docs / "d.jsonl").write_text("{\n")
+    real = os.lstat
+
+    def refuse(path, *args, **options):
+        if str(path).startswith(str(docs / "sub")):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    shutil.rmtree(docs / "sub")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", refuse)
+        report = kit.ingestor.ingest([docs], sync=True)
+    assert (report.removed, len(report.failed), kit.ids()) == ([], 2, before)
+
+
+@pytest.mark.parametrize("how", ["absent", "unreadable", "absent file"])
+def test_a_folder_that_is_not_there_or_unreadable_is_refused_before_anything_changes(kit, docs, how, monkeypatch):
+    kit.ingestor.ingest([docs])
+    before, generation = content(kit), kit.documents.generation()
+    (docs / "a.md").unlink()
+    (docs / "new.md").write_text(text_of("New"))
+    bad = {"absent": docs.parent / "nowhere", "unreadable": docs / "sub", "absent file": docs / "a.md"}[how]
+    real = os.scandir
+
+    def refuse(path="."):
+        if str(path) == str(docs / "sub"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse if how == "unreadable" else real)
+    with pytest.raises(ReaderError, match="nothing was changed") as raised:
+        kit.ingestor.ingest([docs, bad], sync=True)
+    assert raised.value.path == str(bad)
+    assert (content(kit), kit.documents.generation()) == (before, generation)
+    with pytest.raises(ConfigError, match="give it one"):
+        kit.ingestor.ingest([Document("a", "text")], sync=True)
+
+
+def test_a_dry_run_says_what_a_run_does_and_changes_nothing(kit, docs):
+    kit.ingestor.ingest([docs])
+    (docs / "a.md").unlink()
+    (docs / "b.md").rename(docs / "z.md")
+    (docs / "sub" / "c.md").write_text(text_of("Lund", 6))
+    (docs / "new.md").write_text(text_of("New"))
+    before, files, cost = content(kit), files_in(kit.layout.root), costs(kit)
+    told = kit.ingestor.ingest([docs], sync=True, dry_run=True)
+    assert (content(kit), files_in(kit.layout.root), costs(kit)) == (before, files, cost)
+    done = kit.ingestor.ingest([docs], sync=True)
+    assert (told.dry_run, done.dry_run) == (True, False)
+    for field in ("added", "updated", "unchanged", "moved", "removed", "chunks", "tokens", "computed_tokens", "failed"):
+        assert getattr(told, field) == getattr(done, field), field
+    assert (len(told.added), len(told.updated), len(told.moved), len(told.removed)) == (1, 1, 1, 1)
