@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ragcache.cli.command import FAILED, command
+from ragcache.cli.naming import Sources, all_of, by_id, by_source, document_ids
 from ragcache.cli.opening import open_for_care, open_with_models
 from ragcache.cli.options import (
     WAIT_S,
@@ -23,6 +24,7 @@ from ragcache.cli.options import (
     option,
 )
 from ragcache.cli.output import on_terminal, print_json, print_table, say, say_error, say_note, seconds_text
+from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from ragcache import IngestReport
@@ -42,6 +44,10 @@ def ingest(
     hot_after: Annotated[
         int, option("--hot-after", "With --kv hot: a passage is hot at its so manieth retrieval.", min=1)
     ] = 2,
+    sync: Annotated[
+        bool, option("--sync", "Delete documents whose files have vanished from the given paths, follow renamed ones.")
+    ] = False,
+    dry_run: Annotated[bool, option("--dry-run", "Say what would be done, and change nothing.")] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
@@ -52,15 +58,17 @@ def ingest(
     """
     from ragcache.ingest.progress_bars import progress_bars
 
-    with open_with_models(store, models, chunks, create=True) as kb:
+    with open_with_models(store, models, chunks, create=not dry_run) as kb:
         if not as_json:
             say_note(kb.estimate_kv(paths))
         with progress_bars() if on_terminal() else nullcontext() as bars:
-            report = kb.ingest(paths, kv=kv, hot_after=hot_after, progress=bars, timeout_s=wait)
+            report = kb.ingest(
+                paths, kv=kv, hot_after=hot_after, sync=sync, dry_run=dry_run, progress=bars, timeout_s=wait
+            )
     if as_json:
         print_json(report_to_json(report))
     else:
-        print_report(report)
+        print_report(report, named=sync or dry_run)
     for failure in report.failed:
         say_error(failure.error)
     if report.failed:
@@ -82,20 +90,35 @@ def report_to_json(report: IngestReport) -> dict[str, Any]:
         "computed_tokens": report.computed_tokens,
         "reused_blocks": report.reused_blocks,
         "kv_bytes": report.kv_bytes,
+        "moved": [{"from": one.old, "to": one.new} for one in report.moved],
+        "removed": report.removed,
+        "dry_run": report.dry_run,
         "seconds": asdict(report.seconds),
     }
 
 
-def print_report(report: IngestReport) -> None:
+def print_report(report: IngestReport, *, named: bool = False) -> None:
+    """named: with the documents that were moved or removed; of a dry run, added and updated ones too."""
+    if report.dry_run:
+        say("nothing was changed; a run would do this:")
+    for id in [*report.added, *report.updated] if report.dry_run else []:
+        say(f"{'add' if id in report.added else 'update'} {id}")
+    for one in report.moved if named else []:
+        say(f"move {one.old} -> {one.new}")
+    for id in report.removed if named else []:
+        say(f"remove {id}")
     counts = {"added": report.added, "updated": report.updated, "unchanged": report.unchanged}
-    say(", ".join(f"{len(ids)} {word}" for word, ids in counts.items()) + f", {len(report.failed)} failed")
+    changed = {"moved": len(report.moved), "removed": len(report.removed)}
+    found = {word: len(ids) for word, ids in counts.items()} | {word: n for word, n in changed.items() if n or named}
+    say(", ".join(f"{count} {word}" for word, count in found.items()) + f", {len(report.failed)} failed")
     seconds = report.seconds.total_s
     rate = f", {report.tokens / seconds:,.0f} tokens/s" if report.tokens and seconds else ""
     say(
         f"{report.chunks} passages of {report.tokens:,} tokens in {seconds_text(seconds)}{rate}; "
         f"the model read {report.computed_tokens:,} tokens"
     )
-    say(report.kv_text)
+    if not report.dry_run:
+        say(report.kv_text)
     if report.skipped:
         say(f"{len(report.skipped)} files of kinds that cannot be read were skipped, such as {report.skipped[0]}")
 
@@ -104,13 +127,18 @@ def print_report(report: IngestReport) -> None:
 def list_documents(
     store: StoreOptions,
     filter: FilterText = None,
+    source: Sources = None,
+    id: Annotated[
+        list[str] | None, option("--id", "Only these ids; * and ? stand for any text and one character; repeatable.")
+    ] = None,
     limit: Annotated[int | None, option("--limit", "At most this many.", min=0)] = None,
     offset: Annotated[int, option("--offset", "Leave out the first ones.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
     """List the documents in the store, by id."""
     with open_for_care(store, read_only=True) as kb:
-        documents = kb.documents(json_object(filter), limit=limit, offset=offset)
+        where = all_of(json_object(filter), by_source(source), by_id(id))
+        documents = kb.documents(where, limit=limit, offset=offset)
     if as_json:
         print_json({"documents": [document_to_json(document) for document in documents]})
         return
@@ -124,23 +152,30 @@ def document_to_json(document: Document) -> dict[str, Any]:
 
 @command
 def delete(
-    ids: Annotated[list[str], typer.Argument(help="Document ids, as `ragcache list` shows them.", metavar="ID...")],
     store: StoreOptions,
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Document ids, as `ragcache list` shows them, or files.", metavar="ID...")
+    ] = None,
+    source: Sources = None,
     wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
     """Delete documents: text, embeddings, index entries, and KV in every tier.
 
-    Ids that no document has are named, and the exit status is 1 then; the others are deleted.
+    Ids and sources that no document has are named, and the exit status is 1 then; the others are deleted.
     """
+    if not ids and not source:
+        raise ConfigError("say which documents to delete: their ids, or --source")
     with open_for_care(store) as kb:
-        deleted = kb.delete(ids, timeout_s=wait)
-    missing = [id for id in dict.fromkeys(ids) if id not in deleted]
+        named = document_ids(kb, ids or [])
+        absent = [one for one in source or [] if not kb.documents(by_source([one]), limit=1)]
+        deleted = kb.delete(named.values(), filter=by_source(source), timeout_s=wait)
+    missing = [given for given, id in named.items() if id not in deleted] + absent
     if as_json:
         print_json({"deleted": deleted, "missing": missing})
     else:
         say(f"{len(deleted)} deleted")
-    for id in missing:
-        say_error(f"{id}: no document has this id; `ragcache list` shows them")
+    for given in missing:
+        say_error(f"{given}: no document has this {'source' if given in absent else 'id'}; `ragcache list` shows them")
     if missing:
         raise typer.Exit(FAILED)

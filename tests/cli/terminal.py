@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
 from ragcache.cli.app import build_app
 
-IDS = ["arno", "cats.md", "club", "dogs.txt"]
+NAMES = ["cats.md", "dogs.txt", "arno", "club"]  # of the documents, in the order of their ids
 
 
 def invoke(*arguments: object, env: dict[str, str] | None = None, input: str | None = None) -> Result:
     cleared = {name: None for name in os.environ if name.startswith("RAGCACHE_")}
     return CliRunner().invoke(build_app(), [str(a) for a in arguments], env={**cleared, **(env or {})}, input=input)
+
+
+def names(ids: Iterable[str]) -> list[str]:
+    """Document ids, those of files without their folders."""
+    return [Path(id).name for id in ids]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import asdict
 
 import pytest
-from terminal import IDS, invoke
+from terminal import NAMES, invoke, names
 
 import ragcache as rc
 from ragcache.ingest.report import bytes_text
@@ -22,10 +23,10 @@ def json_of(result):
 def test_ingest_reports_what_it_did(model, folder, tmp_path):
     arguments = ["ingest", folder, "--store", tmp_path / "kb", "--model", model, "--json"]
     first = json_of(invoke(*arguments))
-    assert sorted(first["added"]) == IDS
+    assert names(sorted(first["added"])) == NAMES
     assert first["computed_tokens"] == first["tokens"] > 0
     again = json_of(invoke(*arguments))
-    assert sorted(again["unchanged"]) == IDS
+    assert names(sorted(again["unchanged"])) == NAMES
     assert again["added"] == again["updated"] == again["failed"] == []
     assert again["computed_tokens"] == 0
 
@@ -37,7 +38,7 @@ def test_ingest_lists_what_it_cannot_read_and_goes_on(model, folder, tmp_path):
     result = invoke("ingest", *paths, "--store", tmp_path / "kb", "--model", model, "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
-    assert report["added"] == ["good.txt"]
+    assert report["added"] == [str(tmp_path / "good.txt")]
     assert {row["source"] for row in report["failed"]} == {str(paths[0]), str(paths[1])}
     lines = result.stderr.splitlines()
     assert len(lines) == 2
@@ -59,7 +60,7 @@ def test_lazy_ingestion_leaves_the_model_unused(model, folder, tmp_path):
     kb = tmp_path / "kb"
     report = json_of(invoke("ingest", folder, "--store", kb, "--model", model, "--kv", "lazy", "--json"))
     assert report["computed_tokens"] == 0
-    assert json_of(invoke("info", "--store", kb, "--json"))["pending"] == len(IDS)
+    assert json_of(invoke("info", "--store", kb, "--json"))["pending"] == len(NAMES)
     answer = json_of(invoke("ask", "Where is the cat?", "--store", kb, "--max-tokens", 1, "--json"))
     assert {hit["kv"] for hit in answer["hits"]} == {"computed"}
 
@@ -68,8 +69,8 @@ def test_chunk_options_reach_the_chunker(model, folder, tmp_path):
     kb = tmp_path / "kb"
     json_of(invoke("ingest", folder, "--store", kb, "--model", model, "--chunk-max-tokens", 20, "--json"))
     with rc.RagCache.open(kb, models=False) as opened:
-        texts = [chunk.text for id in IDS for chunk in opened.store.documents.chunks_of(id)]
-    assert len(texts) > len(IDS)
+        texts = [chunk.text for one in opened.documents() for chunk in opened.chunks_of(one.id)]
+    assert len(texts) > len(NAMES)
     assert max(len(text.encode()) for text in texts) <= 20  # the model's tokens are bytes
 
 
@@ -124,7 +125,7 @@ def test_ask_stops_at_a_string(store):
 def test_ask_in_words_names_its_sources(store):
     result = invoke("ask", "Where do dogs bark?", "--store", store, "--k", 1, "--max-tokens", 3)
     assert result.exit_code == 0, result.output
-    assert "[1] dogs.txt" in result.stdout
+    assert re.search(r"\[1\] /\S+/dogs\.txt", result.stdout)
     assert "KV: disk" in result.stdout
     assert "first token after" in result.stdout
 
@@ -217,15 +218,15 @@ def test_chat_survives_a_question_that_is_too_long(store):
 
 def test_list_gives_the_documents(store):
     found = json_of(invoke("list", "--store", store, "--json"))["documents"]
-    assert [document["id"] for document in found] == IDS
+    assert names(document["id"] for document in found) == NAMES
     with rc.RagCache.open(store, models=False) as kb:
         assert [asdict(d) | {"state": d.state} for d in kb.documents()] == found
     filtered = json_of(invoke("list", "--store", store, "--filter", '{"year": 2021}', "--json"))["documents"]
     assert [document["id"] for document in filtered] == ["arno"]
     page = json_of(invoke("list", "--store", store, "--limit", 2, "--offset", 1, "--json"))["documents"]
-    assert [document["id"] for document in page] == IDS[1:3]
+    assert names(document["id"] for document in page) == NAMES[1:3]
     table = invoke("list", "--store", store).stdout.splitlines()
-    assert [line.split()[0] for line in table] == ["id", *IDS]
+    assert names(line.split()[0] for line in table) == ["id", *NAMES]
 
 
 def test_delete_deletes_and_names_what_is_not_there(store):
@@ -234,14 +235,14 @@ def test_delete_deletes_and_names_what_is_not_there(store):
     assert json.loads(result.stdout) == {"deleted": ["arno"], "missing": ["nobody"]}
     assert result.stderr.startswith("error: nobody: ")
     left = json_of(invoke("list", "--store", store, "--json"))["documents"]
-    assert [document["id"] for document in left] == [id for id in IDS if id != "arno"]
-    assert json_of(invoke("info", "--store", store, "--json"))["blocks"] == len(IDS) - 1
+    assert names(document["id"] for document in left) == [name for name in NAMES if name != "arno"]
+    assert json_of(invoke("info", "--store", store, "--json"))["blocks"] == len(NAMES) - 1
 
 
 def test_info_counts(store):
     found = json_of(invoke("info", "--store", store, "--json"))
     blocks = list((store / "kv").rglob("*.safetensors"))
-    assert (found["documents"], found["chunks"], found["blocks"]) == (len(IDS), len(IDS), len(blocks))
+    assert (found["documents"], found["chunks"], found["blocks"]) == (len(NAMES), len(NAMES), len(blocks))
     assert found["bytes_by_tier"] == {"memory": 0, "disk": sum(path.stat().st_size for path in blocks)}
     assert found["hit_rate"] is None
     json_of(invoke("ask", "Where is the cat?", "--store", store, "--k", 3, "--max-tokens", 1, "--json"))
@@ -281,3 +282,45 @@ def test_no_store_is_made_by_asking_for_one(command, tmp_path):
     assert result.stderr.startswith("error: ")
     assert "nowhere" in result.stderr
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_ingest_sync_follows_the_folder_and_a_dry_run_says_so_first(store, folder, tmp_path):
+    docs = tmp_path / "docs"
+    shutil.copytree(folder, docs, ignore=shutil.ignore_patterns("*.jsonl"))
+    json_of(invoke("ingest", docs, "--store", store, "--json", "--sync"))
+    (docs / "cats.md").rename(docs / "felines.md")
+    (docs / "dogs.txt").unlink()
+    arguments = ["ingest", docs, "--store", store, "--sync"]
+    told = json_of(invoke(*arguments, "--dry-run", "--json"))
+    assert (told["dry_run"], told["removed"]) == (True, [str(docs / "dogs.txt")])
+    assert told["moved"] == [{"from": str(docs / "cats.md"), "to": str(docs / "felines.md")}]
+    words = invoke(*arguments)
+    assert words.exit_code == 0, words.output
+    assert f"move {docs}/cats.md -> {docs}/felines.md" in words.stdout
+    assert f"remove {docs}/dogs.txt" in words.stdout
+    assert "1 moved, 1 removed" in words.stdout
+    again = json_of(invoke(*arguments, "--json"))
+    assert (again["moved"], again["removed"], again["computed_tokens"]) == ([], [], 0)
+    gone = invoke("ingest", tmp_path / "nowhere", "--store", store, "--sync")
+    assert (gone.exit_code, "nothing was changed" in gone.stderr) == (1, True)
+
+
+def test_list_and_delete_by_source_and_id(store, folder, monkeypatch):
+    def listed(*options: object) -> list[str]:
+        return names(d["id"] for d in json_of(invoke("list", "--store", store, "--json", *options))["documents"])
+
+    monkeypatch.chdir(folder)
+    for source in ("notes.jsonl", "./notes.jsonl", folder / "notes.jsonl", "*.jsonl*", f"{folder}/n*"):
+        assert listed("--source", source) == ["arno", "club"], source
+    assert listed("--source", ".") == listed("--source", folder) == NAMES
+    assert listed("--id", "club", "--id", "*/cats.md") == ["cats.md", "club"]
+    assert listed("--source", "notes.jsonl", "--filter", '{"year": 2024}') == ["club"]
+    result = invoke(
+        "delete", "cats.md", "club", "--source", "dogs.*", "--source", "nothing*", "--store", store, "--json"
+    )
+    assert result.exit_code == 1
+    assert names(json.loads(result.stdout)["deleted"]) == ["cats.md", "club", "dogs.txt"]
+    assert json.loads(result.stdout)["missing"] == ["nothing*"]
+    assert listed() == ["arno"]
+    assert invoke("delete", "--store", store).exit_code == 2
+    assert listed() == ["arno"]
