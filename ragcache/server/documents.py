@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -23,6 +23,7 @@ from ragcache.server.schemas.documents import (
     AddReport,
     ChunkItem,
     DeletedDocument,
+    DeletedDocuments,
     DocumentDetail,
     DocumentItem,
     DocumentList,
@@ -31,11 +32,16 @@ from ragcache.server.service import Service, service_of
 from ragcache.server.sse import EVENT_STREAM, EventStream
 from ragcache.server.uploads import Upload
 from ragcache.server.work import unless_gone
+from ragcache.store.filters import MAX_GLOB, Filter
 from ragcache.store.records import Chunk
 from ragcache.store.records import Document as StoredDocument
 
 PATH = "/v1/documents"
 MAX_OFFSET = 2**31 - 1
+Source = Annotated[
+    str | None, Query(max_length=MAX_GLOB, description="Source; * stands for any text, ? for one character")
+]
+Id = Annotated[str | None, Query(max_length=MAX_GLOB, description="Document id, with * and ? likewise")]
 router = APIRouter(tags=["documents"])
 FORM = {
     "type": "object",
@@ -107,17 +113,43 @@ async def list_documents(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     offset: Annotated[int, Query(ge=0, le=MAX_OFFSET)] = 0,
+    source: Source = None,
+    id: Id = None,
 ) -> Response:
     service = service_of(request)
-    found, total = await service.in_thread(_page, service, limit, offset)
+    found, total = await service.in_thread(_page, service, _named(source, id), limit, offset)
     return Response(
         DocumentList(object="list", data=[_item(one) for one in found], total=total).to_json(), media_type=JSON
     )
 
 
-def _page(service: Service, limit: int, offset: int) -> tuple[list[StoredDocument], int]:
+def _page(service: Service, where: Filter, limit: int, offset: int) -> tuple[list[StoredDocument], int]:
     kb = service.kb
-    return kb.documents(limit=limit, offset=offset), kb.store.documents.counts().documents
+    return kb.documents(where, limit=limit, offset=offset), kb.store.documents.count(where)
+
+
+def _named(source: str | None, id: str | None) -> Filter:
+    given = {"source": source, "document_id": id}
+    return {field: {"$glob": pattern} for field, pattern in given.items() if pattern is not None}
+
+
+@router.delete(
+    PATH,
+    summary="Delete the documents that match: at least one of the two has to be given",
+    responses={200: {"model": DeletedDocuments}, **errors(400, 409, 503, 507)},
+)
+async def delete_documents(request: Request, source: Source = None, id: Id = None) -> Response:
+    where = _named(source, id)
+    if not where:
+        raise ApiError(
+            400,
+            "say which documents to delete: source=... or id=...",
+            code="missing_required_parameter",
+            param="source",
+        )
+    work = _delete(service_of(request), where=where)
+    deleted = await service_of(request).change(work).last()
+    return Response(DeletedDocuments(object="list", deleted=deleted or []).to_json(), media_type=JSON)
 
 
 @router.get(
@@ -147,14 +179,16 @@ def _document(service: Service, id: str) -> tuple[StoredDocument, list[Chunk]]:
 async def delete_document(request: Request, id: str) -> Response:
     service = service_of(request)
     # Not cancelled by a client that hangs up: a deletion that was asked for is done.
-    if not await service.change(_delete(service, _checked(id))).last():
+    if not await service.change(_delete(service, [_checked(id)])).last():
         raise _absent(id)
     return Response(DeletedDocument(id=id, object="document", deleted=True).to_json(), media_type=JSON)
 
 
-async def _delete(service: Service, id: str) -> AsyncGenerator[list[str], None]:
+async def _delete(
+    service: Service, ids: Sequence[str] = (), where: Filter | None = None
+) -> AsyncGenerator[list[str], None]:
     try:
-        yield await service.kb.adelete([id], timeout_s=service.settings.write_wait_s)
+        yield await service.kb.adelete(ids, filter=where, timeout_s=service.settings.write_wait_s)
     finally:
         service.figures.forget()
 

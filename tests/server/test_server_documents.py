@@ -80,8 +80,9 @@ def test_files_are_what_the_command_line_makes_of_them(served: Served, kb, lm, t
     served.http.post(PATH, files=form(FILES))
     with rc.RagCache.open(tmp_path / "other", model=lm, embedder=kb.embedder) as other:
         for id in other.ingest(folder).added:
-            assert [chunk.text for chunk in kb.chunks_of(id)] == [chunk.text for chunk in other.chunks_of(id)]
-            assert kb.document(id).title == other.document(id).title
+            uploaded = id.removeprefix(f"{folder}/")
+            assert [chunk.text for chunk in kb.chunks_of(uploaded)] == [chunk.text for chunk in other.chunks_of(id)]
+            assert kb.document(uploaded).title == other.document(id).title
 
 
 def test_names_of_files_stay_names(served: Served, kb, tmp_path):
@@ -234,3 +235,37 @@ def test_embeddings_are_the_stores_own(served: Served, kb):
         "/v1/embeddings", json={"model": "bag-of-words", "input": texts[0], "encoding_format": "base64"}
     ).json()
     assert np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4").tolist() == right[0].tolist()
+
+
+def test_documents_are_listed_and_deleted_by_source_and_id(served: Served, kb):
+    documents = [
+        {"id": name, "text": f"Words of {name}.", "source": source}
+        for name, source in {"n1": "/srv/notes/a.md", "n2": "/srv/notes/b.md", "n3": "web"}.items()
+    ]
+    served.http.post(PATH, json={"documents": documents})
+
+    def listed(**query: str) -> list[str]:
+        answer = served.http.get(PATH, params=query).json()
+        assert answer["total"] == len(answer["data"])
+        return [document["id"] for document in answer["data"]]
+
+    assert listed(source="/srv/notes/*") == ["n1", "n2"]
+    assert listed(source="web") == listed(id="n3") == ["n3"]
+    assert listed(source="/srv/*", id="n?", limit="5") == ["n1", "n2"]
+    assert listed(source="") == []
+    before = len(kb.documents())
+    assert served.http.delete(PATH).status_code == 400
+    assert len(kb.documents()) == before
+    assert served.http.delete(PATH, params={"source": "/srv/notes/*"}).json()["deleted"] == ["n1", "n2"]
+    assert served.http.delete(PATH, params={"source": "/srv/notes/*"}).json()["deleted"] == []
+    assert kb.documents({"source": {"$glob": "/srv/*"}}) == []
+    assert len(kb.documents()) == before - 2
+
+
+def test_a_document_whose_id_is_a_path_is_got_and_deleted(served: Served, kb, tmp_path):
+    (tmp_path / "a b.md").write_text("Words of a file.")
+    (id,) = kb.ingest(tmp_path / "a b.md").added
+    for place in (f"{PATH}/{quote(id, safe='')}", f"{PATH}/{quote(id)}"):
+        assert served.http.get(place).json()["id"] == id == str(tmp_path / "a b.md")
+    assert served.http.delete(f"{PATH}/{quote(id, safe='')}").json()["deleted"] is True
+    assert kb.document(id) is None

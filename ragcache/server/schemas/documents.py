@@ -74,7 +74,12 @@ class DocumentDetail(DocumentItem):
 class DocumentList(AnswerModel):
     object: Literal["list"]
     data: list[DocumentItem]
-    total: int = Field(description="Documents in the store, whatever the limit")
+    total: int = Field(description="Documents in the store that match, whatever the limit")
+
+
+class DeletedDocuments(AnswerModel):
+    object: Literal["list"]
+    deleted: list[str] = Field(description="Ids of the documents that matched")
 
 
 class DeletedDocument(AnswerModel):
