@@ -26,6 +26,7 @@ OPERATIONS = {
     ("get", "/v1/models"): (POSITIVE,),
     ("get", "/v1/models/{id}"): (POSITIVE,),
     ("get", "/v1/documents"): (POSITIVE, NEGATIVE),
+    ("delete", "/v1/documents"): (POSITIVE, NEGATIVE),
     ("post", "/v1/documents"): (POSITIVE, NEGATIVE),
     ("get", "/v1/documents/{id}"): (POSITIVE,),
     ("delete", "/v1/documents/{id}"): (POSITIVE,),
