@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from terminal import IDS, invoke
+from terminal import NAMES, invoke, names
 
 from ragcache.cli.app import COMMANDS, build_app
 from ragcache.cli.command import command
@@ -49,7 +49,7 @@ def test_the_environment_stands_for_the_options(store):
 
 def test_an_option_wins_over_the_environment(store):
     result = invoke("list", "--store", store, "--json", env={"RAGCACHE_STORE": "/nowhere"})
-    assert [document["id"] for document in json.loads(result.stdout)["documents"]] == IDS
+    assert names(document["id"] for document in json.loads(result.stdout)["documents"]) == NAMES
 
 
 @pytest.mark.parametrize(
