@@ -35,6 +35,7 @@
     │   └── UnknownHandleError          a passage without text whose handle or id names nothing here
     └── IngestError
         ├── ReaderError                 one file could not be read: path and reason
+        │   └── ReaderLimitError        reading it takes more time, memory or text than is allowed
         ├── DuplicateDocumentError
         └── MetadataError               metadata that is not JSON
 
@@ -195,6 +196,10 @@ class ReaderError(IngestError):
         self.path = os.fspath(path)
         self.reason = reason
         super().__init__(f"{self.path}: {reason}")
+
+
+class ReaderLimitError(ReaderError):
+    """Reading a file takes more time or memory than is allowed, or gives more text."""
 
 
 class DuplicateDocumentError(IngestError):

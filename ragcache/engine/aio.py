@@ -88,7 +88,8 @@ class AsyncTwins:
         self._threads = Threads()
 
     async def aingest(self, *args: Any, **options: Any) -> IngestReport:
-        return await self._threads.call(self._own("ingest"), *args, **options)
+        """Cancelling the task stops the work; what was stored stays."""
+        return await self._threads.call_cancellable(self._own("ingest"), *args, **options)
 
     async def adelete(self, *args: Any, **options: Any) -> list[str]:
         return await self._threads.call(self._own("delete"), *args, **options)

@@ -47,7 +47,9 @@ from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
+from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, Progress
+from ragcache.ingest.run import Input
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.identity import Recipe
 from ragcache.kv.prefix_tree import PrefixStats, PrefixTree
@@ -65,7 +67,6 @@ from ragcache.store.records import Document as StoredDocument
 DEFAULT_K = 5
 CONTEXTS = ("last", "keep")
 T = TypeVar("T")
-Input = str | os.PathLike[str] | Document
 Inputs = Iterable[Input] | Input
 
 
@@ -278,6 +279,7 @@ class RagCache(AsyncTwins):
         dry_run: bool = False,
         progress: Progress | bool | None = None,
         timeout_s: float = 30.0,
+        cancelled: threading.Event | None = None,
     ) -> IngestReport:
         """Store files, folders and Document objects; see `Ingestor.ingest`.
 
@@ -287,19 +289,21 @@ class RagCache(AsyncTwins):
         dry_run:  change nothing; the report says what would be
         progress: a callback of ProgressEvents, or True for bars on the terminal, with what the KV takes on disk: about,
                   before, and exactly, afterwards
+        cancelled: set it to stop
         """
         given = _listed(inputs)
         ingestor = _present(self._ingestor)
         chunker = None if split else self._whole
         run = partial(
             ingestor.ingest,
-            given,
+            inputs,
             kv=self.config.kv if kv is None else kv,
             hot_after=self.config.hot_after if hot_after is None else hot_after,
             chunker=chunker,
             sync=sync,
             dry_run=dry_run,
             timeout_s=timeout_s,
+            cancelled=cancelled,
         )
         if progress is not True:
             return run(progress=progress or None)
@@ -665,6 +669,8 @@ class RagCache(AsyncTwins):
     def close(self) -> None:
         """Write down the hit counts and let go of everything."""
         self._threads.close()
+        if self._ingestor is not None:
+            self._ingestor.close()
         if self._reader is not None:
             self._reader.clear()
         if self._loader is not None and self._rates is not None:
@@ -685,7 +691,7 @@ class RagCache(AsyncTwins):
 
 
 def _listed(inputs: Inputs) -> list[Input]:
-    return [inputs] if isinstance(inputs, str | os.PathLike | Document) else list(inputs)
+    return [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)
 
 
 def _answer(events: Iterator[Event]) -> Answer:

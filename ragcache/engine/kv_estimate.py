@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from ragcache.codecs import get_codec
 from ragcache.codecs.sizes import encoded_bytes_per_token, example_block
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers import find_files
+from ragcache.ingest.readers import SourceFile, find_files
+from ragcache.ingest.run import Input
 from ragcache.ingest.report import bytes_text
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import encode_text
@@ -42,12 +43,11 @@ class KVEstimate(NamedTuple):
         )
 
 
-def estimate_kv(
-    inputs: Iterable[str | os.PathLike[str] | Document], lm: LanguageModel, codec: str, block_tokens: int
-) -> KVEstimate:
+def estimate_kv(inputs: Iterable[Input], lm: LanguageModel, codec: str, block_tokens: int) -> KVEstimate:
     """block_tokens: of a chunk at most."""
     given = list(inputs)
-    files = [file.path for file in find_files(one for one in given if not isinstance(one, Document)).files]
+    files = [one.path for one in given if isinstance(one, SourceFile)]
+    files += [file.path for file in find_files(one for one in given if isinstance(one, str | os.PathLike)).files]
     known: list[Path | Document] = [one for one in given if isinstance(one, Document)]
     known += [path for path in files if path.suffix.lower() not in OPAQUE]
     sizes = [_size(one) for one in known]

@@ -10,20 +10,22 @@ all its blocks are flushed. The index follows SQL. Replaced blocks are deleted l
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
-from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import BlockEncoder
+from ragcache.ingest.isolated import IsolatedReader
+from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.report import IngestReport, Progress
-from ragcache.ingest.run import IngestRun
+from ragcache.ingest.run import IngestRun, Input
 from ragcache.ingest.whole import WholeTexts
+from ragcache.models.limits import Limit, limited
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
 from ragcache.store.garbage import collect_garbage
@@ -39,11 +41,13 @@ class IngestConfig:
     """window_tokens: documents are committed when this many tokens of chunks have come together
     batch_tokens:  padded tokens that the language model reads at once; what suits its device when None
     save_every_s:  seconds between two savings of the index; it is saved at the end in any case
+    reading:       what reading one document may take
     """
 
     window_tokens: int = 8192
     batch_tokens: int | None = None
     save_every_s: float = 60.0
+    reading: ReadLimits = field(default_factory=ReadLimits)
 
 
 class Ingestor:
@@ -67,10 +71,15 @@ class Ingestor:
         self.chunker = chunker
         self.encoder = encoder
         self.config = config or IngestConfig()
+        self.reader = IsolatedReader(self.config.reading)
+
+    def close(self) -> None:
+        """End the process that reads files; a later ingestion starts another one."""
+        self.reader.close()
 
     def ingest(
         self,
-        inputs: Iterable[str | os.PathLike[str] | Document],
+        inputs: Iterable[Input] | Input,
         *,
         kv: str = "eager",
         hot_after: int = HOT_AFTER,
@@ -79,6 +88,7 @@ class Ingestor:
         dry_run: bool = False,
         progress: Progress | None = None,
         timeout_s: float = 30.0,
+        cancelled: threading.Event | None = None,
     ) -> IngestReport:
         """Store documents: files, folders and Document objects.
 
@@ -94,15 +104,16 @@ class Ingestor:
             its KV and embeddings. What failed to be read has not vanished
         dry_run: change nothing; the report says what would be
         timeout_s: how long to wait for another writer
+        cancelled: set it to stop: looked at between and within batches, so within a second or two
 
-        Raises StoreBusyError, StoreReadOnlyError, StoreFullError, ConfigError; what was committed stays. With sync,
-        ReaderError for a given path that is not there or cannot be read; then nothing was changed.
+        Raises CancelledError, StoreBusyError, StoreReadOnlyError, StoreFullError, ConfigError; what was committed
+        stays. With sync, ReaderError for a given path that is not there or cannot be read; then nothing was changed.
         """
         if kv not in KV_MODES:
             raise ConfigError(f"kv={kv!r} is unknown; choose one of {', '.join(KV_MODES)}")
         if hot_after < 1:
             raise ConfigError(f"hot_after is {hot_after}; a passage is hot after 1 retrieval or more")
-        with nullcontext() if dry_run else self.layout.writer(timeout_s):
+        with nullcontext() if dry_run else self.layout.writer(timeout_s), limited(Limit(cancelled)):
             run = IngestRun(
                 self,
                 chunker or self.chunker,

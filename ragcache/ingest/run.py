@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,16 +19,23 @@ from ragcache.errors import DuplicateDocumentError, IngestError, PromptError, Re
 from ragcache.ingest.chunker import Chunker, TextChunk
 from ragcache.ingest.document import Document
 from ragcache.ingest.known import KnownDocuments, sync_roots
-from ragcache.ingest.readers import SourceFile, find_files, read_file
+from ragcache.ingest.readers import SourceFile, find_files
 from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, ProgressEvent
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.block import KVBlock
-from ragcache.models.encoding import plan_batches
+from ragcache.models.encoding import AbandonedSignal, plan_batches
+from ragcache.models.limits import LIMIT, POLL_S, Limit, limited
 from ragcache.openmp import work_alone
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
 
 if TYPE_CHECKING:
     from ragcache.ingest.pipeline import Ingestor
+
+Input = str | os.PathLike[str] | SourceFile | Document
+# Texts that the embedder is given together: cancelling takes effect behind them where it has no say of its own.
+EMBED_TEXTS = 1024
+# Longest title or heading that is put above a chunk for the embedder, in characters.
+MAX_TITLE = 1000
 
 
 @dataclass
@@ -81,15 +90,16 @@ class IngestRun:
         self._done = {"embed": 0, "encode": 0, "commit": 0}
         self._total = dict(self._done)
         self._saved_at = time.monotonic()
+        self._over = threading.Event()
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="ragcache-embed")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="ragcache-write", initializer=work_alone)
 
-    def __call__(self, inputs: Iterable[str | os.PathLike[str] | Document]) -> IngestReport:
+    def __call__(self, inputs: Iterable[Input] | Input) -> IngestReport:
         started = time.perf_counter()
         try:
-            given = [inputs] if isinstance(inputs, str | os.PathLike | Document) else list(inputs)
+            given = [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)
             if self.sync:
-                self._roots = sync_roots(one for one in given if not isinstance(one, Document))
+                self._roots = sync_roots(one for one in given if not isinstance(one, Document | SourceFile))
             if self.report.dry_run:
                 for window in self._windows(given):
                     self._foretell(window)
@@ -97,12 +107,13 @@ class IngestRun:
                 self._ingest(given)
             self._remove_vanished()
         finally:
+            self._over.set()
             self._embedding.shutdown(cancel_futures=True)
             self._writing.shutdown(cancel_futures=True)
         self.report.seconds.total_s = time.perf_counter() - started
         return self.report
 
-    def _ingest(self, inputs: Sequence[str | os.PathLike[str] | Document]) -> None:
+    def _ingest(self, inputs: Sequence[Input]) -> None:
         # What a killed run left: replaced blocks not yet deleted, commits that the index has not seen.
         self.to.collect_garbage()
         self.to.retriever.refresh()
@@ -113,7 +124,7 @@ class IngestRun:
 
     # Reading
 
-    def _windows(self, inputs: Sequence[str | os.PathLike[str] | Document]) -> Iterator[list[Prepared]]:
+    def _windows(self, inputs: Sequence[Input]) -> Iterator[list[Prepared]]:
         window: list[Prepared] = []
         for document, file in self._documents(inputs):
             prepared = self._prepare(document, file)
@@ -127,28 +138,30 @@ class IngestRun:
         if window:
             yield window
 
-    def _documents(self, inputs: Sequence[str | os.PathLike[str] | Document]) -> Iterator[tuple[Document, str]]:
-        """All documents of the inputs, in order, with the ids of their files; failures go to the report."""
+    def _documents(self, inputs: Sequence[Input]) -> Iterator[tuple[Document, str]]:
+        """All documents of the inputs, in order, with the ids of their files; failures go to the report. A file that is
+        called something else than its path is in no folder that could be followed: its documents have no file."""
         sources = list(self._sources(inputs))
         self._known.look_for_vanished(self._roots, self._files)
         for done, source in enumerate(sources):
-            name = source.where if isinstance(source, Document) else str(source.path)
+            name = source.where if isinstance(source, Document) else source.source or str(source.path)
             self.progress(ProgressEvent("read", done, len(sources), name))
             if isinstance(source, Document):
                 yield source, ""
                 continue
-            records = read_file(source)
+            records = self.to.reader.read(source)
+            file = "" if source.source else source.id
             while (record := self._next(records)) is not None:
                 if isinstance(record, Document):
-                    yield record, source.id
+                    yield record, file
                 else:
-                    self._fail(record.path, record, source.id)
+                    self._fail(record.path, record, file)
         self.progress(ProgressEvent("read", len(sources), len(sources)))
 
-    def _sources(self, inputs: Sequence[str | os.PathLike[str] | Document]) -> Iterator[SourceFile | Document]:
+    def _sources(self, inputs: Sequence[Input]) -> Iterator[SourceFile | Document]:
         """A file that is named twice, by its folder and by itself say, is read once."""
         for given in inputs:
-            if isinstance(given, Document):
+            if isinstance(given, Document | SourceFile):
                 yield given
                 continue
             found = find_files([given])
@@ -166,6 +179,8 @@ class IngestRun:
     def _prepare(self, document: Document, file: str) -> Prepared | None:
         """The document's chunks and keys; None when there is nothing to do or it cannot be ingested."""
         try:
+            LIMIT.get().check()
+            self.to.config.reading.check_text(document.text, document.where)
             document.check()
             if document.id in self._seen:
                 raise DuplicateDocumentError(
@@ -226,12 +241,11 @@ class IngestRun:
     # Computing
 
     def _ingest_window(self, window: list[Prepared]) -> None:
-        texts = [embedded_text(one.document, chunk) for one in window if not one.stored for chunk in one.chunks]
-        embedding = self._embedding.submit(self._embed, texts)
+        embedding = self._embedding.submit(self._embed, [one for one in window if not one.stored])
         if self.eager:
             self._encode_missing(window)
-        vectors = embedding.result()
-        self._advance("embed", len(texts))
+        vectors = _result(embedding)
+        self._advance("embed", len(vectors))
         start = 0
         for one in window:
             if one.stored:
@@ -242,9 +256,16 @@ class IngestRun:
         self.to.collect_garbage()
         self._save_index()
 
-    def _embed(self, texts: list[str]) -> NDArray[np.float32]:
-        with self._timed("embed_s"):
-            return self.to.retriever.embedder.embed(texts)
+    def _embed(self, documents: Sequence[Prepared]) -> NDArray[np.float32]:
+        """Vectors of the documents' chunks, in order. Runs in a thread of its own."""
+        embedder = self.to.retriever.embedder
+        texts = (embedded_text(one.document, chunk) for one in documents for chunk in one.chunks)
+        parts = [np.empty((0, embedder.dimension), np.float32)]
+        with self._timed("embed_s"), limited(Limit(self._over)):
+            while some := list(islice(texts, EMBED_TEXTS)):
+                LIMIT.get().check()
+                parts.append(embedder.embed(some))
+        return np.concatenate(parts)
 
     def _encode_missing(self, window: list[Prepared]) -> None:
         """Compute the window's blocks that no tier has, and see them flushed to disk."""
@@ -258,14 +279,22 @@ class IngestRun:
         together = self.to.config.batch_tokens or self.to.encoder.batch_tokens
         for batch in plan_batches([len(wanted[key]) for key in missing], together):
             keys = [missing[rank] for rank in batch.ranks]
-            with self._timed("encode_s"):
-                blocks = self.to.encoder.encode([wanted[key] for key in keys])
+            blocks = self._encode([wanted[key] for key in keys])
             _wait(writes)  # of the batch before: at most two batches are in memory
             writes = [self._writing.submit(self._write, key, block) for key, block in zip(keys, blocks, strict=True)]
             tokens = sum(len(wanted[key]) for key in keys)
             self.report.computed_tokens += tokens
             self._advance("encode", tokens)
         _wait(writes)
+
+    def _encode(self, chunks: list[list[int]]) -> list[KVBlock]:
+        limit = LIMIT.get()
+        with self._timed("encode_s"):
+            try:
+                return self.to.encoder.encode(chunks, limit.allows)
+            except AbandonedSignal:
+                limit.check()
+                raise
 
     def _write(self, key: str, block: KVBlock) -> None:
         with self._timed("write_s"):
@@ -365,10 +394,17 @@ class IngestRun:
 
 def embedded_text(document: Document, chunk: TextChunk) -> str:
     """What the embedder reads: the chunk below its title and headings, where it does not begin with them."""
-    above = dict.fromkeys(name for name in (document.title, *chunk.headings) if name)
+    above = dict.fromkeys(name[:MAX_TITLE] for name in (document.title, *chunk.headings) if name)
     first_line = chunk.text.partition("\n")[0].strip("# ")
     context = " > ".join(name for name in above if name != first_line)
     return f"{context}\n{chunk.text}" if context else chunk.text
+
+
+def _result(embedding: Future[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """What comes of the embedding. Raises CancelledError and TimedOutError while it goes on."""
+    while not wait([embedding], POLL_S).done:
+        LIMIT.get().check()
+    return embedding.result()
 
 
 def _wait(writes: Sequence[Future[None]]) -> None:

@@ -43,6 +43,14 @@ class Limit:
                 "or ask when there is less to do"
             )
 
+    def allows(self) -> bool:
+        """Whether `check` passes."""
+        try:
+            self.check()
+        except (CancelledError, TimedOutError):
+            return False
+        return True
+
     def poll_s(self) -> float | None:
         """How long to wait before the next check; None: for ever, as nothing can end the wait."""
         if self.deadline is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -31,9 +31,9 @@ class CountingEmbedder(BagOfWords):
 class CountingEncoder(ModelEncoder):
     tokens = 0
 
-    def encode(self, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
+    def encode(self, chunks: Sequence[Sequence[int]], wanted: Callable[[], bool] | None = None) -> list[KVBlock]:
         self.tokens += sum(map(len, chunks))
-        return super().encode(chunks)
+        return super().encode(chunks, wanted)
 
 
 class Kit:

@@ -7,40 +7,40 @@ walked in sorted order; names that begin with a dot are left out.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers.base import Reader, printable, unreadable
-from ragcache.ingest.readers.html import read_html
-from ragcache.ingest.readers.jsonl import read_jsonl
-from ragcache.ingest.readers.markdown import read_markdown
-from ragcache.ingest.readers.pdf import read_pdf
-from ragcache.ingest.readers.text import read_text
 
-READERS: dict[str, Reader] = {
-    ".txt": read_text,
-    ".text": read_text,
-    ".rst": read_text,
-    ".md": read_markdown,
-    ".markdown": read_markdown,
-    ".html": read_html,
-    ".htm": read_html,
-    ".xhtml": read_html,
-    ".pdf": read_pdf,
-    ".jsonl": read_jsonl,
-    ".ndjson": read_jsonl,
+# Which module reads a kind of file, by its function `read_<module>`. Imported at first use: the parsers take most of a
+# second, and whoever only lists files needs none.
+READERS = {
+    ".txt": "text",
+    ".text": "text",
+    ".rst": "text",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".html": "html",
+    ".htm": "html",
+    ".xhtml": "html",
+    ".pdf": "pdf",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
 }
 
 
 class SourceFile(NamedTuple):
-    """A file to read, and its id."""
+    """A file to read, and its id. source: what documents and errors call it, where that is not its path."""
 
     path: Path
     id: str
+    source: str = ""
 
 
 class FileList(NamedTuple):
@@ -86,9 +86,27 @@ def _find(path: Path, found: FileList) -> None:
 def read_file(file: SourceFile) -> Iterator[Document | ReaderError]:
     """The documents in a file; what cannot be read is yielded as its error."""
     try:
-        yield from READERS[file.path.suffix.lower()](file.path, file.id)
+        for record in reader_of(file.path)(file.path, file.id):
+            yield _renamed(record, file)
     except ReaderError as error:
-        yield error
+        yield _renamed(error, file)
+
+
+def reader_of(path: Path) -> Reader:
+    """The reader of files of this kind."""
+    name = READERS[path.suffix.lower()]
+    reader: Reader = getattr(importlib.import_module(f"ragcache.ingest.readers.{name}"), f"read_{name}")
+    return reader
+
+
+def _renamed(record: Document | ReaderError, file: SourceFile) -> Document | ReaderError:
+    """The record with the file's `source` in place of its path."""
+    if not file.source:
+        return record
+    if isinstance(record, Document):
+        return replace(record, source=record.source.replace(printable(file.path), file.source))
+    path, reason = (part.replace(str(file.path), file.source) for part in (record.path, record.reason))
+    return type(record)(path, reason)
 
 
 def read_path(path: str | os.PathLike[str]) -> Iterator[Document | ReaderError]:

@@ -31,7 +31,7 @@ def read_pdf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
             raise ReaderError(path, "the PDF is encrypted with a password; save it without one")
         pages = [join_wrapped_lines(_clean(page.extract_text())) for page in reader.pages]
         title = _clean(str((reader.metadata.title if reader.metadata else None) or "")).strip()
-    except ReaderError:
+    except (ReaderError, MemoryError):
         raise
     except (FileNotDecryptedError, DependencyError) as error:
         raise ReaderError(path, f"the PDF is encrypted ({error}); save it without encryption") from error

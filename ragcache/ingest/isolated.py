@@ -1,0 +1,154 @@
+"""Files read in a process of their own, under limits of time and memory: a hostile file costs itself alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+
+from ragcache.errors import ReaderError, ReaderLimitError
+from ragcache.ingest.document import Document
+from ragcache.ingest.limits import ReadLimits
+from ragcache.ingest.readers import SourceFile
+from ragcache.ingest.worker import OVER_MEMORY
+from ragcache.models.limits import LIMIT, POLL_S
+
+# Starting an interpreter does not count as reading; on a busy machine it takes a while.
+START_S = 60.0
+# The parent's own sys.path, and not the folder that it happens to stand in (-P): a document named json.py is no module.
+_CODE = """
+import json, sys
+settings = json.loads(sys.stdin.buffer.readline())
+sys.path[:] = settings.pop("path")
+from ragcache.ingest.worker import main
+main(settings)
+"""
+
+
+class IsolatedReader:
+    """Reads one file after the other in a process that is started when it is first needed and, where a file was too
+    much for it, anew. Not for two threads at once.
+
+    The process ends with `close`, with this object and with this program, however that ends.
+    """
+
+    def __init__(self, limits: ReadLimits | None = None) -> None:
+        self.limits = limits or ReadLimits()
+        self._process: _Process | None = None
+
+    def read(self, file: SourceFile) -> Iterator[Document | ReaderError]:
+        """The documents in a file; what cannot be read, or takes more than the limits allow, is yielded as its error.
+
+        Raises CancelledError and TimedOutError within `limits.limited`, within a moment.
+        """
+        request: dict[str, Any] = {"file": {**file._asdict(), "path": str(file.path)}}
+        while "end" not in (answer := self._ask(request, file)):
+            if "document" in answer:
+                yield Document(**answer["document"])
+            else:
+                kind = ReaderLimitError if "limit" in answer else ReaderError
+                yield kind(*next(iter(answer.values())))
+            if "over" in answer:
+                return
+            request = {"next": True}
+
+    def _ask(self, request: Mapping[str, Any], file: SourceFile) -> dict[str, Any]:
+        """The process's answer; where it gives none, the error that says why and an end ("over")."""
+        try:
+            if self._process is None:
+                self._process = _Process(self.limits)
+                self._process.answer(START_S)
+            self._process.send(request)
+            return self._process.answer(self.limits.seconds)
+        except _NoAnswerError as failure:
+            self.close()
+            error = _meaning(failure, file, self.limits)
+            return {"limit" if isinstance(error, ReaderLimitError) else "error": [error.path, error.reason], "over": 1}
+        except BaseException:  # an answer may still come: it would be taken for that to the next question
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process; the next file starts another one."""
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+
+class _NoAnswerError(Exception):
+    """status: how the process ended; None: it took too long"""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class _Process:
+    """One worker: a line to it, a line from it."""
+
+    def __init__(self, limits: ReadLimits) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, "-P", "-c", _CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._lines: SimpleQueue[bytes] = SimpleQueue()
+        threading.Thread(target=_pump, args=(self._popen.stdout, self._lines), daemon=True).start()
+        self.end = weakref.finalize(self, _end, self._popen)
+        self.send({**asdict(limits), "path": sys.path})
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        if self._popen.stdin is not None:
+            with contextlib.suppress(OSError):  # it is gone: the missing answer says so
+                self._popen.stdin.write(json.dumps(message).encode() + b"\n")
+                self._popen.stdin.flush()
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """Raises _NoAnswerError; CancelledError and TimedOutError as LIMIT says."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                line = self._lines.get(timeout=POLL_S)
+            except Empty:
+                LIMIT.get().check()
+                if time.monotonic() > deadline:
+                    raise _NoAnswerError(None) from None
+                continue
+            if not line:
+                raise _NoAnswerError(self._popen.wait())
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+
+
+def _pump(stream: IO[bytes], lines: SimpleQueue[bytes]) -> None:
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(b"")
+
+
+def _end(popen: subprocess.Popen[bytes]) -> None:
+    popen.kill()
+    popen.wait()
+    if popen.stdin is not None:
+        with contextlib.suppress(OSError):
+            popen.stdin.close()
+
+
+def _meaning(failure: _NoAnswerError, file: SourceFile, limits: ReadLimits) -> ReaderError:
+    name = file.source or os.fspath(file.path)
+    alarm = -getattr(signal, "SIGALRM", 0)
+    if failure.status is None or (alarm and failure.status == alarm):
+        return limits.too_slow(name)
+    if failure.status == OVER_MEMORY:
+        return limits.too_large(name)
+    how = f"signal {-failure.status}" if failure.status < 0 else f"exit status {failure.status}"
+    return ReaderError(name, f"the process that read it ended ({how}); the file is damaged or hostile")
