@@ -13,8 +13,8 @@ from ragcache.codecs import get_codec
 from ragcache.codecs.sizes import encoded_bytes_per_token, example_block
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers import SourceFile, find_files
-from ragcache.ingest.run import Input
 from ragcache.ingest.report import bytes_text
+from ragcache.ingest.run import Input
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import encode_text
 

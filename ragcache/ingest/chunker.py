@@ -10,17 +10,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ragcache.errors import ConfigError
 from ragcache.ingest.sentences import split_sentences
 from ragcache.ingest.structure import Block, split_blocks
 from ragcache.ingest.tokens import ChunkTokenizer
+from ragcache.models.limits import LIMIT
 
+T = TypeVar("T")
 # A character can take four byte tokens, or more where the tokenizer rewrites it; and a newline follows.
 SMALLEST_MAX_TOKENS = 16
+# Texts that are tokenised together, in characters and in number.
+BATCH_CHARS = 1 << 17
+BATCH_TEXTS = 4096
+# A longer text is divided without being tokenised first; LONG_TOKEN characters a token, no tokenizer makes on average.
+LONG_RUN = 1 << 16
+LONG_TOKEN = 32
+# Pieces of a section that are packed together.
+MAX_UNITS = 200_000
 
 
 @dataclass(frozen=True)
@@ -81,19 +92,21 @@ class Chunker:
     def split(self, text: str) -> list[TextChunk]:
         """The chunks of a document, in order; none for white space."""
         text = text.replace("\r\n", "\n").replace("\r", "\n").strip()
-        blocks = split_blocks(text)
-        groups = self._pack(list(self._units(text, blocks)))
+        outline = _Outline()
+        groups = self._pack(self._units(text, map(outline.note, split_blocks(text))))
+        spans = ((group[0].start, group[-1].end) for group in groups)
         return [
-            TextChunk(_clean(text, start, end), ids, _headings_above(blocks, start))
-            for start, end, ids in self._fitting(text, [(group[0].start, group[-1].end) for group in groups])
+            TextChunk(_clean(text, start, end), ids, outline.above(start))
+            for some in _batched(spans, lambda span: span[1] - span[0])
+            for start, end, ids in self._fitting(text, some)
         ]
 
-    def _units(self, text: str, blocks: list[Block]) -> Iterator[_Unit]:
+    def _units(self, text: str, blocks: Iterable[Block]) -> Iterator[_Unit]:
         """Blocks, those that are too long divided. A block below headings leaves them room: they go together."""
         room = self.config.max_tokens - 1 - self.config.overlap
         headings = 0
-        counts = self._tokens.count([text[block.start : block.end] for block in blocks])
-        for block, tokens in zip(blocks, counts, strict=True):
+        counted = self._counted(blocks, lambda block: text[block.start : block.end])
+        for block, tokens in counted:
             unit = _Unit(block.start, block.end, tokens, block.level)
             limit = room - headings if headings <= room // 2 else room
             yield from self._divide(text, unit, limit, _PROSE_CUTS if block.is_prose else _LINE_CUTS)
@@ -107,7 +120,7 @@ class Chunker:
         body = text[unit.start : unit.end]
         pieces = cuts[0](body) if cuts else self._cut_characters(body, limit)
         start = unit.start
-        for piece, tokens in zip(pieces, self._tokens.count(pieces), strict=True):
+        for piece, tokens in self._counted(pieces, str):
             part = _Unit(start, start + len(piece), tokens, unit.level if start == unit.start else 0)
             start = part.end
             if cuts:
@@ -115,33 +128,44 @@ class Chunker:
             else:
                 yield part
 
-    def _cut_characters(self, body: str, limit: int) -> list[str]:
+    def _counted(self, items: Iterable[T], text_of: Callable[[T], str]) -> Iterator[tuple[T, int]]:
+        """Items with the tokens of their text, or with more than a chunk has where the text is far too long for one:
+        tokenising takes a hundred times a text's size."""
+        far_too_long = max(LONG_RUN, LONG_TOKEN * self.config.max_tokens)
+        for some in _batched(items, lambda item: len(text_of(item))):
+            LIMIT.get().check()
+            texts = [text if len(text := text_of(item)) <= far_too_long else None for item in some]
+            counts = iter(self._tokens.count([text for text in texts if text is not None]))
+            for item, text in zip(some, texts, strict=True):
+                yield item, self.config.max_tokens + 1 if text is None else next(counts)
+
+    def _cut_characters(self, body: str, limit: int) -> Iterator[str]:
         """Pieces of at most `limit` tokens (one character at least), for a word that is too long by itself."""
-        pieces = []
         start = 0
         while start < len(body):
             length = min(len(body) - start, 8 * limit)
             while (count := self._tokens.count([body[start : start + length]])[0]) > limit and length > 1:
                 length = max(1, min(length - 1, length * limit // count))
-            pieces.append(body[start : start + length])
+            yield body[start : start + length]
             start += length
-        return pieces
 
-    def _pack(self, units: list[_Unit]) -> list[list[_Unit]]:
+    def _pack(self, units: Iterable[_Unit]) -> Iterator[list[_Unit]]:
         """Groups of units, one a chunk: a section each, tiny ones joined to the next, long ones cut evenly."""
-        groups: list[list[_Unit]] = []
+        held: list[_Unit] = []  # the last group: a tiny end joins it
         current: list[_Unit] = []
         for section in _sections(units):
+            full = []
             if current and _size(current) >= self.config.min_tokens:
-                groups.append(current)
-                current = []
-            *full, current = self._cut_evenly(current + section)
-            groups += full
-        if not current:
-            return groups
-        if groups and _size(current) < self.config.min_tokens and _size(groups[-1] + current) < self.config.max_tokens:
-            current = groups.pop() + current
-        return [*groups, current]
+                full, current = [current], []
+            *more, current = self._cut_evenly(current + section)
+            for group in [*full, *more]:
+                if held:
+                    yield held
+                held = group
+        is_tiny = bool(held) and _size(current) < self.config.min_tokens
+        if is_tiny and _size(held + current) < self.config.max_tokens:
+            held, current = [], held + current
+        yield from (group for group in (held, current) if group)
 
     def _cut_evenly(self, section: list[_Unit]) -> list[list[_Unit]]:
         """The section in as few groups as fit, of like size rather than full ones and a scrap."""
@@ -151,12 +175,15 @@ class Chunker:
         room -= self.config.overlap
         target = _size(section) / math.ceil(_size(section) / room)
         groups: list[list[_Unit]] = [[]]
+        size = 0  # of the last group
         for unit in section:
             current = groups[-1]
-            is_full = bool(current) and _size(current) >= target and not current[-1].level
-            if current and (is_full or _size(current) + unit.tokens > room):
+            is_full = bool(current) and size >= target and not current[-1].level
+            if current and (is_full or size + unit.tokens > room):
                 groups.append(_take_headings(current))
+                size = _size(groups[-1])
             groups[-1].append(unit)
+            size += unit.tokens
         return [self._tail(before) + group for before, group in zip([[], *groups], groups, strict=False)]
 
     def _tail(self, group: list[_Unit]) -> list[_Unit]:
@@ -198,11 +225,11 @@ _PROSE_CUTS: list[Callable[[str], list[str]]] = [split_sentences, _words]
 _LINE_CUTS: list[Callable[[str], list[str]]] = [_lines, split_sentences, _words]
 
 
-def _sections(units: list[_Unit]) -> Iterator[list[_Unit]]:
-    """Runs of units that begin with a heading (or the text)."""
+def _sections(units: Iterable[_Unit]) -> Iterator[list[_Unit]]:
+    """Runs of units that begin with a heading (or the text); one without end is cut."""
     section: list[_Unit] = []
     for unit in units:
-        if unit.level and section:
+        if section and (unit.level or len(section) == MAX_UNITS):
             yield section
             section = []
         section.append(unit)
@@ -240,15 +267,42 @@ def _middle(text: str, start: int, end: int) -> int:
     return middle + space.end() if space else middle
 
 
-def _headings_above(blocks: list[Block], position: int) -> tuple[str, ...]:
-    """Titles of the sections that `position` lies in, outermost first, of headings that begin before it."""
-    open_sections: list[Block] = []
-    for block in blocks:
-        if block.start >= position:
-            # A heading at `position` closes its peers, and is itself part of the chunk.
-            if block.start == position and block.level:
-                open_sections = [above for above in open_sections if above.level < block.level]
-            break
+class _Outline:
+    """The headings above each chunk, while blocks and chunks go by in order."""
+
+    def __init__(self) -> None:
+        self._coming: deque[Block] = deque()
+        self._open: list[Block] = []
+
+    def note(self, block: Block) -> Block:
         if block.level:
-            open_sections = [above for above in open_sections if above.level < block.level] + [block]
-    return tuple(block.title for block in open_sections)
+            self._coming.append(block)
+        return block
+
+    def above(self, position: int) -> tuple[str, ...]:
+        """Titles of the sections that `position` lies in, outermost first, of headings that begin before it."""
+        while self._coming and self._coming[0].start < position:
+            heading = self._coming.popleft()
+            self._open = [*_below(self._open, heading), heading]
+        # A heading at `position` closes its peers, and is itself part of the chunk.
+        is_here = bool(self._coming) and self._coming[0].start == position
+        return tuple(block.title for block in (_below(self._open, self._coming[0]) if is_here else self._open))
+
+
+def _below(open_sections: list[Block], heading: Block) -> list[Block]:
+    """The sections that a heading does not end."""
+    return [above for above in open_sections if above.level < heading.level]
+
+
+def _batched(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items in lists of about BATCH_CHARS characters, BATCH_TEXTS items at most."""
+    some: list[T] = []
+    size = 0
+    for item in items:
+        some.append(item)
+        size += size_of(item)
+        if size >= BATCH_CHARS or len(some) == BATCH_TEXTS:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some

@@ -34,7 +34,11 @@ def _ends(text: str) -> list[int]:
     ends = [match.end() for match in _CJK_END.finditer(text)]
     ends += [match.end() for match in re.finditer(r"\n[ \t]*\n", text)]
     ends += [match.end() for match in _LATIN_END.finditer(text) if _is_end(text, match)]
-    return [_skip_space(text, end) for end in ends]
+    cuts = [0]
+    for end in sorted(ends):
+        if end > cuts[-1]:  # else it lies in white space that was skipped: a million blank lines, once each
+            cuts.append(_skip_space(text, end))
+    return cuts
 
 
 def _is_end(text: str, match: re.Match[str]) -> bool:

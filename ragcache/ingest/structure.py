@@ -6,9 +6,19 @@ Plain text is read as Markdown too: the blocks only say where a cut is good, the
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from markdown_it import MarkdownIt
+
+from ragcache.models.limits import LIMIT
+
+# Characters that are parsed together, and where one block alone is longer than that.
+WINDOW = 1 << 17
+MAX_WINDOW = 1 << 19
+# Longest title of a heading, in characters: every chunk below it carries it.
+MAX_TITLE = 1000
 
 
 class Block(NamedTuple):
@@ -22,32 +32,52 @@ class Block(NamedTuple):
     is_prose: bool
 
 
-def split_blocks(text: str) -> list[Block]:
-    """Blocks in order; they tile `text`, which has no carriage returns."""
+def split_blocks(text: str) -> Iterator[Block]:
+    """Blocks in order; they tile `text`, which has no carriage returns.
+
+    A long text is parsed a window at a time: what the parser makes of a line takes many times its size. The last block
+    of a window may go on, so the next window begins with it. Blocks are those of the whole text parsed at once, unless
+    a single one is longer than MAX_WINDOW.
+
+    Raises CancelledError and TimedOutError within `limits.limited`.
+    """
     parser = MarkdownIt("commonmark")
     # Only block structure is needed, and inline rules are slow on one enormous line.
     parser.core.ruler.disable(["inline", "text_join"])
     parser.block.ruler.disable("reference")
-    offsets = [0, *(match.end() for match in re.finditer("\n", text))]
-    starts: list[tuple[int, int, bool]] = []
-    titles: dict[int, str] = {}
-    for token in parser.parse(text):
-        if token.type == "inline" and token.level == 1 and token.map and starts and starts[-1][1]:
-            titles[starts[-1][0]] = token.content
+    start, size = 0, WINDOW
+    while start < len(text):
+        LIMIT.get().check()
+        end = text.find("\n", start + size) + 1 or len(text)
+        found = _parse(parser, text, start, end)
+        resume = end
+        if end < len(text) and len(found) > 1:
+            resume = found.pop().start
+        elif end < len(text) and size < MAX_WINDOW:
+            size = MAX_WINDOW
+            continue
+        yield from _tile(found, start, resume)
+        start, size = resume, WINDOW
+
+
+def _parse(parser: MarkdownIt, text: str, begin: int, end: int) -> list[Block]:
+    """What begins in text[begin:end]; where blocks end is left open."""
+    part = text[begin:end]
+    offsets = [begin, *(begin + match.end() for match in re.finditer("\n", part))]
+    found: list[Block] = []
+    for token in parser.parse(part):
+        if token.type == "inline" and token.level == 1 and token.map and found and found[-1].level:
+            found[-1] = found[-1]._replace(title=token.content[:MAX_TITLE])
         is_block = token.level == 0 and not token.type.endswith("list_open") and token.nesting >= 0
         if token.map and (is_block or (token.type == "list_item_open" and token.level == 1)):
             level = int(token.tag[1]) if token.type == "heading_open" else 0
-            starts.append((offsets[token.map[0]], level, token.type == "paragraph_open"))
-    return _tile(text, starts, titles)
+            found.append(Block(offsets[token.map[0]], end, level, "", token.type == "paragraph_open"))
+    return found
 
 
-def _tile(text: str, starts: list[tuple[int, int, bool]], titles: dict[int, str]) -> list[Block]:
-    if not starts:
-        return [Block(0, len(text), 0, "", True)] if text else []
-    # What no token covers belongs to the block before it, or to the first one.
-    begins = [0, *(start for start, _, _ in starts[1:])]
-    ends = [*begins[1:], len(text)]
-    return [
-        Block(begin, end, level, titles.get(start, ""), is_prose)
-        for begin, end, (start, level, is_prose) in zip(begins, ends, starts, strict=True)
-    ]
+def _tile(found: list[Block], begin: int, end: int) -> Iterator[Block]:
+    """What no token covers belongs to the block before it, or to the first one."""
+    found = found or [Block(begin, end, 0, "", True)]
+    starts = [begin, *(block.start for block in found[1:]), end]
+    for block, (start, stop) in zip(found, pairwise(starts), strict=True):
+        yield block._replace(start=start, end=stop)
