@@ -18,6 +18,7 @@ from ragcache.cli.options import (
     FilterText,
     Json,
     ModelOptions,
+    ReadOptions,
     StoreOptions,
     Wait,
     json_object,
@@ -37,6 +38,7 @@ def ingest(
     store: StoreOptions,
     models: ModelOptions,
     chunks: ChunkOptions,
+    reading: ReadOptions,
     kv: Annotated[
         Literal["eager", "lazy", "hot"],
         option("--kv", "Compute KV now (eager), on first use (lazy), or keep that of passages in demand alone (hot)."),
@@ -58,7 +60,7 @@ def ingest(
     """
     from ragcache.ingest.progress_bars import progress_bars
 
-    with open_with_models(store, models, chunks, create=not dry_run) as kb:
+    with open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
         if not as_json:
             say_note(kb.estimate_kv(paths))
         with progress_bars() if on_terminal() else nullcontext() as bars:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ragcache.cli.options import ChunkOptions, ModelOptions, StoreOptions
+from ragcache.cli.options import ChunkOptions, ModelOptions, ReadOptions, StoreOptions
 from ragcache.cli.output import on_terminal
 
 if TYPE_CHECKING:
@@ -21,7 +21,12 @@ def open_for_care(store: StoreOptions, *, read_only: bool = False) -> RagCache:
 
 
 def open_with_models(
-    store: StoreOptions, models: ModelOptions, chunks: ChunkOptions | None = None, *, create: bool = False
+    store: StoreOptions,
+    models: ModelOptions,
+    chunks: ChunkOptions | None = None,
+    reading: ReadOptions | None = None,
+    *,
+    create: bool = False,
 ) -> RagCache:
     """With models: for asking and ingesting."""
     from ragcache import RagCache
@@ -38,6 +43,7 @@ def open_with_models(
         device=models.device,
         system=models.system,
         chunker=chunks.config() if chunks else None,
+        ingest=reading.config() if reading else None,
         store=store.config(),
         tenant=models.tenant,
         create=create,

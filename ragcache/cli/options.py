@@ -14,7 +14,7 @@ import typer
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ragcache import ChunkerConfig, Sampling, StoreConfig
+    from ragcache import ChunkerConfig, IngestConfig, Sampling, StoreConfig
     from ragcache.fusion.base import FusionMethod
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -244,6 +244,26 @@ class ChunkOptions:
         # Short passages need a smaller least size than the default one.
         least = min(32, max(0, self.chunk_max_tokens) // 4)
         return ChunkerConfig(self.chunk_max_tokens, least, self.chunk_overlap)
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What reading one document may take; one that needs more fails, and the others go on."""
+
+    read_time: Annotated[float, option("--read-time", "Seconds for reading one file.")] = 120.0
+    read_memory: Annotated[
+        int, option("--read-memory", "Memory for reading a file.", parser=size, metavar="SIZE", show_default="512MiB")
+    ] = 512 << 20
+    max_text: Annotated[
+        int, option("--max-text", "Longest text of a document.", parser=size, metavar="SIZE", show_default="8MiB")
+    ] = 8 << 20
+
+    def config(self) -> IngestConfig:
+        """Raises ConfigError."""
+        from ragcache import IngestConfig
+        from ragcache.ingest.limits import ReadLimits
+
+        return IngestConfig(reading=ReadLimits(self.read_time, self.read_memory, self.max_text))
 
 
 @dataclass(frozen=True)

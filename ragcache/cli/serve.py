@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from ragcache.cli.command import command
 from ragcache.cli.opening import hide_bars_in_pipes, open_with_models
-from ragcache.cli.options import AnswerOptions, ModelOptions, StoreOptions, TurnOptions, json_object, option, size
+from ragcache.cli.options import (
+    AnswerOptions,
+    ModelOptions,
+    ReadOptions,
+    StoreOptions,
+    TurnOptions,
+    json_object,
+    option,
+    size,
+)
 from ragcache.cli.output import say, say_error
 from ragcache.errors import ConfigError
 
@@ -72,16 +81,17 @@ def serve(
     turns: TurnOptions,
     address: AddressOptions,
     limits: LimitOptions,
+    reading: ReadOptions,
     serving: ServeOptions,
 ) -> None:
     """Serve OpenAI's HTTP API over the store: chat completions, embeddings, documents, metrics.
 
     Answer options are defaults for requests that do not say otherwise. A store that is not there is made. SIGTERM or
-    Ctrl-C lets running answers finish; a second one does not.
+    Ctrl-C lets running answers finish and ends the adding of documents; a second one ends all.
     """
     check_installed()
     settings = server_settings(answer, turns, address, limits, serving)
-    run_server(store, models, address, settings, web=serving.web)
+    run_server(store, models, address, reading, settings, web=serving.web)
 
 
 def run_page(
@@ -90,11 +100,17 @@ def run_page(
     """The chat page and the API below it, until interrupted."""
     check_installed()
     settings = server_settings(answer, turns, address, LimitOptions(), ServeOptions())
-    run_server(store, models, address, settings, web=True)
+    run_server(store, models, address, ReadOptions(), settings, web=True)
 
 
 def run_server(
-    store: StoreOptions, models: ModelOptions, address: AddressOptions, settings: ServerSettings, *, web: bool
+    store: StoreOptions,
+    models: ModelOptions,
+    address: AddressOptions,
+    reading: ReadOptions,
+    settings: ServerSettings,
+    *,
+    web: bool,
 ) -> None:
     """Raises ConfigError (address taken) before a model is loaded."""
     from ragcache.server.arenas import limit_arenas
@@ -105,7 +121,10 @@ def run_server(
         say_error(f"warning: {address.host} is reached from outside, and no API key is set: anyone can read the store")
     log_as_json()
     hide_bars_in_pipes()
-    with listen(address.host, address.port) as bound, open_with_models(store, models, create=True) as kb:
+    with (
+        listen(address.host, address.port) as bound,
+        open_with_models(store, models, reading=reading, create=True) as kb,
+    ):
         from ragcache.server.app import create_app
         from ragcache.server.run import Server
 

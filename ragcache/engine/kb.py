@@ -213,7 +213,7 @@ class RagCache(AsyncTwins):
             self._prefills,
             self._loader,
         )
-        self._whole = WholeTexts(lm.tokenizer)
+        self._whole = WholeTexts(lm.tokenizer, lm.max_positions)
         self._mini_notice = MiniNotice(lm.name)
         self._system = system
         cut = Chunker(lm.tokenizer, **asdict(chunker)) if chunker else Chunker(lm.tokenizer)

@@ -30,6 +30,8 @@ BATCH_TEXTS = 4096
 # A longer text is divided without being tokenised first; LONG_TOKEN characters a token, no tokenizer makes on average.
 LONG_RUN = 1 << 16
 LONG_TOKEN = 32
+# A longer paragraph is cut anyhow, before anything is made of its sentences or words: each takes 60 bytes and more.
+MAX_BODY = 1 << 21
 # Pieces of a section that are packed together.
 MAX_UNITS = 200_000
 
@@ -118,13 +120,17 @@ class Chunker:
             yield unit
             return
         body = text[unit.start : unit.end]
-        pieces = cuts[0](body) if cuts else self._cut_characters(body, limit)
+        pieces: Iterable[str]
+        if len(body) > MAX_BODY:
+            pieces, finer = _parts(body), cuts
+        else:
+            pieces, finer = (cuts[0](body) if cuts else self._cut_characters(body, limit)), cuts[1:]
         start = unit.start
         for piece, tokens in self._counted(pieces, str):
             part = _Unit(start, start + len(piece), tokens, unit.level if start == unit.start else 0)
             start = part.end
-            if cuts:
-                yield from self._divide(text, part, limit, cuts[1:])
+            if cuts or len(body) > MAX_BODY:
+                yield from self._divide(text, part, limit, finer)
             else:
                 yield part
 
@@ -210,6 +216,17 @@ class Chunker:
             else:
                 middle = _middle(text, start, end)
                 yield from self._fitting(text, [(start, middle), (middle, end)])
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Pieces of MAX_BODY characters at most, cut between words where there are any."""
+    start = 0
+    while start < len(text):
+        end = min(len(text), start + MAX_BODY)
+        if end < len(text) and (space := re.search(r"\s\S*\Z", text[end - LONG_RUN : end])):
+            end += space.start() + 1 - LONG_RUN
+        yield text[start:end]
+        start = end
 
 
 def _words(text: str) -> list[str]:

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import ConfigError, EmbedderError
+from ragcache.models.limits import LIMIT
 from ragcache.openmp import team_ends
+from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -41,6 +42,10 @@ CPU_BATCH_TOKENS = 2048
 GPU_BATCH_TOKENS = 65536
 # Texts whose lengths are compared with each other when batches are formed.
 WINDOW_TEXTS = 1024
+# Characters that are tokenised at once: it takes a hundred times a text's size.
+LONG_TEXT = 1 << 16
+# Of a model that does not say how much it reads.
+NO_LIMIT_TOKENS = CPU_BATCH_TOKENS
 
 
 class Embedder(Protocol):
@@ -63,11 +68,23 @@ class Embedder(Protocol):
         ...
 
 
-class SentenceEmbedder:
-    """An Embedder over a sentence-transformers model.
+@runtime_checkable
+class BoundedEmbedder(Embedder, Protocol):
+    """An embedder that says how much of a text it reads; the rest of a longer one has no say in its vector."""
 
-    The model's tokenizer keeps state while it works, so one lock serialises batches; it is released between batches,
-    so that a question waits for one batch of a running ingestion and never for all of it.
+    @property
+    def max_tokens(self) -> int: ...
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text, with the model's special ones; of one that is too long, some number above max_tokens."""
+        ...
+
+
+class SentenceEmbedder:
+    """A BoundedEmbedder over a sentence-transformers model.
+
+    The model's tokenizer keeps state while it works, so one lock serialises batches. It is released between batches and
+    goes to questions first: a question waits for one batch of an ingestion or of a large request, never for all of it.
     """
 
     def __init__(self, name: str, model: SentenceTransformer) -> None:
@@ -77,8 +94,9 @@ class SentenceEmbedder:
         if dimension is None:
             raise EmbedderError(f"{name}: the model does not say how long its vectors are; use a sentence embedder")
         self._dimension = int(dimension)
-        self._lock = threading.Lock()
-        self._count = _token_counter(model)
+        self._lock = PriorityLock()
+        self._max_tokens = model.max_seq_length or NO_LIMIT_TOKENS
+        self._lengths = _token_counter(model)
         self._batch_tokens = CPU_BATCH_TOKENS if model.device.type == "cpu" else GPU_BATCH_TOKENS
 
     @property
@@ -89,28 +107,56 @@ class SentenceEmbedder:
     def dimension(self) -> int:
         return self._dimension
 
+    @property
+    def max_tokens(self) -> int:
+        return self._max_tokens
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        LIMIT.get().check()
+        return [self._length(text) if len(text) > LONG_TEXT else length for text, length in self._with_lengths(texts)]
+
+    def _with_lengths(self, texts: Sequence[str]) -> Iterator[tuple[str, int]]:
+        """Texts with the tokens that they begin with, in their first LONG_TEXT characters."""
+        return zip(texts, self._lengths([text[:LONG_TEXT] for text in texts]), strict=True)
+
+    def _length(self, text: str) -> int:
+        """Of a long text, counted until it is too long."""
+        total = 0
+        for start in range(0, len(text), LONG_TEXT):
+            if total > self._max_tokens:
+                break
+            total += self._lengths([text[start : start + LONG_TEXT]])[0]
+        return total
+
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
         """Vectors of `texts`, float32 [len(texts), dimension], in their order.
 
-        Batches hold texts of like length, at most batch_size of them. Raises ConfigError for batch_size < 1.
+        Batches hold texts of like length, at most batch_size of them. Raises ConfigError for batch_size < 1, and
+        CancelledError and TimedOutError within `limits.limited`, between batches.
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
         vectors = np.empty((len(texts), self._dimension), dtype=np.float32)
         for start in range(0, len(texts), WINDOW_TEXTS):
             window = list(texts[start : start + WINDOW_TEXTS])
-            for batch in length_sorted_batches(self._count(window), batch_size, self._batch_tokens):
+            lengths = []
+            for row, (text, length) in enumerate(self._with_lengths(window)):
+                lengths.append(min(length, self._max_tokens))
+                if length > self._max_tokens:
+                    window[row] = text[:LONG_TEXT]  # the model reads no further, and would tokenise all of it
+            for batch in length_sorted_batches(lengths, batch_size, self._batch_tokens):
+                LIMIT.get().check()
                 vectors[[start + row for row in batch]] = self._encode(
-                    self._model.encode_document, [window[row] for row in batch]
+                    PASSAGES, self._model.encode_document, [window[row] for row in batch]
                 )
         return vectors
 
     def embed_query(self, text: str) -> Vectors:
-        vector: Vectors = self._encode(self._model.encode_query, [text])[0]
+        vector: Vectors = self._encode(QUESTION, self._model.encode_query, [text])[0]
         return vector
 
-    def _encode(self, encode: Callable[..., Any], texts: list[str]) -> Vectors:
-        with self._lock, team_ends():
+    def _encode(self, rank: int, encode: Callable[..., Any], texts: list[str]) -> Vectors:
+        with self._lock.hold(rank), team_ends():
             vectors = encode(texts, batch_size=len(texts), show_progress_bar=False, convert_to_numpy=True)
         return np.asarray(vectors, dtype=np.float32)
 
@@ -232,16 +278,14 @@ def _sha256(files: Iterable[Path]) -> str:
 
 
 def _token_counter(model: SentenceTransformer) -> Callable[[list[str]], list[int]]:
-    """Lengths of texts as the model will see them. Without a fast tokenizer characters stand in for tokens: they are
-    only used to form batches."""
-    limit = model.max_seq_length or CPU_BATCH_TOKENS
+    """Lengths of texts as the model would see them whole. Without a fast tokenizer characters stand in for tokens."""
     backend = getattr(getattr(model, "tokenizer", None), "backend_tokenizer", None)
     if backend is None:
-        return lambda texts: [min(limit, 1 + len(text) // 4) for text in texts]
+        return lambda texts: [1 + len(text) // 4 for text in texts]
     from tokenizers import Tokenizer
 
     # A copy: truncation and padding are set on the model's own tokenizer at every call.
     counter = Tokenizer.from_str(backend.to_str())
     counter.no_truncation()
     counter.no_padding()
-    return lambda texts: [min(limit, len(encoding.ids)) for encoding in counter.encode_batch(texts)]
+    return lambda texts: [len(encoding.ids) for encoding in counter.encode_batch(texts)]

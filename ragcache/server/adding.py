@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, aclosing
 
 from ragcache import Document, IngestReport, ProgressEvent
-from ragcache.errors import CancelledError
-from ragcache.ingest.report import Failure
+from ragcache.ingest.readers import SourceFile
 from ragcache.server.schemas.documents import AddReport, FailedInput, UploadProgress
 from ragcache.server.service import Service
 from ragcache.server.sse import event
-from ragcache.server.uploads import Upload, read_uploads
+from ragcache.server.uploads import Upload
 from ragcache.server.work import Work
 
 Said = ProgressEvent | IngestReport
@@ -20,32 +20,32 @@ Said = ProgressEvent | IngestReport
 
 async def add_uploads(service: Service, uploads: Sequence[Upload]) -> AsyncGenerator[Said, None]:
     """Progress, then the report."""
-    try:
-        read = await service.in_thread(read_uploads, uploads)
-    finally:
+    with ExitStack() as stack:
         for upload in uploads:
-            upload.file.close()
-    documents = [one for one in read if isinstance(one, Document)]
-    failures = [one for one in read if isinstance(one, Failure)]
-    async for said in add_documents(service, documents, split=True):
-        if isinstance(said, IngestReport):
-            said.failed[:0] = failures
-        yield said
+            stack.callback(upload.file.close)
+        holding = service.uploads.holding(uploads)
+        files, failures = await service.in_thread(stack.enter_context, holding)
+        async with aclosing(add_documents(service, files, split=True)) as adding:
+            async for said in adding:
+                if isinstance(said, IngestReport):
+                    said.failed[:0] = failures
+                yield said
 
 
-async def add_documents(service: Service, documents: Sequence[Document], *, split: bool) -> AsyncGenerator[Said, None]:
-    """Progress, then the report. Closed early, the ingestion ends at its next step; what was committed stays."""
+async def add_documents(
+    service: Service, documents: Sequence[Document | SourceFile], *, split: bool
+) -> AsyncGenerator[Said, None]:
+    """Progress, then the report. Closed early, the ingestion is cancelled, and waited for; what was committed stays."""
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[ProgressEvent | None] = asyncio.Queue()
     left = threading.Event()
 
     def progress(said: ProgressEvent) -> None:
-        if left.is_set():
-            raise CancelledError("the client hung up; what was stored stays")
         loop.call_soon_threadsafe(events.put_nowait, said)
 
+    wait_s = service.settings.write_wait_s
     ingestion = asyncio.create_task(
-        service.kb.aingest(documents, split=split, progress=progress, timeout_s=service.settings.write_wait_s)
+        service.kb.aingest(documents, split=split, progress=progress, timeout_s=wait_s, cancelled=left)
     )
     ingestion.add_done_callback(lambda _done: events.put_nowait(None))
     try:

@@ -67,7 +67,7 @@ FORM = {
 )
 async def create_documents(request: Request) -> Response:
     service = service_of(request)
-    work = service.change(await _additions(service, request))
+    work = service.add(await _additions(service, request))
     try:
         first = await unless_gone(request, anext(work))
         if EVENT_STREAM in request.headers.get("accept", ""):

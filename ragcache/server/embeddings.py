@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncGenerator, Sequence
+import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import numpy as np
 from fastapi import APIRouter
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ragcache.models.limits import LIMIT, Limit, limited
+from ragcache.retrieval.embedder import BoundedEmbedder
 from ragcache.server.body import JSON, read_json, request_body
 from ragcache.server.errors import ApiError
 from ragcache.server.observe import note
@@ -43,7 +46,7 @@ async def create_embeddings(request: Request) -> Response:
             code="invalid_value",
             param="dimensions",
         )
-    work = service.answer(_embed(service, asked.texts))
+    work = service.embed(_embed(service, asked))
     try:
         vectors, tokens = await unless_gone(request, work.last())
     finally:
@@ -52,15 +55,41 @@ async def create_embeddings(request: Request) -> Response:
     return Response(await service.in_thread(_answer, asked, vectors, tokens), media_type=JSON)
 
 
-async def _embed(service: Service, texts: Sequence[str]) -> AsyncGenerator[tuple[Vectors, int], None]:
-    """One item: vectors [len(texts), dimension] and how many tokens the texts have."""
-    parts: list[Vectors] = []
-    tokens = 0
+async def _embed(service: Service, asked: EmbeddingRequest) -> AsyncGenerator[tuple[Vectors, int], None]:
+    """One item: vectors [len(texts), dimension] and how many tokens were read."""
+    gone = threading.Event()
+    yield await service.in_thread(_vectors, service, asked, gone, cancelled=gone)
+
+
+def _vectors(service: Service, asked: EmbeddingRequest, gone: threading.Event) -> tuple[Vectors, int]:
+    """Raises ApiError (400) for a text that the embedder would not read to its end, CancelledError by `gone`."""
+    with limited(Limit(gone)):
+        tokens = [count for batch in _batches(asked.texts) for count in _counted(service, batch, asked.truncate)]
+        return np.concatenate([service.kb.embedder.embed(batch) for batch in _batches(asked.texts)]), sum(tokens)
+
+
+def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Between two of them it is seen whether the client has gone, whatever the embedder."""
     for start in range(0, len(texts), BATCH):
-        batch = list(texts[start : start + BATCH])
-        parts.append(await service.in_thread(service.kb.embedder.embed, batch))
-        tokens += await service.in_thread(_count, service, batch)
-    yield np.concatenate(parts), tokens
+        LIMIT.get().check()
+        yield texts[start : start + BATCH]
+
+
+def _counted(service: Service, texts: Sequence[str], truncate: bool) -> list[int]:
+    embedder = service.kb.embedder
+    if not isinstance(embedder, BoundedEmbedder):
+        return [service.kb.count_tokens(text) for text in texts]
+    counts = embedder.count_tokens(texts)
+    for count, text in zip(counts, texts, strict=True):
+        if count > embedder.max_tokens and not truncate:
+            raise ApiError(
+                400,
+                f"a text of {len(text)} characters has more than the {embedder.max_tokens} tokens that "
+                f"{service.embedding_model} reads; split it, or set 'truncate' to true",
+                code="context_length_exceeded",
+                param="input",
+            )
+    return [min(count, embedder.max_tokens) for count in counts]
 
 
 def _answer(asked: EmbeddingRequest, vectors: Vectors, tokens: int) -> str:
@@ -71,10 +100,6 @@ def _answer(asked: EmbeddingRequest, vectors: Vectors, tokens: int) -> str:
     ]
     usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
     return EmbeddingList(object="list", model=asked.model, data=data, usage=usage).to_json()
-
-
-def _count(service: Service, texts: Sequence[str]) -> int:
-    return sum(service.kb.count_tokens(text) for text in texts)
 
 
 def _encoded(vector: Vectors, form: str | None) -> list[float] | str:

@@ -21,8 +21,8 @@ CLOSE_S = 5
 
 
 class Server(uvicorn.Server):
-    """The first SIGTERM or SIGINT lets running answers finish, for so many seconds at most, while /readyz says 503; the
-    second ends everything at once."""
+    """The first SIGTERM or SIGINT lets running answers finish, for so many seconds at most, while /readyz says 503, and
+    ends the adding of documents; the second ends everything at once."""
 
     def __init__(self, app: FastAPI, *, drain_s: float) -> None:
         config = uvicorn.Config(
@@ -58,6 +58,7 @@ class Server(uvicorn.Server):
     def _is_drained(self) -> bool:
         if self._drain_until is None:
             return False
+        self.service.end_additions()
         if self.server_state.tasks and time.monotonic() < self._drain_until:
             return False
         self.service.cancel_all()

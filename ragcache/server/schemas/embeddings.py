@@ -21,6 +21,7 @@ class EmbeddingRequest(RequestModel):
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         None, description="Only the embedder's own number"
     )
+    truncate: bool = Field(False, description="Read the beginning of a text that is too long, instead of refusing it")
     user: Text | None = None
 
     @property
@@ -35,7 +36,7 @@ class Embedding(AnswerModel):
 
 
 class EmbeddingUsage(AnswerModel):
-    prompt_tokens: int = Field(description="Counted by the language model's tokenizer")
+    prompt_tokens: int = Field(description="That the embedder read, where it counts them")
     total_tokens: int
 
 

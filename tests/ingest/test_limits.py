@@ -1,0 +1,323 @@
+"""Hostile files cost themselves alone: time, memory and text are bounded, and the others go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from attacks import attribute_html, inflating_pdf, many_pages_pdf, unclosed_html
+from kit import Kit
+
+from ragcache.errors import CancelledError, ConfigError, ReaderLimitError
+from ragcache.ingest.document import Document
+from ragcache.ingest.isolated import IsolatedReader
+from ragcache.ingest.limits import MIB, ReadLimits
+from ragcache.ingest.readers import SourceFile
+from ragcache.models.limits import Limit, limited
+
+GOOD = {"good.md": b"# Alna\n\nA river.\n", "z.txt": b"Osby is a town.\n"}
+# A machine that is busy may start a process late; no limit here is as long as that.
+START_S = 30
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def reading(path: Path, **limits: float) -> list[Document | Exception]:
+    reader = IsolatedReader(ReadLimits(**limits))
+    try:
+        return list(reader.read(SourceFile(path, path.name)))
+    finally:
+        reader.close()
+
+
+def test_a_reading_process_imports_no_model(tmp_path):
+    """It starts in a moment, and has little to lose."""
+    code = (
+        "import sys, importlib, ragcache.ingest.worker\n"
+        "from ragcache.ingest.readers import READERS, reader_of\n"
+        "from pathlib import Path\n"
+        "[reader_of(Path('a' + suffix)) for suffix in READERS]\n"
+        "print([name for name in ('torch', 'transformers', 'sqlalchemy', 'faiss') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_pdf_that_inflates_fails_by_name_and_the_others_go_on(tmp_path, lm, monkeypatch):
+    """60 MB of operators in 62 KB or so: the process ends, not this one, and the next file has another process."""
+    folder = write(tmp_path / "docs", {"bomb.pdf": inflating_pdf(60_000_000), **GOOD})
+    assert (folder / "bomb.pdf").stat().st_size < 250_000
+    with Kit(tmp_path / "kb", lm, reading=ReadLimits(seconds=60, memory_bytes=160 * MIB)) as kit:
+        before = resident()
+        report = kit.ingestor.ingest([folder])
+        assert resident() - before < 200 * MIB
+        kit.check()
+    assert sorted(report.added) == ["good.md", "z.txt"]
+    (failure,) = report.failed
+    assert isinstance(failure.error, ReaderLimitError)
+    assert failure.source == str(folder / "bomb.pdf")
+    assert "memory" in str(failure.error)
+    assert "--read-memory" in str(failure.error)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("tags.html", unclosed_html(16_000)),
+        ("attributes.html", attribute_html(60_000)),
+        ("pages.pdf", many_pages_pdf(5_000)),
+    ],
+)
+def test_a_file_that_takes_too_long_fails_by_name_in_time(tmp_path, name, data):
+    path = write(tmp_path, {name: data}) / name
+    started = time.monotonic()
+    (error,) = reading(path, seconds=1.5)
+    assert time.monotonic() - started < 1.5 + START_S
+    assert isinstance(error, ReaderLimitError)
+    assert error.path == str(path)
+    assert "1.5 s" in error.reason
+
+
+def test_every_record_has_its_own_time(tmp_path):
+    """A long file is not a slow one: what is done with its records does not count."""
+    lines = "".join(json.dumps({"text": f"town {n}"}) + "\n" for n in range(4))
+    path = write(tmp_path, {"a.jsonl": lines.encode()}) / "a.jsonl"
+    reader = IsolatedReader(ReadLimits(seconds=0.4))
+    found = []
+    for record in reader.read(SourceFile(path, "a")):
+        found.append(record)
+        time.sleep(0.6)
+    reader.close()
+    assert [record.text for record in found] == [f"town {n}" for n in range(4)]
+
+
+def test_text_is_capped_wherever_it_comes_from(tmp_path, lm):
+    lines = [{"id": "long", "text": "é" * 600}, {"id": "ok", "text": "é" * 400}, {"id": "m", "text": "x"}]
+    lines[2]["metadata"] = {"all": "y" * (1 << 20)}
+    jsonl = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines).encode()
+    folder = write(tmp_path / "docs", {"a.txt": b"word " * 300, "b.jsonl": jsonl, **GOOD})
+    with Kit(tmp_path / "kb", lm, reading=ReadLimits(text_bytes=1000)) as kit:
+        report = kit.ingestor.ingest([folder, Document("given", "x" * 1001), Document("fits", "x" * 1000)])
+    assert sorted(report.added) == ["fits", "good.md", "ok", "z.txt"]
+    failed = {failure.source: failure.error for failure in report.failed}
+    assert set(failed) == {str(folder / "a.txt"), f"{folder}/b.jsonl:1", f"{folder}/b.jsonl:3", "given"}
+    assert {type(error) for error in failed.values()} == {ReaderLimitError}
+    assert "--max-text" in str(failed["given"])
+    assert "metadata" in str(failed[f"{folder}/b.jsonl:3"])
+
+
+def test_documents_come_through_the_process_unchanged(tmp_path):
+    odd = 'quote " and\u2028line, 🎉 \\ \x07 é\ttab'
+    line = json.dumps({"id": 5, "title": odd, "text": odd, "metadata": {"a": [1, 2.5, None, True, {"b": odd}]}})
+    path = write(tmp_path, {"a.jsonl": line.encode() + b"\n{bad\n" + b'{"text": "half \\ud83d"}\n'}) / "a.jsonl"
+    one, bad, half = reading(path)
+    assert (one.id, one.title) == ("5", " ".join(odd.split()))
+    assert one.text.endswith(odd)
+    assert one.metadata == {"a": [1, 2.5, None, True, {"b": odd}]}
+    assert bad.path == f"{path}:2"
+    assert half.text == "half \ud83d"
+
+
+def test_a_process_that_was_killed_costs_one_file(tmp_path):
+    path = write(tmp_path, {"a.jsonl": b'{"text": "one"}\n{"text": "two"}\n'}) / "a.jsonl"
+    reader = IsolatedReader()
+    records = reader.read(SourceFile(path, "a"))
+    assert next(records).text == "one"
+    os.kill(reader._process._popen.pid, signal.SIGKILL)
+    (error,) = records
+    assert "signal 9" in error.reason
+    assert [record.text for record in reader.read(SourceFile(path, "a"))] == ["one", "two"]
+    reader.close()
+
+
+def test_cancelling_ends_a_reader_at_once(tmp_path):
+    path = write(tmp_path, {"a.html": unclosed_html(16_000)}) / "a.html"
+    cancelled = threading.Event()
+    reader = IsolatedReader()
+    with limited(Limit(cancelled)):
+        list(reader.read(SourceFile(write(tmp_path, GOOD) / "good.md", "a")))
+        process = reader._process._popen
+        threading.Timer(0.5, cancelled.set).start()
+        started = time.monotonic()
+        with pytest.raises(CancelledError):
+            list(reader.read(SourceFile(path, "a")))
+    assert time.monotonic() - started < 3
+    assert process.poll() is not None
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from ragcache.ingest.isolated import IsolatedReader
+from ragcache.ingest.readers import SourceFile
+reader = IsolatedReader()
+list(reader.read(SourceFile(Path(sys.argv[1], "good.md"), "a")))
+print(reader._process._popen.pid, flush=True)
+list(reader.read(SourceFile(Path(sys.argv[1], "a.html"), "a")))
+"""
+
+
+def test_the_process_dies_with_a_parent_that_is_killed(tmp_path):
+    """While a reader computes: it looks for its parent, not only at its input."""
+    write(tmp_path, {"a.html": unclosed_html(16_000), **GOOD})
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    time.sleep(0.5)
+    assert lives(child)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    until = time.monotonic() + 10
+    while lives(child):
+        assert time.monotonic() < until, "it outlived its parent"
+        time.sleep(0.05)
+
+
+def lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("wrong", [{"seconds": 0}, {"memory_bytes": 1000}, {"text_bytes": 0}])
+def test_limits_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ReadLimits(**wrong)
+
+
+class SlowEmbedder:
+    """Holds on until it is let go, as one that computes for long would."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.begun = threading.Event()
+        self._embed = kit.embedder.embed
+
+    def embed(self, texts, *, batch_size=32):
+        from ragcache.models.limits import LIMIT
+
+        self.begun.set()
+        for _ in range(2000):
+            LIMIT.get().check()  # what SentenceEmbedder does between batches
+            time.sleep(0.01)
+        return self._embed(texts)
+
+
+def cancel_when(begun: threading.Event, kit: Kit, document: Document, **options: object) -> float:
+    """Seconds between cancelling and the end of the ingestion."""
+    cancelled = threading.Event()
+    cancelled_at = 0.0
+
+    def cancel() -> None:
+        nonlocal cancelled_at
+        begun.wait(60)
+        cancelled_at = time.monotonic()
+        cancelled.set()
+
+    threading.Thread(target=cancel).start()
+    with pytest.raises(CancelledError):
+        kit.ingestor.ingest(document, cancelled=cancelled, **options)
+    return time.monotonic() - cancelled_at
+
+
+def test_a_cancelled_ingestion_ends_while_it_embeds(tmp_path, lm, monkeypatch):
+    with Kit(tmp_path / "kb", lm) as kit:
+        kit.ingestor.ingest([Document("before", "Osby is a town.")])
+        slow = SlowEmbedder(kit)
+        monkeypatch.setattr(kit.embedder, "embed", slow.embed)
+        assert cancel_when(slow.begun, kit, Document("long", "Alna is a river. " * 500), kv="lazy") < 2
+        monkeypatch.undo()
+        assert kit.ids() == ["before"]
+        kit.check()
+        assert kit.ingestor.ingest([Document("long", "Alna is a river. " * 500)]).added == ["long"]
+
+
+def test_a_cancelled_ingestion_ends_while_it_encodes(tmp_path, lm, monkeypatch):
+    """Amid a batch: the encoder is asked in every layer."""
+    begun = threading.Event()
+    with Kit(tmp_path / "kb", lm) as kit:
+        encode = kit.encoder.encode
+
+        def slow(chunks, wanted=None):
+            begun.set()
+            until = time.monotonic() + 20
+            while wanted() and time.monotonic() < until:
+                time.sleep(0.01)
+            return encode(chunks, wanted)
+
+        monkeypatch.setattr(kit.encoder, "encode", slow)
+        assert cancel_when(begun, kit, Document("long", "Alna is a river. " * 500)) < 2
+        assert kit.ids() == []
+
+
+def test_a_cancelled_ingestion_ends_while_it_cuts(tmp_path, lm, monkeypatch):
+    begun = threading.Event()
+    with Kit(tmp_path / "kb", lm) as kit:
+        count = kit.chunker._tokens.count
+
+        def counting(texts):
+            begun.set()
+            time.sleep(0.05)
+            return count(texts)
+
+        monkeypatch.setattr(kit.chunker._tokens, "count", counting)
+        text = "\n\n".join(f"Town {n} has a mill." for n in range(200_000))
+        assert cancel_when(begun, kit, Document("long", text)) < 2
+
+
+PROBE = """
+import json, resource, sys, threading, time
+from pathlib import Path
+sys.path[:0] = json.loads(sys.argv[3])
+from conftest import train_tokenizer
+from ragcache.ingest.chunker import Chunker
+chunker = Chunker(train_tokenizer(), max_tokens=256)
+chunker.split("Alna is a river. " * 2000)
+text = Path(sys.argv[1]).read_text()
+def status():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4
+base, peak = status(), 0
+def watch():
+    global peak
+    while True:
+        peak = max(peak, status())
+        time.sleep(0.02)
+threading.Thread(target=watch, daemon=True).start()
+chunks = chunker.split(text)
+assert "".join("".join(c.text for c in chunks).split()) == "".join(text.split())
+print(max(peak, status()) - base)
+"""
+SHAPES = {"one word": "a", "words": "a ", "lines": "a\n", "paragraphs": "a\n\n", "items": "- a\n", "headings": "# a\n"}
+SHAPES |= {"quotes": "> - a\n", "nested": "> > - - - a\n", "prose": "The river Alna rises near Osby. It ends.\n"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cutting_takes_bounded_memory(tmp_path, shape):
+    """A text as long as is allowed, of any shape: tokenised whole, 8 MiB took 1.5 GB and more."""
+    size, most_mib = 8 * MIB, 700
+    path = tmp_path / "text"
+    path.write_text(SHAPES[shape] * (size // len(SHAPES[shape])))
+    here = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    code = [sys.executable, "-c", PROBE, str(path), "", json.dumps(here)]
+    done = subprocess.run(code, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < most_mib * 1024
