@@ -260,12 +260,12 @@ class IngestRun:
         """Vectors of the documents' chunks, in order. Runs in a thread of its own."""
         embedder = self.to.retriever.embedder
         texts = (embedded_text(one.document, chunk) for one in documents for chunk in one.chunks)
-        parts = [np.empty((0, embedder.dimension), np.float32)]
+        vectors = np.empty((sum(len(one.chunks) for one in documents), embedder.dimension), np.float32)
         with self._timed("embed_s"), limited(Limit(self._over)):
-            while some := list(islice(texts, EMBED_TEXTS)):
+            for start in range(0, len(vectors), EMBED_TEXTS):
                 LIMIT.get().check()
-                parts.append(embedder.embed(some))
-        return np.concatenate(parts)
+                vectors[start : start + EMBED_TEXTS] = embedder.embed(list(islice(texts, EMBED_TEXTS)))
+        return vectors
 
     def _encode_missing(self, window: list[Prepared]) -> None:
         """Compute the window's blocks that no tier has, and see them flushed to disk."""

@@ -113,6 +113,8 @@ class Service:
             if cancelled is not None:
                 cancelled.set()
             await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()  # nobody is left to tell
             raise
 
     def embed(self, items: AsyncGenerator[T, None]) -> Work[T]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -14,6 +15,7 @@ from sqlalchemy import Column, Connection, bindparam, delete, func, insert, sele
 from sqlalchemy.exc import IntegrityError
 
 from ragcache.errors import DuplicateDocumentError, NoSuchDocumentError
+from ragcache.models.limits import LIMIT
 from ragcache.store import properties, rows
 from ragcache.store.database import Database
 from ragcache.store.filters import OWN_FIELDS, Filter, compile_filter, field_names, fields_of
@@ -22,6 +24,7 @@ from ragcache.store.schema import chunks, counters, documents, garbage
 from ragcache.store.unreferenced import discard_chunks, is_referenced, rescue, to_garbage
 from ragcache.store.validation import check_document
 
+ROWS = 1000  # inserted together
 _IN_LIMIT = 1000  # values in one IN list
 _T = TypeVar("_T")
 
@@ -87,7 +90,8 @@ class DocumentStore:
         """Store a document in place of one with the same id; returns its chunks' vector ids, in order.
 
         Raises IngestError (text), MetadataError, DuplicateDocumentError (a chunk id that is taken), ConfigError or
-        EmbedderMismatchError (embeddings), StoreBusyError, StoreFullError, StoreReadOnlyError; then nothing changed.
+        EmbedderMismatchError (embeddings), CancelledError (within `limits.limited`), StoreBusyError, StoreFullError,
+        StoreReadOnlyError; then nothing changed.
         """
         check_document(document, new_chunks)
         try:
@@ -341,7 +345,10 @@ class DocumentStore:
         if new_chunks:
             self._bind(connection, "embedding_dim", len(new_chunks[0].embedding))
             pairs = enumerate(zip(new_chunks, ids, strict=True))
-            connection.execute(insert(chunks), [rows.chunk_values(document, new, n, id, now) for n, (new, id) in pairs])
+            while some := list(islice(pairs, ROWS)):  # a long document has many: not all of them twice in memory
+                LIMIT.get().check()
+                new_rows = [rows.chunk_values(document, new, n, id, now) for n, (new, id) in some]
+                connection.execute(insert(chunks), new_rows)
         rescue(connection)
         return ids
 

@@ -23,6 +23,7 @@ class StoreLayout:
     kv/             blocks
     index.faiss*    the vector index, derived from the documents
     writer.lock     held while a process changes the store
+    uploads/        files on their way in, a folder for each server
     """
 
     def __init__(self, root: str | Path) -> None:
