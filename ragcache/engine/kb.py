@@ -296,7 +296,7 @@ class RagCache(AsyncTwins):
         chunker = None if split else self._whole
         run = partial(
             ingestor.ingest,
-            inputs,
+            given,
             kv=self.config.kv if kv is None else kv,
             hot_after=self.config.hot_after if hot_after is None else hot_after,
             chunker=chunker,

@@ -51,7 +51,9 @@ class IsolatedReader:
 
         Raises CancelledError and TimedOutError within `limits.limited`, within a moment.
         """
-        request: dict[str, Any] = {"file": {**file._asdict(), "path": str(file.path)}}
+        request: dict[str, Any] = {"file": {**file._asdict(), "path": str(file.path)}, "folder": None}
+        if not file.path.is_absolute():
+            request["folder"] = os.getcwd()  # the process may have started elsewhere
         while "end" not in (answer := self._ask(request, file)):
             if "document" in answer:
                 yield Document(**answer["document"])

@@ -20,6 +20,7 @@ class ReadLimits:
     memory_bytes: of the process that reads. The kernel holds it on Linux (RLIMIT_DATA); elsewhere the process looks at
                   its own size five times a second, so that it can be exceeded for that long
     text_bytes:   of the text that comes out, as UTF-8; documents that are given as text too
+    chunks:       that it is cut into; only a text of hardly anything but headings has so many
 
     Raises ConfigError.
     """
@@ -27,6 +28,7 @@ class ReadLimits:
     seconds: float = 120.0
     memory_bytes: int = 512 * MIB
     text_bytes: int = 8 * MIB
+    chunks: int = 65_536
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
@@ -35,6 +37,8 @@ class ReadLimits:
             raise ConfigError(f"memory_bytes is {self.memory_bytes}; a reading process needs at least {LEAST_MEMORY}")
         if self.text_bytes < 1:
             raise ConfigError(f"text_bytes is {self.text_bytes}; it must be at least 1")
+        if self.chunks < 1:
+            raise ConfigError(f"chunks is {self.chunks}; it must be at least 1")
 
     def check_text(self, text: str, where: str | os.PathLike[str]) -> None:
         """Raises ReaderLimitError when the text is too long."""
@@ -47,6 +51,15 @@ class ReadLimits:
                 where,
                 f"its text takes {size:,} bytes or more, and {self.text_bytes:,} are allowed; cut it into several "
                 "documents, or raise the limit (--max-text, ReadLimits.text_bytes)",
+            )
+
+    def check_chunks(self, count: int, where: str | os.PathLike[str]) -> None:
+        """Raises ReaderLimitError when the text is cut into too many."""
+        if count > self.chunks:
+            raise ReaderLimitError(
+                where,
+                f"it is cut into {count:,} passages, and {self.chunks:,} are allowed; cut it into several documents, "
+                "or raise the limit (ReadLimits.chunks)",
             )
 
     def too_slow(self, where: str | os.PathLike[str]) -> ReaderLimitError:

@@ -196,6 +196,7 @@ class IngestRun:
                     return self._prepare_unchanged(document, content_hash)
             with self._timed("chunk_s"):
                 chunks = self.chunker.split(document.text)
+            self.to.config.reading.check_chunks(len(chunks), document.where)
             for chunk in chunks:
                 self.to.encoder.check(chunk.token_ids, document.where)
         except (IngestError, PromptError) as error:

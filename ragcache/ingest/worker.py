@@ -65,6 +65,8 @@ def _answer(requests: BinaryIO, answers: BinaryIO, limits: ReadLimits) -> None:
         if "file" in request:
             given = request["file"]
             path = given["path"]
+            if request["folder"] is not None:
+                os.chdir(request["folder"])
             records = read_file(SourceFile(**{**given, "path": Path(path)}))
         _alarm(limits.seconds + ALARM_GRACE_S)
         answer = _next(records, path, limits)

@@ -34,6 +34,10 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
+def names(ids: list[str]) -> list[str]:
+    return sorted(Path(id).name for id in ids)
+
+
 def reading(path: Path, **limits: float) -> list[Document | Exception]:
     reader = IsolatedReader(ReadLimits(**limits))
     try:
@@ -64,7 +68,7 @@ def test_a_pdf_that_inflates_fails_by_name_and_the_others_go_on(tmp_path, lm, mo
         report = kit.ingestor.ingest([folder])
         assert resident() - before < 200 * MIB
         kit.check()
-    assert sorted(report.added) == ["good.md", "z.txt"]
+    assert names(report.added) == ["good.md", "z.txt"]
     (failure,) = report.failed
     assert isinstance(failure.error, ReaderLimitError)
     assert failure.source == str(folder / "bomb.pdf")
@@ -110,12 +114,30 @@ def test_text_is_capped_wherever_it_comes_from(tmp_path, lm):
     folder = write(tmp_path / "docs", {"a.txt": b"word " * 300, "b.jsonl": jsonl, **GOOD})
     with Kit(tmp_path / "kb", lm, reading=ReadLimits(text_bytes=1000)) as kit:
         report = kit.ingestor.ingest([folder, Document("given", "x" * 1001), Document("fits", "x" * 1000)])
-    assert sorted(report.added) == ["fits", "good.md", "ok", "z.txt"]
+    assert names(report.added) == ["fits", "good.md", "ok", "z.txt"]
     failed = {failure.source: failure.error for failure in report.failed}
     assert set(failed) == {str(folder / "a.txt"), f"{folder}/b.jsonl:1", f"{folder}/b.jsonl:3", "given"}
     assert {type(error) for error in failed.values()} == {ReaderLimitError}
     assert "--max-text" in str(failed["given"])
     assert "metadata" in str(failed[f"{folder}/b.jsonl:3"])
+
+
+def test_passages_are_capped(tmp_path, lm):
+    """Each has a vector and a row: 8 MiB of headings alone made 190,000."""
+    text = "\n\n".join(f"# Town {n}\n\n" + "Osby has a mill. " * 12 for n in range(6))
+    with Kit(tmp_path / "kb", lm, reading=ReadLimits(chunks=5)) as kit:
+        report = kit.ingestor.ingest([Document("many", text), Document("few", "Alna.")])
+    assert report.added == ["few"]
+    assert isinstance(report.failed[0].error, ReaderLimitError)
+
+
+def test_relative_paths_follow_the_working_directory(tmp_path, monkeypatch):
+    reader = IsolatedReader()
+    for name in ("one", "two"):
+        write(tmp_path / name, {"a.txt": name.encode()})
+        monkeypatch.chdir(tmp_path / name)
+        assert [record.text for record in reader.read(SourceFile(Path("a.txt"), "a"))] == [name]
+    reader.close()
 
 
 def test_documents_come_through_the_process_unchanged(tmp_path):
@@ -197,7 +219,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("wrong", [{"seconds": 0}, {"memory_bytes": 1000}, {"text_bytes": 0}])
+@pytest.mark.parametrize("wrong", [{"seconds": 0}, {"memory_bytes": 1000}, {"text_bytes": 0}, {"chunks": 0}])
 def test_limits_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         ReadLimits(**wrong)
