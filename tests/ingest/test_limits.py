@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from attacks import attribute_html, inflating_pdf, many_pages_pdf, unclosed_html
 from kit import Kit
@@ -215,8 +216,11 @@ def lives(pid: int) -> bool:
     return state != "Z"
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident(pid: int | str = "self") -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0  # it has ended
 
 
 @pytest.mark.parametrize("wrong", [{"seconds": 0}, {"memory_bytes": 1000}, {"text_bytes": 0}, {"chunks": 0}])
@@ -343,3 +347,45 @@ def test_cutting_takes_bounded_memory(tmp_path, shape):
     done = subprocess.run(code, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < most_mib * 1024
+
+
+class Wide:
+    """Vectors as long as MiniLM's, at once."""
+
+    name, dimension = "wide", 384
+
+    def embed(self, texts, *, batch_size=32):
+        return np.ones((len(texts), self.dimension), np.float32)
+
+    def embed_query(self, text):
+        return self.embed([text])[0]
+
+
+HEADING = f"# Alna is a river near Osby{', with a mill, a bridge and a club' * 4}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_one_document_takes_at_most_a_gigabyte(tmp_path, lm, monkeypatch):
+    """Of the most passages that 8 MiB can be cut into: read, cut, embedded, stored and indexed."""
+    monkeypatch.setattr("kit.CountingEmbedder", Wide)
+    folder = write(tmp_path / "docs", {"big.md": HEADING.encode() * (8 * MIB // len(HEADING))})
+    with Kit(tmp_path / "kb", lm, max_tokens=256) as kit:
+        kit.ingestor.ingest(write(tmp_path / "small", GOOD), kv="lazy")
+        base = peak = resident()
+        over = threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not over.wait(0.02):
+                process = kit.ingestor.reader._process
+                child = 0 if process is None else resident(process._popen.pid)
+                peak = max(peak, resident() + child)
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        report = kit.ingestor.ingest(folder, kv="lazy")
+        over.set()
+        watching.join()
+    assert report.chunks > 50_000
+    assert peak - base < 10**9
