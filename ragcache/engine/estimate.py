@@ -1,36 +1,19 @@
-"""How long a prefill takes: the line that rates are kept as, and what real reads have shown a full one to take here."""
+"""How long a prefill takes here: measured by passes of two lengths, or learnt from the passes of real questions."""
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
+from ragcache.kv.prefill import PrefillRate
 from ragcache.models.lm import LanguageModel
 
 PROBE_TOKENS = (128, 512)
 PROBE_REPEATS = 3
 # A shorter pass is mostly what any pass costs: it says little of a long one.
 LEAST_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class PrefillRate:
-    """Seconds of a prefill of n tokens: linear * n (matrix products) + quadratic * n * n (attention)."""
-
-    linear: float
-    quadratic: float
-
-    @classmethod
-    def of(cls, tokens_s: float, attention_share: float = 0.0) -> Self:
-        """From tokens per second, of which a share at 1,000 tokens grows with the square of the length."""
-        return cls((1 - attention_share) / tokens_s, attention_share / tokens_s / 1000)
-
-    def seconds(self, num_tokens: float) -> float:
-        return self.linear * num_tokens + self.quadratic * num_tokens * num_tokens
 
 
 class PrefillEstimate:

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from ragcache.codecs import Codec
-from ragcache.engine.estimate import PrefillRate
 from ragcache.engine.rates import Rates
 from ragcache.engine.rates_file import RatesFile, machine_key
 from ragcache.kv.block import KVBlock
+from ragcache.kv.prefill import PrefillRate
 from ragcache.models.lm import LanguageModel
 
 log = logging.getLogger(__name__)

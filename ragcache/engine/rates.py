@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ragcache.engine.estimate import PrefillRate
+from ragcache.kv.prefill import PrefillRate
 
 Clock = Callable[[], float]
 
@@ -196,8 +196,7 @@ class ComputeRate:
     def corrected(self) -> PrefillRate | None:
         if self._prefill is None:
             return None
-        factor = self._correction.value
-        return PrefillRate(self._prefill.linear * factor, self._prefill.quadratic * factor)
+        return self._prefill.scaled(self._correction.value)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ragcache.codecs.atomic import atomic_write, write_all
-from ragcache.engine.estimate import PrefillRate
 from ragcache.engine.rates import RateFigures, TierFigures
 from ragcache.errors import StoreError
 from ragcache.kv.identity import digest
+from ragcache.kv.prefill import PrefillRate
 from ragcache.models.lm import LanguageModel
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from ragcache.engine.estimate import PrefillRate, measure_prefill
+from ragcache.engine.estimate import measure_prefill
 from ragcache.errors import ConfigError, translate_os_errors
+from ragcache.kv.prefill import PrefillRate
 from ragcache.models.lm import LanguageModel
 
 PROBE_BYTES = 64 << 20
@@ -47,9 +48,13 @@ class Rates:
         if not 0 <= self.attention_share < 1:
             raise ConfigError(f"the attention share is {self.attention_share:g}; give 0 or more, below 1")
 
+    @property
+    def prefill(self) -> PrefillRate:
+        return PrefillRate.of(self.prefill_tokens_s, self.attention_share)
+
     def prefill_s(self, num_tokens: float) -> float:
         """Seconds in which a prefill of this many tokens runs."""
-        return PrefillRate.of(self.prefill_tokens_s, self.attention_share).seconds(num_tokens)
+        return self.prefill.seconds(num_tokens)
 
     def load_s(self, num_bytes: float, tier: str) -> float:
         """Seconds in which so much KV comes from "memory" or "disk" to its place."""

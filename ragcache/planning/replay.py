@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ragcache.planning.accesses import Accesses
 from ragcache.planning.rates import Rates
-from ragcache.store.eviction import PGDSF, Entry, EvictionPolicy, PrefillCost, TinyLFU, get_policy
+from ragcache.store.eviction import PGDSF, Entry, EvictionPolicy, TinyLFU, get_policy
 from ragcache.store.eviction.admission import CountMinSketch
 
 
@@ -112,9 +112,7 @@ def make_policy(name: str, admission: str, rates: Rates, blocks_in_budget: int) 
     policy = get_policy(name)
     get_policy(name, admission)  # refuses a name that is unknown
     if isinstance(policy, PGDSF):
-        one, two = rates.prefill_s(1), rates.prefill_s(2)
-        quadratic = (two - 2 * one) / 2
-        policy = PGDSF(PrefillCost(one - quadratic, quadratic))
+        policy = PGDSF(rates.prefill)
     return policy if admission == "all" else TinyLFU(policy, CountMinSketch(max(1 << 16, blocks_in_budget)))
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from ragcache.engine.estimate import PrefillRate
 from ragcache.engine.rates import Rates
 from ragcache.engine.split import Limits, Part, Split
+from ragcache.kv.prefill import PrefillRate
 
 TIER = "disk"
 POLL_S = 0.02

@@ -9,7 +9,8 @@ import pytest
 
 import ragcache as rc
 from ragcache.engine import estimate as estimate_module
-from ragcache.engine.estimate import LEAST_TOKENS, PrefillEstimate, PrefillRate, measure_prefill
+from ragcache.engine.estimate import LEAST_TOKENS, PrefillEstimate, measure_prefill
+from ragcache.kv.prefill import PrefillRate
 
 SHORT = rc.Sampling(max_tokens=1)
 LONG = " ".join(f"word{number}" for number in range(30))

@@ -15,12 +15,12 @@ import torch
 
 from ragcache.codecs import get_codec
 from ragcache.engine.blocks import load_or_compute
-from ragcache.engine.estimate import PrefillRate
 from ragcache.engine.loading import BlockLoader, LoadCounts
 from ragcache.engine.rates import Rates
 from ragcache.errors import ConfigError, SchemaVersionError
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
+from ragcache.kv.prefill import PrefillRate
 from ragcache.models.encoding import AbandonedSignal
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore

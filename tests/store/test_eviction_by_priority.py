@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ragcache.errors import ConfigError
+from ragcache.kv.prefill import PrefillRate
 from ragcache.store.eviction import (
     ADMISSIONS,
     GDSF,
@@ -23,7 +24,6 @@ from ragcache.store.eviction import (
     CountMinSketch,
     Entry,
     EvictionPolicy,
-    PrefillCost,
     TinyLFU,
     get_policy,
 )
@@ -117,7 +117,7 @@ def machine(name: str, policy, priority) -> type:
 
 TestLFU = machine("LFUMachine", LFU, lfu_priority)
 TestGDSF = machine("GDSFMachine", GDSF, gdsf_priority)
-TestPGDSF = machine("PGDSFMachine", lambda: PGDSF(PrefillCost(1.0, QUADRATIC)), pgdsf_priority)
+TestPGDSF = machine("PGDSFMachine", lambda: PGDSF(PrefillRate(1.0, QUADRATIC)), pgdsf_priority)
 TestFiltered = machine("FilteredMachine", lambda: TinyLFU(GDSF()), gdsf_priority)  # a filter changes no order
 
 
@@ -160,7 +160,7 @@ def test_finding_a_victim_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_longer_chunks_are_worth_more_a_byte_when_attention_costs() -> None:
-    policy = PGDSF(PrefillCost(1.0, 0.001))
+    policy = PGDSF(PrefillRate(1.0, 0.001))
     policy.insert(Entry("long", 1000, 1000))
     policy.insert(Entry("short", 100, 100))
     assert list(policy.victims()) == ["short", "long"]

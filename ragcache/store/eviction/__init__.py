@@ -5,7 +5,7 @@ from __future__ import annotations
 from ragcache.errors import ConfigError
 from ragcache.store.eviction.admission import CountMinSketch, TinyLFU
 from ragcache.store.eviction.base import Entry, EvictionPolicy
-from ragcache.store.eviction.gdsf import GDSF, PGDSF, PrefillCost
+from ragcache.store.eviction.gdsf import GDSF, PGDSF
 from ragcache.store.eviction.lfu import LFU
 from ragcache.store.eviction.lru import LRU
 
@@ -34,7 +34,6 @@ __all__ = [
     "CountMinSketch",
     "Entry",
     "EvictionPolicy",
-    "PrefillCost",
     "TinyLFU",
     "get_policy",
 ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
+from ragcache.kv.prefill import PrefillRate
 from ragcache.store.eviction.base import Entry, EvictionPolicy
 from ragcache.store.eviction.priority import PriorityOrder
 
@@ -62,20 +62,9 @@ class GDSF(EvictionPolicy):
         return self._clock + self._uses[key] * self._worth[key]
 
 
-@dataclass(frozen=True)
-class PrefillCost:
-    """Cost of recomputing a block of n tokens: linear * n (matrix products) + quadratic * n * n (attention).
-
-    Only the ratio of the two matters to a policy. The default is that of an 8B model by operations: a token takes
-    2 * parameters in the products and 2 * num_layers * hidden_size for each token that it attends to, half of them on
-    average, hence 32 * 4096 / 8.0e9.
-    """
-
-    linear: float = 1.0
-    quadratic: float = 1.6e-5
-
-    def __call__(self, num_tokens: int) -> float:
-        return self.linear * num_tokens + self.quadratic * num_tokens * num_tokens
+# An 8B model by operations; only the ratio matters to a policy. A token takes 2 * parameters in the products and
+# 2 * num_layers * hidden_size for each token that it attends to, half of them on average: 32 * 4096 / 8.0e9.
+PREFILL_8B = PrefillRate(1.0, 1.6e-5)
 
 
 class PGDSF(GDSF):
@@ -92,9 +81,9 @@ class PGDSF(GDSF):
     name: ClassVar[str] = "pgdsf"
     weighs_tokens = True
 
-    def __init__(self, prefill: PrefillCost | None = None) -> None:
+    def __init__(self, prefill: PrefillRate = PREFILL_8B) -> None:
         super().__init__()
-        self._prefill = prefill or PrefillCost()
+        self._prefill = prefill
 
     def cost(self, entry: Entry) -> float:
-        return self._prefill(entry.num_tokens)
+        return self._prefill.seconds(entry.num_tokens)
