@@ -121,7 +121,7 @@ class Place:
         return KVStore(self.root, memory_bytes=4 << 30, codec=self.codec)
 
     def forget(self, policy: str) -> None:
-        """Nothing in memory; on a cold disk nothing in the page cache either. Reads that nobody waited for end here."""
+        """Nothing in memory; on a cold disk nothing in the page cache either."""
         self.close_loader()
         self.last = None
         self._store.close()

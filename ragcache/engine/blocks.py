@@ -25,8 +25,9 @@ COMPUTED = "computed"
 
 @dataclass(frozen=True, eq=False)
 class LoadedBlocks:
-    """blocks, handles and origins (tier name or "computed") in the chunks' order.
+    """The KV blocks of a question.
 
+    blocks, handles, origins: in the chunks' order; an origin is a tier's name, or "computed"
     load_s, encode_s: seconds spent waiting for tiers, and computing; where both went on at once, the waiting counts
                       only while nothing was computed
     encoded_tokens:   tokens of the blocks that were computed
@@ -100,7 +101,7 @@ def load_or_compute(
     loader: BlockLoader | None = None,
     ahead: Ahead | None = None,
 ) -> LoadedBlocks:
-    """One block a chunk. What no tier holds is computed from the chunk's ids and kept.
+    """Load or compute one block a chunk. What no tier holds is computed from the chunk's ids and kept.
 
     passing: see Keeper
     loader:  chooses for each block between loading and computing; None loads all that some tier has

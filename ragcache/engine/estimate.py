@@ -17,7 +17,7 @@ LEAST_TOKENS = 128
 
 
 class PrefillEstimate:
-    """What a full prefill would take, by reads that the engine did anyway. Thread-safe.
+    """Time that a full prefill would take, by reads that the engine did anyway. Thread-safe.
 
     The fastest read of each length counts (lengths of one power of two are alike): whatever else ran at the same time
     can only have slowed the others. Between the lengths that were read seconds a token are interpolated, beyond them

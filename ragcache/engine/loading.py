@@ -1,4 +1,4 @@
-"""Reads blocks in threads while the asking thread computes others; see `ragcache.engine.split` for who takes which."""
+"""Loads blocks of a question in threads while the asking thread computes others; see `ragcache.engine.split`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 import torch
 
 from ragcache.engine.blocks import COMPUTED, Keeper, LoadedBlocks
 from ragcache.engine.rates import Rates
-from ragcache.engine.split import Limits, Part, Split
+from ragcache.engine.split import Part, Split
 from ragcache.errors import ConfigError
 from ragcache.ingest.encoder import BlockEncoder
 from ragcache.kv.block import KVBlock
-from ragcache.models.encoding import AbandonedSignal
 from ragcache.openmp import work_alone
 from ragcache.store.kv_store import KVStore, Loaded
 from ragcache.store.records import Chunk
@@ -27,38 +25,31 @@ AUTO, ALWAYS, NEVER = "auto", "always", "never"
 LOADS = (AUTO, ALWAYS, NEVER)
 # Reads on their way at once: a solid-state disk wants a deep queue, and threads that wait for it take no core.
 READERS = 8
-# How often a thread with nothing to do looks whether a read is late.
+# How often a waiting question looks whether a read is late: it then computes what has not begun.
 POLL_S = 0.02
-# What is read before it is certain that it is wanted has to be here by the time that it is.
+# What is read ahead has to be here by the time that retrieval has ranked.
 AHEAD_S = 0.25
 
 
 @dataclass(frozen=True)
 class LoadCounts:
-    """Since the store was opened.
+    """Counts since the store was opened.
 
     recomputed:    blocks that were computed although a tier had them
     ahead_bytes:   read while retrieval still ranked
     wasted_bytes:  of these, read for nothing: the question did not take that passage
-    overtaken_bytes: read in part or whole for a block that was computed sooner
     """
 
     recomputed: int = 0
     ahead_bytes: int = 0
     wasted_bytes: int = 0
-    overtaken_bytes: int = 0
-
-
-class _Read(NamedTuple):
-    future: Future[Loaded | None]
-    num_bytes: int
 
 
 class BlockLoader:
     """Loads or computes the blocks of questions. Thread-safe; `close` it before the store.
 
-    policy:      "auto": of loading and computing the faster one; "never": only what is in memory is loaded
-    ahead_bytes: of blocks read before it is certain that they are wanted, held or on their way, of all questions
+    policy:      "auto": the faster of loading and computing; "never": only what is in memory is loaded
+    ahead_bytes: most bytes read ahead, over all questions, until these take or drop them
     """
 
     def __init__(self, kv_store: KVStore, rates: Rates, *, policy: str = AUTO, ahead_bytes: int = 0) -> None:
@@ -85,11 +76,11 @@ class BlockLoader:
         handles: Sequence[str],
         ahead: Ahead | None = None,
     ) -> LoadedBlocks:
-        """One block a chunk; what `load_or_compute` promises."""
+        """Load or compute one block a chunk; see `load_or_compute`."""
         return _Question(self, encoder, keeper, chunks, handles, ahead).run()
 
     def ahead(self) -> Ahead:
-        """For one question; to be closed when that has its blocks, or does not want them any more."""
+        """The early reads of one question; close it when the question has its blocks, or was given up."""
         return Ahead(self)
 
     def counts(self) -> LoadCounts:
@@ -97,12 +88,12 @@ class BlockLoader:
             return LoadCounts(**{name: self._counts[name] for name in asdict(LoadCounts())})
 
     def close(self) -> None:
-        """Waits for reads that are on their way. A second call is fine."""
+        """Wait for reads in progress. A second call is fine."""
         self._readers.shutdown(cancel_futures=True)
 
     # For questions and Ahead
 
-    def read(self, keys: Sequence[str]) -> dict[str, _Read]:
+    def read(self, keys: Sequence[str]) -> dict[str, Future[Loaded | None]]:
         """Begin to read these from the durable tier."""
         tier = self.kv.durable_tier
         sizes = {key: self.kv.size(key) or 0 for key in keys}
@@ -115,7 +106,7 @@ class BlockLoader:
                 self._reading[key] += 1
             future = self._readers.submit(self.kv.fetch, key)
             future.add_done_callback(lambda done, key=key, number=number: self._has_read(done, key, number))  # type: ignore[misc]
-            begun[key] = _Read(future, num_bytes)
+            begun[key] = future
         return begun
 
     def is_reading(self, key: str) -> bool:
@@ -149,89 +140,59 @@ class BlockLoader:
 
 
 class Ahead:
-    """Reads begun while retrieval still ranks (RAGCache's speculative step), for one question.
+    """Reads that one question begins while retrieval still ranks (RAGCache's speculative step).
 
-    Few and short ones: no more than `speculative_bytes` over all questions, and only what is expected to be here in
-    AHEAD_S; from a slow tier nothing is read for a guess.
+    They are few and short: at most `speculative_bytes` over all questions, and only what is expected to be here within
+    AHEAD_S. A slow tier is not read for a guess.
     """
 
     def __init__(self, loader: BlockLoader) -> None:
         self._loader = loader
-        self._reads: dict[str, _Read] = {}
-        self._held: dict[str, int] = {}
+        self._reads: dict[str, tuple[Future[Loaded | None], int]] = {}  # with the bytes that are held for it
 
     def begin(self, keys: Sequence[str]) -> None:
-        """Blocks that the question is likely to want, the likeliest first."""
+        """Begin to read blocks that the question is likely to want; the likeliest come first."""
         loader = self._loader
         if loader.policy != AUTO:
             return
         tier = loader.kv.durable_tier
         expected_s = loader.rates.backlog_s(tier)
-        wanted: list[str] = []
+        sizes: dict[str, int] = {}
         for key in dict.fromkeys(keys):
             if key in self._reads or loader.kv.locate(key) != tier:
                 continue
             num_bytes = loader.kv.size(key) or 0
             expected_s += loader.rates.load_s(tier, num_bytes)
-            if expected_s > AHEAD_S or len(wanted) == READERS or not loader.reserve_ahead(num_bytes):
+            if expected_s > AHEAD_S or len(sizes) == READERS or not loader.reserve_ahead(num_bytes):
                 break
-            self._held[key] = num_bytes
-            wanted.append(key)
-        self._reads |= loader.read(wanted)
+            sizes[key] = num_bytes
+        self._reads |= {key: (future, sizes[key]) for key, future in loader.read(list(sizes)).items()}
 
-    def take(self, keys: Sequence[str]) -> dict[str, _Read]:
-        """Those of the keys whose reading was begun; the others are read for nothing."""
+    def take(self, keys: Sequence[str]) -> dict[str, Future[Loaded | None]]:
+        """The reads of these keys that have begun; what else was begun is read for nothing."""
         taken = {key: self._reads.pop(key) for key in dict.fromkeys(keys) if key in self._reads}
-        for key in taken:
-            self._loader.release_ahead(self._held.pop(key))
+        for _, held in taken.values():
+            self._loader.release_ahead(held)
         self.close()
-        return taken
+        return {key: future for key, (future, _) in taken.items()}
 
     def close(self) -> None:
-        """What was not taken is wasted. A second call is fine."""
+        """Count what was not taken as wasted. A second call is fine."""
         reads, self._reads = self._reads, {}
-        for key, read in reads.items():
-            held = self._held.pop(key)
-            if read.future.cancel():
+        for read, held in reads.values():
+            if read.cancel():
                 self._loader.release_ahead(held)
                 self._loader.count("ahead_bytes", -held)
                 continue
             self._loader.count("wasted_bytes", held)
-            read.future.add_done_callback(lambda _done, held=held: self._loader.release_ahead(held))  # type: ignore[misc]
-
-
-class _Need(NamedTuple):
-    """One distinct block of a question."""
-
-    handle: str
-    chunk: Chunk
-
-
-class _TierCosts:
-    """What `Split` asks, of one tier and one model."""
-
-    def __init__(self, rates: Rates, tier: str) -> None:
-        self._rates = rates
-        self._tier = tier
-
-    def load_s(self, num_bytes: int) -> float:
-        return self._rates.load_s(self._tier, num_bytes)
-
-    def backlog_s(self) -> float:
-        return self._rates.backlog_s(self._tier)
-
-    def compute_s(self, lengths: Sequence[int]) -> float:
-        return self._rates.compute_s(lengths)
-
-    def explore_reading(self) -> bool:
-        return self._rates.explore_tier(self._tier)
-
-    def explore_computing(self) -> bool:
-        return self._rates.explore_computing()
+            read.add_done_callback(lambda _done, held=held: self._loader.release_ahead(held))  # type: ignore[misc]
 
 
 class _Question:
-    """The blocks of one question, from all sides. `run` once."""
+    """The blocks of one question. `run` once.
+
+    The asking thread computes; the loader's threads read, and begin the next reads as theirs end.
+    """
 
     def __init__(
         self,
@@ -247,9 +208,8 @@ class _Question:
         self._encoder = encoder
         self._keeper = keeper
         self._handles = handles
-        chunk_of = dict(zip(handles, chunks, strict=True))
-        self._needs = [_Need(handle, chunk) for handle, chunk in chunk_of.items()]
-        self._ahead = {} if ahead is None else ahead.take(list(chunk_of))
+        self._chunks = dict(zip(handles, chunks, strict=True))
+        self._ahead = {} if ahead is None else ahead.take(list(self._chunks))
         self._blocks: dict[str, KVBlock] = {}
         self._origins: dict[str, str] = {}
         self._read: dict[str, Loaded] = {}
@@ -259,19 +219,18 @@ class _Question:
         self._closed = False
         self._error: BaseException | None = None
         self._absent: set[int] = set()  # ranks of parts that no tier has, or had when it was asked
-        self._request = ""
 
     def run(self) -> LoadedBlocks:
         started = time.perf_counter()
-        self._request = self._kv.ask(self._handles)
+        request = self._kv.ask(self._handles)
         try:
-            self._slow = [need for need in self._needs if not self._take_from_memory(need)]
+            self._slow = [handle for handle in self._chunks if not self._take_from_memory(handle)]
             if self._slow:
                 self._load_and_compute()
         finally:
             with self._changed:
                 self._closed = True
-            self._report()
+            self._report(request)
         total_s = time.perf_counter() - started
         return LoadedBlocks(
             blocks=[self._blocks[handle] for handle in self._handles],
@@ -282,40 +241,38 @@ class _Question:
             encoded_tokens=self._encoded_tokens,
         )
 
-    def _take_from_memory(self, need: _Need) -> bool:
-        """What a fast tier has is never computed: it is here."""
-        if need.handle in self._ahead or self._kv.locate(need.handle) in (None, self._kv.durable_tier):
+    def _take_from_memory(self, handle: str) -> bool:
+        """Take the block if a fast tier has it: such a block is never computed."""
+        if handle in self._ahead or self._kv.locate(handle) in (None, self._kv.durable_tier):
             return False
-        loaded = self._kv.fetch(need.handle)
+        loaded = self._kv.fetch(handle)
         if loaded is None:
             return False
-        self._use(need, loaded)
+        self._use(handle, loaded)
         return True
 
     def _load_and_compute(self) -> None:
-        loader, kv = self._loader, self._kv
-        parts = []
-        for rank, need in enumerate(self._slow):
-            num_bytes = kv.size(need.handle)
-            if num_bytes is None and need.handle in self._ahead:
-                num_bytes = self._ahead[need.handle].num_bytes
-            if num_bytes is None:
-                self._absent.add(rank)
-            refused = loader.policy == NEVER and need.handle not in self._ahead
-            parts.append(Part(len(need.chunk.token_ids), None if refused else num_bytes))
-        begun = {rank: self._ahead[need.handle] for rank, need in enumerate(self._slow) if need.handle in self._ahead}
-        costs = _TierCosts(loader.rates, kv.durable_tier)
-        limits = Limits(self._encoder.batch_tokens, READERS)
-        self._split = Split(parts, costs, loader.rates.clock, limits, list(begun))
-        self._sizes = [part.num_bytes or 0 for part in parts]
+        begun = {rank: self._ahead[handle] for rank, handle in enumerate(self._slow) if handle in self._ahead}
+        sizes = [self._kv.size(handle) for handle in self._slow]
+        self._absent = {rank for rank, size in enumerate(sizes) if size is None and rank not in begun}
+        if self._loader.policy == NEVER:
+            sizes = [None] * len(sizes)
+        self._split = Split(
+            [Part(len(self._chunks[handle].token_ids), size) for handle, size in zip(self._slow, sizes, strict=True)],
+            self._loader.rates,
+            self._kv.durable_tier,
+            batch_tokens=self._encoder.batch_tokens,
+            readers=READERS,
+            reading=list(begun),
+        )
         with self._changed:
-            for rank, read in begun.items():
-                self._follow(rank, read.future)
+            for rank, future in begun.items():
+                self._follow(rank, future)
         while (batch := self._next_batch()) is not None:
             self._compute(batch)
 
     def _next_batch(self) -> tuple[int, ...] | None:
-        """What to compute now; waits while there is nothing. None when all blocks are here."""
+        """The ranks to compute now; waits while there are none. None when all blocks are here."""
         with self._changed:
             while True:
                 if self._error is not None:
@@ -328,57 +285,48 @@ class _Question:
                 self._changed.wait(POLL_S)
 
     def _begin_reads(self) -> None:
-        if self._closed:
-            return
         ranks = self._split.next_reads()
-        if ranks:
-            reads = self._loader.read([self._slow[rank].handle for rank in ranks])
-            for rank in ranks:
-                self._follow(rank, reads[self._slow[rank].handle].future)
+        reads = self._loader.read([self._slow[rank] for rank in ranks])
+        for rank in ranks:
+            self._follow(rank, reads[self._slow[rank]])
 
     def _follow(self, rank: int, future: Future[Loaded | None]) -> None:
         future.add_done_callback(lambda done: self._has_read(rank, done))
 
     def _has_read(self, rank: int, done: Future[Loaded | None]) -> None:
-        """In the reading thread, where an error would be lost: the asking one raises it."""
+        """Take what was read, in the reading thread. An error would be lost there: the asking thread raises it."""
         with self._changed:
-            if self._closed or done.cancelled():
+            if self._closed:
                 return
             try:
-                self._take_read(rank, done)
+                self._take_read(rank, None if done.cancelled() else done.result())
                 self._begin_reads()
             except BaseException as error:
                 self._error = error
             self._changed.notify_all()
 
-    def _take_read(self, rank: int, done: Future[Loaded | None]) -> None:
-        if self._split.is_done(rank):  # computed sooner: how the read ended is of no interest
-            self._split.loaded(rank)
-        elif (loaded := done.result()) is None:
+    def _take_read(self, rank: int, loaded: Loaded | None) -> None:
+        if loaded is None:
             self._absent.add(rank)
             self._split.lost(rank)
-        elif self._split.loaded(rank):
+        else:
+            self._split.loaded(rank)
             self._use(self._slow[rank], loaded)
 
     def _compute(self, batch: Sequence[int]) -> None:
-        ids = [self._slow[rank].chunk.token_ids for rank in batch]
         started = time.perf_counter()
         try:
-            made = self._encoder.encode(ids, self._is_wanted)
-        except AbandonedSignal:
+            made = self._encoder.encode([self._chunks[self._slow[rank]].token_ids for rank in batch])
+            for rank, block in self._keep_all(batch, made, started).items():
+                self._use_computed(rank, block)
             with self._changed:
-                self._split.abandoned()
-        else:
-            kept = self._keep_all(batch, made, started)
-            with self._changed:
-                for rank in self._split.computed():
-                    self._use_computed(rank, kept[rank])
+                self._split.computed()
         finally:
             self._encode_s += time.perf_counter() - started
 
     def _keep_all(self, batch: Sequence[int], made: Sequence[KVBlock], started: float) -> dict[int, KVBlock]:
-        """Computing is as long as it takes until a block is as it would have been read: a codec's encoding belongs to
-        it, writing to the disk does not."""
+        """Keep what was computed, and learn how long it took: to the block as it would have been read. A codec's
+        encoding belongs to that, writing to the disk does not."""
         if made[0].keys.is_cuda:
             torch.cuda.synchronize(made[0].keys.device)  # a GPU has only been told so far
         taken_s = time.perf_counter() - started
@@ -390,41 +338,28 @@ class _Question:
         self._loader.rates.computed([block.num_tokens for block in made], taken_s)
         return kept
 
-    def _is_wanted(self) -> bool:
-        """Asked by the model in every layer; a chance to see whether it is late itself."""
-        with self._changed:
-            self._begin_reads()
-            return self._split.is_wanted()
-
     def _keep(self, rank: int, block: KVBlock) -> KVBlock:
-        """As it will be read from now on."""
-        need = self._slow[rank]
-        with self._changed:
-            if self._split.is_done(rank):
-                return block
-            absent = rank in self._absent
-        if absent:
-            return self._keeper.keep(need.chunk, need.handle, block)
-        # Who reads it holds it, and is not to be waited for; what was read is held then.
-        return self._kv.pass_on(need.handle, block, hold=not self._loader.is_reading(need.handle))
+        """The block as it will be read from now on."""
+        handle = self._slow[rank]
+        if rank in self._absent:
+            return self._keeper.keep(self._chunks[handle], handle, block)
+        # Another question that is reading the block will hold it, and is not to be waited for.
+        return self._kv.pass_on(handle, block, hold=not self._loader.is_reading(handle))
 
     def _use_computed(self, rank: int, block: KVBlock) -> None:
-        need = self._slow[rank]
-        self._blocks[need.handle] = block
-        self._origins[need.handle] = COMPUTED
+        self._blocks[self._slow[rank]] = block
+        self._origins[self._slow[rank]] = COMPUTED
         self._encoded_tokens += block.num_tokens
         if rank not in self._absent:
             self._loader.count("recomputed", 1)
-        if self._split.is_reading(rank):
-            self._loader.count("overtaken_bytes", self._sizes[rank])
 
-    def _use(self, need: _Need, loaded: Loaded) -> None:
-        self._blocks[need.handle] = loaded.block
-        self._origins[need.handle] = loaded.tier
-        self._read[need.handle] = loaded
+    def _use(self, handle: str, loaded: Loaded) -> None:
+        self._blocks[handle] = loaded.block
+        self._origins[handle] = loaded.tier
+        self._read[handle] = loaded
 
-    def _report(self) -> None:
+    def _report(self, request: str) -> None:
         """Count and trace what became of each block, in the question's order: they came in any."""
         for handle in self._handles:
             if handle in self._blocks:
-                self._kv.serve(self._request, handle, self._read.get(handle))
+                self._kv.serve(request, handle, self._read.get(handle))

@@ -40,7 +40,8 @@ class StoreConfig:
     speculative_bytes: of blocks that may be read while retrieval still ranks, held or on their way; 0 reads none
     device_bytes, disk_bytes, write_behind_bytes, ttl_s: see KVStore
     kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
-    measure_s:    seconds to spend on measuring this machine at the first opening with a model; 0 measures nothing then
+    measure_s:    seconds to spend on measuring this machine at the first opening with a model; later openings measure
+                  the disk alone, in a third of them; 0 measures nothing
     """
 
     database: str | None = None

@@ -1,4 +1,4 @@
-"""What a machine does, measured in a fraction of a second when a store is opened for the first time."""
+"""Measures a machine in a fraction of a second, when a store is opened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_READ_BYTES = 16 << 20
 COPIED_BYTES = 8 << 20
 DECODED_TOKENS = 256
 LOOKED_AT = 8
-# Of the time that may be spent: on the model, and on the disk; the rest is for memory and codec.
+# Shares of the time that may be spent; the rest is for memory and codec.
 MODEL_SHARE, DISK_SHARE = 0.6, 0.3
 
 
@@ -41,10 +41,14 @@ def probe(rates: Rates, lm: LanguageModel, codec: Codec, block_file: Path | None
     """
     rates.set_prefill(probe_prefill(lm, MODEL_SHARE * budget_s))
     if block_file is not None:
-        with suppress(OSError):  # deleted a moment ago, or not to be read: a question will find out
-            rates.set_tier("disk", *probe_disk(block_file, DISK_SHARE * budget_s))
+        _measure_disk(rates, block_file, budget_s)
     rates.set_tier("memory", 0.0, probe_memory())
     rates.set_decode(codec.name, probe_decode(lm, codec))
+
+
+def _measure_disk(rates: Rates, block_file: Path, budget_s: float) -> None:
+    with suppress(OSError):  # deleted a moment ago, or not to be read: a question will find out
+        rates.set_tier("disk", *probe_disk(block_file, DISK_SHARE * budget_s))
 
 
 def probe_prefill(lm: LanguageModel, budget_s: float) -> PrefillRate:
@@ -105,7 +109,10 @@ def _open(path: Path) -> int:
             os.close(descriptor)
         else:
             return descriptor
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # the next best: drop it from the page cache
+    return descriptor
 
 
 def probe_memory() -> float:
@@ -144,14 +151,18 @@ def _fastest_s(work: Callable[[], object]) -> float:
 def open_rates(kept: RatesFile, kv_root: Path, lm: LanguageModel, codec: Codec, budget_s: float) -> Rates:
     """Estimates for a store that was just opened: what this machine measured before, else what a probe finds.
 
+    The disk is measured at every opening: one that was slow is read from no more, so that no read would correct it.
     Nothing is measured in a store without blocks, where there is nothing to choose, nor with a budget of 0.
     """
     rates = Rates()
     known = kept.read(machine_key(lm))
     if known is not None:
         rates.restore(known)
-    elif budget_s and (block_file := _some_block(kv_root)) is not None:
+    block_file = _some_block(kv_root) if budget_s else None
+    if block_file is not None and known is None:
         probe(rates, lm, codec, block_file, budget_s)
+    elif block_file is not None:
+        _measure_disk(rates, block_file, budget_s)
     return rates
 
 

@@ -16,9 +16,9 @@ from ragcache.kv.prefill import PrefillRate
 
 Clock = Callable[[], float]
 
-# Of a new measurement, as it moves the estimate (in logarithms: rates differ by powers of ten).
+# Weight of a new measurement (in logarithms: rates differ by powers of ten).
 WEIGHT = 0.4
-# What differs by more than this factor is an outlier. A second one in a row, on the same side, is a new state.
+# A measurement that differs by more than this factor is an outlier. A second in a row, on the same side, is believed.
 OUTLIER = 3.0
 # Guesses until something is measured: a solid-state disk, and a small model on a few cores.
 ASSUMED_LATENCY_S = 0.0005
@@ -26,15 +26,10 @@ ASSUMED_BYTES_S = 500e6
 ASSUMED_TOKENS_S = 500.0
 # A read that is late by less is not late: threads are put off for so long on a busy machine.
 GRACE_S = 0.25
-# A read that nothing was heard of for so long is not waited for any more; later ones are tried again.
-STUCK_S = 30.0
-# A tier that was given up for slow is read from again after so long, and a model that was is run.
-EXPLORE_TIER_S = 10.0
-EXPLORE_COMPUTING_S = 60.0
 
 
 class Smoothed:
-    """A positive quantity, by exponentially weighted measurements of which single outliers count little.
+    """An exponentially weighted average of measurements, all positive; a single outlier counts little.
 
     value: the estimate, or the guess it begins with; samples: measurements so far
     """
@@ -67,7 +62,12 @@ class Smoothed:
 
 @dataclass(frozen=True)
 class TierFigures:
-    """latency_s: of a read, whatever its size. bytes_s: that come in a second. measured: False for a guess."""
+    """How fast one tier is read.
+
+    latency_s: seconds of a read, whatever its size
+    bytes_s:   throughput of all reads together
+    measured:  False for a guess
+    """
 
     latency_s: float
     bytes_s: float
@@ -91,28 +91,22 @@ class TierRate:
         self._clock = clock
         self._latency_s = Smoothed(ASSUMED_LATENCY_S)
         self._s_per_byte = Smoothed(1 / ASSUMED_BYTES_S)
-        self._reading: dict[int, tuple[int, float]] = {}  # number of the read -> bytes, begun at
+        self._reading: dict[int, int] = {}  # number of the read -> bytes
         self._next = 0
         self._heard_at = -math.inf  # when a read last ended, or the first of a burst began
         self._burst: _Burst | None = None
-        self.measured_at = -math.inf
 
     def load_s(self, num_bytes: int) -> float:
-        """Seconds of one read behind those that are on their way."""
+        """Seconds that one more read adds to those in progress."""
         return self._latency_s.value + num_bytes * self._s_per_byte.value
 
     def backlog_s(self) -> float:
-        """Seconds until what is on its way has arrived. What is late is expected to take as long again."""
-        now = self._clock()
-        waited_s = now - self._heard_at
-        expected_s = sum(self.load_s(size) for size, begun in self._reading.values() if now - begun < STUCK_S)
-        if not expected_s:
+        """Seconds until the reads in progress have arrived. A late read is expected to take as long again."""
+        if not self._reading:
             return 0.0
+        waited_s = self._clock() - self._heard_at
+        expected_s = sum(self.load_s(size) for size in self._reading.values())
         return waited_s if waited_s > max(expected_s, GRACE_S) else max(0.0, expected_s - waited_s)
-
-    @property
-    def is_reading(self) -> bool:
-        return any(self._clock() - begun < STUCK_S for _, begun in self._reading.values())
 
     def begin(self, num_bytes: int) -> int:
         now = self._clock()
@@ -121,13 +115,13 @@ class TierRate:
         if self._burst is None:
             self._burst = _Burst(now)
         self._next += 1
-        self._reading[self._next] = (num_bytes, now)
+        self._reading[self._next] = num_bytes
         self._burst.depth = max(self._burst.depth, len(self._reading))
         return self._next
 
     def end(self, number: int, *, moved: bool) -> None:
         """moved: the tier gave the block; else nothing was learnt."""
-        size, _ = self._reading.pop(number)
+        size = self._reading.pop(number)
         burst = self._burst
         if burst is None:
             return
@@ -142,20 +136,18 @@ class TierRate:
         self._burst = _Burst(self._clock(), len(self._reading)) if self._reading else None
 
     def add(self, num_bytes: int, files: int, seconds: float) -> None:
-        """Reads that took so long together. Small ones tell the latency, large ones the rate."""
+        """Learn from reads that overlapped. Small ones tell the latency, large ones the rate."""
         latency_s, transfer_s = files * self._latency_s.value, num_bytes * self._s_per_byte.value
         # At least a tenth is put down to either: an estimate that was too high has to be able to fall.
         if latency_s > transfer_s:
             self._latency_s.add(max(seconds - transfer_s, seconds / 10) / files)
         elif num_bytes:
             self._s_per_byte.add(max(seconds - latency_s, seconds / 10) / num_bytes)
-        self.measured_at = self._clock()
 
     def set(self, latency_s: float, bytes_s: float) -> None:
-        """What a probe found, or an earlier process."""
+        """Take the figures of a probe, or of an earlier process."""
         self._latency_s.restore(latency_s)
         self._s_per_byte.restore(1 / bytes_s)
-        self.measured_at = self._clock()
 
     def figures(self) -> TierFigures:
         measured = bool(self._latency_s.samples or self._s_per_byte.samples)
@@ -165,28 +157,20 @@ class TierRate:
 class ComputeRate:
     """Time of `encode`: a prefill's, times what real computations took more or less. Not thread-safe: `Rates` is."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._prefill: PrefillRate | None = None
         self._correction = Smoothed(1.0)
-        self.measured_at = -math.inf
-
-    @property
-    def measured(self) -> bool:
-        return self._prefill is not None
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Of one batch of chunks of these lengths, padded to the longest."""
+        """Seconds for one batch of chunks of these lengths, padded to the longest."""
         prefill = self._prefill or PrefillRate.of(ASSUMED_TOKENS_S)
         return len(lengths) * prefill.seconds(max(lengths, default=0)) * self._correction.value
 
     def set(self, prefill: PrefillRate) -> None:
         self._prefill = prefill
         self._correction = Smoothed(1.0)
-        self.measured_at = self._clock()
 
     def add(self, lengths: Sequence[int], seconds: float) -> None:
-        self.measured_at = self._clock()
         if self._prefill is None:
             self.set(PrefillRate(seconds / max(1, len(lengths) * max(lengths)), 0.0))
         else:
@@ -201,7 +185,9 @@ class ComputeRate:
 
 @dataclass(frozen=True)
 class RateFigures:
-    """tiers:            by name
+    """The rates of one machine and one model, as measured.
+
+    tiers:            by name
     prefill:          seconds of encoding n tokens: linear * n + quadratic * n * n; None until measured
     decode_bytes_s:   by codec, bytes of decoded KV put in place in a second, on one thread
     """
@@ -216,7 +202,7 @@ class RateFigures:
 
     @property
     def prefill_tokens_s(self) -> float | None:
-        """Of chunks of 256 tokens."""
+        """Prefill throughput in tokens/s, for 256-token chunks."""
         seconds = 0.0 if self.prefill is None else self.prefill.seconds(256)
         return 256 / seconds if seconds else None
 
@@ -236,30 +222,25 @@ class Rates:
         self.clock = clock
         self._lock = threading.Lock()
         self._tiers: dict[str, TierRate] = {}
-        self._compute = ComputeRate(clock)
+        self._compute = ComputeRate()
         self._decode: dict[str, float] = {}
-        self._explored_at: dict[str, float] = {}
 
     # What is expected
 
     def load_s(self, tier: str, num_bytes: int) -> float:
-        """Seconds of a read behind those that are on their way."""
+        """Seconds that one more read adds to those in progress."""
         with self._lock:
             return self._tier(tier).load_s(num_bytes)
 
     def backlog_s(self, tier: str) -> float:
-        """Seconds until the reads on their way, of all questions, have arrived."""
+        """Seconds until the reads in progress, of all questions, have arrived."""
         with self._lock:
             return self._tier(tier).backlog_s()
 
     def compute_s(self, lengths: Sequence[int]) -> float:
-        """Seconds of one batch of chunks of these lengths, in tokens."""
+        """Seconds for one batch of chunks of these lengths, in tokens."""
         with self._lock:
             return self._compute.seconds(lengths)
-
-    @property
-    def knows_computing(self) -> bool:
-        return self._compute.measured
 
     def knows(self, tier: str) -> bool:
         with self._lock:
@@ -293,31 +274,10 @@ class Rates:
         with self._lock:
             self._decode[codec] = bytes_s
 
-    # What is worth trying again
-
-    def explore_tier(self, tier: str) -> bool:
-        """Whether one block is to be read although computing it seems faster: the disk may have recovered. True once
-        in a while, and never while a read is on its way; to be asked only by who then reads."""
-        with self._lock:
-            rate = self._tier(tier)
-            return not rate.is_reading and self._due(tier, rate.measured_at, EXPLORE_TIER_S)
-
-    def explore_computing(self) -> bool:
-        """Whether one batch is to be computed although reading it seems faster; likewise."""
-        with self._lock:
-            return self._due("", self._compute.measured_at, EXPLORE_COMPUTING_S)
-
-    def _due(self, what: str, measured_at: float, every_s: float) -> bool:
-        now = self.clock()
-        if now - max(measured_at, self._explored_at.get(what, -math.inf)) < every_s:
-            return False
-        self._explored_at[what] = now
-        return True
-
     # Figures
 
     def figures(self) -> RateFigures:
-        """What was measured so far; guesses are left out."""
+        """The rates measured so far; guesses are left out."""
         with self._lock:
             tiers = {name: tier.figures() for name, tier in self._tiers.items()}
             known = {name: tier for name, tier in tiers.items() if tier.measured}

@@ -47,7 +47,7 @@ class RatesFile:
             return None
 
     def write(self, machine: str, figures: RateFigures) -> None:
-        """Where there is something new: flushing a file is not worth a few per cent."""
+        """Write figures that differ from those kept: a few per cent are not worth flushing a file."""
         if _alike(self.read(machine), figures):
             return
         try:

@@ -54,7 +54,7 @@ class Metrics:
         self.tier_rate = self._gauge("tier_bytes_per_second", "Rate of reads from a tier, as measured", "tier")
         self.prefill_rate = self._gauge("prefill_tokens_per_second", "Rate of computing passages, as measured")
         self.loads = self._gauge(
-            "loading", "Blocks recomputed though stored; bytes read ahead, of these wasted, and overtaken", "what"
+            "loading", "Blocks recomputed though stored; bytes read ahead, and of these wasted", "what"
         )
         for name, help, value in (
             ("queue_length", "Questions that wait for a slot", lambda: slots.waiting),

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from ragcache.engine.rates import Rates
-from ragcache.engine.split import Limits, Part, Split
+from ragcache.engine.split import Part, Split
 from ragcache.kv.prefill import PrefillRate
 
 TIER = "disk"
 POLL_S = 0.02
-LAYERS = 16
 
 
 @dataclass
@@ -49,23 +48,6 @@ class World:
         self.rates.set_prefill(PrefillRate(1 / tokens_s, 0.0))
         return self
 
-    # What Split asks
-
-    def load_s(self, num_bytes: int) -> float:
-        return self.rates.load_s(TIER, num_bytes)
-
-    def backlog_s(self) -> float:
-        return self.rates.backlog_s(TIER)
-
-    def compute_s(self, lengths: Sequence[int]) -> float:
-        return self.rates.compute_s(lengths)
-
-    def explore_reading(self) -> bool:
-        return self.rates.explore_tier(TIER)
-
-    def explore_computing(self) -> bool:
-        return self.rates.explore_computing()
-
     def run(self, parts: Sequence[Part], *, batch_tokens: int = 1, readers: int = 8) -> float:
         """Seconds until all parts are there. Raises AssertionError after an hour of the clock."""
         self.read, self.computed = [], []
@@ -75,7 +57,7 @@ class World:
 class _Run:
     def __init__(self, world: World, parts: Sequence[Part], batch_tokens: int, readers: int) -> None:
         self.world, self.parts = world, parts
-        self.split = Split(parts, world, world.clock, Limits(batch_tokens, readers))
+        self.split = Split(parts, world.rates, TIER, batch_tokens=batch_tokens, readers=readers)
         self.queue: deque[tuple[int, int]] = deque()  # rank, number in the rates
         self.left_bytes = 0.0  # of the first in the queue
 
@@ -89,21 +71,14 @@ class _Run:
                 self._compute(batch)
             else:
                 self._pass(POLL_S, until_read=True)
-        taken = self.world.clock.now - started
-        while self.queue:  # what nobody waits for comes in all the same
-            self._pass(0.1)
-        return taken
+        return self.world.clock.now - started
 
     def _compute(self, batch: Sequence[int]) -> None:
         padded = len(batch) * max(self.parts[rank].num_tokens for rank in batch)
-        for _ in range(LAYERS):
-            if not self.split.is_wanted():
-                self.split.abandoned()
-                return
-            self._begin_reads()
-            self._pass(padded / self.world.tokens_s / LAYERS)
+        self._pass(padded / self.world.tokens_s)
         self.world.rates.computed([self.parts[rank].num_tokens for rank in batch], padded / self.world.tokens_s)
-        self.world.computed += self.split.computed()
+        self.split.computed()
+        self.world.computed += batch
 
     def _begin_reads(self) -> None:
         for rank in self.split.next_reads():
@@ -139,7 +114,8 @@ class _Run:
         self.world.rates.end_read(TIER, number, moved=rank not in self.world.lost)
         if rank in self.world.lost:
             self.split.lost(rank)
-        elif self.split.loaded(rank):
+        else:
+            self.split.loaded(rank)
             self.world.read.append(rank)
         self._begin_reads()
 

@@ -9,8 +9,9 @@ import pytest
 import ragcache as rc
 from ragcache.engine.probe import open_rates, probe_disk
 from ragcache.engine.rates import RateFigures, Rates, TierFigures
-from ragcache.engine.rates_file import RatesFile
+from ragcache.engine.rates_file import RatesFile, machine_key
 from ragcache.errors import ConfigError
+from ragcache.kv.prefill import PrefillRate
 
 SHORT = rc.Sampling(max_tokens=6)
 QUESTION = "Where do dogs bark?"
@@ -94,6 +95,22 @@ def test_measuring_can_be_turned_off_and_corrected_by_real_work(kb, open_kb):
     assert not other.rates().is_measured
     other.ask(QUESTION, k=2, sampling=SHORT)
     assert other.rates().tiers["disk"].measured
+
+
+def test_a_disk_that_was_slow_is_measured_again_at_the_next_opening(kb, open_kb):
+    """A tier that seems slower than computing is never read, so no read would correct its rate."""
+    kb.close()
+    kept = RatesFile(kb.store.layout.root / "rates.json")
+    slow = TierFigures(5.0, 1.0, True)
+    kept.write(machine_key(kb.lm), RateFigures({"disk": slow}, PrefillRate(1e-3, 0.0)))
+    with open_kb(store=rc.StoreConfig(measure_s=0)) as other:
+        assert other.rates().tiers["disk"] == slow
+        assert {hit.kv for hit in other.ask(QUESTION, k=3, sampling=SHORT).hits} == {"computed"}
+        assert other.rates().tiers["disk"] == slow
+    kept.write(machine_key(kb.lm), RateFigures({"disk": slow}, PrefillRate(1e-3, 0.0)))
+    with open_kb() as other:
+        assert other.rates().tiers["disk"].bytes_s > 1e4
+        assert other.rates().prefill == PrefillRate(1e-3, 0.0), "the model's rate is kept"
 
 
 @pytest.mark.parametrize("bad", [{"load": "maybe"}, {"speculative_bytes": -1}, {"measure_s": -0.1}])

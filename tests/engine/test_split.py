@@ -72,38 +72,30 @@ def test_a_first_question_knows_nothing_and_loses_little(bytes_s):
     assert taken <= min(all_loaded, all_computed) * 1.1 + STEPS_S
 
 
-def test_a_disk_that_turns_slow_is_noticed_within_a_few_reads_and_its_recovery_too():
+def test_a_disk_that_turns_slow_is_noticed_by_the_next_question():
     """Questions one after another; the disk falls from 2 GB/s to 5 MB/s in the middle of the third."""
-    slow = [0.0, 0.0]
-    world = World(lambda now: 5 * MB if slow[0] <= now < slow[1] else 2000 * MB, 790.0).know(2000 * MB, 790.0)
+    slow_from = [math.inf]
+    world = World(lambda now: 5 * MB if now >= slow_from[0] else 2000 * MB, 790.0).know(2000 * MB, 790.0)
     for _ in range(2):
         assert world.run(TEN) < 0.15 + STEPS_S
-    slow[:] = [world.clock.now + 0.03, math.inf]
-    assert world.run(TEN) <= 5000 / 790 * 1.25
+    slow_from[0] = world.clock.now + 0.03
+    assert world.run(TEN) <= 8 * 23 / 5, "what was begun is waited for: no more than the readers hold"
     assert world.run(TEN) <= 5000 / 790 * 1.1, "noticed"
     assert len(world.computed) >= 8
-    slow[1] = world.clock.now
-    world.clock.now += 12
-    world.run(TEN)  # explores
-    world.run(TEN)
-    assert world.run(TEN) < 0.15 + STEPS_S, "its recovery is noticed"
 
 
-def test_exploring_a_slow_disk_costs_one_block_in_a_while():
+def test_a_tier_that_is_slower_than_computing_is_not_read_for_a_try():
     world = World(lambda now: 1e6, 790.0).know(1e6, 790.0)
     for _ in range(8):
         assert world.run(TEN) <= 5000 / 790 + STEPS_S
-    # 23 s a block: one at a time, though nobody waits for it
-    assert world.moved_bytes <= 23 * MB * 4
+    assert world.moved_bytes == 0
 
 
-def test_a_stall_costs_no_more_than_computing_what_is_stalled():
+def test_one_stall_is_not_believed():
     stalled = [0.0, 0.0]
     world = World(lambda now: 0.0 if stalled[0] <= now < stalled[1] else 2000 * MB, 790.0).know(2000 * MB, 790.0)
     stalled[:] = [world.clock.now + 0.03, world.clock.now + 60]
-    one_s = 500 / 790
-    # two of ten came before; the wait is one block's computation
-    assert world.run(TEN) <= 10 * one_s + one_s + STEPS_S
+    world.run(TEN)
     assert world.clock.now >= stalled[1], "the reads came in at last"
     assert world.run(TEN) <= 5000 / 790 + STEPS_S, "one hiccup does not make it worse than computing"
 
@@ -112,7 +104,7 @@ def test_a_short_stall_loses_no_more_than_its_length():
     stalled = [0.0, 0.0]
     world = World(lambda now: 0.0 if stalled[0] <= now < stalled[1] else 2000 * MB, 790.0).know(2000 * MB, 790.0)
     stalled[:] = [world.clock.now + 0.03, world.clock.now + 1.03]
-    assert world.run(TEN) <= 1.0 + 0.115 + STEPS_S, "the computation that was begun is abandoned"
+    assert world.run(TEN) <= 1.0 + 0.115 + STEPS_S
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 2, 10])
@@ -143,15 +135,8 @@ def test_damaged_blocks_are_computed(seed):
     assert sorted(world.read + world.computed) == list(range(10))
 
 
-def test_a_hanging_read_is_not_waited_for():
-    world = World(lambda now: 0.0 if now < 200 else 1e9, 790.0).know(2000 * MB, 790.0)
-    taken = world.run([Part(500, 23 * MB)])
-    assert taken <= 2 * 500 / 790 + STEPS_S
-    assert world.computed == [0]
-
-
 def test_a_disk_and_a_model_that_both_take_minutes():
-    """A hundred tokens in ten seconds: what is begun is waited for, and neither side gives up for good."""
+    """A hundred tokens in ten seconds: what is begun is waited for, whichever side began it."""
     world = World(lambda now: 1e6, 10.0)
     parts = [Part(100, 30 * MB)] * 4
     assert world.run(parts) <= min(120, 40) * 1.6
