@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ragcache.engine.estimate import measure_prefill
+from ragcache.engine.probe import probe_disk, probe_memory
 from ragcache.errors import ConfigError, translate_os_errors
 from ragcache.kv.prefill import PrefillRate
 from ragcache.models.lm import LanguageModel
 
-PROBE_BYTES = 64 << 20
-REPEATS = 3
+# Of the file that is read, and of the time spent on reading it.
+PROBE_BYTES, PROBE_S = 16 << 20, 1.0
 
 
 @dataclass(frozen=True)
@@ -63,40 +59,20 @@ class Rates:
 
 
 def measure_rates(lm: LanguageModel, directory: Path) -> Rates:
-    """What this machine does: prefills of two lengths, copies in memory, and reads of a file in `directory` past the
-    page cache.
+    """Measure this machine: prefills of two lengths, copies in memory, and reads of a file in `directory` past the page
+    cache.
 
     Raises StoreReadOnlyError, StoreFullError.
     """
     prefill = measure_prefill(lm)
     thousand = prefill.seconds(1000)
     share = min(0.99, prefill.quadratic * 1e6 / thousand)
-    source = torch.ones(PROBE_BYTES // 4)
-    place = torch.empty_like(source)
-    memory_s = _median_s(lambda: place.copy_(source))
-    return Rates(1000 / thousand, share, PROBE_BYTES / memory_s, PROBE_BYTES / _disk_s(directory))
+    return Rates(1000 / thousand, share, probe_memory(), _disk_bytes_s(directory))
 
 
-def _disk_s(directory: Path) -> float:
+def _disk_bytes_s(directory: Path) -> float:
     with translate_os_errors(directory), tempfile.NamedTemporaryFile(dir=directory) as file:
-        file.write(os.urandom(1 << 20) * (PROBE_BYTES >> 20))
+        file.write(os.urandom(PROBE_BYTES))
         file.flush()
         os.fsync(file.fileno())
-
-        def read() -> None:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            with open(file.name, "rb", buffering=0) as again:
-                while again.read(1 << 22):
-                    pass
-
-        return _median_s(read)
-
-
-def _median_s(run: Callable[[], object]) -> float:
-    found = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - started)
-    return max(1e-9, statistics.median(found))
+        return probe_disk(Path(file.name), PROBE_S)[1]

@@ -92,7 +92,7 @@ class Budgets:
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """What happened. hits, read_bytes, written_bytes and evictions by tier; ttft_s: [requests]."""
+    """The outcome of a replay. hits, read_bytes, written_bytes and evictions by tier; ttft_s: [requests]."""
 
     accesses: int
     computed: int
