@@ -58,10 +58,6 @@ class Piece(NamedTuple):
     def ids(self) -> Tensor:
         return self.run.ids[self.start : self.start + self.num_tokens]
 
-    @property
-    def has_run(self) -> bool:
-        return self.run.done > self.start
-
     def begin(self) -> FusedPass:
         """Announce the tokens to the cache."""
         run = self.run
