@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 from ragcache.errors import ConfigError
@@ -10,9 +9,9 @@ from ragcache.evaluation.case import Case
 from ragcache.evaluation.haystack import CountTokens
 from ragcache.evaluation.lines import read_entries
 from ragcache.evaluation.needle import NeedleSettings, needle_cases
-from ragcache.evaluation.public import PublicSettings, public_cases, public_names
+from ragcache.evaluation.public import PublicSettings, public_cases
 from ragcache.evaluation.registry import RegistrySettings, registry_cases
-from ragcache.evaluation.ruler import TASKS, RulerSettings, ruler_cases
+from ragcache.evaluation.ruler import RulerSettings, ruler_cases
 from ragcache.evaluation.settings import make, split_settings
 
 GENERATED = ("registry", "needle", "ruler")
@@ -45,16 +44,3 @@ def load_cases(
             f"{source!r} is neither a file nor one of {', '.join(GENERATED)}; name a directory of sets (--data-dir)"
         )
     return public_cases(name, directory, make(PublicSettings, given, name), limit)
-
-
-def describe_sources(directory: Path | None) -> list[str]:
-    """One line a source, for people."""
-    rows = [(name, [f.name for f in fields(kind)]) for name, kind in zip(GENERATED, _SETTINGS, strict=True)]
-    lines = [f"{name}: {', '.join(names)}" for name, names in rows]
-    lines.append(f"tasks of ruler: {', '.join(TASKS)}")
-    if directory is not None:
-        lines.append(f"{directory}: {', '.join(public_names(directory)) or 'no sets'}")
-    return lines
-
-
-_SETTINGS = (RegistrySettings, NeedleSettings, RulerSettings)
