@@ -15,8 +15,14 @@ from reportlab.platypus import Paragraph, SimpleDocTemplate
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers import READERS, find_files, read_path
+from ragcache.ingest.readers import READERS, find_files, read_file
 from ragcache.ingest.readers.pdf import join_wrapped_lines
+
+
+def read_path(path: Path) -> list[Document | ReaderError]:
+    """The documents in a file or folder, behind what cannot be read in it."""
+    found = find_files([path])
+    return [*found.failed, *(one for file in found.files for one in read_file(file))]
 
 
 def read_one(path: Path) -> Document:

@@ -109,14 +109,6 @@ def _renamed(record: Document | ReaderError, file: SourceFile) -> Document | Rea
     return type(record)(path, reason)
 
 
-def read_path(path: str | os.PathLike[str]) -> Iterator[Document | ReaderError]:
-    """The documents in a file or folder; what cannot be read is yielded as its error."""
-    found = find_files([path])
-    yield from found.failed
-    for file in found.files:
-        yield from read_file(file)
-
-
 def _walk(root: Path, failed: list[ReaderError]) -> Iterator[Path]:
     def report(error: OSError) -> None:
         failed.append(ReaderError(error.filename or root, f"the folder cannot be read ({error.strerror})"))
