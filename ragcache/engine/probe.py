@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import statistics
@@ -21,7 +20,6 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.prefill import PrefillRate
 from ragcache.models.lm import LanguageModel
 
-log = logging.getLogger(__name__)
 WARM_TOKENS = 16
 MOST_TOKENS = 512
 READ_BYTES = 256 << 10
