@@ -127,7 +127,7 @@ def _load_all(
     computed: dict[str, KVBlock] = {}
     names = list(missing)
     for batch in plan_batches([len(chunk.token_ids) for chunk in missing.values()], encoder.batch_tokens):
-        members = [names[rank] for rank in batch.ranks]
+        members = [names[rank] for rank in batch]
         made = encoder.encode([missing[handle].token_ids for handle in members])
         for handle, block in zip(members, made, strict=True):
             computed[handle] = keeper.keep(missing[handle], handle, block)

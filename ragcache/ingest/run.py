@@ -279,7 +279,7 @@ class IngestRun:
         writes: list[Future[None]] = []
         together = self.to.config.batch_tokens or self.to.encoder.batch_tokens
         for batch in plan_batches([len(wanted[key]) for key in missing], together):
-            keys = [missing[rank] for rank in batch.ranks]
+            keys = [missing[rank] for rank in batch]
             blocks = self._encode([wanted[key] for key in keys])
             _wait(writes)  # of the batch before: at most two batches are in memory
             writes = [self._writing.submit(self._write, key, block) for key, block in zip(keys, blocks, strict=True)]

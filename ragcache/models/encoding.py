@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,21 +15,13 @@ from ragcache.kv.rope import Rope
 from ragcache.models.attention import CURRENT, EncodePass
 
 
-class Batch(NamedTuple):
-    """Ranks of the chunks that run together, all padded to the longest."""
-
-    ranks: tuple[int, ...]
-    longest: int
-
-
-def plan_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[Batch]:
-    """Chunks of like length together, at most `max_tokens` padded tokens a batch (one chunk may exceed it alone)."""
+def plan_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Ranks of chunks to run together: of like length, at most `max_tokens` padded tokens (or one chunk alone)."""
     order = sorted(range(len(lengths)), key=lambda rank: -lengths[rank])
     start = 0
     while start < len(order):
-        longest = lengths[order[start]]
-        count = max(1, max_tokens // max(longest, 1))
-        yield Batch(tuple(order[start : start + count]), longest)
+        count = max(1, max_tokens // max(lengths[order[start]], 1))
+        yield order[start : start + count]
         start += count
 
 

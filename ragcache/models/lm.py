@@ -151,9 +151,9 @@ class LanguageModel:
         prefix = self._rotated_prefix(behind, prefix_block)
         blocks: list[KVBlock | None] = [None] * len(rows)
         for batch in plan_batches([len(row) for row in rows], batch_tokens or self.batch_tokens):
-            members = [rows[rank] for rank in batch.ranks]
+            members = [rows[rank] for rank in batch]
             done = encode_batch(self.model, self.rope, self.shape, members, prefix, skip, wanted)
-            for rank, block in zip(batch.ranks, done, strict=True):
+            for rank, block in zip(batch, done, strict=True):
                 blocks[rank] = replace(block, recipe=recipe)
         return [block for block in blocks if block is not None]
 
