@@ -41,7 +41,7 @@ from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.prompt import prompt_format
 from ragcache.store.kv_store import KVStore
-from ragcache.training.evaluate import MAX_ANSWER_TOKENS
+from ragcache.training.registry import MAX_ANSWER_TOKENS
 
 LOSSY = [name for name in CODECS if name != "raw"]
 PLACES = ("memory tier", "cold disk")

@@ -36,7 +36,7 @@ from ragcache.evaluation.intervals import estimate
 from ragcache.models.reuse import ReuseSpec
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.testing import BagOfWords
-from ragcache.training.evaluate import MAX_ANSWER_TOKENS
+from ragcache.training.registry import MAX_ANSWER_TOKENS
 
 VLLM_BLOCK = 16
 LINK_TOKENS = 5

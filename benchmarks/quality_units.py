@@ -26,7 +26,7 @@ from ragcache.evaluation.reading import PromptReader, would_write, write_answer
 from ragcache.evaluation.registry import RegistrySettings, registry_cases
 from ragcache.models.decoding import eos_token_ids
 from ragcache.prompt import encode_text, prompt_format
-from ragcache.training.evaluate import MAX_ANSWER_TOKENS
+from ragcache.training.registry import MAX_ANSWER_TOKENS
 
 UNIT_QUESTIONS = 50
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case, Passage
 from ragcache.evaluation.settings import check_choice
-from ragcache.training.evaluate import KINDS, draw_texts
+from ragcache.training.registry import KINDS, draw_texts
 
 
 @dataclass(frozen=True)

@@ -13,24 +13,22 @@ from tokenizers import Tokenizer
 from ragcache.training.packed import PackedBatch
 from ragcache.training.registry import (
     Document,
-    Entity,
     Question,
     Split,
     World,
     answerable_questions,
     draw_world,
-    leaning_questions,
+    passage_text,
     wording,
     write_document,
-    write_in_two,
 )
+from ragcache.training.registry.contexts import WORLD_A_PASSAGE
 from ragcache.training.registry.documents import capitalised, with_article
 from ragcache.training.registry.world import RELATIONS
 from ragcache.training.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, SYSTEM_LINE, token_id
 
 IGNORED = -100
 ALIKE_SHARE = 0.7
-WORLD_A_PASSAGE = 6
 ALIKE = (("person", "town"), ("person", "club"), ("person", "town"), ("town", "river"), ("club", ""), ("river", ""))
 """Kinds of the passages in contexts of like entities, and the fact that leads to a second kind."""
 
@@ -190,52 +188,8 @@ def alike(rng: random.Random, world: World, hops: int, passages: int) -> list[st
     return names
 
 
-class Leaning(NamedTuple):
-    """A context of documents cut in two: passages in order, questions about second parts, and about the others."""
-
-    passages: list[Document]
-    questions: list[Question]
-    plain: list[Question]
-
-
-def draw_leaning(
-    rng: random.Random, passages: int, entities: Split = Split.TRAIN, wordings: Split = Split.TRAIN
-) -> Leaning:
-    """Cut documents of like entities in two; parts stay adjacent, and an odd number of passages has one whole document.
-
-    All are of one kind, so that nothing in a second part but its place tells whose it is.
-    """
-    world = draw_world(rng, entities, passages * WORLD_A_PASSAGE)
-    kinds = [kind for kind in RELATIONS if len(_of_kind(world, kind)) >= (passages + 1) // 2]
-    chosen = rng.sample(_of_kind(world, rng.choice(kinds)), (passages + 1) // 2)
-    pairs = [write_in_two(rng, entity) for entity in chosen[: passages // 2]]
-    whole = [write_document(rng, entity) for entity in chosen[passages // 2 :]]
-    groups: list[tuple[Document, ...]] = [*pairs, *((document,) for document in whole)]
-    rng.shuffle(groups)
-    plain = answerable_questions(rng, world, [*(first for first, _ in pairs), *whole], wordings)
-    asked = leaning_questions(rng, world, pairs, wordings)
-    return Leaning([document for group in groups for document in group], asked, plain)
-
-
-def _of_kind(world: World, kind: str) -> list[Entity]:
-    return [entity for entity in world.entities.values() if entity.kind == kind]
-
-
 def suffix_text(question: str) -> str:
     return f"Question: {question}\nAnswer:"
-
-
-def passage_text(rng: random.Random, document: Document) -> str:
-    """The forms in which a passage may come out of a file: with or without its heading, its lines broken or not."""
-    text = document.text
-    if rng.random() < 0.1:
-        words = text.split(" ")
-        text = "".join(word + ("\n" if rng.random() < 0.1 else " ") for word in words[:-1]) + words[-1]
-    form = rng.random()
-    heading = (
-        "" if form < 0.25 or not document.title else f"{document.title}\n" if form < 0.45 else f"# {document.title}\n\n"
-    )
-    return f"{heading}{text}\n"
 
 
 def padded(ids: list[int], length: int, filler: int) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,17 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from ragcache.errors import ConfigError
-from ragcache.training.batches import draw_leaning, passage_text, suffix_text
-from ragcache.training.registry import Document, Question, Split, World, answerable_questions, draw_world
-from ragcache.training.registry import write_document as write
+from ragcache.training.batches import suffix_text
+from ragcache.training.registry import MAX_ANSWER_TOKENS, Question, TextCase, draw_texts
 from ragcache.training.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
 
 MINI_BASE = Path(__file__).parent.parent / "mini_base"
 MINI = Path(__file__).parent.parent / "mini"
-WORLD_SIZE = 40
-KINDS = ("plain", "leaning")
-MAX_ANSWER_TOKENS = 40
 
 
 class Case(NamedTuple):
@@ -46,50 +40,9 @@ class Case(NamedTuple):
         return [*self.prefix_ids, *(token for chunk in self.chunk_ids for token in chunk), *self.suffix_ids]
 
 
-class TextCase(NamedTuple):
-    """One question over passages as text. gold: ranks of the passages that the answer needs."""
-
-    passages: list[str]
-    gold: tuple[int, ...]
-    question: Question
-
-
 def draw_cases(tokenizer: Tokenizer, **settings: Any) -> list[Case]:
     """The questions of `draw_texts` as token ids; the same settings."""
     return [_case(tokenizer, text) for text in draw_texts(**settings)]
-
-
-def draw_texts(
-    *,
-    num_cases: int,
-    hops: int = 1,
-    kind: str = "plain",
-    num_passages: int = 8,
-    seed: int = 0,
-    rare_share: float = 0.0,
-    entities: Split = Split.HELD_OUT,
-    wordings: Split = Split.HELD_OUT,
-) -> list[TextCase]:
-    """Draw questions over `num_passages` passages each.
-
-    kind: "plain", over the gold passages and others of the same world, shuffled; or "leaning", over documents of like
-    entities cut in two, about what a second part states (`hops` is then 1 and `rare_share` 0).
-    """
-    if kind not in KINDS:
-        raise ConfigError(f"kind {kind!r} is unknown; choose one of {', '.join(KINDS)}")
-    if kind == "leaning":
-        rng = random.Random(f"evaluate/{seed}/leaning/{num_passages}")
-        return [_leaning_text(rng, num_passages, entities, wordings) for _ in range(num_cases)]
-    rng = random.Random(f"evaluate/{seed}/{hops}/{num_passages}")
-    cases: list[TextCase] = []
-    while len(cases) < num_cases:
-        world = draw_world(rng, entities, WORLD_SIZE, rare_share)
-        documents = {name: write(rng, entity) for name, entity in world.entities.items()}
-        questions = [q for q in answerable_questions(rng, world, documents.values(), wordings) if q.hops == hops]
-        question = rng.choice(questions)
-        passages = [documents[name] for name in _passages(rng, world, question, num_passages)]
-        cases.append(_text(rng, passages, question))
-    return cases
 
 
 def exact_matches(model: Any, tokenizer: Tokenizer, cases: Sequence[Case], batch_size: int = 20) -> list[bool]:
@@ -109,23 +62,6 @@ def load(directory: Path) -> tuple[Any, Tokenizer]:
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return model, Tokenizer.from_file(str(directory / "tokenizer.json"))
-
-
-def _leaning_text(rng: random.Random, num_passages: int, entities: Split, wordings: Split) -> TextCase:
-    context = draw_leaning(rng, num_passages, entities, wordings)
-    return _text(rng, context.passages, rng.choice(context.questions))
-
-
-def _passages(rng: random.Random, world: World, question: Question, num_passages: int) -> list[str]:
-    others = [name for name in world.entities if name not in question.gold]
-    chosen = [*question.gold, *rng.sample(others, num_passages - len(question.gold))]
-    rng.shuffle(chosen)
-    return chosen
-
-
-def _text(rng: random.Random, passages: Sequence[Document], question: Question) -> TextCase:
-    gold = tuple(rank for rank, passage in enumerate(passages) if passage.id in question.gold)
-    return TextCase([passage_text(rng, passage) for passage in passages], gold, question)
 
 
 def _case(tokenizer: Tokenizer, text: TextCase) -> Case:

@@ -1,8 +1,8 @@
 """Training rows for reuse, from the registry: `python -m ragcache.training.mini_reuse_data --out FILE --rows N`.
 
 One JSON object a line, of the schema that `ragcache train` reads. Names and wordings of the training split only. A
-row's questions are all single-hop, all two-hop, or lean on the passage before (`batches.draw_leaning`), with some plain
-ones between. Those last say `"shuffle": false`: the second half of a sentence must stay behind the first.
+row's questions are all single-hop, all two-hop, or lean on the passage before (`registry.draw_leaning`), with some
+plain ones between. Those last say `"shuffle": false`: the second half of a sentence must stay behind the first.
 """
 
 from __future__ import annotations
@@ -14,8 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ragcache.training.batches import ALIKE_SHARE, WORLD_A_PASSAGE, alike, draw_leaning, passage_text
-from ragcache.training.registry import Document, Question, Split, answerable_questions, draw_world, write_document
+from ragcache.training.batches import ALIKE_SHARE, alike
+from ragcache.training.registry import (
+    Document,
+    Question,
+    Split,
+    answerable_questions,
+    draw_leaning,
+    draw_world,
+    passage_text,
+    write_document,
+)
+from ragcache.training.registry.contexts import WORLD_A_PASSAGE
 
 PASSAGES = (2, 16)
 NUM_QUESTIONS = 10

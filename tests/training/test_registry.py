@@ -10,11 +10,11 @@ from itertools import pairwise
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.training.batches import draw_leaning
 from ragcache.training.evaluate import draw_cases
 from ragcache.training.registry import (
     Split,
     answerable_questions,
+    draw_leaning,
     draw_world,
     is_held_out,
     leaning_questions,

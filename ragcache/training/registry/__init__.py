@@ -1,25 +1,32 @@
 """A fictional registry of people, towns, rivers and clubs: the text that the bundled mini model is trained on.
 
 `names` composes names, `wording` holds the sentences and questions, `world` draws entities that refer to one
-another, `documents` writes an entity down, `questions` asks about it. All draws come from a `random.Random` that the
-caller seeds, so the same seed gives the same text in every process.
+another, `documents` writes an entity down, `questions` asks about it, `contexts` puts passages together. All draws come
+from a `random.Random` that the caller seeds, so the same seed gives the same text in every process.
 """
 
+from ragcache.training.registry.contexts import KINDS, TextCase, draw_leaning, draw_texts, passage_text
 from ragcache.training.registry.documents import Document, write_document, write_in_two
 from ragcache.training.registry.names import Split, is_held_out
-from ragcache.training.registry.questions import Question, answerable_questions, leaning_questions
+from ragcache.training.registry.questions import MAX_ANSWER_TOKENS, Question, answerable_questions, leaning_questions
 from ragcache.training.registry.world import Entity, World, draw_world
 
 __all__ = [
+    "KINDS",
+    "MAX_ANSWER_TOKENS",
     "Document",
     "Entity",
     "Question",
     "Split",
+    "TextCase",
     "World",
     "answerable_questions",
+    "draw_leaning",
+    "draw_texts",
     "draw_world",
     "is_held_out",
     "leaning_questions",
+    "passage_text",
     "write_document",
     "write_in_two",
 ]

@@ -11,6 +11,9 @@ from ragcache.training.registry.documents import Document, capitalised, with_art
 from ragcache.training.registry.names import Split
 from ragcache.training.registry.world import World
 
+MAX_ANSWER_TOKENS = 40
+"""Enough for every answer, in tokens of the bundled models."""
+
 
 class Question(NamedTuple):
     """`gold` are the ids of the documents that the answer needs, in the order of the hops; `value` is what is asked."""
