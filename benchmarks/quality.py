@@ -34,8 +34,8 @@ from ragcache.errors import ConfigError
 from ragcache.evaluation.intervals import RESAMPLES, wilson
 from ragcache.evaluation.methods import FULL, MethodSpec, default_methods, parse_methods
 from ragcache.prompt import prompt_format
-from ragcache.training.evaluate import MINI, MINI_BASE
 
+CHECKPOINTS = ("base=mini-base", "link5=mini")
 QUESTIONS = ("1 hop", "2 hops", "leaning")
 PASSAGES = 8
 SWEPT_PASSAGES = (3, 4, 6, 8, 10, 12, 14, 16)
@@ -249,11 +249,6 @@ def kept_rows(path: Path, labels: Sequence[str], seed: int) -> list[Row]:
     return rows
 
 
-def default_checkpoints() -> list[str]:
-    """The bundled base, and the bundled model where it was trained on from it."""
-    return [f"base={MINI_BASE}", f"link5={MINI}"] if MINI_BASE.is_dir() else [f"base={MINI}"]
-
-
 def parse(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.quality", description=__doc__)
     parser.add_argument("--checkpoint", action="append", metavar="LABEL=DIR", help="the base first; may be repeated")
@@ -281,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     options = parse(given)
     where = environment("benchmarks.quality", given, torch.device("cpu"))
     chosen = dict(one.split(":", 1) for one in options.methods)
-    checkpoints = [load_checkpoint(text, chosen) for text in options.checkpoint or default_checkpoints()]
+    checkpoints = [load_checkpoint(text, chosen) for text in options.checkpoint or CHECKPOINTS]
     gone = [label for label in options.keep if label not in {one.label for one in checkpoints}]
     kept = kept_rows(options.out / f"{options.name}.json", gone, options.seed)
     answers = Answers(options.out / f"{options.name}.answers.jsonl")

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_namespace_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 # The other project's distribution, by any way of asking for it: as a requirement with extras, or to pip by its name.
@@ -50,6 +51,18 @@ def test_no_file_asks_for_the_other_projects_distribution():
 def test_the_distribution_has_a_name_of_its_own():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == "ragcache-kv"
+
+
+def test_only_the_package_its_integrations_and_its_apps_are_shipped():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    find = settings["packages"]["find"]
+    found = [name for where in find["where"] for name in find_namespace_packages(ROOT / where, include=find["include"])]
+    assert {name.split(".")[0] for name in found} == {
+        "ragcache",
+        "ragcache_chatbot",
+        "langchain_ragcache",
+        "llama_index",
+    }
 
 
 def install(site: Path, folder: str, metadata: str) -> Path:

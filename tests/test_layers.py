@@ -75,6 +75,16 @@ def test_the_engine_names_no_implementation():
         assert not imported & classes, path
 
 
+def test_the_package_imports_nothing_of_the_checkout():
+    """What is not shipped (see `packages.find` in pyproject.toml) cannot be imported where ragcache is installed."""
+    beside = {"tools", "benchmarks", "tests"}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            assert not beside & {name.split(".")[0] for name in names}, path
+
+
 OUTSIDE = [
     *PACKAGE.parent.glob("integrations/langchain/langchain_ragcache/**/*.py"),
     *PACKAGE.parent.glob("integrations/llama-index/llama_index/**/*.py"),

@@ -1,6 +1,6 @@
 """Questions over the registry that the bundled model was trained on: entities and wordings that it has not seen.
 
-The same seed gives the same questions, those of `python -m ragcache.training.evaluate`.
+The same seed gives the same questions in every process.
 """
 
 from __future__ import annotations

@@ -12,15 +12,14 @@ import pytest
 import ragcache as rc
 from benchmarks import pages, quality, quality_units, random_model
 from benchmarks.pages import write_section
-from benchmarks.quality import MINI_BASE, Cell, cells, markdown, relative
+from benchmarks.quality import Cell, cells, markdown, relative
 from benchmarks.quality_units import Answers, Reads, Unit, units_of
 from ragcache.errors import ConfigError
 from ragcache.evaluation.methods import MethodSpec
 from ragcache.evaluation.registry import RegistrySettings, registry_cases
 from ragcache.prompt import prompt_format
-from ragcache.training.evaluate import MINI
 
-BASE = MINI_BASE if MINI_BASE.is_dir() else MINI
+BASE = "mini-base"
 SPECS = (MethodSpec("full", "full"), MethodSpec("reposition", "reposition"))
 SMALL = ["--questions=3", "--sweep-questions=2", "--passages", "3", "--no-positions", "--processes=1"]
 
@@ -91,7 +90,7 @@ def test_rows_of_a_checkpoint_that_is_gone_are_kept(tmp_path):
 
 def test_the_full_model_answers_most_questions(tmp_path):
     """Right answers are counted as right, and none as wrong: the bundled model knows nearly all of them."""
-    unit = Unit(str(BASE), "f", Cell("1 hop", 4), 0, 0, 10, SPECS)
+    unit = Unit(BASE, "f", Cell("1 hop", 4), 0, 0, 10, SPECS)
     found = quality_units.run_unit(unit)
     assert set(found) == {unit.key(spec) for spec in SPECS}
     assert all(len(reads.right) == 10 and sum(reads.right) >= 8 for reads in found.values())
@@ -99,10 +98,10 @@ def test_the_full_model_answers_most_questions(tmp_path):
 
 def test_shares_of_tokens_are_counted():
     """Beside the suffix nothing runs under `reposition`; what the prompts hold says how much that is."""
-    unit = Unit(str(BASE), "f", Cell("1 hop", 4), 0, 2, 3, SPECS)
+    unit = Unit(BASE, "f", Cell("1 hop", 4), 0, 2, 3, SPECS)
     full, reposition = (quality_units.run_unit(unit)[unit.key(spec)] for spec in SPECS)
     assert (full.computed, full.kept) == ([1.0] * 3, [1.0] * 3)
-    lm = rc.load_lm(str(BASE))
+    lm = rc.load_lm(BASE)
     cases = registry_cases(RegistrySettings(passages=(4,), questions=5))[2:]
     prompts = [case.prompt(lm.tokenizer, prompt_format(lm.tokenizer)) for case in cases]
     suffixes = [len(prompt.suffix_ids) / prompt.num_tokens for prompt in prompts]

@@ -10,11 +10,11 @@ from itertools import pairwise
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.training.evaluate import draw_cases
 from ragcache.training.registry import (
     Split,
     answerable_questions,
     draw_leaning,
+    draw_texts,
     draw_world,
     is_held_out,
     leaning_questions,
@@ -23,7 +23,6 @@ from ragcache.training.registry import (
     write_in_two,
 )
 from ragcache.training.registry.world import RELATIONS
-from ragcache.training.tokenizer import build_tokenizer
 
 SAMPLE = """
 import random
@@ -210,11 +209,10 @@ def test_the_parts_of_a_document_stay_together(passages):
 
 
 def test_cases_of_the_leaning_kind_do_not_disturb_the_others():
-    tokenizer = build_tokenizer()
-    before = draw_cases(tokenizer, hops=2, num_cases=3)
-    leaning = draw_cases(tokenizer, kind="leaning", num_cases=3)
-    assert draw_cases(tokenizer, hops=2, num_cases=3) == before
-    assert draw_cases(tokenizer, kind="leaning", num_cases=3) == leaning
+    before = draw_texts(hops=2, num_cases=3)
+    leaning = draw_texts(kind="leaning", num_cases=3)
+    assert draw_texts(hops=2, num_cases=3) == before
+    assert draw_texts(kind="leaning", num_cases=3) == leaning
     assert all(len(case.question.gold) == 2 and case.question.hops == 1 for case in leaning)
     with pytest.raises(ConfigError, match="plain, leaning"):
-        draw_cases(tokenizer, kind="lean", num_cases=1)
+        draw_texts(kind="lean", num_cases=1)

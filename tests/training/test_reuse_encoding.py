@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tiny_model import EOS, byte_tokenizer
 
 from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
+from ragcache.models.loading import resolve
 from ragcache.prompt import encode_text, prompt_format
 from ragcache.training.reuse.data import Asked, BadLine, Message, Row
 from ragcache.training.reuse.encoding import EncodingOptions, RowEncoder
-from ragcache.training.tokenizer import CHAT_TEMPLATE as MINI_TEMPLATE
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -32,6 +34,7 @@ def tokenizer_with(template: str | None):
     return tokenizer
 
 
+MINI_TEMPLATE = (Path(resolve("mini")) / "chat_template.jinja").read_text(encoding="utf-8")
 TEMPLATES = {"none": None, "chatml": CHATML, "mini": MINI_TEMPLATE, "forgetful": FORGETFUL}
 
 

@@ -11,10 +11,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
-from ragcache.training.batches import IGNORED
-from ragcache.training.evaluate import MINI, MINI_BASE
-from ragcache.training.mini import train
-from ragcache.training.mini_reuse import (
+from ragcache.training.registry import is_held_out
+from ragcache.training.reuse.data import read_rows
+from ragcache.training.reuse.encoding import EncodingOptions, RowEncoder
+from ragcache.training.reuse.layout import lay_out
+from tools.mini.base import train
+from tools.mini.batches import IGNORED
+from tools.mini.evaluate import MINI, MINI_BASE
+from tools.mini.packed import packed_hidden, packed_scores
+from tools.mini.reuse import (
     ANSWERING,
     HIDDEN,
     SEPARATE,
@@ -25,12 +30,7 @@ from ragcache.training.mini_reuse import (
     ReuseOptions,
     ReuseTrainer,
 )
-from ragcache.training.mini_reuse_data import draw_row, draw_rows
-from ragcache.training.packed import packed_hidden, packed_scores
-from ragcache.training.registry import is_held_out
-from ragcache.training.reuse.data import read_rows
-from ragcache.training.reuse.encoding import EncodingOptions, RowEncoder
-from ragcache.training.reuse.layout import lay_out
+from tools.mini.reuse_data import draw_row, draw_rows
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Train the bundled mini model: `python -m ragcache.training.mini --out DIR`.
+"""Train the bundled mini model: `python -m tools.mini.base --out DIR`.
 
 One process a CPU core (each with one thread, gradients averaged), or one process on a GPU. Weights and optimizer are
 float32, the passes run in bfloat16. Every batch depends on the seed, the step and the process alone, so a run that is
@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ragcache.training.batches import BatchMaker
-from ragcache.training.curriculum import STAGES, draw_stage
-from ragcache.training.initial import start_with_induction
-from ragcache.training.optim import Adam, Muon
-from ragcache.training.packed import PackedBatch, packed_scores
-from ragcache.training.tokenizer import BOS, EOS, MAX_LENGTH, PAD, build_tokenizer, save_tokenizer, token_id
+from tools.mini.batches import BatchMaker
+from tools.mini.curriculum import STAGES, draw_stage
+from tools.mini.initial import start_with_induction
+from tools.mini.optim import Adam, Muon
+from tools.mini.packed import PackedBatch, packed_scores
+from tools.mini.tokenizer import BOS, EOS, MAX_LENGTH, PAD, build_tokenizer, save_tokenizer, token_id
 
 
 @dataclass(frozen=True)

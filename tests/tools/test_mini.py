@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ragcache as rc
 from ragcache.models.decoding import Sampling, decode, eos_token_ids
 from ragcache.prompt import prompt_format
-from ragcache.training.evaluate import MINI, MINI_BASE, draw_cases, exact_matches, load
 from ragcache.training.registry import MAX_ANSWER_TOKENS
-from ragcache.training.tokenizer import build_tokenizer
+from tools.mini.evaluate import MINI, MINI_BASE, draw_cases, exact_matches, load
+from tools.mini.tokenizer import build_tokenizer
 
 BUNDLE_BYTES = 40_000_000
 KINDS = {"single": {"hops": 1}, "two-hop": {"hops": 2}, "leaning": {"kind": "leaning"}}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragcache.training.curriculum import STAGES, draw_stage
-from ragcache.training.mini import Options, train
+from tools.mini.base import Options, train
+from tools.mini.curriculum import STAGES, draw_stage
 
 TINY = {"workers": 1, "hidden_size": 64, "intermediate_size": 32, "num_layers": 2, "num_heads": 2, "log_every": 1}
 

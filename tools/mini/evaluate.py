@@ -1,4 +1,4 @@
-"""Exact match of the mini model on held-out entities and wordings: `python -m ragcache.training.evaluate`.
+"""Exact match of the mini model on held-out entities and wordings: `python -m tools.mini.evaluate`.
 
 Plain transformers, no reuse: each prompt is prefix, passages and suffix joined, decoded greedily. The pieces of a
 case are those of `ragcache.Prompt`, so the same cases measure the fusion methods.
@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from ragcache.training.batches import suffix_text
+import ragcache
 from ragcache.training.registry import MAX_ANSWER_TOKENS, Question, TextCase, draw_texts
-from ragcache.training.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
+from tools.mini.batches import suffix_text
+from tools.mini.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
 
-MINI_BASE = Path(__file__).parent.parent / "mini_base"
-MINI = Path(__file__).parent.parent / "mini"
+PACKAGE = Path(ragcache.__file__).parent
+MINI_BASE = PACKAGE / "mini_base"
+MINI = PACKAGE / "mini"
 
 
 class Case(NamedTuple):

@@ -1,4 +1,4 @@
-"""Training rows for reuse, from the registry: `python -m ragcache.training.mini_reuse_data --out FILE --rows N`.
+"""Training rows for reuse, from the registry: `python -m tools.mini.reuse_data --out FILE --rows N`.
 
 One JSON object a line, of the schema that `ragcache train` reads. Names and wordings of the training split only. A
 row's questions are all single-hop, all two-hop, or lean on the passage before (`registry.draw_leaning`), with some
@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ragcache.training.batches import ALIKE_SHARE, alike
 from ragcache.training.registry import (
     Document,
     Question,
@@ -26,6 +25,7 @@ from ragcache.training.registry import (
     write_document,
 )
 from ragcache.training.registry.contexts import WORLD_A_PASSAGE
+from tools.mini.batches import ALIKE_SHARE, alike
 
 PASSAGES = (2, 16)
 NUM_QUESTIONS = 10

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from ragcache.training.packed import PackedBatch
 from ragcache.training.registry import (
     Document,
     Question,
@@ -25,7 +24,8 @@ from ragcache.training.registry import (
 from ragcache.training.registry.contexts import WORLD_A_PASSAGE
 from ragcache.training.registry.documents import capitalised, with_article
 from ragcache.training.registry.world import RELATIONS
-from ragcache.training.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, SYSTEM_LINE, token_id
+from tools.mini.packed import PackedBatch
+from tools.mini.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, SYSTEM_LINE, token_id
 
 IGNORED = -100
 ALIKE_SHARE = 0.7

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ragcache.training.batches import IGNORED, BatchMaker
-from ragcache.training.curriculum import STAGES
-from ragcache.training.mini import Options, build_model
-from ragcache.training.packed import packed_hidden, packed_scores
-from ragcache.training.tokenizer import build_tokenizer
+from tools.mini.base import Options, build_model
+from tools.mini.batches import IGNORED, BatchMaker
+from tools.mini.curriculum import STAGES
+from tools.mini.packed import packed_hidden, packed_scores
+from tools.mini.tokenizer import build_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ragcache.training.optim import Adam, Muon, orthogonalised
+from tools.mini.optim import Adam, Muon, orthogonalised
 
 
 def test_orthogonalised_pushes_singular_values_towards_one_and_keeps_directions():

@@ -1,4 +1,4 @@
-"""The example corpus, of entities held out from training: `python -m ragcache.training.corpus --out examples/corpus`.
+"""The example corpus, of entities held out from training: `python -m tools.mini.corpus --out examples/corpus`.
 
 One file an entity, most in Markdown, some in HTML and PDF (which needs reportlab). Beside the folder, a file
 `<folder>_questions.jsonl` asks about it: question, answer, hops and the files that hold the answer, in order.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from ragcache.training.batches import Stage
+from tools.mini.batches import Stage
 
 STAGES: tuple[Stage, ...] = (
     Stage("copy", "copy", (0, 0), batch_size=16, num_questions=12, threshold=0.6),

@@ -1,7 +1,7 @@
-"""Train the mini model for reuse: `python -m ragcache.training.mini_reuse --out DIR --variant link5`.
+"""Train the mini model for reuse: `python -m tools.mini.reuse --out DIR --variant link5`.
 
-Starts from the bundled base and goes on as `ragcache.training.mini` does: rows of the registry
-(`ragcache.training.mini_reuse_data`), the packed forward, two processes on a CPU, checkpoints. Ids, sequences and
+Starts from the bundled base and goes on as `tools.mini.base` does: rows of the registry
+(`tools.mini.reuse_data`), the packed forward, two processes on a CPU, checkpoints. Ids, sequences and
 masks are those of `ragcache train`, so the result is laid out as that command's are.
 
 Link tokens need a push: whatever stands in one passage alone, the question can read there, and where two passages must
@@ -28,14 +28,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.batches import IGNORED, padded, suffix_text
-from ragcache.training.evaluate import MINI_BASE
-from ragcache.training.mini import Options, Trainer, below, train
-from ragcache.training.mini_reuse_data import NUM_QUESTIONS, PASSAGES, Row, draw_row
-from ragcache.training.packed import PackedBatch
 from ragcache.training.reuse.layout import Ask, EncodedRow, context_tokens, lay_out
 from ragcache.training.reuse.special_tokens import choose_spec, prepare_model
-from ragcache.training.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
+from tools.mini.base import Options, Trainer, below, train
+from tools.mini.batches import IGNORED, padded, suffix_text
+from tools.mini.evaluate import MINI_BASE
+from tools.mini.packed import PackedBatch
+from tools.mini.reuse_data import NUM_QUESTIONS, PASSAGES, Row, draw_row
+from tools.mini.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
 
 STANDARD, SEPARATE, HIDDEN = range(3)
 """How a batch is read: as one text, passage by passage, or passage by passage and then hidden from the questions."""

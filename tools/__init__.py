@@ -1,0 +1,1 @@
+"""Programs of the checkout that make what the package ships."""
