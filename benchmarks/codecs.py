@@ -34,14 +34,13 @@ from benchmarks.report import RESULTS, Goal, Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Variant, alternate, ratio, summarise
 from ragcache.codecs import CODECS, get_codec
-from ragcache.evaluation.registry import registry_cases
+from ragcache.evaluation.registry import MAX_ANSWER_TOKENS, registry_cases
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.prompt import prompt_format
 from ragcache.store.kv_store import KVStore
-from ragcache.training.registry import MAX_ANSWER_TOKENS
 
 LOSSY = [name for name in CODECS if name != "raw"]
 PLACES = ("memory tier", "cold disk")

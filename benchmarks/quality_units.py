@@ -23,10 +23,9 @@ from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case
 from ragcache.evaluation.methods import MethodSpec
 from ragcache.evaluation.reading import PromptReader, would_write, write_answer
-from ragcache.evaluation.registry import RegistrySettings, registry_cases
+from ragcache.evaluation.registry import MAX_ANSWER_TOKENS, RegistrySettings, registry_cases
 from ragcache.models.decoding import eos_token_ids
 from ragcache.prompt import encode_text, prompt_format
-from ragcache.training.registry import MAX_ANSWER_TOKENS
 
 UNIT_QUESTIONS = 50
 

@@ -20,8 +20,7 @@ LAYERS = [
     {"ingest"},
     {"engine"},
     {""},  # the package's front: `from ragcache import RagCache`
-    {"training"},
-    {"evaluation", "planning"},
+    {"training", "evaluation", "planning"},
     {"server"},
     {"cli"},
     {"__main__"},

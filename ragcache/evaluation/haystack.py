@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Passage
+from ragcache.evaluation.registry import Split, draw_world, write_document
 from ragcache.ingest.sentences import split_sentences
-from ragcache.training.registry import Split, draw_world, write_document
 
 CountTokens = Callable[[str], int]
 WORLD_SIZE = 60

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
-from ragcache.training.registry import is_held_out
+from ragcache.evaluation.registry import is_held_out
 from ragcache.training.reuse.data import read_rows
 from ragcache.training.reuse.encoding import EncodingOptions, RowEncoder
 from ragcache.training.reuse.layout import lay_out

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from ragcache.training.registry import (
+from ragcache.evaluation.registry import (
     Document,
     Question,
     Split,
@@ -21,9 +21,9 @@ from ragcache.training.registry import (
     wording,
     write_document,
 )
-from ragcache.training.registry.contexts import WORLD_A_PASSAGE
-from ragcache.training.registry.documents import capitalised, with_article
-from ragcache.training.registry.world import RELATIONS
+from ragcache.evaluation.registry.contexts import WORLD_A_PASSAGE
+from ragcache.evaluation.registry.documents import capitalised, with_article
+from ragcache.evaluation.registry.world import RELATIONS
 from tools.mini.packed import PackedBatch
 from tools.mini.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, SYSTEM_LINE, token_id
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ragcache.training.registry import (
+from ragcache.evaluation.registry import (
     Document,
     Question,
     Split,
@@ -24,7 +24,7 @@ from ragcache.training.registry import (
     passage_text,
     write_document,
 )
-from ragcache.training.registry.contexts import WORLD_A_PASSAGE
+from ragcache.evaluation.registry.contexts import WORLD_A_PASSAGE
 from tools.mini.batches import ALIKE_SHARE, alike
 
 PASSAGES = (2, 16)

@@ -6,8 +6,8 @@ import random
 import re
 from typing import NamedTuple
 
-from ragcache.training.registry import wording
-from ragcache.training.registry.world import RELATIONS, Entity
+from ragcache.evaluation.registry import wording
+from ragcache.evaluation.registry.world import RELATIONS, Entity
 
 MAX_MENTIONS = 4
 CONTINUED = "{n}, continued"

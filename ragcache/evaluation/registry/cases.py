@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.registry.contexts import KINDS, draw_texts
 from ragcache.evaluation.settings import check_choice
-from ragcache.training.registry import KINDS, draw_texts
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import random
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ragcache.training.registry import wording
-from ragcache.training.registry.documents import Document, capitalised, with_article
-from ragcache.training.registry.names import Split
-from ragcache.training.registry.world import World
+from ragcache.evaluation.registry import wording
+from ragcache.evaluation.registry.documents import Document, capitalised, with_article
+from ragcache.evaluation.registry.names import Split
+from ragcache.evaluation.registry.world import World
 
 MAX_ANSWER_TOKENS = 40
 """Enough for every answer, in tokens of the bundled models."""

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ragcache.training.registry import names
-from ragcache.training.registry.names import Split, is_held_out
+from ragcache.evaluation.registry import names
+from ragcache.evaluation.registry.names import Split, is_held_out
 
 RELATIONS: dict[str, tuple[str, ...]] = {
     "person": ("town", "profession", "born", "club"),

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.training.registry.documents import Document, write_document, write_in_two
-from ragcache.training.registry.names import Split
-from ragcache.training.registry.questions import Question, answerable_questions, leaning_questions
-from ragcache.training.registry.world import RELATIONS, Entity, World, draw_world
+from ragcache.evaluation.registry.documents import Document, write_document, write_in_two
+from ragcache.evaluation.registry.names import Split
+from ragcache.evaluation.registry.questions import Question, answerable_questions, leaning_questions
+from ragcache.evaluation.registry.world import RELATIONS, Entity, World, draw_world
 
 KINDS = ("plain", "leaning")
 WORLD_SIZE = 40
