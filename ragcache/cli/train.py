@@ -16,7 +16,7 @@ from ragcache.cli.output import print_json, say
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ragcache.training.reuse.trainer import TrainReport
+    from ragcache.training.trainer import TrainReport
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def train(
     The result is a Hugging Face directory that every command takes as --model.
     """
     try:
-        from ragcache.training.reuse.options import TrainOptions
-        from ragcache.training.reuse.trainer import train as run_training
+        from ragcache.training.options import TrainOptions
+        from ragcache.training.trainer import train as run_training
     except ImportError as error:
         raise ConfigError(f"training needs {error.name}; install ragcache-kv[train]") from error
     report_warnings()

@@ -9,7 +9,7 @@ from terminal import invoke
 from tiny_model import save_tiny_llama
 
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.reuse.options import TrainOptions
+from ragcache.training.options import TrainOptions
 
 LINE = {"type": "qa", "passages": ["Ann lives in Oslo.", "Bob has a boat."], "question": "Where?", "answer": "Oslo"}
 
@@ -55,7 +55,7 @@ def test_options_reach_the_run(base, data, tmp_path, monkeypatch):
         seen.append(options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ragcache.training.reuse.trainer.train", caught)
+    monkeypatch.setattr("ragcache.training.trainer.train", caught)
     more = [
         "--mix",
         "qa=0.4",

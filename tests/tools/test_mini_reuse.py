@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.evaluation.registry import is_held_out
-from ragcache.training.reuse.data import read_rows
-from ragcache.training.reuse.encoding import EncodingOptions, RowEncoder
-from ragcache.training.reuse.layout import lay_out
+from ragcache.training.data import read_rows
+from ragcache.training.encoding import EncodingOptions, RowEncoder
+from ragcache.training.layout import lay_out
 from tools.mini.base import train
 from tools.mini.batches import IGNORED
 from tools.mini.evaluate import MINI, MINI_BASE

@@ -11,8 +11,8 @@ from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
 from ragcache.models.loading import resolve
 from ragcache.prompt import encode_text, prompt_format
-from ragcache.training.reuse.data import Asked, BadLine, Message, Row
-from ragcache.training.reuse.encoding import EncodingOptions, RowEncoder
+from ragcache.training.data import Asked, BadLine, Message, Row
+from ragcache.training.encoding import EncodingOptions, RowEncoder
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

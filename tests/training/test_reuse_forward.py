@@ -10,10 +10,10 @@ from families import FAMILIES, oracle_logits_of, oracle_model, random_prompt, sa
 
 import ragcache as rc
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.reuse.attention import NAME, register
-from ragcache.training.reuse.collate import collate
-from ragcache.training.reuse.layout import Ask, EncodedRow, lay_out
-from ragcache.training.reuse.loss import answer_logits, answer_loss
+from ragcache.training.attention import NAME, register
+from ragcache.training.collate import collate
+from ragcache.training.layout import Ask, EncodedRow, lay_out
+from ragcache.training.loss import answer_logits, answer_loss
 
 LINK = ReuseSpec("link", "isolated", 2, 8, 20, 60, 61)
 MARKERS = {
@@ -149,7 +149,7 @@ def test_recomputed_activations_change_nothing(tmp_path):
 
 
 def test_a_model_that_drops_its_masks_is_refused():
-    from ragcache.training.reuse.attention import training_attention
+    from ragcache.training.attention import training_attention
 
     query = torch.zeros(1, 2, 3, 4)
     with pytest.raises(rc.UnsupportedModelError, match="Linear"):

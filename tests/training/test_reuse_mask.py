@@ -11,9 +11,9 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.reuse.collate import collate
-from ragcache.training.reuse.layout import Ask, EncodedRow, lay_out
-from ragcache.training.reuse.mask import PADDING, Visibility
+from ragcache.training.collate import collate
+from ragcache.training.layout import Ask, EncodedRow, lay_out
+from ragcache.training.mask import PADDING, Visibility
 
 LINK = ReuseSpec("link", "isolated", 2, 8, 50, 90, 91)
 COMPOSITE = ReuseSpec("markers", doc_start_id=80, doc_end_id=81, positions="composite")

@@ -11,7 +11,7 @@ from transformers import AddedToken, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from ragcache.errors import ConfigError
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.reuse.special_tokens import choose_spec, prepare_model
+from ragcache.training.special_tokens import choose_spec, prepare_model
 
 
 def tokenizer_with(tokens: list[str]):

@@ -15,13 +15,13 @@ import ragcache as rc
 from ragcache.errors import ConfigError, ModelNotFoundError
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import encode_text, prompt_format
-from ragcache.training.reuse.attention import NAME
-from ragcache.training.reuse.collate import collate
-from ragcache.training.reuse.encoding import passage_text
-from ragcache.training.reuse.layout import Ask, EncodedRow, lay_out
-from ragcache.training.reuse.loss import answer_logits
-from ragcache.training.reuse.options import TrainOptions
-from ragcache.training.reuse.trainer import train
+from ragcache.training.attention import NAME
+from ragcache.training.collate import collate
+from ragcache.training.encoding import passage_text
+from ragcache.training.layout import Ask, EncodedRow, lay_out
+from ragcache.training.loss import answer_logits
+from ragcache.training.options import TrainOptions
+from ragcache.training.trainer import train
 
 PASSAGES = ["Ann lives in Oslo.", "Bob has a red boat.", "The club meets on Monday."]
 LINES = [

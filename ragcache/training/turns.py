@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
 from ragcache.prompt import as_text, encode_rendered, encode_text, prompt_format
-from ragcache.training.reuse.data import Message
+from ragcache.training.data import Message
 
 QUESTION_MARK, ANSWER_MARK = "\ue000ragcache-question\ue000", "\ue000ragcache-answer\ue000"
 

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from ragcache.errors import ConfigError
 from ragcache.ingest.tokens import ChunkTokenizer
 from ragcache.prompt import PromptFormat, as_text, encode_rendered, prompt_format
-from ragcache.training.reuse.data import BadLine, Row
-from ragcache.training.reuse.layout import Ask, EncodedRow
-from ragcache.training.reuse.turns import AnswerForm, answer_form, render_turns
+from ragcache.training.data import BadLine, Row
+from ragcache.training.layout import Ask, EncodedRow
+from ragcache.training.turns import AnswerForm, answer_form, render_turns
 
 
 @dataclass(frozen=True)

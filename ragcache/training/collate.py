@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.reuse.batches import Draw
-from ragcache.training.reuse.layout import IGNORED, EncodedRow, Sample, lay_out
-from ragcache.training.reuse.mask import PADDING
+from ragcache.training.batches import Draw
+from ragcache.training.layout import IGNORED, EncodedRow, Sample, lay_out
+from ragcache.training.mask import PADDING
 
 
 class DrawnRows:

@@ -10,8 +10,8 @@ from typing import Any
 
 from ragcache.errors import ConfigError
 from ragcache.models.loading import DTYPES
-from ragcache.training.reuse.batches import BatchOptions
-from ragcache.training.reuse.encoding import EncodingOptions
+from ragcache.training.batches import BatchOptions
+from ragcache.training.encoding import EncodingOptions
 
 PRECISIONS = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")
@@ -23,7 +23,7 @@ DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 class TrainOptions:
     """
     model:           bundled name, directory or hub id of the model to start from
-    data:            files of JSON lines (ragcache.training.reuse.data)
+    data:            files of JSON lines (ragcache.training.data)
     out:             directory of the trained model, its checkpoints and its log
     reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG) or "none" (ordinary
                      fine-tuning in standard encoding)

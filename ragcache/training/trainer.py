@@ -18,18 +18,18 @@ from transformers import AutoConfig, PreTrainedModel, PrinterCallback, Trainer, 
 from ragcache.errors import ConfigError
 from ragcache.models.loading import DTYPES, load_lm, resolve
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.reuse.attention import NAME, register
-from ragcache.training.reuse.batches import BatchPlan
-from ragcache.training.reuse.collate import DrawnRows, collate
-from ragcache.training.reuse.data import BadLine, Row, read_rows
-from ragcache.training.reuse.encoding import RowEncoder
-from ragcache.training.reuse.layout import EncodedRow
-from ragcache.training.reuse.lora import add_lora, known_warnings_ignored, merge_lora
-from ragcache.training.reuse.loss import answer_loss
-from ragcache.training.reuse.options import TrainOptions
-from ragcache.training.reuse.progress import ProgressLog, Show
-from ragcache.training.reuse.run_files import CHECKPOINTS, find_checkpoint, write_options
-from ragcache.training.reuse.special_tokens import choose_spec, prepare_model
+from ragcache.training.attention import NAME, register
+from ragcache.training.batches import BatchPlan
+from ragcache.training.collate import DrawnRows, collate
+from ragcache.training.data import BadLine, Row, read_rows
+from ragcache.training.encoding import RowEncoder
+from ragcache.training.layout import EncodedRow
+from ragcache.training.lora import add_lora, known_warnings_ignored, merge_lora
+from ragcache.training.loss import answer_loss
+from ragcache.training.options import TrainOptions
+from ragcache.training.progress import ProgressLog, Show
+from ragcache.training.run_files import CHECKPOINTS, find_checkpoint, write_options
+from ragcache.training.special_tokens import choose_spec, prepare_model
 
 logger = logging.getLogger(__name__)
 

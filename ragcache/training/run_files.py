@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers.trainer_utils import get_last_checkpoint
 
 from ragcache.errors import ConfigError
-from ragcache.training.reuse.options import TrainOptions
+from ragcache.training.options import TrainOptions
 
 OPTIONS, CHECKPOINTS = "training_options.json", "checkpoints"
 FREE_TO_CHANGE = {"resume", "out", "log_every", "save_every", "keep_checkpoints", "device", "save_dtype"}

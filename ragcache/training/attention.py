@@ -17,7 +17,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 
 from ragcache.errors import UnsupportedModelError
 from ragcache.models.attention import attention
-from ragcache.training.reuse.mask import Visibility
+from ragcache.training.mask import Visibility
 
 NAME = "ragcache_training"
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from ragcache.training.reuse.layout import IGNORED
-from ragcache.training.reuse.mask import Visibility
+from ragcache.training.layout import IGNORED
+from ragcache.training.mask import Visibility
 
 
 def answer_loss(

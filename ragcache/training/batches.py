@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ragcache.errors import ConfigError
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.reuse.layout import EncodedRow, layout_tokens
+from ragcache.training.layout import EncodedRow, layout_tokens
 
 POOL_BATCHES = 50  # batches' worth of shuffled rows within which rows of like length are put together
 

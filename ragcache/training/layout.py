@@ -20,7 +20,7 @@ from ragcache.fusion.layout import lay_out as lay_out_parts
 from ragcache.kv.identity import Recipe
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import Passages, Text
-from ragcache.training.reuse.mask import OPEN
+from ragcache.training.mask import OPEN
 
 IGNORED = -100
 
