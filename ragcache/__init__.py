@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from ragcache.engine.answer import Answer, Done, Source, Sources, Timings, Token, Usage
     from ragcache.engine.kb import RagCache
     from ragcache.engine.opening import StoreConfig
+    from ragcache.engine.options import ReadOptions, RetrieveOptions
     from ragcache.engine.passage import Passage
     from ragcache.errors import RagCacheError, UnknownHandleError, UnsupportedModelError
     from ragcache.fusion import METHODS, MethodInfo, methods
@@ -58,8 +59,10 @@ __all__ = [
     "Prompt",
     "RagCache",
     "RagCacheError",
+    "ReadOptions",
     "Recipe",
     "RecomputeMethod",
+    "RetrieveOptions",
     "Sampling",
     "SnapKV",
     "Source",
@@ -105,8 +108,10 @@ _HOMES = {
     "Prompt": "ragcache.prompt",
     "RagCache": "ragcache.engine.kb",
     "RagCacheError": "ragcache.errors",
+    "ReadOptions": "ragcache.engine.options",
     "Recipe": "ragcache.kv.identity",
     "RecomputeMethod": "ragcache.fusion.recompute",
+    "RetrieveOptions": "ragcache.engine.options",
     "Sampling": "ragcache.models.decoding",
     "SnapKV": "ragcache.fusion.eviction",
     "Source": "ragcache.engine.answer",

@@ -7,9 +7,14 @@ import contextvars
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ragcache.engine.answer import Answer, Event
+from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
+from ragcache.engine.passage import Passage
 from ragcache.errors import CancelledError
 from ragcache.ingest.report import IngestReport
 from ragcache.retrieval.retriever import Hit
@@ -94,30 +99,36 @@ class AsyncTwins:
     async def adelete(self, *args: Any, **options: Any) -> list[str]:
         return await self._threads.call(self._own("delete"), *args, **options)
 
-    async def aretrieve(self, *args: Any, **options: Any) -> list[Hit]:
-        return await self._threads.call(self._own("retrieve"), *args, **options)
+    async def aretrieve(
+        self, question: str | NDArray[np.float32], k: int = DEFAULT_K, **options: Unpack[RetrieveOptions]
+    ) -> list[Hit]:
+        return await self._threads.call(self._own("retrieve"), question, k, **options)
 
-    async def aask(self, question: str, *args: Any, **options: Any) -> Answer:
+    async def aask(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> Answer:
         """Cancelling the task stops the work."""
-        return await self._threads.call_cancellable(self._own("ask"), question, *args, **options)
+        return await self._threads.call_cancellable(self._own("ask"), question, k, **options)
 
-    async def achat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Answer:
+    async def achat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Answer:
         """Cancelling the task stops the work."""
         return await self._threads.call_cancellable(self._own("chat"), messages, **options)
 
-    async def acomplete(self, parts: Any, **options: Any) -> Answer:
+    async def acomplete(self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]) -> Answer:
         """Cancelling the task stops the work."""
         return await self._threads.call_cancellable(self._own("complete"), parts, **options)
 
-    def astream(self, question: str, *args: Any, **options: Any) -> AsyncIterator[Event]:
+    def astream(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> AsyncIterator[Event]:
         """Closing the iterator stops the work."""
-        return self._threads.iterate(self._own("stream"), question, *args, **options)
+        return self._threads.iterate(self._own("stream"), question, k, **options)
 
-    def astream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> AsyncIterator[Event]:
+    def astream_chat(
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
+    ) -> AsyncIterator[Event]:
         """Closing the iterator stops the work."""
         return self._threads.iterate(self._own("stream_chat"), messages, **options)
 
-    def astream_completion(self, parts: Any, **options: Any) -> AsyncIterator[Event]:
+    def astream_completion(
+        self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]
+    ) -> AsyncIterator[Event]:
         """Closing the iterator stops the work."""
         return self._threads.iterate(self._own("stream_completion"), parts, **options)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from ragcache.engine.admission import Admission, kv_bytes
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Timings, Token, Usage
@@ -17,7 +17,8 @@ from ragcache.engine.context import Earlier
 from ragcache.engine.contexts import Contexts
 from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.loading import Ahead, BlockLoader
-from ragcache.engine.ordering import ORDERS, ReadCounts, relevance_hint, shared_order
+from ragcache.engine.options import Order, Overflow
+from ragcache.engine.ordering import ReadCounts, relevance_hint, shared_order
 from ragcache.engine.prefix_blocks import PrefixBlock, PrefixBlocks
 from ragcache.engine.prefixes import Path, Prefixes
 from ragcache.errors import ConfigError, ContextTooLongError
@@ -37,7 +38,6 @@ from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 
-OVERFLOWS = ("error", "trim")
 UNUSED = "unused"
 EXACT = "exact"
 SHARED = "shared"
@@ -45,25 +45,24 @@ SHARED = "shared"
 
 @dataclass(frozen=True)
 class Reading:
-    """How one prompt is read and answered; see `RagCache.stream`."""
+    """How one prompt is read and answered; see `ReadOptions`."""
 
     method: FusionMethod
     evict: SnapKV | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    on_overflow: str = "error"
+    on_overflow: Overflow = "error"
     cancelled: threading.Event | None = None
     timeout_s: float | None = None
     ahead: Ahead | None = None
-    order: str = "relevance"
+    order: Order = "relevance"
     hint: bool = True
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; it must be above 0")
-        if self.order not in ORDERS:
-            raise ConfigError(f"order {self.order!r} is unknown; choose one of {', '.join(ORDERS)}")
-        if self.on_overflow not in OVERFLOWS:
-            raise ConfigError(f"on_overflow {self.on_overflow!r} is unknown; choose one of {', '.join(OVERFLOWS)}")
+        for name, known in (("order", get_args(Order)), ("on_overflow", get_args(Overflow))):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
 
     def limit(self, started: float) -> Limit:
         """When to give up on a question that was asked at `started`."""

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,16 @@ from ragcache.engine.loading import ALWAYS, Ahead, BlockLoader, LoadCounts
 from ragcache.engine.maintenance import DoctorReport, Info, doctor, info
 from ragcache.engine.mini_notice import MiniNotice
 from ragcache.engine.opening import Store, StoreConfig, absent_embedder, open_embedder, open_model, open_store
+from ragcache.engine.options import (
+    DEFAULT_K,
+    AskOptions,
+    ChatOptions,
+    Context,
+    ReadOptions,
+    RetrieveOptions,
+    check_names,
+    retrieval,
+)
 from ragcache.engine.passage import Passage, find_passages
 from ragcache.engine.pinning import pin, unpin
 from ragcache.engine.plain_text import PlainTextWatch
@@ -64,8 +74,6 @@ from ragcache.store.garbage import collect_garbage
 from ragcache.store.records import Chunk
 from ragcache.store.records import Document as StoredDocument
 
-DEFAULT_K = 5
-CONTEXTS = ("last", "keep")
 T = TypeVar("T")
 Inputs = Iterable[Input] | Input
 
@@ -392,17 +400,10 @@ class RagCache(AsyncTwins):
     # Questions
 
     def retrieve(
-        self,
-        question: str | NDArray[np.float32],
-        k: int = DEFAULT_K,
-        *,
-        filter: Filter | None = None,
-        score_threshold: float | None = None,
-        mmr_lambda: float | None = None,
-        fetch_k: int | None = None,
+        self, question: str | NDArray[np.float32], k: int = DEFAULT_K, **options: Unpack[RetrieveOptions]
     ) -> list[Hit]:
         """The k chunks nearest to the question (text, or its vector), best first; see `Retriever.retrieve`."""
-        options = {"filter": filter, "score_threshold": score_threshold, "mmr_lambda": mmr_lambda, "fetch_k": fetch_k}
+        check_names(options, RetrieveOptions)
         return self._retrieve(question, k, options)
 
     def _retrieve(
@@ -410,44 +411,23 @@ class RagCache(AsyncTwins):
     ) -> list[Hit]:
         """ahead: begins to read what is likely to be among the hits."""
         self._drop_deleted()
-        options = {**options, "foresee": None if ahead is None else ahead.begin}
+        foresee = None if ahead is None else ahead.begin
         find: Callable[..., list[Hit]] = self.retriever.retrieve_by_vector
         if isinstance(question, str):
             find = self.retriever.retrieve
-        hits = find(question, k, **options)
+        hits = find(question, k, **options, foresee=foresee)
         self._plain_text.handed_out(hit.chunk for hit in hits)
         return hits
 
-    def ask(self, question: str, k: int = DEFAULT_K, **options: Any) -> Answer:
+    def ask(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> Answer:
         """Answer a question from the store. Options as for `stream`; the same events, collected."""
         return _answer(self.stream(question, k, **options))
 
-    def stream(
-        self,
-        question: str,
-        k: int = DEFAULT_K,
-        *,
-        hits: Sequence[Hit | Passage] | None = None,
-        filter: Filter | None = None,
-        score_threshold: float | None = None,
-        mmr_lambda: float | None = None,
-        **reading: Any,
-    ) -> Iterator[Event]:
+    def stream(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> Iterator[Event]:
         """Sources, then tokens, then the whole answer.
 
-        hits:    passages to read instead of retrieving, best first
-        reading: how to read and answer:
-            method:      another fusion method than the one the store was opened with
-            method_options: options of `method`, or of the store's own method
-            evict:       as for `open`; None: what the store was opened with
-            sampling:    a `Sampling`; greedy when None
-            on_overflow: when the passages do not fit the model's context: "error", or "trim" whole passages from the
-                         end (`Answer.dropped` says how many)
-            cancelled:   a threading.Event; set it to stop
-            order:       of the passages: "relevance", or "shared": as `full` finds most of them in the prefix tree (of
-                         no effect on methods that read blocks)
-            hint:        with "shared": a line before the question says which passages are the most relevant
-            timeout_s:   how long the whole answer may take, waiting for memory and for the model included
+        options: `AskOptions`: which passages to find (`RetrieveOptions`) or `hits` to read instead, and how to read
+                 and answer (`ReadOptions`)
 
         Answers that are made at the same time share the model's passes and the memory of `StoreConfig.answer_bytes`;
         one that does not fit waits for others to end, so close a stream that is not read to its end.
@@ -455,62 +435,46 @@ class RagCache(AsyncTwins):
         Raises PromptError, ContextTooLongError, AnswerTooLargeError, ConfigError, FilterError, UnknownHandleError,
         CancelledError, TimedOutError.
         """
-        chosen = self._reading(**reading)
+        check_names(options, AskOptions)
+        chosen = self._reading(options)
         self._look([question], chosen)
 
         def find() -> Sequence[Hit | Passage]:
-            if hits is not None:
+            if (hits := options.get("hits")) is not None:
                 self._drop_deleted()
                 return hits
-            options = {"filter": filter, "score_threshold": score_threshold, "mmr_lambda": mmr_lambda}
-            return self._retrieve(question, k, options, chosen.ahead)
+            return self._retrieve(question, k, retrieval(options), chosen.ahead)
 
         return self._stream(lambda reader: reader.question_ends(question), find, chosen)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Answer:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Answer:
         """Answer a conversation. Options as for `stream_chat`; the same events, collected."""
         return _answer(self.stream_chat(messages, **options))
 
-    def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        passages: Sequence[Hit | Passage] | None = None,
-        k: int | None = None,
-        filter: Filter | None = None,
-        score_threshold: float | None = None,
-        mmr_lambda: float | None = None,
-        context: str = "last",
-        **reading: Any,
-    ) -> Iterator[Event]:
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Iterator[Event]:
         """Go on with a conversation: sources, then tokens, then the whole answer.
 
         messages: {"role": "system" | "user" | "assistant", "content": text, or a list of texts and passages}. Passages
                   (of the last message that has any) are read where they stand; only white space may be between them
-        passages: instead, passages to put in front of the last user message (of the first one where the store's blocks
-                  are encoded behind its prefix)
-        k:        instead, how many passages to retrieve for the last user message and put there
-        context:  "last": the model reads the passages of one turn; "keep": each turn's own, where they stood, so that
-                  every prompt is the one before with more behind it. They stand in the messages, or are retrieved by k;
-                  what the conversation has read is not read again. While it does not fit the model, the oldest go
-        reading:  as for `stream`
+        options:  `ChatOptions`: `passages`, or `k` and which to find, `context`, and how to read and answer
 
         Without passages and k the model answers from the conversation alone. Raises what `stream` raises.
         """
+        check_names(options, ChatOptions)
+        passages, k, context = options.get("passages"), options.get("k"), options.get("context", "last")
         conversation = Conversation(messages)
         given = sum((conversation.has_passages, passages is not None, k is not None))
         if given > 1:
             raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
-        if context not in CONTEXTS:
-            raise ConfigError(f"context {context!r} is unknown; choose one of {', '.join(CONTEXTS)}")
-        chosen = self._reading(**reading)
+        if context not in get_args(Context):
+            raise ConfigError(f"context {context!r} is unknown; choose one of {', '.join(get_args(Context))}")
+        chosen = self._reading(options)
         self._look(conversation.given_text, chosen)
         tokenizer = self.lm.tokenizer
         if context == "keep":
             if passages is not None:
                 raise ConfigError('context="keep" takes passages in the messages, where each turn has its own, or k=')
-            options = {"filter": filter, "score_threshold": score_threshold, "mmr_lambda": mmr_lambda}
-            return self._stream_kept(conversation, k, options, chosen)
+            return self._stream_kept(conversation, k, retrieval(options), chosen)
         if passages is None and k is None:
             written, inline = conversation.as_written(tokenizer, self._system)
             self._drop_deleted()
@@ -520,8 +484,8 @@ class RagCache(AsyncTwins):
             if passages is not None:
                 self._drop_deleted()
                 return passages
-            options = {"filter": filter, "score_threshold": score_threshold, "mmr_lambda": mmr_lambda}
-            return self._retrieve(conversation.question, DEFAULT_K if k is None else k, options, chosen.ahead)
+            count = DEFAULT_K if k is None else k
+            return self._retrieve(conversation.question, count, retrieval(options), chosen.ahead)
 
         def ends(reader: Reader) -> PromptEnds:
             first = reader.encoder.recipe.sees_prefix
@@ -529,13 +493,16 @@ class RagCache(AsyncTwins):
 
         return self._stream(ends, find, chosen)
 
-    def complete(self, parts: str | Sequence[str | Hit | Passage], **options: Any) -> Answer:
+    def complete(self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]) -> Answer:
         """Continue a raw prompt. Options as for `stream_completion`; the same events, collected."""
         return _answer(self.stream_completion(parts, **options))
 
-    def stream_completion(self, parts: str | Sequence[str | Hit | Passage], **reading: Any) -> Iterator[Event]:
-        """Continue raw text, passages where they stand in it; no chat template. `reading`, errors: as for `stream`."""
-        chosen = self._reading(**reading)
+    def stream_completion(
+        self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]
+    ) -> Iterator[Event]:
+        """Continue raw text, passages where they stand in it; no chat template. Errors as for `stream`."""
+        check_names(options, ReadOptions)
+        chosen = self._reading(options)
         ends, inline = completion_ends(self.lm.tokenizer, parts)
         self._look([parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)], chosen)
         self._drop_deleted()
@@ -546,24 +513,21 @@ class RagCache(AsyncTwins):
         if reading.method.reuses_blocks:
             self._plain_text.look(prompt)
 
-    def _reading(
-        self,
-        *,
-        method: str | FusionMethod | None = None,
-        method_options: Mapping[str, Any] | None = None,
-        evict: SnapKV | int | None = None,
-        sampling: Sampling | None = None,
-        on_overflow: str = "error",
-        cancelled: threading.Event | None = None,
-        timeout_s: float | None = None,
-        order: str = "relevance",
-        hint: bool = True,
-    ) -> Reading:
-        chosen = self._chosen(method, method_options or {})
-        _present(self._reader).check(chosen)
-        choice = self._evict if evict is None else SnapKV.of(evict)
-        ahead = self._loader.ahead() if self._loader is not None and chosen.reuses_blocks else None
-        return Reading(chosen, choice, sampling or Sampling(), on_overflow, cancelled, timeout_s, ahead, order, hint)
+    def _reading(self, options: ReadOptions) -> Reading:
+        method = self._chosen(options.get("method"), options.get("method_options") or {})
+        _present(self._reader).check(method)
+        evict = options.get("evict")
+        return Reading(
+            method,
+            self._evict if evict is None else SnapKV.of(evict),
+            options.get("sampling") or Sampling(),
+            options.get("on_overflow", "error"),
+            options.get("cancelled"),
+            options.get("timeout_s"),
+            self._loader.ahead() if self._loader is not None and method.reuses_blocks else None,
+            options.get("order", "relevance"),
+            options.get("hint", True),
+        )
 
     def _chosen(self, method: str | FusionMethod | None, options: Mapping[str, Any]) -> FusionMethod:
         own = _present(self._method)
@@ -614,7 +578,7 @@ class RagCache(AsyncTwins):
             self._drop_deleted()
             form = None if k is None else reader.format
             pieces = conversation.in_pieces(self.lm.tokenizer, form, self._system)
-            talk = KeptConversation(conversation, memory, self.lm.tokenizer, options["filter"], self._system)
+            talk = KeptConversation(conversation, memory, self.lm.tokenizer, options.get("filter"), self._system)
             whole, documents = _present(self._whole), self.store.documents
             given = {turn: find_passages(own, documents, whole) for turn, own in inline_passages(conversation).items()}
             earlier, suffix_ids = talk.read(pieces, given)

@@ -6,7 +6,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-ORDERS = ("relevance", "shared")
 COUNTED_PASSAGES = 1 << 16
 _SEARCHED = 256
 

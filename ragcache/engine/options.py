@@ -1,0 +1,111 @@
+"""The options of a question, named here once: how passages are found, and how a prompt is read and answered.
+
+The engine's calls take them as keyword arguments. The command line, the server and the integrations derive theirs from
+these classes, and tests compare the names.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from ragcache.errors import ConfigError
+
+if TYPE_CHECKING:  # heavy ones: `ragcache --help` reads this file too
+    from ragcache.engine.passage import Passage
+    from ragcache.fusion.base import FusionMethod
+    from ragcache.fusion.eviction import SnapKV
+    from ragcache.models.decoding import Sampling
+    from ragcache.retrieval.retriever import Hit
+    from ragcache.store.filters import Filter
+
+DEFAULT_K = 5
+Overflow = Literal["error", "trim"]
+Order = Literal["relevance", "shared"]
+Context = Literal["last", "keep"]
+
+
+class RetrieveOptions(TypedDict, total=False):
+    """Which passages are found.
+
+    filter:          on metadata; only chunks that pass it count
+    score_threshold: leave out chunks with a lower inner product
+    mmr_lambda:      choose for variety too (maximal marginal relevance): 1 is the plain ranking, 0 variety alone
+    fetch_k:         how many candidates mmr_lambda chooses from; 5 * k when None
+    """
+
+    filter: Filter | None
+    score_threshold: float | None
+    mmr_lambda: float | None
+    fetch_k: int | None
+
+
+class ReadOptions(TypedDict, total=False):
+    """How a prompt is read and answered.
+
+    method:         another fusion method than the one the store was opened with
+    method_options: options of `method`, or of the store's own method
+    evict:          what each layer and KV head keeps of the passages' tokens once the first token of the answer is
+                    known: a budget or a SnapKV; None: what the store was opened with
+    sampling:       a `Sampling`; greedy when None
+    on_overflow:    when the passages do not fit the model's context: "error", or "trim" whole passages from the end
+                    (`Answer.dropped` says how many)
+    cancelled:      set it to stop
+    timeout_s:      how long the whole answer may take, waiting for memory and for the model included
+    order:          of the passages: "relevance", or "shared": as `full` finds most of them in the prefix tree (no
+                    effect on methods that read blocks)
+    hint:           with "shared": a line before the question says which passages are the most relevant
+    """
+
+    method: str | FusionMethod | None
+    method_options: Mapping[str, Any] | None
+    evict: SnapKV | int | None
+    sampling: Sampling | None
+    on_overflow: Overflow
+    cancelled: threading.Event | None
+    timeout_s: float | None
+    order: Order
+    hint: bool
+
+
+class AskOptions(RetrieveOptions, ReadOptions, total=False):
+    """Options of one question.
+
+    hits: passages to read instead of retrieving, best first
+    """
+
+    hits: Sequence[Hit | Passage] | None
+
+
+class ChatOptions(RetrieveOptions, ReadOptions, total=False):
+    """Options of a conversation.
+
+    passages: instead of passages in the messages, those to put in front of the last user message (of the first one
+              where the store's blocks are encoded behind its prefix)
+    k:        instead, how many passages to retrieve for the last user message and put there
+    context:  "last": the model reads the passages of one turn; "keep": each turn's own, where they stood, so that
+              every prompt is the one before with more behind it. They stand in the messages, or are retrieved by k;
+              what the conversation has read is not read again. While it does not fit the model, the oldest go
+    """
+
+    passages: Sequence[Hit | Passage] | None
+    k: int | None
+    context: Context
+
+
+def names(options: type) -> tuple[str, ...]:
+    """The names of one of these classes, in their order."""
+    return tuple(options.__annotations__)
+
+
+def check_names(given: Iterable[str], options: type) -> None:
+    """Raises ConfigError that names the options there are not, and those there are."""
+    known = names(options)
+    if unknown := [name for name in given if name not in known]:
+        raise ConfigError(f"there is no option {', '.join(unknown)}; the options are {', '.join(known)}")
+
+
+def retrieval(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that say which passages are found."""
+    return {name: options[name] for name in names(RetrieveOptions) if name in options}
