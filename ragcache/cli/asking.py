@@ -10,7 +10,7 @@ import typer
 
 from ragcache.cli.command import command
 from ragcache.cli.opening import open_with_models
-from ragcache.cli.options import AnswerOptions, Json, ModelOptions, StoreOptions, TurnOptions, option
+from ragcache.cli.options import AnswerOptions, Json, ModelOptions, StoreOptions, Timeout, TurnOptions, option
 from ragcache.cli.output import print_json, say, say_error, seconds_text
 from ragcache.cli.serve import AddressOptions, run_page
 from ragcache.errors import RagCacheError
@@ -28,10 +28,11 @@ def ask(
     store: StoreOptions,
     models: ModelOptions,
     answer: AnswerOptions,
+    timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
     """Answer a question from the store; the answer is written as it comes, then its sources."""
-    options = answer.stream_options()
+    options = {**answer.stream_options(), "timeout_s": timeout}
     with open_with_models(store, models) as kb:
         if as_json:
             print_json(kb.ask(question, **options).to_json())
@@ -46,6 +47,7 @@ def chat(
     answer: AnswerOptions,
     turns: TurnOptions,
     address: AddressOptions,
+    timeout: Timeout = None,
     web: Annotated[bool, option("--web", "Chat in a web page: the API and the page, on --host and --port.")] = False,
 ) -> None:
     """Ask one question after another. Each stands for itself: passages are read, earlier questions are not.
@@ -55,9 +57,9 @@ def chat(
     the terminal's place, where a conversation goes on from its earlier questions; Ctrl-C ends the server.
     """
     if web:
-        run_page(store, models, answer, turns, address)
+        run_page(store, models, answer, turns, address, timeout)
         return
-    options = answer.stream_options()
+    options = {**answer.stream_options(), "timeout_s": timeout}
     with open_with_models(store, models) as kb:
         ask_next = _one_by_one(kb, options) if turns.context == "last" else _conversation(kb, options)
         for question in _questions():

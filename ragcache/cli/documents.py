@@ -18,7 +18,7 @@ from ragcache.cli.options import (
     FilterText,
     Json,
     ModelOptions,
-    ReadOptions,
+    ReadLimitOptions,
     StoreOptions,
     Wait,
     json_object,
@@ -38,7 +38,7 @@ def ingest(
     store: StoreOptions,
     models: ModelOptions,
     chunks: ChunkOptions,
-    reading: ReadOptions,
+    reading: ReadLimitOptions,
     kv: Annotated[
         Literal["eager", "lazy", "hot"],
         option("--kv", "Compute KV now (eager), on first use (lazy), or keep that of passages in demand alone (hot)."),

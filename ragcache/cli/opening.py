@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ragcache.cli.options import ChunkOptions, ModelOptions, ReadOptions, StoreOptions
+from ragcache.cli.options import ChunkOptions, ModelOptions, ReadLimitOptions, StoreOptions
 from ragcache.cli.output import on_terminal
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def open_with_models(
     store: StoreOptions,
     models: ModelOptions,
     chunks: ChunkOptions | None = None,
-    reading: ReadOptions | None = None,
+    reading: ReadLimitOptions | None = None,
     *,
     create: bool = False,
 ) -> RagCache:

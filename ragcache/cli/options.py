@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ragcache.engine.options import Context, Order, Overflow, ReadOptions, RetrieveOptions, names
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ FilterText = Annotated[
 ]
 Wait = Annotated[float, option("--wait", "Seconds to wait for another process that is writing.", min=0)]
 WAIT_S = 30.0
+Timeout = Annotated[float | None, option("--timeout", "Seconds for one question, waiting included.")]
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ class ChunkOptions:
 
 
 @dataclass(frozen=True)
-class ReadOptions:
+class ReadLimitOptions:
     """What reading one document may take; one that needs more fails, and the others go on."""
 
     read_time: Annotated[float, option("--read-time", "Seconds for reading one file.")] = 120.0
@@ -284,15 +286,18 @@ class AnswerOptions:
     mmr_lambda: Annotated[
         float | None, option("--mmr-lambda", "Choose passages for variety too: 1 is the plain ranking.")
     ] = None
+    fetch_k: Annotated[
+        int | None, option("--fetch-k", "Passages that --mmr-lambda chooses from; 5 times --k if not given.")
+    ] = None
     on_overflow: Annotated[
-        Literal["error", "trim"], option("--on-overflow", "Passages that do not fit: refuse, or leave whole ones out.")
+        Overflow, option("--on-overflow", "Passages that do not fit: refuse, or leave whole ones out.")
     ] = "error"
     evict: Annotated[
         int | None,
         option("--evict", "After the first token, keep so many of the passages' tokens in each layer and KV head."),
     ] = None
     order: Annotated[
-        Literal["relevance", "shared"],
+        Order,
         option("--order", "Of the passages: as they rank, or as --method full finds most of them read already."),
     ] = "relevance"
     hint: Annotated[
@@ -305,18 +310,10 @@ class AnswerOptions:
         return Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.seed, tuple(self.stop or ()))
 
     def stream_options(self) -> dict[str, Any]:
-        """Arguments of `RagCache.stream` and `RagCache.ask`."""
-        return {
-            "k": self.k,
-            "sampling": self.sampling(),
-            "filter": json_object(self.filter),
-            "score_threshold": self.score_threshold,
-            "mmr_lambda": self.mmr_lambda,
-            "on_overflow": self.on_overflow,
-            "evict": self.evict,
-            "order": self.order,
-            "hint": self.hint,
-        }
+        """Arguments of `RagCache.stream` and `RagCache.ask`: k, sampling, and the fields that they know."""
+        known = {*names(ReadOptions), *names(RetrieveOptions)}
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name in known}
+        return {"k": self.k, "sampling": self.sampling(), **given, "filter": json_object(self.filter)}
 
 
 @dataclass(frozen=True)
@@ -324,6 +321,6 @@ class TurnOptions:
     """How a conversation goes on."""
 
     context: Annotated[
-        Literal["last", "keep"],
+        Context,
         option("--context", "Passages that a turn is read over: its own, or those of the turns before it, too."),
     ] = "last"

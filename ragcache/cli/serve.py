@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +15,9 @@ from ragcache.cli.opening import hide_bars_in_pipes, open_with_models
 from ragcache.cli.options import (
     AnswerOptions,
     ModelOptions,
-    ReadOptions,
+    ReadLimitOptions,
     StoreOptions,
     TurnOptions,
-    json_object,
     option,
     size,
 )
@@ -81,7 +80,7 @@ def serve(
     turns: TurnOptions,
     address: AddressOptions,
     limits: LimitOptions,
-    reading: ReadOptions,
+    reading: ReadLimitOptions,
     serving: ServeOptions,
 ) -> None:
     """Serve OpenAI's HTTP API over the store: chat completions, embeddings, documents, metrics.
@@ -95,19 +94,25 @@ def serve(
 
 
 def run_page(
-    store: StoreOptions, models: ModelOptions, answer: AnswerOptions, turns: TurnOptions, address: AddressOptions
+    store: StoreOptions,
+    models: ModelOptions,
+    answer: AnswerOptions,
+    turns: TurnOptions,
+    address: AddressOptions,
+    timeout: float | None,
 ) -> None:
     """The chat page and the API below it, until interrupted."""
     check_installed()
-    settings = server_settings(answer, turns, address, LimitOptions(), ServeOptions())
-    run_server(store, models, address, ReadOptions(), settings, web=True)
+    limits = LimitOptions() if timeout is None else LimitOptions(timeout=timeout)
+    settings = server_settings(answer, turns, address, limits, ServeOptions())
+    run_server(store, models, address, ReadLimitOptions(), settings, web=True)
 
 
 def run_server(
     store: StoreOptions,
     models: ModelOptions,
     address: AddressOptions,
-    reading: ReadOptions,
+    reading: ReadLimitOptions,
     settings: ServerSettings,
     *,
     web: bool,
@@ -167,24 +172,8 @@ def server_settings(
 def answer_defaults(answer: AnswerOptions, turns: TurnOptions) -> AnswerDefaults:
     from ragcache.server.settings import AnswerDefaults
 
-    sampling = answer.sampling()  # checks them
-    return AnswerDefaults(
-        k=answer.k,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        stop=sampling.stop,
-        filter=json_object(answer.filter),
-        score_threshold=answer.score_threshold,
-        mmr_lambda=answer.mmr_lambda,
-        on_overflow=answer.on_overflow,
-        evict=answer.evict,
-        order=answer.order,
-        hint=answer.hint,
-        context=turns.context,
-    )
+    options = answer.stream_options()
+    return AnswerDefaults(**asdict(options.pop("sampling")), **options, context=turns.context)
 
 
 def log_as_json() -> None:

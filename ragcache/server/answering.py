@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from ragcache import Answer, Passage, RagCache, Sampling, Source
+from ragcache import Answer, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
 from ragcache.engine.answer import source_to_json
+from ragcache.engine.options import names
 from ragcache.server.schemas.chat import ChatRequest, Extension, GivenDocument, Message
 from ragcache.server.schemas.completion import (
     ChatUsage,
@@ -17,6 +18,10 @@ from ragcache.server.schemas.completion import (
     SourceItem,
 )
 from ragcache.server.settings import AnswerDefaults
+
+# Sampling has OpenAI's fields; a client that hangs up cancels; the time limit bounds the wait for a slot too, so that
+# `Work` keeps it.
+READ = [name for name in names(ReadOptions) if name not in ("sampling", "cancelled", "timeout_s")]
 
 
 class Call(NamedTuple):
@@ -31,12 +36,7 @@ def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: i
     asked = request.extension
     options = {
         "sampling": sampling(request, defaults, max_positions),
-        "method": asked.method,
-        "method_options": asked.method_options,
-        "on_overflow": _first(asked.on_overflow, defaults.on_overflow),
-        "evict": _first(asked.evict, defaults.evict),
-        "order": _first(asked.order, defaults.order),
-        "hint": _first(asked.hint, defaults.hint),
+        **_given(READ, asked, defaults),
         "context": asked.context or ("last" if asked.documents is not None else defaults.context),
         **_passages(asked, defaults),
     }
@@ -73,12 +73,13 @@ def _passages(asked: Extension, defaults: AnswerDefaults) -> dict[str, Any]:
         return {"passages": [_passage(document) for document in asked.documents]}
     if asked.retrieve is False:
         return {}
-    return {
-        "k": _first(asked.k, defaults.k),
-        "filter": _first(asked.filter, defaults.filter),
-        "score_threshold": _first(asked.score_threshold, defaults.score_threshold),
-        "mmr_lambda": _first(asked.mmr_lambda, defaults.mmr_lambda),
-    }
+    return {"k": _first(asked.k, defaults.k), **_given(names(RetrieveOptions), asked, defaults)}
+
+
+def _given(options: Iterable[str], asked: Extension, defaults: AnswerDefaults) -> dict[str, Any]:
+    """Those of the options that the request or the server's defaults state; the engine has its own for the rest."""
+    found = {name: _first(getattr(asked, name), getattr(defaults, name, None)) for name in options}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _passage(document: GivenDocument) -> Passage:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragcache.engine.aio import THREADS
+from ragcache.engine.options import Context, Order, Overflow
 from ragcache.errors import ConfigError
 
 MIB = 1 << 20
@@ -22,7 +23,8 @@ class AnswerDefaults:
     max_tokens:  longest answer
     temperature: 0 is greedy
     top_p, top_k, seed, stop: as for `Sampling`
-    filter, score_threshold, mmr_lambda, on_overflow, evict, order, hint: as for `RagCache.stream`
+    filter, score_threshold, mmr_lambda, fetch_k: as for `RetrieveOptions`
+    on_overflow, evict, order, hint: as for `ReadOptions`
     context:     as for `RagCache.stream_chat`; a request with documents of its own is read by these alone
     """
 
@@ -36,11 +38,12 @@ class AnswerDefaults:
     filter: Mapping[str, Any] | None = None
     score_threshold: float | None = None
     mmr_lambda: float | None = None
-    on_overflow: str = "error"
+    fetch_k: int | None = None
+    on_overflow: Overflow = "error"
     evict: int | None = None
-    order: str = "relevance"
+    order: Order = "relevance"
     hint: bool = True
-    context: str = "last"
+    context: Context = "last"
 
 
 @dataclass(frozen=True)

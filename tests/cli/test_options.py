@@ -16,9 +16,10 @@ import pytest
 import typer
 from terminal import NAMES, invoke, names
 
+import ragcache as rc
 from ragcache.cli.app import COMMANDS, build_app
 from ragcache.cli.command import command
-from ragcache.cli.options import size
+from ragcache.cli.options import AnswerOptions, size
 from ragcache.cli.output import bytes_text, printable, seconds_text
 from ragcache.errors import ConfigError, StoreBusyError
 
@@ -214,3 +215,38 @@ def test_damage_is_reported_in_one_line(store):
     assert result.exit_code == 0, result.output
     hits = json.loads(result.stdout)["hits"]
     assert sorted(hit["kv"] for hit in hits) == ["computed", "disk", "disk", "disk"]
+
+
+# The engine's options by other names on the command line; Ctrl-C cancels.
+ELSEWHERE = {
+    "method_options": ["option"],
+    "timeout_s": ["timeout"],
+    "cancelled": [],
+    "sampling": ["seed", "max_tokens"],
+}
+
+
+@pytest.mark.parametrize("name", ["ask", "chat", "serve"])
+def test_no_option_of_the_engine_is_absent(name):
+    known = {*rc.ReadOptions.__annotations__, *rc.RetrieveOptions.__annotations__, "k"}
+    wanted = {given for one in known for given in ELSEWHERE.get(one, [one])}
+    found = {parameter.name for command, parameter in all_options() if command == name}
+    assert wanted <= found
+    assert ("context" in found) == (name != "ask")
+
+
+def test_options_reach_the_engine():
+    given = {"mmr_lambda": 0.5, "fetch_k": 9, "score_threshold": 0.1, "evict": 7, "order": "shared", "hint": False}
+    options = AnswerOptions(k=3, seed=4, filter='{"year": 2024}', on_overflow="trim", **given).stream_options()
+    assert options == {
+        **given, "k": 3, "filter": {"year": 2024}, "on_overflow": "trim", "sampling": rc.Sampling(seed=4),
+    }  # fmt: skip
+
+
+def test_an_answer_may_take_so_long(store):
+    late = invoke("ask", "Cat?", "--store", store, "--timeout", "1e-6")
+    assert (late.exit_code, late.stdout) == (1, "")
+    assert "no answer within 1e-06 s" in late.stderr
+    bad = invoke("ask", "Cat?", "--store", store, "--timeout", "0")
+    assert (bad.exit_code, "must be above 0" in bad.stderr) == (2, True)
+    assert invoke("chat", "--store", store, "--timeout", "1e-6", input="Cat?\n").stderr.count("no answer within") == 1

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from ragcache.engine.options import Context, Order, Overflow
 from ragcache.server.schemas.base import JsonObject, Name, RequestModel, Text
 
 SeedInt = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -82,14 +83,17 @@ class Extension(RequestModel):
     filter: JsonObject | None = Field(default=None, description='Of metadata, such as {"year": {"$gte": 2020}}')
     score_threshold: float | None = Field(default=None, description="Leave out passages with a lower score")
     mmr_lambda: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="Choose for variety too")
-    context: Literal["last", "keep"] | None = Field(
+    fetch_k: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
+        default=None, description="Candidates that mmr_lambda chooses from; 5 * k if absent"
+    )
+    context: Context | None = Field(
         default=None, description="keep: every turn keeps the passages that it was read over"
     )
-    order: Literal["relevance", "shared"] | None = Field(
+    order: Order | None = Field(
         default=None, description="shared: passages as method full finds most of them read already"
     )
     hint: bool | None = Field(default=None, description="With order shared: say which passages rank first")
-    on_overflow: Literal["error", "trim"] | None = Field(default=None, description="Passages that do not fit")
+    on_overflow: Overflow | None = Field(default=None, description="Passages that do not fit")
     top_k: TokenCount | None = Field(default=None, description="Sample among so many tokens")
     evict: TokenCount | None = Field(default=None, description="Passages' tokens to keep after the first token")
     timeout_s: Annotated[float, Field(gt=0)] | None = Field(

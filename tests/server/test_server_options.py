@@ -1,0 +1,54 @@
+"""A request may say whatever the engine's own options say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ragcache as rc
+from ragcache.server.answering import engine_call
+from ragcache.server.schemas.chat import ChatRequest, Extension
+from ragcache.server.settings import AnswerDefaults
+
+# Options that OpenAI's own fields stand for, and the client that hangs up.
+ELSEWHERE = {"sampling", "cancelled"}
+READ = {
+    "method": "full",
+    "method_options": {"reuse": False},
+    "evict": 7,
+    "on_overflow": "trim",
+    "order": "shared",
+    "hint": False,
+}
+RETRIEVE = {"filter": {"letters": 3}, "score_threshold": 0.25, "mmr_lambda": 0.5, "fetch_k": 9}
+
+
+def call(defaults: AnswerDefaults | None = None, **extension):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "ragcache": extension}
+    return engine_call(ChatRequest.model_validate(body), defaults or AnswerDefaults(), 4096).options
+
+
+def test_no_option_of_the_engine_is_absent():
+    known = {*rc.ReadOptions.__annotations__, *rc.RetrieveOptions.__annotations__}
+    assert known - ELSEWHERE <= set(Extension.model_fields)
+    assert {*READ, "timeout_s"} == set(rc.ReadOptions.__annotations__) - ELSEWHERE
+    assert set(RETRIEVE) == set(rc.RetrieveOptions.__annotations__)
+    assert {"k", "context"} <= set(Extension.model_fields)
+
+
+def test_every_option_reaches_the_engine():
+    options = call(**READ, **RETRIEVE, k=3, context="keep")
+    for name, value in {**READ, **RETRIEVE, "k": 3, "context": "keep"}.items():
+        assert options[name] == value, name
+
+
+def test_the_servers_defaults_reach_it_too_and_a_request_wins():
+    fields = {field.name for field in dataclasses.fields(AnswerDefaults)}
+    stated = {name: value for name, value in {**READ, **RETRIEVE}.items() if name in fields}
+    assert {*READ, *RETRIEVE} - set(stated) == {"method", "method_options"}  # the store was opened with one
+    defaults = AnswerDefaults(**stated)
+    assert call(defaults).items() >= stated.items()
+    assert call(defaults, hint=True, evict=2).items() >= {"hint": True, "evict": 2, "order": "shared"}.items()
+
+
+def test_the_engine_has_defaults_of_its_own():
+    assert set(call(retrieve=False)) == {"sampling", "on_overflow", "order", "hint", "context"}
