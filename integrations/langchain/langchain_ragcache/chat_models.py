@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, contextmanager
 from typing import Annotated, Any, Self, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -15,14 +15,16 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 import ragcache as rc
 from langchain_ragcache.answers import PROVIDER, to_chunk, to_result
-from langchain_ragcache.deadline import deadline
 from langchain_ragcache.messages import to_engine
 from langchain_ragcache.opening import open_kb
 from langchain_ragcache.options import refuse_unknown
-from ragcache.errors import ModelMismatchError
+from ragcache.errors import CancelledError, ModelMismatchError, TimedOutError
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-READING = ("method", "method_options", "on_overflow")
+# The engine's options, but for those that LangChain has names of its own for: the sampling's fields, a task or stream
+# that is cancelled, and `timeout`.
+RENAMED = ("sampling", "cancelled", "timeout_s")
+READING = (*(name for name in rc.ReadOptions.__annotations__ if name not in RENAMED), "context")
 # `stream` is LangChain's own switch, `model` is checked.
 CALL_OPTIONS = (*SAMPLING, *READING, "timeout", "model", "stream")
 # Standard parameters of chat models that reach a service; there is none here.
@@ -39,9 +41,9 @@ class ChatRagCache(BaseChatModel):
     kb:          an open `rc.RagCache`, or the path of a store, which is opened; what RAGCACHE_STORE names if left out
     model:       the store's own model by name; any other is refused
     max_tokens, temperature, top_p, top_k, seed, stop: see `rc.Sampling`
-    method, method_options: another fusion method than the store's own, and its options
-    on_overflow: passages that do not fit the model's context: "error", or "trim" whole passages from the end
-    timeout:     seconds that an answer may take, looked at before every token
+    method, method_options, evict, on_overflow, order, hint: see `rc.ReadOptions`
+    context:     "last", or "keep": every turn keeps the passages that stand in its message
+    timeout:     seconds that an answer may take, waiting included: `timeout_s` of `rc.ReadOptions`
 
     `invoke`, `bind` and their like take the same, but for kb, and refuse what they do not know. api_key, base_url and
     max_retries are taken at construction, as from every chat model, and have no effect: there is no service.
@@ -60,7 +62,11 @@ class ChatRagCache(BaseChatModel):
     stop: list[str] | None = None
     method: str | None = None
     method_options: Mapping[str, Any] | None = None
+    evict: int | None = Field(default=None, ge=1)
     on_overflow: str = "error"
+    order: str = "relevance"
+    hint: bool = True
+    context: str = "last"
     timeout: float | None = Field(default=None, gt=0)
     streaming: bool = False
 
@@ -101,8 +107,8 @@ class ChatRagCache(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        with deadline(self._option(kwargs, "timeout")) as cancelled:
-            answer = self.kb.chat(to_engine(messages), cancelled=cancelled, **self._reading(stop, kwargs))
+        with naming_timeout(self._option(kwargs, "timeout")):
+            answer = self.kb.chat(to_engine(messages), **self._reading(stop, kwargs))
         return to_result(answer, self.model)
 
     async def _agenerate(
@@ -112,8 +118,8 @@ class ChatRagCache(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        with deadline(self._option(kwargs, "timeout")) as cancelled:
-            answer = await self.kb.achat(to_engine(messages), cancelled=cancelled, **self._reading(stop, kwargs))
+        with naming_timeout(self._option(kwargs, "timeout")):
+            answer = await self.kb.achat(to_engine(messages), **self._reading(stop, kwargs))
         return to_result(answer, self.model)
 
     def _stream(
@@ -123,8 +129,8 @@ class ChatRagCache(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with deadline(self._option(kwargs, "timeout")) as cancelled:
-            events = self.kb.stream_chat(to_engine(messages), cancelled=cancelled, **self._reading(stop, kwargs))
+        with naming_timeout(self._option(kwargs, "timeout")):
+            events = self.kb.stream_chat(to_engine(messages), **self._reading(stop, kwargs))
             with closing(cast("Any", events)):
                 for event in events:
                     chunk = to_chunk(event, self.model)
@@ -141,8 +147,8 @@ class ChatRagCache(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        with deadline(self._option(kwargs, "timeout")) as cancelled:
-            events = self.kb.astream_chat(to_engine(messages), cancelled=cancelled, **self._reading(stop, kwargs))
+        with naming_timeout(self._option(kwargs, "timeout")):
+            events = self.kb.astream_chat(to_engine(messages), **self._reading(stop, kwargs))
             async with aclosing(cast("Any", events)):
                 async for event in events:
                     chunk = to_chunk(event, self.model)
@@ -162,7 +168,8 @@ class ChatRagCache(BaseChatModel):
         sampling = {name: self._option(given, name) for name in SAMPLING}
         ends = (self.stop or []) if stop is None else stop
         reading = {name: self._option(given, name) for name in READING}
-        return {**reading, "sampling": rc.Sampling(**sampling, stop=tuple(ends))}
+        limit = self._option(given, "timeout")
+        return {**reading, "timeout_s": limit, "sampling": rc.Sampling(**sampling, stop=tuple(ends))}
 
     # About the model
 
@@ -197,3 +204,12 @@ class ChatRagCache(BaseChatModel):
             return self.custom_get_token_ids(text)
         ids: list[int] = self.kb.lm.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+
+@contextmanager
+def naming_timeout(limit: float | None) -> Iterator[None]:
+    """Raises CancelledError, in place of the engine's TimedOutError, that names the limit as LangChain does."""
+    try:
+        yield
+    except TimedOutError as error:
+        raise CancelledError(f"the answer took longer than timeout={limit} s; allow more time") from error

@@ -15,7 +15,7 @@ from langchain_ragcache.documents import to_document
 from langchain_ragcache.opening import open_kb
 from langchain_ragcache.options import refuse_unknown
 
-RETRIEVAL = ("k", "filter", "score_threshold", "mmr_lambda", "fetch_k")
+RETRIEVAL = ("k", *rc.RetrieveOptions.__annotations__)
 
 
 class RagCacheRetriever(BaseRetriever):
