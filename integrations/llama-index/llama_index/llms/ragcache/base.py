@@ -28,7 +28,9 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
-_READING = ("method", "method_options", "evict", "on_overflow")
+# The engine's options, but for the sampling, whose fields stand for it, and for what LlamaIndex cancels by itself.
+_READING = tuple(name for name in rc.ReadOptions.__annotations__ if name not in ("sampling", "cancelled"))
+_OPTIONS = (*_SAMPLING, *_READING, "segments")
 Event = rc.Sources | rc.Token | rc.Done
 T = TypeVar("T")
 
@@ -62,11 +64,15 @@ class RagCacheLLM(CustomLLM):
     method_options: dict[str, Any] = Field(default_factory=dict, description="Options of the method.")
     evict: int | None = Field(default=None, description="Budget of decode eviction; the store's own when absent.")
     on_overflow: str = Field(default="error", description='Passages that do not fit: "error" or "trim".')
+    timeout_s: float | None = Field(default=None, description="Seconds that an answer may take, waiting included.")
+    order: str = Field(default="relevance", description='Of passages: "relevance", or "shared" for method full.')
+    hint: bool = Field(default=True, description="With order shared: say which passages rank first.")
+    context: str = Field(default="last", description='"keep": each turn of a chat keeps the passages of its message.')
     _kb: rc.RagCache = PrivateAttr()
 
     def __init__(self, kb: rc.RagCache, **fields: Any) -> None:
         """Raises ConfigError for a field that is out of range or unknown."""
-        _refuse_unknown(set(fields) - set(type(self).model_fields))
+        _refuse_unknown(set(fields) - set(type(self).model_fields), (*_OPTIONS, "context"))
         super().__init__(**fields)
         self._kb = kb
         self._options({})
@@ -167,7 +173,7 @@ class RagCacheLLM(CustomLLM):
         return _asteps(self._kb.astream_completion(self._parts(prompt, formatted, kwargs), **self._options(kwargs)))
 
     def _chat_options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        options = self._options(kwargs)
+        options = {**self._options(kwargs, "context"), "context": kwargs.get("context", self.context)}
         if kwargs.get("segments"):
             options["passages"] = as_passages(kwargs["segments"])
         return options
@@ -179,9 +185,13 @@ class RagCacheLLM(CustomLLM):
     def _whole(self, prompt: str, formatted: bool) -> str:
         return prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
 
-    def _options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of the engine: the fields, with what the call says on top. Raises ConfigError."""
-        _refuse_unknown(set(kwargs) - {*_SAMPLING, *_READING, "segments"})
+    def _options(self, kwargs: Mapping[str, Any], *more: str) -> dict[str, Any]:
+        """Options of the engine: the fields, with what the call says on top. Raises ConfigError.
+
+        more: names that the call may have besides
+        """
+        known = (*_OPTIONS, *more)
+        _refuse_unknown(set(kwargs) - set(known), known)
         chosen = {name: kwargs.get(name, getattr(self, name)) for name in (*_SAMPLING, *_READING)}
         stop = chosen["stop"] or ()
         chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -191,10 +201,9 @@ class RagCacheLLM(CustomLLM):
         return {"sampling": sampling, **{name: chosen[name] for name in _READING}}
 
 
-def _refuse_unknown(names: set[str]) -> None:
+def _refuse_unknown(names: set[str], known: Sequence[str]) -> None:
     if names:
-        known = ", ".join((*_SAMPLING, *_READING, "segments"))
-        raise ConfigError(f"RagCacheLLM knows no option {sorted(names)[0]!r}; options are {known}")
+        raise ConfigError(f"RagCacheLLM knows no option {sorted(names)[0]!r}; options are {', '.join(known)}")
 
 
 class _Stepper:
