@@ -13,6 +13,7 @@ import typer
 
 from ragcache.engine.options import Context, Order, Overflow, ReadOptions, RetrieveOptions, names
 from ragcache.errors import ConfigError
+from ragcache.store.eviction import ADMISSIONS, POLICIES
 
 if TYPE_CHECKING:
     from ragcache import ChunkerConfig, IngestConfig, Sampling, StoreConfig
@@ -88,13 +89,13 @@ class StoreOptions:
         int, option("--memory", "Budget of the host-memory tier.", parser=size, metavar="SIZE", show_default="2GiB")
     ] = 2 * 2**30
     codec: Annotated[
-        str, option("--codec", "How new KV blocks are kept: raw, int8, int4, fp8, cachegen or mikv; all are read.")
+        str, option("--codec", "How new KV blocks are kept; `ragcache plan` lists the codecs. All are read.")
     ] = "raw"
-    eviction: Annotated[
-        str, option("--eviction", "What the memory tier gives up when it is full: lru, lfu, gdsf or pgdsf.")
-    ] = "lru"
+    eviction: Annotated[str, option("--eviction", f"What a tier gives up when it is full: {', '.join(POLICIES)}.")] = (
+        "lru"
+    )
     admission: Annotated[
-        str, option("--admission", "What may take its place: all, or what is asked for more often (tinylfu).")
+        str, option("--admission", f"Filter for what may take its place: {', '.join(ADMISSIONS)}.")
     ] = "all"
     trace: Annotated[
         Path | None, option("--trace", "Append every access to blocks to this file, for `ragcache simulate`; no text.")

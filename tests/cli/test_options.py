@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from ragcache.cli.app import COMMANDS, build_app
 from ragcache.cli.command import command
 from ragcache.cli.options import AnswerOptions, size
 from ragcache.cli.output import bytes_text, printable, seconds_text
+from ragcache.codecs import CODECS
 from ragcache.errors import ConfigError, StoreBusyError
+from ragcache.store.eviction import ADMISSIONS, POLICIES
 
 
 def all_options() -> Iterator[tuple[str, object]]:
@@ -250,3 +253,18 @@ def test_an_answer_may_take_so_long(store):
     bad = invoke("ask", "Cat?", "--store", store, "--timeout", "0")
     assert (bad.exit_code, "must be above 0" in bad.stderr) == (2, True)
     assert invoke("chat", "--store", store, "--timeout", "1e-6", input="Cat?\n").stderr.count("no answer within") == 1
+
+
+@pytest.mark.parametrize(("flag", "names_of"), [("--eviction", POLICIES), ("--admission", ADMISSIONS)])
+def test_help_names_every_policy(flag, names_of):
+    helps = [one.help for name, one in all_options() if name == "ask" and flag in one.opts]
+    assert len(helps) == 1
+    assert re.findall(r"\w+", helps[0].partition(": ")[2]) == list(names_of)
+
+
+def test_help_names_no_codec_and_waits_for_no_torch():
+    """Names of codecs would have to be kept up by hand, or cost the import of torch: `plan` and the error list them."""
+    (codec,) = [one.help for name, one in all_options() if name == "ask" and "--codec" in one.opts]
+    assert not set(re.findall(r"\w+", codec)) & set(CODECS)
+    code = "import sys; from ragcache.cli.app import build_app; build_app(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -15,7 +15,9 @@ from families import random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.cli.app import build_app
+from ragcache.codecs import CODECS
 from ragcache.engine.maintenance import DoctorReport, Info
+from ragcache.store.eviction import ADMISSIONS, POLICIES
 from ragcache.store.records import Document
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +128,8 @@ def test_the_page_of_the_command_line_is_complete():
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) == flags | {"--help"}
     commands = re.findall(r"^\| `(\w+)(?: [A-Z.]+)?` \| ", text.split("## Environment")[0], re.M)
     assert commands == list(COMMANDS)
+    for flag, names in (("codec", CODECS), ("eviction", POLICIES), ("admission", ADMISSIONS)):
+        assert "`--" + flag + " " + r"\|".join(names) + "`" in text
 
 
 def test_json_fields_are_documented():
