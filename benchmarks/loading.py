@@ -37,8 +37,9 @@ from ragcache.engine.probe import probe_disk, probe_prefill
 from ragcache.engine.rates import Rates
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
+from ragcache.store.access_counts import Loaded
 from ragcache.store.documents import DocumentStore
-from ragcache.store.kv_store import KVStore, Loaded
+from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
 
 WARM, COLD, THROTTLED = "warm disk", "cold disk", "throttled disk"

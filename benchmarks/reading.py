@@ -23,7 +23,7 @@ from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache
 from ragcache.prompt import Prompt
-from ragcache.store.kv_store import Loaded
+from ragcache.store.access_counts import Loaded
 
 
 def random_prompt(vocab_size: int, passages: int, tokens: int, suffix: int, seed: int) -> Prompt:

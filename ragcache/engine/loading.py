@@ -18,7 +18,8 @@ from ragcache.errors import ConfigError
 from ragcache.ingest.encoder import BlockEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.openmp import work_alone
-from ragcache.store.kv_store import KVStore, Loaded
+from ragcache.store.access_counts import Loaded
+from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
 
 AUTO, ALWAYS, NEVER = "auto", "always", "never"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from filelock import FileLock, Timeout
 
 from ragcache.codecs.atomic import atomic_write, write_all
-from ragcache.store.kv_store import KVStats
+from ragcache.store.access_counts import KVStats
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from ragcache.errors import StoreError
 from ragcache.kv.block import KVBlock
 from ragcache.store.complaints import Complaints
 from ragcache.store.key_locks import KeyLocks
-from ragcache.store.tiers import BudgetedTier, DiskTier, Tier
-from ragcache.store.write_behind import WriteBehind
+from ragcache.store.tiers import BudgetedTier, DurableTier, Tier
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ class Demotion:
 
     def __init__(
         self,
-        durable: DiskTier | WriteBehind,
+        durable: DurableTier,
         key_locks: KeyLocks,
         *,
         read_only: bool,

@@ -8,33 +8,35 @@ import time
 from collections.abc import Callable
 
 from ragcache.errors import ConfigError
-from ragcache.store.block_files import BlockFiles
+from ragcache.store.tiers import DurableTier
 
 MARKS_PER_LIFE = 16
 _MOST_KNOWN = 1 << 17
 
 
 class Expiry:
-    """When each block was used last: here by a clock that never jumps, by others as its file's time says.
+    """When each block was used last: here by a clock that never jumps, by others as the durable tier says.
 
-    The wall clock is read once. What it does while the process runs shows nowhere; a file from the future counts as
-    used now, and its time is set right. A wall clock that was wrong when the process began can make a block look too
+    The wall clock is read once. What it does while the process runs shows nowhere; a mark from the future counts as
+    used now, and is set right. A wall clock that was wrong when the process began can make a block look too
     old: it is then computed again.
+
+    ttl_s: None: no block is ever over, and none is marked
     """
 
     def __init__(
         self,
-        ttl_s: float,
-        files: BlockFiles,
+        ttl_s: float | None,
+        durable: DurableTier,
         *,
         writable: bool = True,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        if not ttl_s > 0 or math.isinf(ttl_s):
+        if ttl_s is not None and (not ttl_s > 0 or math.isinf(ttl_s)):
             raise ConfigError(f"a time to live of {ttl_s} s: give more than 0, or None to keep blocks")
         self.ttl_s = ttl_s
-        self._files = files
+        self._durable = durable
         self._writable = writable
         self._clock = clock
         self._offset_s = wall() - clock()
@@ -43,24 +45,28 @@ class Expiry:
         self._lock = threading.Lock()
 
     def use(self, key: str) -> None:
-        """The block is used now. Its file is marked now and then, not at every use."""
-        now = self._now()
+        """The block is used now. The durable tier is told now and then, not at every use."""
+        if self.ttl_s is None:
+            return
+        now, often_s = self._now(), self.ttl_s / MARKS_PER_LIFE
         with self._lock:
             self._used_at[key] = now
-            mark = now - self._marked_at.get(key, -math.inf) >= self.ttl_s / MARKS_PER_LIFE
+            mark = now - self._marked_at.get(key, -math.inf) >= often_s
             if mark:
                 self._marked_at[key] = now
             if len(self._used_at) > _MOST_KNOWN:
-                self._forget_old(now)
+                self._forget_old(now - often_s)
         if mark:
             self._mark(key, now)
 
     def is_over(self, key: str) -> bool:
         """Whether the block was used by nobody for its time to live. A block that is nowhere known is not over."""
+        if self.ttl_s is None:
+            return False
         now = self._now()
         last = self._used_at.get(key)
         if last is None or now - last >= self.ttl_s:
-            last = self._latest(last, self._files.used_at(key), key, now)
+            last = self._latest(last, self._durable.used_at(key), key, now)
         return last is not None and now - last >= self.ttl_s
 
     def forget(self, key: str) -> None:
@@ -77,11 +83,11 @@ class Expiry:
 
     def _mark(self, key: str, now: float) -> None:
         if self._writable:
-            self._files.mark_used(key, now)
+            self._durable.mark_used(key, now)
 
-    def _forget_old(self, now: float) -> None:
-        """Their files say as much."""
-        old = [key for key, at in self._used_at.items() if now - at >= self.ttl_s / MARKS_PER_LIFE]
+    def _forget_old(self, before: float) -> None:
+        """The durable tier says as much."""
+        old = [key for key, at in self._used_at.items() if at <= before]
         for key in old:
             del self._used_at[key]
             self._marked_at.pop(key, None)

@@ -1,4 +1,4 @@
-"""A disk tier whose `put` does not wait for the disk."""
+"""A durable tier whose `put` does not wait for the disk, or the network, below it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,15 +15,15 @@ from ragcache.kv.block import KVBlock
 from ragcache.openmp import work_alone
 from ragcache.store.complaints import Complaints
 from ragcache.store.leases import leased
-from ragcache.store.tiers.base import Tier, Usage
-from ragcache.store.tiers.disk import DiskTier
+from ragcache.store.tiers.base import DurableTier, Usage
 
 log = logging.getLogger(__name__)
 
 
-class WriteBehind(Tier):
-    """Takes blocks into host memory, and a thread writes them, oldest first.
+class WriteBehind(DurableTier):
+    """Takes blocks into host memory, and a thread writes them to another durable tier, oldest first.
 
+    tier:        where they are written; this one goes by its name
     bound_bytes: of the blocks that wait, or are in use since they waited. It is never exceeded: `put` waits until
                  others are written, and writes itself what does not fit even then
 
@@ -32,13 +31,12 @@ class WriteBehind(Tier):
     disk, one that turned read-only) is dropped with a warning: it is computed again, and `flush` raises the error.
     """
 
-    name: ClassVar[str] = "disk"
-    durable: ClassVar[bool] = True
+    writes_late = True
 
-    def __init__(self, disk: DiskTier, bound_bytes: int) -> None:
+    def __init__(self, tier: DurableTier, bound_bytes: int) -> None:
         if bound_bytes < 0:
             raise ConfigError(f"write-behind of {bound_bytes} bytes: give 0 (write at once) or more")
-        self.disk = disk
+        self.tier, self.name = tier, tier.name
         self.bound_bytes = bound_bytes
         self._pending: dict[str, KVBlock] = {}
         self._failed: dict[str, Exception] = {}
@@ -51,8 +49,16 @@ class WriteBehind(Tier):
         self._complaints = Complaints(log)
 
     @property
-    def evictions(self) -> int:  # type: ignore[override]
-        return self.disk.evictions
+    def evictions(self) -> int:
+        return self.tier.evictions
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return self.tier.budget_bytes
+
+    @property
+    def has_been_bounded(self) -> bool:
+        return self.tier.has_been_bounded
 
     @property
     def unwritten_bytes(self) -> int:
@@ -62,12 +68,12 @@ class WriteBehind(Tier):
 
     def put(self, key: str, block: KVBlock) -> KVBlock | None:
         """Returns before the block is on disk. Raises UnencodableBlockError."""
-        return self.put_as_held(key, self.disk.recoded(key, block))
+        return self.put_as_held(key, self.tier.recoded(key, block))
 
     def put_as_held(self, key: str, block: KVBlock) -> KVBlock | None:
         if not self._reserve(block.num_bytes):
             self._cancel(key)
-            return self.disk.put_as_held(key, block)
+            return self.tier.put_as_held(key, block)
         num_bytes, released = block.num_bytes, self._released
         held = leased(block.map(_private_copy), lambda: released.append(num_bytes))
         with self._changed:
@@ -81,21 +87,22 @@ class WriteBehind(Tier):
         return held
 
     def put_now(self, key: str, block: KVBlock) -> KVBlock | None:
-        """Flushed when this returns. Raises what the disk tier raises."""
         self._cancel(key)
-        return self.disk.put_now(key, block)
+        return self.tier.put_now(key, block)
 
     def get(self, key: str) -> KVBlock | None:
         with self._changed:
             waiting = self._pending.get(key)
-        return self.disk.get(key) if waiting is None else waiting
+        return self.tier.get(key) if waiting is None else waiting
 
     def delete(self, key: str) -> None:
         self._cancel(key)
-        self.disk.delete(key)
+        self.tier.delete(key)
+
+    def recoded(self, key: str, block: KVBlock) -> KVBlock:
+        return self.tier.recoded(key, block)
 
     def flush(self, keys: Iterable[str] | None = None) -> None:
-        """Wait until these blocks (None: all) are on disk. Raises the first error that kept one of them from it."""
         wanted = None if keys is None else set(keys)
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting(wanted))
@@ -107,26 +114,38 @@ class WriteBehind(Tier):
     def verify(self, key: str) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting({key}))
-        self.disk.verify(key)
+        self.tier.verify(key)
+
+    def sweep(self, older_than_s: float) -> int:
+        return self.tier.sweep(older_than_s)
+
+    def used_at(self, key: str) -> float | None:
+        return self.tier.used_at(key)
+
+    def mark_used(self, key: str, at: float) -> None:
+        self.tier.mark_used(key, at)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._pending or key in self.disk
+        return key in self._pending or key in self.tier
 
     def size(self, key: str) -> int | None:
         waiting = self._pending.get(key)
-        return self.disk.size(key) if waiting is None else waiting.num_bytes
+        return self.tier.size(key) if waiting is None else waiting.num_bytes
 
     def keys(self) -> Iterator[str]:
         with self._changed:
             waiting = list(self._pending)
-        return iter(dict.fromkeys([*waiting, *self.disk.keys()]))
+        return iter(dict.fromkeys([*waiting, *self.tier.keys()]))
 
     def usage(self) -> Usage:
-        """Of the files alone."""
-        return self.disk.usage()
+        """What is written alone."""
+        return self.tier.usage()
 
     def prefetch(self, keys: Sequence[str]) -> None:
-        self.disk.prefetch(keys)
+        self.tier.prefetch(keys)
+
+    def on_device(self, device: torch.device) -> None:
+        self.tier.on_device(device)
 
     def close(self) -> None:
         """Write what waits, and end the thread."""
@@ -135,7 +154,7 @@ class WriteBehind(Tier):
             self._changed.notify_all()
         if self._writer is not None:
             self._writer.join()
-        self.disk.close()
+        self.tier.close()
 
     def _reserve(self, num_bytes: int) -> bool:
         """Wait for room; False when all is written and there is none: what is left of it is in use."""
@@ -184,7 +203,7 @@ class WriteBehind(Tier):
         failure: Exception | None = None
         try:
             if block is not None:
-                self.disk.put_as_held(key, block)
+                self.tier.put_as_held(key, block)
                 self._complaints.worked()
         except Exception as error:  # whatever it is: a writer that ends would leave all waiting
             failure = error

@@ -60,7 +60,7 @@ def test_likely_passages_are_read_ahead_within_their_budget(kb, open_kb):
 
 def _sizes(kb, answer):
     for hit in answer.hits:
-        kb.store.kv._volatile[-1].delete(hit.handle)
+        kb.store.kv._tiers.volatile[-1].delete(hit.handle)
     return [kb.store.kv.size(hit.handle) for hit in answer.hits]
 
 

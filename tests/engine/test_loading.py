@@ -412,7 +412,7 @@ def test_the_trace_says_of_every_block_once_where_it_came_from(tmp_path, open_se
     setup.load(setup.loader(FAST))
     setup.kv.refresh()
     for handle in setup.handles:
-        setup.kv._tiers[0].delete(handle)
+        setup.kv._tiers.volatile[0].delete(handle)
     setup.load(setup.loader(FAST, policy="never"))
     lines = list(read_trace(tmp_path / "trace.jsonl"))
     first = {line.handle: line.tier for line in lines if line.request == lines[0].request}

@@ -142,7 +142,7 @@ def test_a_replay_equals_the_store_that_recorded_it(policy, admission, eager, tm
         if eager:
             for number, tokens in enumerate(sizes):
                 store.put(make_key(number), make_block(number, num_tokens=tokens))
-            store._tiers[0].close()
+            store._tiers.volatile[0].close()
         for request in requests:
             for block in request:
                 if store.get(make_key(block)) is None:  # one by one: `get_many` reads on several threads

@@ -21,8 +21,9 @@ from test_disk_budget import all_bytes
 
 from ragcache.errors import MissingBlockError, PinError
 from ragcache.kv.block import KVBlock
+from ragcache.store.access_counts import Loaded
 from ragcache.store.eviction import POLICIES
-from ragcache.store.kv_store import KVStore, Loaded
+from ragcache.store.kv_store import KVStore
 from ragcache.store.tiers import device, memory
 
 BYTES_PER_TOKEN = make_block(0, num_tokens=1).num_bytes

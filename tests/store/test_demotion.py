@@ -50,7 +50,7 @@ def test_the_device_hands_down_what_memory_does_not_have(tmp_path: Path) -> None
         for number in range(3):
             store.put(make_key(number), make_block(number))
         assert where(store, 3) == ["memory", "device", "device"], "memory had given up the first, the device did later"
-        assert sorted(store._volatile[1].keys()) == sorted([make_key(0), make_key(2)])
+        assert sorted(store._tiers.volatile[1].keys()) == sorted([make_key(0), make_key(2)])
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
@@ -64,9 +64,9 @@ def test_what_the_disk_gave_up_comes_back_from_memory_bit_for_bit(tmp_path: Path
         first = {number: store.put(make_key(number), make_block(number, num_tokens=40)) for number in range(2)}
         expected = {number: (block.keys.clone(), block.values.clone()) for number, block in first.items()}
         del first
-        store._disk.delete(make_key(0))  # as its budget may
+        store._durable.delete(make_key(0))  # as its budget may
         assert store.locate(make_key(0)) == "memory"
-        store._disk.delete(make_key(1))
+        store._durable.delete(make_key(1))
         for number in (2, 3):
             store.put(make_key(number), make_block(number, num_tokens=40))
         for number in range(2):
@@ -83,8 +83,8 @@ def test_a_lossy_block_of_another_codec_is_written_as_it_was_held(tmp_path: Path
         bits = held.keys.clone()
     with KVStore(tmp_path, codec="raw", memory_bytes=40 * ONE) as store:
         assert store.get(make_key(0)) is not None
-        store._disk.delete(make_key(0))
-        memory = store._volatile[0]
+        store._durable.delete(make_key(0))
+        memory = store._tiers.volatile[0]
         memory._ledger.budget_bytes = 0
         assert memory.put(make_key(1), make_block(1)) is None
         memory._ledger.budget_bytes = make_block(1, num_tokens=40).num_bytes
@@ -108,7 +108,7 @@ def test_a_block_deleted_while_it_is_handed_down_does_not_come_back(
 ) -> None:
     with open_store(tmp_path, device_bytes=ONE, memory_bytes=4 * ONE) as store:
         store.put(make_key(0), make_block(0))
-        device, memory = store._volatile
+        device, memory = store._tiers.volatile
         memory.delete(make_key(0))
         reached, go = threading.Event(), threading.Event()
         hand_down = device.demote
@@ -141,7 +141,7 @@ def test_a_block_of_a_document_that_another_process_deleted_is_not_written(tmp_p
         known.remove(make_key(0))
         store.put(make_key(1), make_block(1))
         assert where(store, 2) == [None, "memory"]
-        store._disk.delete(make_key(1))  # as the budget may
+        store._durable.delete(make_key(1))  # as the budget may
         assert store.refresh() == 0, "a chunk refers to it"
         known.clear()
         assert store.refresh() == 1
@@ -223,12 +223,12 @@ def test_a_disk_that_fails_while_memory_hands_down_costs_no_question(
     with KVStore(tmp_path, memory_bytes=ONE) as store:
         for number in range(3):
             store.put(make_key(number), make_block(number))
-        store._disk.delete(make_key(2))
+        store._durable.delete(make_key(2))
 
         def full(key: str, block: object) -> None:
             raise StoreFullError("no space")
 
-        monkeypatch.setattr(store._disk, "put_as_held", full)
+        monkeypatch.setattr(store._durable, "put_as_held", full)
         for number in (0, 1, 0, 1):
             loaded = store.get(make_key(number))
             assert loaded is not None

@@ -29,7 +29,7 @@ class Clocks:
 def open_store(root: Path, clocks: Clocks, ttl_s: float = 100.0, *, read_only: bool = False) -> KVStore:
     store = KVStore(root, ttl_s=ttl_s, read_only=read_only)
     store._expiry = Expiry(
-        ttl_s, store._disk.files, writable=not read_only, clock=lambda: clocks.monotonic, wall=lambda: clocks.wall
+        ttl_s, store._durable, writable=not read_only, clock=lambda: clocks.monotonic, wall=lambda: clocks.wall
     )
     return store
 
@@ -99,7 +99,7 @@ def test_files_from_the_future_count_as_used_now(tmp_path: Path) -> None:
     clocks.wall -= 500_000
     with open_store(tmp_path, clocks) as store:
         assert store.get(KEY) is not None
-        assert os.stat(store._disk.path(KEY)).st_mtime == pytest.approx(clocks.wall)
+        assert os.stat(store._durable.path(KEY)).st_mtime == pytest.approx(clocks.wall)
     clocks.pass_(101)
     with open_store(tmp_path, clocks) as store:
         assert store.get(KEY) is None, "it does not live for ever"
@@ -121,7 +121,7 @@ def test_a_reader_serves_nothing_old_and_changes_nothing(tmp_path: Path) -> None
     clocks = Clocks()
     with open_store(tmp_path, clocks) as store:
         store.put(KEY, make_block(0))
-        path = store._disk.path(KEY)
+        path = store._durable.path(KEY)
     before = path.stat()
     clocks.pass_(50)
     with open_store(tmp_path, clocks, read_only=True) as reader:

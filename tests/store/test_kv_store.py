@@ -23,7 +23,8 @@ from ragcache.errors import (
     SchemaVersionError,
     StoreReadOnlyError,
 )
-from ragcache.store.kv_store import KVStats, KVStore
+from ragcache.store.access_counts import KVStats
+from ragcache.store.kv_store import KVStore
 
 KEY = make_key(1)
 
@@ -151,14 +152,14 @@ def test_a_block_deleted_while_it_is_loaded_does_not_stay_in_memory(
     store.put(KEY, make_block(1))
     with KVStore(root) as other:
         read, go = threading.Event(), threading.Event()
-        promote = other._promote
+        promote = other._tiers._promote
 
         def slow_promote(*arguments: object) -> object:
             read.set()
             go.wait(10)
             return promote(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(other, "_promote", slow_promote)
+        monkeypatch.setattr(other._tiers, "_promote", slow_promote)
         with ThreadPoolExecutor(2) as threads:
             loading = threads.submit(other.get, KEY)
             assert read.wait(10)

@@ -14,7 +14,7 @@ from blocks import make_block, make_key
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.kv.block import KVBlock
 from ragcache.store.eviction import POLICIES, EvictionPolicy, get_policy
-from ragcache.store.tiers import BudgetedTier, DeviceTier, DiskTier, MemoryTier, Tier
+from ragcache.store.tiers import BudgetedTier, DeviceTier, DiskTier, DurableTier, MemoryTier, Tier
 from ragcache.store.write_behind import WriteBehind
 
 Make = Callable[[Path, Codec, int, EvictionPolicy], Tier]
@@ -30,7 +30,7 @@ def held_bytes(tier: Tier, root: Path) -> int:
     """Of what can be got or is on disk, without asking the tier for its count."""
     if isinstance(tier, BudgetedTier):
         return sum(block.num_bytes for block in map(tier.get, list(tier.keys())) if block is not None)
-    if isinstance(tier, WriteBehind):
+    if isinstance(tier, DurableTier):
         tier.flush()
     return sum(path.stat().st_size for path in root.rglob("*") if path.suffix in (".safetensors", ".tmp"))
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from blocks import DTYPES, make_block, make_key
 from flushes import needs_proc, record_calls, unflushed
+from shared_tier import SharedTier
 
 from ragcache.codecs import RawCodec
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
 from ragcache.store.eviction import LRU
-from ragcache.store.tiers import DeviceTier, DiskTier, MemoryTier, Tier, Usage
+from ragcache.store.tiers import DeviceTier, DiskTier, DurableTier, MemoryTier, Tier, Usage
 from ragcache.store.write_behind import WriteBehind
 
 TIERS: dict[str, Callable[[Path], Tier]] = {
@@ -24,6 +25,7 @@ TIERS: dict[str, Callable[[Path], Tier]] = {
     "disk": lambda path: DiskTier(path, RawCodec()),
     "disk with a budget": lambda path: DiskTier(path, RawCodec(), 1 << 20),
     "disk written behind": lambda path: WriteBehind(DiskTier(path, RawCodec()), 1 << 20),
+    "shared": lambda path: SharedTier(path, RawCodec()),
 }
 
 
@@ -36,7 +38,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
 
 
 def settle(tier: Tier) -> None:
-    if isinstance(tier, WriteBehind):
+    if isinstance(tier, DurableTier):
         tier.flush()
 
 

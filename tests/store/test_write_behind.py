@@ -131,7 +131,7 @@ def test_what_cannot_be_written_is_named_and_dropped(
             raise StoreFullError("no space left")
 
         with monkeypatch.context() as patch:
-            patch.setattr(store._disk, "put_as_held", full)
+            patch.setattr(store._durable.tier, "put_as_held", full)
             for number in range(3):
                 assert store.put(make_key(number), make_block(number)).equal(make_block(number))
             with pytest.raises(StoreFullError):
@@ -147,7 +147,7 @@ def test_what_cannot_be_written_is_named_and_dropped(
 def test_flushed_puts_do_not_wait_in_line(tmp_path: Path) -> None:
     with KVStore(tmp_path, write_behind_bytes=10 * ONE) as store:
         store.put(make_key(0), make_block(0), flushed=True)
-        assert make_key(0) in store._disk
+        assert make_key(0) in store._durable.tier
         assert store.stats().unwritten_bytes == 0
 
 
@@ -183,7 +183,7 @@ def test_threads_stay_within_the_bound(tmp_path: Path) -> None:
         def look() -> int:
             highest = 0
             while not stop.is_set():
-                highest = max(highest, store._durable.unwritten_bytes)  # type: ignore[union-attr]
+                highest = max(highest, store._durable.unwritten_bytes)
             return highest
 
         def work(seed: int) -> int:

@@ -1,11 +1,42 @@
-"""Where block bytes live."""
+"""Where block bytes live: durable tiers by name, and the tiers in memory above them."""
 
 from __future__ import annotations
 
-from ragcache.store.tiers.base import Tier, Usage
+from collections.abc import Callable
+from pathlib import Path
+
+from ragcache.codecs import Codec
+from ragcache.errors import ConfigError
+from ragcache.store.eviction import EvictionPolicy
+from ragcache.store.tiers.base import DurableTier, Tier, Usage
 from ragcache.store.tiers.budgeted import BudgetedTier
 from ragcache.store.tiers.device import DeviceTier
 from ragcache.store.tiers.disk import DiskTier
 from ragcache.store.tiers.memory import MemoryTier
 
-__all__ = ["BudgetedTier", "DeviceTier", "DiskTier", "MemoryTier", "Tier", "Usage"]
+# root, codec, budget_bytes, policy, is_pinned: the store's directory, how new blocks are encoded, the most bytes (None:
+# no bound), which block goes for another, and which keys never do.
+OpenDurable = Callable[[Path, Codec, int | None, EvictionPolicy, Callable[[str], bool]], DurableTier]
+
+DURABLE: dict[str, OpenDurable] = {"disk": DiskTier}
+
+
+def get_durable(name: str) -> OpenDurable:
+    """What opens the durable tier called `name`. Raises ConfigError that names those there are."""
+    if name not in DURABLE:
+        raise ConfigError(f"durable tier {name!r} is unknown; choose one of {', '.join(sorted(DURABLE))}")
+    return DURABLE[name]
+
+
+__all__ = [
+    "DURABLE",
+    "BudgetedTier",
+    "DeviceTier",
+    "DiskTier",
+    "DurableTier",
+    "MemoryTier",
+    "OpenDurable",
+    "Tier",
+    "Usage",
+    "get_durable",
+]

@@ -1,10 +1,12 @@
-"""The tier contract: a place where block bytes live."""
+"""The tier contracts: a place where block bytes live, and one where they outlive the process."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
 
 from ragcache.kv.block import KVBlock
 
@@ -17,18 +19,24 @@ class Usage(NamedTuple):
 class Tier(ABC):
     """Holds blocks by key. Safe to call from several threads.
 
-    name:      what statistics and `locate` call it
-    durable:   whether a block outlives the process; a durable tier keeps every block it is given, another may refuse
-    evictions: blocks given up so far to make room
+    name: what statistics and `locate` call it
     """
 
-    name: ClassVar[str]
-    durable: ClassVar[bool]
-    evictions: int = 0
+    name: str
+
+    @property
+    @abstractmethod
+    def budget_bytes(self) -> int | None:
+        """The most bytes that this tier holds; None: it keeps every block."""
+
+    @property
+    def evictions(self) -> int:
+        """Blocks given up so far to make room."""
+        return 0
 
     @abstractmethod
     def put(self, key: str, block: KVBlock) -> KVBlock | None:
-        """Hold a block, in place of one of the same key; None when it is not kept (a durable tier raises instead).
+        """Hold a block, in place of one of the same key; None when the budget has no room for it.
 
         Returns the block as `get` would: with a lossy codec not the one given. It stays valid after eviction.
         """
@@ -64,6 +72,85 @@ class Tier(ABC):
         """Say that these are wanted next; returns at once. Does nothing where nothing can be gained."""
         return
 
+    def on_device(self, device: torch.device) -> None:
+        """Say where the model runs, for a tier that can prepare its blocks for the way there."""
+        return
+
     def close(self) -> None:
         """Let go of what is held in this process."""
+        return
+
+
+class DurableTier(Tier):
+    """Keeps blocks beyond the process, encoded by a codec: files on a disk, or a service that several machines share.
+
+    Several processes, each with an instance of its own, may work on the same blocks at once. All methods are safe to
+    call from several threads; two calls for one key at once leave one of the two results, never a mixture. Paths,
+    connections, locks between processes and the books of a budget are the tier's own affair.
+
+    What is damaged is reported, never removed: the caller decides. A key that is no block key is refused with
+    ConfigError before anything is touched. `delete` and all that writes raise StoreReadOnlyError, and StoreFullError
+    where there is no room; `put`, `put_now` and `put_as_held` leave no part of a block behind when they raise, or
+    return None.
+
+    writes_late: whether `put` may return before the block is kept; `flush` waits for it
+    """
+
+    writes_late: bool = False
+
+    @abstractmethod
+    def put_now(self, key: str, block: KVBlock) -> KVBlock | None:
+        """`put`, and a kill or a power cut after it returns loses nothing.
+
+        Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError.
+        """
+
+    @abstractmethod
+    def put_as_held(self, key: str, block: KVBlock) -> KVBlock | None:
+        """`put` of a block that this tier gave out, or `recoded`: its bits stay, whatever codec it was kept by.
+
+        Raises StoreFullError, StoreReadOnlyError.
+        """
+
+    @abstractmethod
+    def recoded(self, key: str, block: KVBlock) -> KVBlock:
+        """The block as `put` would return it, with nothing kept. Raises UnencodableBlockError."""
+
+    @abstractmethod
+    def verify(self, key: str) -> None:
+        """Read the kept block whole and give it to nobody; it is not marked as used.
+
+        Raises MissingBlockError, DamagedBlockError, SchemaVersionError when it cannot be served.
+        """
+
+    @abstractmethod
+    def sweep(self, older_than_s: float) -> int:
+        """Remove what killed writers left half done; returns how many. What a running writer has begun stays.
+
+        Raises StoreReadOnlyError.
+        """
+
+    @property
+    @abstractmethod
+    def has_been_bounded(self) -> bool:
+        """Whether this or another process has given these blocks a budget, so that one may be gone unasked."""
+
+    @abstractmethod
+    def used_at(self, key: str) -> float | None:
+        """When any process last marked the block as used, in Unix seconds; None where it is not known."""
+
+    @abstractmethod
+    def mark_used(self, key: str, at: float) -> None:
+        """Note for all processes that the block was used at this time, in Unix seconds.
+
+        Raises nothing where that is not possible or there is no block: an order of use is lost, no block.
+        """
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Bytes of blocks that wait to be kept, or are in use since they waited."""
+        return 0
+
+    def flush(self, keys: Iterable[str] | None = None) -> None:
+        """Wait until these blocks (None: all) are kept. Raises the first error that kept one of them from it."""
         return

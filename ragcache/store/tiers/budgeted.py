@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -39,7 +38,6 @@ class BudgetedTier(Tier):
     is_pinned: whether a key is never evicted
     """
 
-    durable: ClassVar[bool] = False
     demote: Demote
 
     def __init__(
@@ -63,7 +61,7 @@ class BudgetedTier(Tier):
         return self._ledger.budget_bytes
 
     @property
-    def evictions(self) -> int:  # type: ignore[override]
+    def evictions(self) -> int:
         return self._ledger.evictions
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class DeviceTier(BudgetedTier):
     whole budget again.
     """
 
-    name: ClassVar[str] = "device"
+    name = "device"
 
     def __init__(self, device: torch.device, budget_bytes: int, policy: EvictionPolicy, **options: Any) -> None:
         super().__init__(budget_bytes, policy, **options)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import BinaryIO
 
 from ragcache.codecs import Codec
 from ragcache.codecs.atomic import flush_directory, is_leftover
@@ -19,10 +19,10 @@ from ragcache.store.block_files import BlockFiles
 from ragcache.store.disk_budget import BOOKS, Claimed, DiskBudget, NoRoomError
 from ragcache.store.eviction import LRU, Entry, EvictionPolicy
 from ragcache.store.leases import leased
-from ragcache.store.tiers.base import Tier, Usage
+from ragcache.store.tiers.base import DurableTier, Usage
 
 
-class DiskTier(Tier):
+class DiskTier(DurableTier):
     """Blocks are encoded by `codec` when written; any known codec is read.
 
     budget_bytes: of all files together, see DiskBudget; None keeps every block
@@ -32,8 +32,7 @@ class DiskTier(Tier):
     until its tensors are gone, and is not evicted before.
     """
 
-    name: ClassVar[str] = "disk"
-    durable: ClassVar[bool] = True
+    name = "disk"
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class DiskTier(Tier):
         return self._budget is not None or (self.root / BOOKS).exists()
 
     @property
-    def evictions(self) -> int:  # type: ignore[override]
+    def evictions(self) -> int:
         return 0 if self._budget is None else self._budget.evictions
 
     def path(self, key: str) -> Path:
@@ -76,7 +75,7 @@ class DiskTier(Tier):
         return self._write(key, block, self._codec)
 
     def put_now(self, key: str, block: KVBlock) -> KVBlock | None:
-        """As `put`: nothing is written later than that here."""
+        """Same as `put`, which already flushes."""
         return self.put(key, block)
 
     def put_as_held(self, key: str, block: KVBlock) -> KVBlock | None:
@@ -137,6 +136,12 @@ class DiskTier(Tier):
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
                 finally:
                     os.close(descriptor)
+
+    def used_at(self, key: str) -> float | None:
+        return self.files.used_at(key)
+
+    def mark_used(self, key: str, at: float) -> None:
+        self.files.mark_used(key, at)
 
     def sweep(self, older_than_s: float) -> int:
         """Remove temporary files that killed writers left; returns how many. Files of running writers stay."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -13,11 +11,14 @@ from ragcache.store.tiers.budgeted import BudgetedTier
 class MemoryTier(BudgetedTier):
     """Blocks in host memory.
 
-    page_locked: new copies are in memory that a CUDA device reads without a detour; to be set where the model is on one
+    page_locked: new copies are in memory that a CUDA device reads without a detour
     """
 
-    name: ClassVar[str] = "memory"
+    name = "memory"
     page_locked: bool = False
+
+    def on_device(self, device: torch.device) -> None:
+        self.page_locked = self.page_locked or device.type == "cuda"
 
     def _copy(self, tensor: Tensor) -> Tensor:
         return _private_copy(tensor, page_locked=self.page_locked)

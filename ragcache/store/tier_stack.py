@@ -1,0 +1,89 @@
+"""Tiers one above the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ragcache.errors import DamagedBlockError, PinError
+from ragcache.kv.block import KVBlock
+from ragcache.store.access_counts import Loaded
+from ragcache.store.demotion import Demotion
+from ragcache.store.tiers import BudgetedTier, DurableTier, Tier
+
+
+class TierStack:
+    """Any number of tiers in memory, fastest first, over a durable one. A block is read from the fastest tier that has
+    it and kept in the faster ones from then on; what a tier evicts, `demotion` hands to the next slower one.
+
+    As safe for several threads as its tiers are. Two calls for one key at once may leave a block in some tiers that was
+    deleted from others: the caller locks the key.
+    """
+
+    def __init__(self, durable: DurableTier, demotion: Demotion) -> None:
+        self.durable = durable
+        self.volatile: tuple[BudgetedTier, ...] = ()
+        self._demotion = demotion
+
+    def __iter__(self) -> Iterator[Tier]:
+        return iter((*self.volatile, self.durable))
+
+    def push(self, tier: BudgetedTier) -> None:
+        """Make this the fastest tier."""
+        below = next(iter(self))
+        tier.demote = lambda key, block: self._demotion.demote(tier, below, key, block)
+        self.volatile = (tier, *self.volatile)
+
+    def on_device(self, device: torch.device) -> None:
+        """Tell every tier where the model runs."""
+        for tier in self:
+            tier.on_device(device)
+
+    def load(self, key: str, damaged: Callable[[str, Tier, DamagedBlockError], None]) -> Loaded | None:
+        """The block from the fastest tier that can serve it, held by the faster ones from now on, or None.
+
+        damaged: told of each tier whose block is damaged; the next tier is asked then
+        """
+        for level, tier in enumerate(self):
+            try:
+                block = tier.get(key)
+            except DamagedBlockError as error:
+                damaged(key, tier, error)
+                continue
+            if block is not None:
+                return Loaded(self._promote(key, block, level), tier.name)
+        return None
+
+    def promote(self, key: str, block: KVBlock) -> KVBlock:
+        """Hold in every tier in memory what the durable one would give back; returns the fastest copy that is kept."""
+        return self._promote(key, block, len(self.volatile))
+
+    def _promote(self, key: str, block: KVBlock, level: int) -> KVBlock:
+        for tier in reversed(self.volatile[:level]):
+            block = tier.put(key, block) or block
+        return block
+
+    def locate(self, key: str) -> str | None:
+        """The name of the fastest tier that has the block. Changes nothing and verifies nothing."""
+        return next((tier.name for tier in self if key in tier), None)
+
+    def size(self, key: str) -> int | None:
+        """Bytes that a read from the fastest tier that has the block moves, or None. Changes and reads nothing."""
+        return next((size for tier in self if (size := tier.size(key)) is not None), None)
+
+    def not_in_memory(self, keys: Sequence[str]) -> list[str]:
+        """Those that only the durable tier may have, each once."""
+        return [key for key in dict.fromkeys(keys) if not any(key in tier for tier in self.volatile)]
+
+    def refuse_too_many(self, pinned: frozenset[str]) -> None:
+        """Beside the pinned blocks every tier has to have room for one more of their size. Raises PinError."""
+        held = [self.size(key) or 0 for key in pinned]
+        kept = [self.durable.size(key) or 0 for key in pinned]
+        for tier in self:
+            budget, sizes = tier.budget_bytes, kept if tier is self.durable else held
+            if budget and budget < sum(sizes) + max(sizes, default=0):
+                raise PinError(
+                    f"{len(pinned)} pinned blocks of {sum(sizes):,} bytes would fill the {tier.name} tier of "
+                    f"{budget:,} bytes; pin fewer, or give the tier more"
+                )
