@@ -431,14 +431,14 @@ async def test_a_timeout_ends_an_answer(babbler, monkeypatch):
 
 def counted(lm, monkeypatch, pause_s: float = 0.0) -> list[float]:
     """When the model ran, from now on."""
-    steps, run = [], lm.run
+    steps, forward = [], lm.scheduler._forward
 
-    def count(*arguments, **options):
+    def count(pieces):
         steps.append(time.perf_counter())
         time.sleep(pause_s)
-        return run(*arguments, **options)
+        return forward(pieces)
 
-    monkeypatch.setattr(lm, "run", count)
+    monkeypatch.setattr(lm.scheduler, "_forward", count)
     return steps
 
 
