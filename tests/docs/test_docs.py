@@ -102,7 +102,7 @@ def test_links_lead_somewhere(name):
 
 
 def test_the_tree_names_what_is_there():
-    tree = TEXTS["README.md"].split("## Where things are")[1].split("##")[0]
+    tree = TEXTS["docs/architecture.md"].split("## Where things are")[1].split("##")[0]
     inside = None
     for indent, path in re.findall(r"^    ( *)(\S+/|\S+\.py)", tree, re.M):
         inside = path if not indent else inside
