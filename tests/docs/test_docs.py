@@ -101,6 +101,21 @@ def test_links_lead_somewhere(name):
             assert (ROOT / name).parent.joinpath(target).exists(), target
 
 
+def anchors(text: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+)$", prose, re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_anchors_are_headings(name):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", TEXTS[name]):
+        if "://" not in target:
+            page = (ROOT / name).parent.joinpath(target) if target else ROOT / name
+            assert anchor in anchors(page.read_text(encoding="utf-8")), f"{target}#{anchor}"
+
+
 def test_the_tree_names_what_is_there():
     tree = TEXTS["docs/architecture.md"].split("## Where things are")[1].split("##")[0]
     inside = None
@@ -120,20 +135,40 @@ def test_the_table_of_methods_is_complete():
     assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(rc.METHODS)
 
 
-def test_the_page_of_the_command_line_is_complete():
+def section(command: str) -> str:
+    """What the page of the command line says of one command."""
+    return re.split(r"^## ", TEXTS["docs/cli.md"].split(f"\n## `{command}`\n")[1], flags=re.M)[0]
+
+
+def rows_of(text: str) -> set[str]:
+    """Options in the first column of the tables."""
+    cells = re.findall(r"^\| (`--.*?`) \| ", text, re.M)
+    return {flag for cell in cells for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", cell)}
+
+
+def test_the_page_of_the_command_line_has_every_command():
     text = TEXTS["docs/cli.md"]
-    flags = {
-        flag for command in COMMANDS.values() for parameter in command.params for flag in parameter.opts if "--" in flag
-    }
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) == flags | {"--help"}
-    commands = re.findall(r"^\| `(\w+)(?: [A-Z.]+)?` \| ", text.split("## Environment")[0], re.M)
-    assert commands == list(COMMANDS)
-    for flag, names in (("codec", CODECS), ("eviction", POLICIES), ("admission", ADMISSIONS)):
-        assert "`--" + flag + " " + r"\|".join(names) + "`" in text
+    assert re.findall(r"^## `(\w+)`$", text, re.M) == list(COMMANDS)
+    assert re.findall(r"^\| \[`(\w+)(?: [A-Z.]+)?`\]\(#\1\) \| ", text, re.M) == list(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_section_of_a_command_has_its_options_and_an_example(command):
+    text = section(command)
+    assert f"\n    ragcache {command}" in text
+    documented = rows_of(text)
+    stated = re.search(r"^Options: (.*) and$", text, re.M)
+    for group in re.findall(r"#(\w+)-options", stated[1] if stated else ""):
+        documented |= rows_of(TEXTS["docs/cli.md"].split(f"\n## {group.capitalize()} options\n")[1].split("\n## ")[0])
+    parameters = COMMANDS[command].params
+    flags = {flag for p in parameters for flag in (*p.opts, *p.secondary_opts) if flag.startswith("--")}
+    assert documented | {"--help"} == flags | {"--help"}
 
 
 def test_json_fields_are_documented():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*) \|$", TEXTS["docs/cli.md"].split("## JSON")[1], re.M))
+    found = {command: re.search(r"^JSON: .*?(?=\n## |\Z)", section(command), re.M | re.S) for command in COMMANDS}
+    rows = {command: match[0] for command, match in found.items() if match}
+    assert set(rows) == {c for c in COMMANDS if any("--json" in p.opts for p in COMMANDS[c].params)}
     promised = {command: set(re.findall(r"`(\w+)`", row)) for command, row in rows.items()}
     assert promised["info"] == {f.name for f in fields(Info)} | {"store", "rates"}
     assert promised["doctor"] == {f.name for f in fields(DoctorReport)} | {"sound"}
