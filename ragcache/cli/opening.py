@@ -28,7 +28,7 @@ def open_with_models(
     *,
     create: bool = False,
 ) -> RagCache:
-    """With models: for asking and ingesting."""
+    """Open a store with its models, to ask and to ingest."""
     from ragcache import RagCache
 
     report_warnings()

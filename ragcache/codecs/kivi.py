@@ -88,7 +88,7 @@ class Int4Codec(KiviCodec):
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """As many codes a byte as fit: the first part of the tokens in the lowest bits, and so on.
+    """Pack as many codes into a byte as fit: the first part of the tokens in the lowest bits, and so on.
 
     [..., num_tokens, dim] -> [..., ceil(num_tokens * bits / 8), dim]. Parts of the tokens instead of neighbours: both
     directions then move whole runs of bytes.

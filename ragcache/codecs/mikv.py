@@ -92,7 +92,7 @@ class MikvCodec(LayerCodec):
 
 
 def num_important(num_tokens: int) -> int:
-    """Of so many tokens."""
+    """Number of important tokens in a block of `num_tokens`."""
     return min(num_tokens, max(SINKS, -(-num_tokens // ONE_IN)))
 
 

@@ -87,6 +87,6 @@ def default_budget(lm: LanguageModel) -> int:
 
 
 def kv_bytes(lm: LanguageModel, num_tokens: int) -> int:
-    """Of a cache with room for so many tokens."""
+    """Bytes of a cache with room for `num_tokens` tokens."""
     position_bytes = lm.shape.num_layers * torch.int64.itemsize
     return capacity_for(num_tokens) * (lm.kv_bytes_per_token + position_bytes)

@@ -89,7 +89,7 @@ class Answer:
     finish_reason: str = "stop"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values: text, hits, timings, usage, method, dropped, finish_reason."""
+        """The answer as JSON values: text, hits, timings, usage, method, dropped, finish_reason."""
         return {
             "text": self.text,
             "hits": [source_to_json(hit) for hit in self.hits],

@@ -207,8 +207,10 @@ class Reader:
             yield from self._answer(_Asked(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept))
 
     def _ordered(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> tuple[PromptEnds, Sequence[Hit]]:
-        """With order="shared", what fits in the order that shares most with the prefix tree, each passage once, and the
-        hint behind it. Of no use to a method that reads blocks, wherever they stand."""
+        """Order passages as shares most with the prefix tree, each once, followed by the hint, if order="shared".
+
+        Methods that read blocks ignore the order: a block is reusable at any position.
+        """
         if reading.order != "shared" or not reading.method.takes_exact:
             return ends, hits
         once = list({tuple(hit.chunk.token_ids): hit for hit in hits}.values())
@@ -222,7 +224,7 @@ class Reader:
         return PromptEnds(ends.prefix_ids, [*hint, *ends.suffix_ids]), [once[rank] for rank in order]
 
     def _most_tokens(self, prompt: Prompt, reading: Reading) -> int:
-        """Of the prompt, what the method adds, and the longest answer."""
+        """Tokens of the prompt, of what the method adds, and of the longest answer."""
         added = reading.method.additions(self.lm).ids(len(prompt.chunk_ids)) if prompt.chunk_ids else ()
         read = prompt.num_tokens + len(added)
         return read + self._room(read, reading)

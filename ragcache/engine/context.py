@@ -53,7 +53,7 @@ class Earlier:
         return None
 
     def knowing(self, hits: Sequence[Hit]) -> tuple[Earlier, list[Hit]]:
-        """With those of the hits that are in here noted as such; and the others."""
+        """Splits hits into those already read here (noted in the returned context) and new ones."""
         held = {tuple(hit.chunk.token_ids) for hit in self.hits}
         again = tuple(hit for hit in hits if tuple(hit.chunk.token_ids) in held)
         return replace(self, again=again), [hit for hit in hits if tuple(hit.chunk.token_ids) not in held]

@@ -56,7 +56,7 @@ class Gather:
         return self._take([block.layer_keys(layer) for block in self._blocks], slots)
 
     def _take(self, parts: list[Tensor], slots: Tensor) -> Tensor:
-        """Of parts [num_kv_heads, num_tokens, dim], the tokens at these slots."""
+        """Tokens at these slots of the joined parts, [num_kv_heads, num_tokens, dim] each."""
         bounds = [0, *torch.searchsorted(slots, self._ends).tolist()]
         taken = []
         for part, start, first, last in zip(parts, self._starts, bounds[:-1], bounds[1:], strict=True):

@@ -113,7 +113,10 @@ class Survey:
         self.anchors.append(_means(scores[pieces.anchors - first], pieces.anchor_chunk, num_chunks))
 
     def _query_vectors(self, query: Tensor) -> Tensor:
-        """Of each document, length 1, [num_chunks, num_heads, head_dim]. query: [num_heads, num_rows, head_dim]"""
+        """Query vector of each document, of length 1: [num_chunks, num_heads, head_dim].
+
+        query: [num_heads, num_rows, head_dim].
+        """
         rows, num_chunks = self._local_rows, len(self._context.chunk_tokens)
         generic = query[:, rows:].mean(1)
         if rows:

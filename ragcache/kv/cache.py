@@ -122,7 +122,7 @@ class SharedContext:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers that it keeps, with whatever room is behind its tokens."""
+        """Bytes of the cache's buffers, unused room included."""
         return self._loan.buffers.num_bytes
 
     def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:

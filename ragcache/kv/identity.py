@@ -48,7 +48,7 @@ class Recipe:
         return self.name == "prefix"
 
     def __str__(self) -> str:
-        """As errors name it: "isolated", "isolated with markers 5 and 6"."""
+        """Name used in errors: "isolated", "isolated with markers 5 and 6"."""
         more = [f"markers {self.markers[0]} and {self.markers[1]}"] if self.markers else []
         more += ["a BOS of its own"] if self.bos else []
         return f"{self.name!r}" + (f" with {' and '.join(more)}" if more else "")

@@ -224,7 +224,7 @@ class PrefixTree:
             return before - self._counts["tokens"]
 
     def owners(self) -> set[int]:
-        """Of all that is held."""
+        """Owners of everything that is held."""
         with self._lock:
             return {one.owner for node in self._order for one in node.owned}
 

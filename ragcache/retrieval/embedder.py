@@ -120,7 +120,7 @@ class SentenceEmbedder:
         return zip(texts, self._lengths([text[:LONG_TEXT] for text in texts]), strict=True)
 
     def _length(self, text: str) -> int:
-        """Of a long text, counted until it is too long."""
+        """Tokens of a long text, counted until they are too many."""
         total = 0
         for start in range(0, len(text), LONG_TEXT):
             if total > self._max_tokens:

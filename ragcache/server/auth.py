@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and requests that a web page elsewhere sends behind its reader's back."""
+"""Access control: API keys, and requests that a web page elsewhere sends behind its reader's back."""
 
 from __future__ import annotations
 

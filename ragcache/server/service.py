@@ -207,6 +207,6 @@ def service_of(request: Request) -> Service:
 
 
 def _public_name(name: str) -> str:
-    """Of a model in a directory, the directory's name: paths of this machine are nobody's business."""
+    """Public name of a model: for a directory its last part, so that no path of this machine is shown."""
     path = Path(name)
     return path.name if path.is_absolute() or path.is_dir() else name
