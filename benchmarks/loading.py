@@ -87,10 +87,10 @@ class ThrottledStore(KVStore):
 
     bucket: Bucket
 
-    def _get(self, key: str) -> Loaded | None:
+    def fetch(self, key: str) -> Loaded | None:
         if self.locate(key) == self.durable_tier:
             self.bucket.take(self.size(key) or 0)
-        return super()._get(key)
+        return super().fetch(key)
 
 
 class Place:
