@@ -227,6 +227,7 @@ def test_every_tier_is_told_of_the_device(shared: Callable[..., KVStore], monkey
     with shared(device_bytes=ROOMY) as store:
         for _ in range(2):
             store.use_device(torch.device("cpu"))
+        assert [tier.name for tier in store._tiers] == ["device", "memory", "shared"]
         assert list(store.stats().bytes_by_tier) == ["device", "memory", "shared"]
     assert told == [torch.device("cpu")] * 2
 
