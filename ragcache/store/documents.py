@@ -180,7 +180,7 @@ class DocumentStore:
             return int(connection.scalar(query) or 0)
 
     def versions(self) -> dict[str, StoredVersion]:
-        """Of every document by id, what tells unchanged input from changed."""
+        """What tells unchanged input from changed, for every document by id."""
         columns = (documents.c[name] for name in ("id", *StoredVersion._fields))
         with self._db.read() as connection:
             return {row.id: StoredVersion(*row[1:]) for row in connection.execute(select(*columns))}

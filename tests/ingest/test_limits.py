@@ -367,7 +367,7 @@ HEADING = f"# Alna is a river near Osby{', with a mill, a bridge and a club' * 4
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_one_document_takes_at_most_a_gigabyte(tmp_path, lm, monkeypatch):
-    """Of the most passages that 8 MiB can be cut into: read, cut, embedded, stored and indexed."""
+    """The most passages that 8 MiB can be cut into: read, cut, embedded, stored and indexed."""
     monkeypatch.setattr("kit.CountingEmbedder", Wide)
     folder = write(tmp_path / "docs", {"big.md": HEADING.encode() * (8 * MIB // len(HEADING))})
     with Kit(tmp_path / "kb", lm, max_tokens=256) as kit:

@@ -23,7 +23,7 @@ def llama(directory, rope=PLAIN):
 
 
 def frequencies(rope):
-    """Of each pair of dimensions, and the factor of cos and sin."""
+    """Frequencies of each pair of dimensions, and the factor of cos and sin."""
     base = rope["rope_theta"] ** (-np.arange(0, WIDTH, 2) / WIDTH)
     if rope["rope_type"] == "linear":
         return base / rope["factor"], 1.0

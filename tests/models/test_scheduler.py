@@ -1,4 +1,4 @@
-"""Who joins whose pass, in which order, and who fails: with a model that stands still until the test lets it go."""
+"""Order, sharing and failing of passes, with a model that stands still until the test lets it go."""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def test_closing_an_answer_waits_for_its_pass_and_no_other_follows(decoder, coun
 
 
 def test_a_cache_that_is_released_amid_a_pass_is_let_go_behind_it(decoder, counting):
-    """As where the garbage collector ends an abandoned stream in the very thread that runs the model."""
+    """The garbage collector may end an abandoned stream in the very thread that runs the model."""
     shared = BufferPool(SHAPE, 1 << 20)
     held = FusedCache(shared, 1)
     steps = decode(decoder, 3, 50, held=held)
