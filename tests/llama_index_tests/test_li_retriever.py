@@ -127,8 +127,8 @@ def test_bad_input_is_refused_with_a_type(kb):
         RagCacheRetriever(kb, k=0).retrieve(QUESTION)
     with pytest.raises(EmbedderMismatchError, match="2 dimensions"):
         RagCacheRetriever(kb).retrieve(QueryBundle("x", embedding=[0.1, 0.2]))
-    contains = MetadataFilter(key="year", value="2", operator=FilterOperator.CONTAINS)
-    with pytest.raises(FilterError, match="'contains'"):
-        RagCacheRetriever(kb, filters=MetadataFilters(filters=[contains]))
+    matches = MetadataFilter(key="year", value="2", operator=FilterOperator.TEXT_MATCH)
+    with pytest.raises(FilterError, match="'text_match'"):
+        RagCacheRetriever(kb, filters=MetadataFilters(filters=[matches]))
     with pytest.raises(FilterError, match="colour"):
         RagCacheRetriever(kb, filters={"colour": "red"}).retrieve(QUESTION)
