@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, get_args
 
 from ragcache.engine.admission import Admission, kv_bytes
@@ -448,7 +448,7 @@ class _Asked:
     limit: Limit
     kept: Kept | None
 
-    @property
+    @cached_property
     def context_key(self) -> Hashable | None:
         """What stands before the suffix; None where other questions cannot share it."""
         prompt, reading = self.prompt, self.reading
