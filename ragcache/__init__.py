@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragcache.engine.answer import Answer, Done, Source, Sources, Timings, Token, Usage
+    from ragcache.engine.asking.passage import Passage
     from ragcache.engine.kb import RagCache
     from ragcache.engine.opening import StoreConfig
     from ragcache.engine.options import ReadOptions, RetrieveOptions
-    from ragcache.engine.passage import Passage
     from ragcache.errors import RagCacheError, UnknownHandleError, UnsupportedModelError
     from ragcache.fusion import METHODS, MethodInfo, methods
     from ragcache.fusion.base import FusionMethod, Job, Prefilled
@@ -102,7 +102,7 @@ _HOMES = {
     "LanguageModel": "ragcache.models.lm",
     "METHODS": "ragcache.fusion",
     "MethodInfo": "ragcache.fusion",
-    "Passage": "ragcache.engine.passage",
+    "Passage": "ragcache.engine.asking.passage",
     "Prefilled": "ragcache.fusion.base",
     "ProgressEvent": "ragcache.ingest.report",
     "Prompt": "ragcache.prompt",

@@ -63,7 +63,7 @@ def test_imports_point_downwards():
 
 
 def test_the_engine_names_no_implementation():
-    for path in (PACKAGE / "engine").glob("*.py"):
+    for path in (PACKAGE / "engine").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
         classes = {cls.__name__ for cls in (*METHODS.values(), *CODECS.values())} | {

@@ -14,7 +14,7 @@ from ragcache.cli.output import print_json, print_table, say
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ragcache.engine.verdict import Verdict
+    from ragcache.engine.asking.verdict import Verdict
     from ragcache.evaluation.case import Case
     from ragcache.evaluation.runner import Runner
 
@@ -54,7 +54,7 @@ def check(
     Without questions, half sentences of the store's passages are to be completed; without a store, questions about
     generated text are asked, and so nothing is said about your documents. The exit status is 1 when no method is safe.
     """
-    from ragcache.engine.verdict import save_verdict
+    from ragcache.engine.asking.verdict import save_verdict
     from ragcache.evaluation.check import Check, Thresholds
     from ragcache.evaluation.methods import all_methods, parse_methods
     from ragcache.evaluation.runner import Runner, RunSettings

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.engine.answer import Answer, Event
+from ragcache.engine.asking.passage import Passage
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
-from ragcache.engine.passage import Passage
 from ragcache.errors import CancelledError
 from ragcache.ingest.report import IngestReport
 from ragcache.retrieval.retriever import Hit

@@ -16,17 +16,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.codecs import get_codec
-from ragcache.engine.admission import Admission, default_budget
 from ragcache.engine.aio import AsyncTwins
 from ragcache.engine.answer import Answer, Done, Event
-from ragcache.engine.asking import Clock, Kept, Reader, Reading
-from ragcache.engine.context import KeptConversation, TurnMemory, inline_passages
-from ragcache.engine.conversation import Conversation, completion_ends
-from ragcache.engine.estimate import PrefillEstimate
-from ragcache.engine.kv_estimate import KVEstimate, estimate_kv
-from ragcache.engine.loading import ALWAYS, Ahead, BlockLoader, LoadCounts
-from ragcache.engine.maintenance import DoctorReport, Info, doctor, info
-from ragcache.engine.mini_notice import MiniNotice
+from ragcache.engine.asking.admission import Admission, default_budget
+from ragcache.engine.asking.conversation import Conversation, completion_ends
+from ragcache.engine.asking.estimate import PrefillEstimate
+from ragcache.engine.asking.kept import KeptConversation, TurnMemory, inline_passages
+from ragcache.engine.asking.mini_notice import MiniNotice
+from ragcache.engine.asking.passage import Passage, find_passages
+from ragcache.engine.asking.plain_text import PlainTextWatch
+from ragcache.engine.asking.prefix_blocks import PrefixBlocks
+from ragcache.engine.asking.prefixes import Prefixes
+from ragcache.engine.asking.reader import Clock, Kept, Reader, Reading
+from ragcache.engine.asking.verdict import AUTO, choose_safe, warn_if_unsafe
+from ragcache.engine.care.kv_estimate import KVEstimate, estimate_kv
+from ragcache.engine.care.maintenance import DoctorReport, Info, doctor, info
+from ragcache.engine.care.pinning import pin, unpin
+from ragcache.engine.care.usage import UsageLog
+from ragcache.engine.loading.loader import ALWAYS, Ahead, BlockLoader, LoadCounts
+from ragcache.engine.loading.probe import open_rates
+from ragcache.engine.loading.rates import RateFigures, Rates
+from ragcache.engine.loading.rates_file import RatesFile, machine_key
 from ragcache.engine.opening import Store, StoreConfig, absent_embedder, open_embedder, open_model, open_store
 from ragcache.engine.options import (
     DEFAULT_K,
@@ -38,16 +48,6 @@ from ragcache.engine.options import (
     check_names,
     retrieval,
 )
-from ragcache.engine.passage import Passage, find_passages
-from ragcache.engine.pinning import pin, unpin
-from ragcache.engine.plain_text import PlainTextWatch
-from ragcache.engine.prefix_blocks import PrefixBlocks
-from ragcache.engine.prefixes import Prefixes
-from ragcache.engine.probe import open_rates
-from ragcache.engine.rates import RateFigures, Rates
-from ragcache.engine.rates_file import RatesFile, machine_key
-from ragcache.engine.usage import UsageLog
-from ragcache.engine.verdict import AUTO, choose_safe, warn_if_unsafe
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
 from ragcache.fusion.base import FusionMethod
@@ -627,7 +627,7 @@ class RagCache(AsyncTwins):
         return info(self.store, self._usage)
 
     def doctor(self, *, timeout_s: float = 30.0) -> DoctorReport:
-        """Verify every block and the index, and repair; see `ragcache.engine.maintenance.doctor`."""
+        """Verify every block and the index, and repair; see `ragcache.engine.care.maintenance.doctor`."""
         return doctor(self.store, index_kind=self.config.index, timeout_s=timeout_s)
 
     def close(self) -> None:

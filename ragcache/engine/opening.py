@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragcache.engine.loading import AUTO, LOADS
+from ragcache.engine.loading.loader import AUTO, LOADS
 from ragcache.errors import ConfigError, StoreNotFoundError
 from ragcache.models.lm import LanguageModel
 from ragcache.models.loading import load_lm

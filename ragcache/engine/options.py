@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:  # heavy ones: `ragcache --help` reads this file too
-    from ragcache.engine.passage import Passage
+    from ragcache.engine.asking.passage import Passage
     from ragcache.fusion.base import FusionMethod
     from ragcache.fusion.eviction import SnapKV
     from ragcache.models.decoding import Sampling

@@ -7,8 +7,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragcache.engine.estimate import measure_prefill
-from ragcache.engine.probe import probe_disk, probe_memory
+from ragcache.engine.asking.estimate import measure_prefill
+from ragcache.engine.loading.probe import probe_disk, probe_memory
 from ragcache.errors import ConfigError, translate_os_errors
 from ragcache.kv.prefill import PrefillRate
 from ragcache.models.lm import LanguageModel

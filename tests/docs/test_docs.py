@@ -15,7 +15,7 @@ from families import random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.cli.app import build_app
-from ragcache.engine.maintenance import DoctorReport, Info
+from ragcache.engine.care.maintenance import DoctorReport, Info
 from ragcache.store.records import Document
 
 ROOT = Path(__file__).resolve().parents[2]

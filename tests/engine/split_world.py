@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from ragcache.engine.rates import Rates
-from ragcache.engine.split import Part, Split
+from ragcache.engine.loading.rates import Rates
+from ragcache.engine.loading.split import Part, Split
 from ragcache.kv.prefill import PrefillRate
 
 TIER = "disk"

@@ -7,9 +7,9 @@ import json
 import pytest
 
 import ragcache as rc
-from ragcache.engine.probe import open_rates, probe_disk
-from ragcache.engine.rates import RateFigures, Rates, TierFigures
-from ragcache.engine.rates_file import RatesFile, machine_key
+from ragcache.engine.loading.probe import open_rates, probe_disk
+from ragcache.engine.loading.rates import RateFigures, Rates, TierFigures
+from ragcache.engine.loading.rates_file import RatesFile, machine_key
 from ragcache.errors import ConfigError
 from ragcache.kv.prefill import PrefillRate
 
@@ -80,7 +80,7 @@ def test_rates_are_measured_once_kept_and_shown(kb, open_kb, monkeypatch):
         assert figures.prefill_tokens_s > 0
         assert {"disk", "memory"} <= figures.tiers.keys()
         assert figures.decode_bytes_s["raw"] > 0
-    monkeypatch.setattr("ragcache.engine.probe.probe", lambda *args: pytest.fail("measured again"))
+    monkeypatch.setattr("ragcache.engine.loading.probe.probe", lambda *args: pytest.fail("measured again"))
     with open_kb() as second:
         assert second.rates().prefill_tokens_s == pytest.approx(figures.prefill_tokens_s, rel=0.5)
     with open_kb(models=False) as care:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ragcache.codecs import get_codec
-from ragcache.engine.blocks import load_or_compute
-from ragcache.engine.loading import BlockLoader, LoadCounts
-from ragcache.engine.rates import Rates
+from ragcache.engine.loading.blocks import load_or_compute
+from ragcache.engine.loading.loader import BlockLoader, LoadCounts
+from ragcache.engine.loading.rates import Rates
 from ragcache.errors import ConfigError, SchemaVersionError
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock

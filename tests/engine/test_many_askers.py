@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 import ragcache as rc
-from ragcache.engine.admission import Admission, default_budget, kv_bytes
+from ragcache.engine.asking.admission import Admission, default_budget, kv_bytes
 from ragcache.errors import AnswerTooLargeError, CancelledError, ConfigError, PromptError, TimedOutError
 from ragcache.kv.cache import KVBuffers
 from ragcache.models.limits import NO_LIMIT, Limit

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import ragcache as rc
-from ragcache.engine import mini_notice
-from ragcache.engine.mini_notice import is_other_text
+from ragcache.engine.asking import mini_notice
+from ragcache.engine.asking.mini_notice import is_other_text
 from ragcache.retrieval.testing import BagOfWords
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 import ragcache as rc
-from ragcache.engine import plain_text
+from ragcache.engine.asking import plain_text
 
 QUESTION = "Who meets on Monday?"
 ONE = rc.Sampling(max_tokens=1)

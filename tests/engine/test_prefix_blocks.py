@@ -11,7 +11,7 @@ from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_lo
 from live_bytes import LiveBytes
 
 import ragcache as rc
-from ragcache.engine.prefix_blocks import PrefixBlocks
+from ragcache.engine.asking.prefix_blocks import PrefixBlocks
 from ragcache.fusion.fuse import fuse
 from ragcache.kv.prefix_tree import PrefixTree, read_cache
 

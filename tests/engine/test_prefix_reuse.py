@@ -11,7 +11,7 @@ from plain_oracle import greedy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
-from ragcache.engine import prefixes
+from ragcache.engine.asking import prefixes
 from ragcache.errors import ConfigError
 
 SHORT = rc.Sampling(max_tokens=6)

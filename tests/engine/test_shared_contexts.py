@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import ragcache as rc
-from ragcache.engine.contexts import Contexts
+from ragcache.engine.asking.contexts import Contexts
 from ragcache.errors import CancelledError
 from ragcache.kv.cache import KVBuffers, SharedContext
 from ragcache.models.limits import NO_LIMIT, Limit

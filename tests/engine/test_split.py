@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_world import World, best_s
 
-from ragcache.engine.split import MIN_GAIN_S, Part
+from ragcache.engine.loading.split import MIN_GAIN_S, Part
 
 MB = 10**6
 TEN = [Part(500, 23 * MB)] * 10

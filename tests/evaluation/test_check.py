@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 import ragcache as rc
-from ragcache.engine.verdict import save_verdict
+from ragcache.engine.asking.verdict import save_verdict
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case, Passage
 from ragcache.evaluation.check import Check, Thresholds

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ragcache.engine.care.usage import UsageLog
 from ragcache.engine.opening import Store
-from ragcache.engine.usage import UsageLog
 from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
 from ragcache.retrieval.index import VectorIndex
 from ragcache.store.documents import DocumentStore

@@ -1,6 +1,6 @@
 """How fast this machine reads and computes blocks: measured at the start, corrected by every read and computation.
 
-A question chooses by these numbers between loading a block and computing it (`ragcache.engine.split`).
+A question chooses by these numbers between loading a block and computing it (`ragcache.engine.loading.split`).
 """
 
 from __future__ import annotations

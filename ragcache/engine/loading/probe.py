@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from ragcache.codecs import Codec
-from ragcache.engine.rates import Rates
-from ragcache.engine.rates_file import RatesFile, machine_key
+from ragcache.engine.loading.rates import Rates
+from ragcache.engine.loading.rates_file import RatesFile, machine_key
 from ragcache.kv.block import KVBlock
 from ragcache.kv.prefill import PrefillRate
 from ragcache.models.lm import LanguageModel

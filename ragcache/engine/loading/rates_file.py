@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ragcache.codecs.atomic import atomic_write, write_all
-from ragcache.engine.rates import RateFigures, TierFigures
+from ragcache.engine.loading.rates import RateFigures, TierFigures
 from ragcache.errors import StoreError
 from ragcache.kv.identity import digest
 from ragcache.kv.prefill import PrefillRate

@@ -1,4 +1,4 @@
-"""Loads blocks of a question in threads while the asking thread computes others; see `ragcache.engine.split`."""
+"""Loads blocks of a question in threads while the asking thread computes others; see `split`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ragcache.engine.blocks import COMPUTED, Keeper, LoadedBlocks
-from ragcache.engine.rates import Rates
-from ragcache.engine.split import Part, Split
+from ragcache.engine.loading.blocks import COMPUTED, Keeper, LoadedBlocks
+from ragcache.engine.loading.rates import Rates
+from ragcache.engine.loading.split import Part, Split
 from ragcache.errors import ConfigError
 from ragcache.ingest.encoder import BlockEncoder
 from ragcache.kv.block import KVBlock

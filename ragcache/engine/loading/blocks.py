@@ -17,7 +17,7 @@ from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
 
 if TYPE_CHECKING:
-    from ragcache.engine.loading import Ahead, BlockLoader
+    from ragcache.engine.loading.loader import Ahead, BlockLoader
 
 log = logging.getLogger(__name__)
 COMPUTED = "computed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ragcache.engine.blocks import load_or_compute
+from ragcache.engine.loading.blocks import load_or_compute
 from ragcache.errors import MissingBlockError, NoSuchDocumentError, PinError
 from ragcache.ingest.encoder import BlockEncoder
 from ragcache.store.documents import DocumentStore

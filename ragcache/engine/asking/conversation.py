@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ragcache.engine.passage import Passage
+from ragcache.engine.asking.passage import Passage
 from ragcache.errors import PromptError
 from ragcache.prompt import (
     CONTEXT_MARK,

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple, get_args
 
-from ragcache.engine.admission import Admission, kv_bytes
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Timings, Token, Usage
-from ragcache.engine.blocks import LoadedBlocks, load_or_compute
-from ragcache.engine.context import Earlier
-from ragcache.engine.contexts import Contexts
-from ragcache.engine.estimate import PrefillEstimate
-from ragcache.engine.loading import Ahead, BlockLoader
+from ragcache.engine.asking.admission import Admission, kv_bytes
+from ragcache.engine.asking.contexts import Contexts
+from ragcache.engine.asking.estimate import PrefillEstimate
+from ragcache.engine.asking.kept import Earlier
+from ragcache.engine.asking.ordering import ReadCounts, relevance_hint, shared_order
+from ragcache.engine.asking.prefix_blocks import PrefixBlock, PrefixBlocks
+from ragcache.engine.asking.prefixes import Path, Prefixes
+from ragcache.engine.loading.blocks import LoadedBlocks, load_or_compute
+from ragcache.engine.loading.loader import Ahead, BlockLoader
 from ragcache.engine.options import Order, Overflow
-from ragcache.engine.ordering import ReadCounts, relevance_hint, shared_order
-from ragcache.engine.prefix_blocks import PrefixBlock, PrefixBlocks
-from ragcache.engine.prefixes import Path, Prefixes
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV

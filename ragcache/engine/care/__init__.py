@@ -1,0 +1,1 @@
+"""Care of a store: its figures, the check that repairs it, pins."""

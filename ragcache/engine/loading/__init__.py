@@ -1,0 +1,1 @@
+"""Blocks of retrieved chunks: loaded or computed, whichever is faster by measured rates."""
