@@ -22,7 +22,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case
 from ragcache.evaluation.methods import MethodSpec
-from ragcache.evaluation.reading import PromptReader, would_write, write_answer
+from ragcache.evaluation.reading import PromptReader, forced_logits, write_answer
 from ragcache.evaluation.registry import MAX_ANSWER_TOKENS, RegistrySettings, registry_cases
 from ragcache.models.decoding import eos_token_ids
 from ragcache.prompt import encode_text, prompt_format
@@ -108,6 +108,13 @@ def answers(lm: rc.LanguageModel, fused: rc.Fused, expected: str) -> bool:
     """Whether the greedy answer is this text. Most are, which one pass over its ids shows."""
     ids = [*encode_text(lm.tokenizer, expected), min(eos_token_ids(lm))]
     return would_write(lm, fused, ids) or write_answer(lm, fused, MAX_ANSWER_TOKENS).text == expected
+
+
+def would_write(lm: rc.LanguageModel, fused: rc.Fused, ids: Sequence[int]) -> bool:
+    """Whether the greedy answer begins with these ids: one pass over them all tells, without writing."""
+    logits = forced_logits(lm, fused, ids).clone()
+    logits[:, sorted(fused.reserved_ids)] = -torch.inf
+    return logits.argmax(-1).tolist() == list(ids)
 
 
 @lru_cache(maxsize=1)

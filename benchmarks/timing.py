@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import sys
 import time
@@ -12,8 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from ragcache.evaluation.intervals import median_interval
 
 Samples = dict[str, dict[int, float]]
 
@@ -133,3 +132,19 @@ def _time(variant: Variant, device: torch.device) -> float:
     seconds = time.perf_counter() - started
     del result
     return seconds
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the median between two order statistics (the sign test's), whatever the distribution is.
+
+    Fewer than 6 values cannot say that much: all of their range is returned then. Raises ValueError for none.
+    """
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("there is nothing to take a median of")
+    count, below, chance = len(ordered), 0, 0.5 ** len(ordered)  # chance that at most `below` values lie below it
+    while chance + math.comb(count, below + 1) * 0.5**count <= 0.025:
+        below += 1
+        chance += math.comb(count, below) * 0.5**count
+    outside = below if chance <= 0.025 else 0
+    return ordered[outside], ordered[count - 1 - outside]

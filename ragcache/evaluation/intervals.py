@@ -1,9 +1,7 @@
-"""95 % intervals: Wilson's for shares of independent questions, the sign test's for medians of few measurements, the
-bootstrap over questions for everything else."""
+"""95 % intervals: Wilson's for shares of independent questions, the bootstrap over questions for everything else."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -48,22 +46,6 @@ def wilson(right: int, asked: int) -> tuple[float, float]:
     half = Z * (share * (1 - share) / asked + Z * Z / (4 * asked * asked)) ** 0.5
     scale = 1 + Z * Z / asked
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the median between two order statistics (the sign test's), whatever the distribution is.
-
-    Fewer than 6 values cannot say that much: all of their range is returned then. Raises ValueError for none.
-    """
-    ordered = sorted(values)
-    if not ordered:
-        raise ValueError("there is nothing to take a median of")
-    count, below, chance = len(ordered), 0, 0.5 ** len(ordered)  # chance that at most `below` values lie below it
-    while chance + math.comb(count, below + 1) * 0.5**count <= 0.025:
-        below += 1
-        chance += math.comb(count, below) * 0.5**count
-    outside = below if chance <= 0.025 else 0
-    return ordered[outside], ordered[count - 1 - outside]
 
 
 def bootstrap(values: Sequence[float | bool], clusters: Sequence[Hashable] | None = None) -> tuple[float, float]:

@@ -116,13 +116,6 @@ def forced_logits(lm: LanguageModel, fused: Fused, ids: Sequence[int]) -> Tensor
     return torch.cat([first, others])
 
 
-def would_write(lm: LanguageModel, fused: Fused, ids: Sequence[int]) -> bool:
-    """Whether the greedy answer begins with these ids: one pass over them all tells, without writing."""
-    logits = forced_logits(lm, fused, ids).clone()
-    logits[:, sorted(fused.reserved_ids)] = -torch.inf
-    return logits.argmax(-1).tolist() == list(ids)
-
-
 def _take_back(cache: FusedCache, lengths: Sequence[int]) -> None:
     """Forget the tokens that were appended since the layers had these lengths."""
     cache.lengths[:] = lengths

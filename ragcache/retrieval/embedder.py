@@ -193,14 +193,6 @@ def load_embedder(name: str | Path = "minilm", device: str = "cpu") -> Embedder:
     return _load(label, lambda: _sentence_transformer(label, device))
 
 
-def load_mean_pooled(path: str | Path, device: str = "cpu") -> Embedder:
-    """A plain encoder (directory or hub id) read as Contriever's authors read theirs: the mean of the last hidden
-    states under the attention mask, not normalised. For fine-tuned copies of Contriever. Raises EmbedderError."""
-    directory = Path(path).expanduser()
-    name = _directory_name(directory) if directory.is_dir() else str(path)
-    return _load(f"{name}+mean", lambda: _mean_pooled(str(path), device))
-
-
 def _load(name: str, build: Callable[[], SentenceTransformer]) -> Embedder:
     """The one boundary where the errors of sentence-transformers and the hub become ours: they raise any kind."""
     try:

@@ -84,11 +84,6 @@ class VectorIndex:
         with self._lock:
             return frozenset(self._live)
 
-    @property
-    def num_removed(self) -> int:
-        """Ids that were removed but still take room in the HNSW graph."""
-        return len(self._removed)
-
     def add(self, ids: Sequence[int] | Ids, vectors: Vectors) -> None:
         """vectors: [len(ids), dimension]. Raises ConfigError for an id already present, or vectors that are not
         finite or of another shape; then nothing was added."""

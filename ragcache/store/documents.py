@@ -216,12 +216,6 @@ class DocumentStore:
             found = {row.vector_id: row.handle for row in connection.execute(query)}
         return [handle for id in ids if (handle := found.get(id)) is not None]
 
-    def pending_chunks(self, limit: int | None = None) -> list[Chunk]:
-        """Chunks without a handle, oldest first."""
-        query = rows.select_chunks().where(chunks.c.handle.is_(None)).order_by(chunks.c.vector_id).limit(limit)
-        with self._db.read() as connection:
-            return [rows.chunk(row) for row in connection.execute(query).mappings()]
-
     # Vectors
 
     def vector_ids(self, where: Filter | None = None) -> set[int]:

@@ -13,8 +13,7 @@ from scipy.stats import quantile_test
 
 from benchmarks import askers, codecs, decode, environment, ingest, loading, methods, peers, teams, ttft
 from benchmarks.report import LEAST_PAIRS, Goal, Result, goal_lines, write
-from benchmarks.timing import Ratio
-from ragcache.evaluation.intervals import median_interval
+from benchmarks.timing import Ratio, median_interval
 
 QUIET = {"load_1min": 0.3, "load_after_1min": 2.1, "threads": 2, "commit": "abc1234", "clean": True}
 GOOD = Goal("a / b", "at most", 1.10, 1.05, True, 10, 1.02, 1.08)

@@ -7,7 +7,8 @@ import torch
 from families import load_tiny, random_prompt
 
 import ragcache as rc
-from ragcache.evaluation.reading import forced_logits, would_write
+from benchmarks.quality_units import would_write
+from ragcache.evaluation.reading import forced_logits
 from ragcache.models.decoding import Sampling, decode
 
 LENGTH = 6

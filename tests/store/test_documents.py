@@ -76,7 +76,7 @@ def test_what_goes_in_comes_out(store: DocumentStore) -> None:
 def test_an_empty_store_has_nothing(store: DocumentStore) -> None:
     assert store.document("x") is None
     assert store.chunk("x") is None
-    assert store.documents() == store.chunks_of("x") == store.pending_chunks() == []
+    assert store.documents() == store.chunks_of("x") == []
     assert store.chunks_by_vector_ids([1, 2]) == list(store.all_vectors()) == []
     assert store.vector_ids() == store.handles() == store.garbage() == store.collectable() == set()
     assert (store.counts(), store.generation()) == (Counts(0, 0, 0), 0)
@@ -185,8 +185,6 @@ def test_a_replacement_with_the_same_handles_makes_no_garbage(store: DocumentSto
 
 def test_handles_set_later(store: DocumentStore) -> None:
     put(store, "a", None, None, "h")
-    assert [chunk.id for chunk in store.pending_chunks()] == ["a.0", "a.1"]
-    assert [chunk.id for chunk in store.pending_chunks(limit=1)] == ["a.0"]
     generation = store.generation()
     store.set_handles({"a.0": "x", "a.1": "y"})
     assert store.handles() == {"x", "y", "h"}

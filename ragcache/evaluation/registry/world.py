@@ -26,12 +26,7 @@ class Entity:
     kind: str
     name: str
     facts: dict[str, str]
-    pronoun: str = "It"
     mentions: list[str] = field(default_factory=list)
-
-    @property
-    def possessive(self) -> str:
-        return {"She": "Her", "He": "His", "It": "Its"}[self.pronoun]
 
 
 class World:
@@ -92,7 +87,7 @@ class World:
         }
         town.mentions.append(name)
         club.mentions.append(name)
-        return self._add(Entity("person", name, facts, "She" if female else "He"))
+        return self._add(Entity("person", name, facts))
 
     def add_stranger(self, entity: Entity) -> None:
         """Let `entity` mention a name that has no document."""
