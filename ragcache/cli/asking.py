@@ -28,11 +28,11 @@ def ask(
     store: StoreOptions,
     models: ModelOptions,
     answer: AnswerOptions,
-    timeout: Timeout = None,
+    timeout_s: Timeout = None,
     as_json: Json = False,
 ) -> None:
     """Answer a question from the store; the answer is written as it comes, then its sources."""
-    options = {**answer.stream_options(), "timeout_s": timeout}
+    options = {**answer.stream_options(), "timeout_s": timeout_s}
     with open_with_models(store, models) as kb:
         if as_json:
             print_json(kb.ask(question, **options).to_json())
@@ -47,7 +47,7 @@ def chat(
     answer: AnswerOptions,
     turns: TurnOptions,
     address: AddressOptions,
-    timeout: Timeout = None,
+    timeout_s: Timeout = None,
     web: Annotated[bool, option("--web", "Chat in a web page: the API and the page, on --host and --port.")] = False,
 ) -> None:
     """Ask one question after another. Each stands for itself: passages are read, earlier questions are not.
@@ -57,9 +57,9 @@ def chat(
     the terminal's place, where a conversation goes on from its earlier questions; Ctrl-C ends the server.
     """
     if web:
-        run_page(store, models, answer, turns, address, timeout)
+        run_page(store, models, answer, turns, address, timeout_s)
         return
-    options = {**answer.stream_options(), "timeout_s": timeout}
+    options = {**answer.stream_options(), "timeout_s": timeout_s}
     with open_with_models(store, models) as kb:
         ask_next = _one_by_one(kb, options) if turns.context == "last" else _conversation(kb, options)
         for question in _questions():

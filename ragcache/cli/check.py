@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,35 +19,75 @@ if TYPE_CHECKING:
     from ragcache.evaluation.case import Case
     from ragcache.evaluation.runner import Runner
 
-QUESTIONS, PASSAGES = 50, 5
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """What is asked, and over which passages."""
+
+    store: Annotated[
+        Path | None, option("--store", "Check on this store's passages, and keep the verdict there for method auto.")
+    ] = None
+    database: Annotated[str | None, option("--database", "SQLAlchemy URL of the store's documents.")] = None
+    data: Annotated[
+        str | None, option("--data", "Questions as JSON lines (passages come from the store), or a set as for eval.")
+    ] = None
+    data_dir: Annotated[Path | None, option("--data-dir", "Directory of public question sets.")] = None
+    questions: Annotated[int, option("--questions", "Ask so many.", min=1)] = 50
+    k: Annotated[int, option("--k", "Passages under a question.", min=2)] = 5
+    embedder: Annotated[str | None, option("--embedder", "For --data over a store; the store's own.")] = None
+
+    def stored_model(self) -> tuple[str, str]:
+        """Name and dtype of the model that the store was made with; the bundled one where there is no store."""
+        if self.store is None:
+            return "mini", "float32"
+        from ragcache.evaluation.store_cases import opened
+
+        with opened(self.store, self.database) as found:
+            bound = found.documents.properties()
+        return str(bound.get("model_name", "mini")), str(bound.get("model_dtype", "float32"))
+
+    def cases(self, runner: Runner, device: str) -> tuple[str, list[Case]]:
+        """What the questions are, in words, and the questions."""
+        from ragcache.evaluation.sources import load_cases
+        from ragcache.evaluation.store_cases import asked_of, made_from, opened
+
+        if self.store is None:
+            source = self.data or f"registry:passages={self.k}"
+            return source, load_cases(source, runner.count_tokens, directory=self.data_dir, limit=self.questions)
+        with opened(self.store, self.database) as found:
+            if self.data is None:
+                cases = made_from(found, questions=self.questions, passages=self.k)
+                return "sentences of the store to be completed", cases
+            file = Path(self.data)
+            if not file.is_file():
+                raise ConfigError(f"{file}: no such file; with --store, --data is a file of questions")
+            cases = asked_of(found, file, passages=self.k, device=device, embedder=self.embedder, limit=self.questions)
+            return f"{file.name} over the store", cases
+
+
+@dataclass(frozen=True)
+class ThresholdOptions:
+    """What a method has to stay inside to be called safe: fields are those of Thresholds."""
+
+    min_agreement: Annotated[
+        float, option("--min-agreement", "Least share of full prefill's answer tokens that the method chooses too.")
+    ] = 0.95
+    max_kl: Annotated[float, option("--max-kl", "Largest mean divergence from full prefill, nats a token.")] = 0.1
+    min_same_answer: Annotated[
+        float, option("--min-same-answer", "Least share of questions with full prefill's very answer.")
+    ] = 0.85
+    max_accuracy_drop: Annotated[
+        float, option("--max-accuracy-drop", "Largest loss of accuracy, where gold answers are known.")
+    ] = 0.03
 
 
 @command
 def check(
     models: EvaluatedModel,
-    store: Annotated[
-        Path | None, option("--store", "Check on this store's passages, and keep the verdict there for method auto.")
-    ] = None,
-    database: Annotated[str | None, option("--database", "SQLAlchemy URL of the store's documents.")] = None,
-    data: Annotated[
-        str | None, option("--data", "Questions as JSON lines (passages come from the store), or a set as for eval.")
-    ] = None,
-    data_dir: Annotated[Path | None, option("--data-dir", "Directory of public question sets.")] = None,
+    asked: QuestionOptions,
+    thresholds: ThresholdOptions,
     methods: Annotated[list[str] | None, option("--methods", "As for eval; every method if left out.")] = None,
-    questions: Annotated[int, option("--questions", "Ask so many.", min=1)] = QUESTIONS,
-    k: Annotated[int, option("--k", "Passages under a question.", min=2)] = PASSAGES,
     max_tokens: Annotated[int, option("--max-tokens", "Longest answer, in tokens.", min=1)] = 32,
-    min_agreement: Annotated[
-        float, option("--min-agreement", "Least share of full prefill's answer tokens that the method chooses too.")
-    ] = 0.95,
-    max_kl: Annotated[float, option("--max-kl", "Largest mean divergence from full prefill, nats a token.")] = 0.1,
-    min_same_answer: Annotated[
-        float, option("--min-same-answer", "Least share of questions with full prefill's very answer.")
-    ] = 0.85,
-    max_accuracy_drop: Annotated[
-        float, option("--max-accuracy-drop", "Largest loss of accuracy, where gold answers are known.")
-    ] = 0.03,
-    embedder: Annotated[str | None, option("--embedder", "For --data over a store; the store's own.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say which fusion methods are safe for a model: they answer as full prefill does.
@@ -59,60 +100,22 @@ def check(
     from ragcache.evaluation.methods import all_methods, parse_methods
     from ragcache.evaluation.runner import Runner, RunSettings
 
-    limits = Thresholds(min_agreement, max_kl, min_same_answer, max_accuracy_drop)
+    limits = Thresholds(**vars(thresholds))
     specs = parse_methods(methods) if methods else all_methods()
-    lm = models.load(*_stored_model(store, database))
+    lm = models.load(*asked.stored_model())
     runner = Runner(lm, models.prompt_format(lm), RunSettings(max_tokens, on_overflow="skip"))
-    source, cases = _cases(runner, store, database, data, data_dir, questions, k, embedder, models.device)
+    source, cases = asked.cases(runner, models.device)
     checking = Check(runner, source, cases, specs, limits)
     for _ in progress(checking.scores(), len(cases) * (len(checking.running) + 1), "Checking"):
         pass
     verdict = checking.finish().verdict
-    written = None if store is None else save_verdict(store, verdict)
+    written = None if asked.store is None else save_verdict(asked.store, verdict)
     if as_json:
         print_json(verdict.to_json())
     else:
         _print_verdict(verdict, written)
     if verdict.best() is None:
         raise typer.Exit(FAILED)
-
-
-def _stored_model(store: Path | None, database: str | None) -> tuple[str, str]:
-    """Name and dtype of the model that a store was made with; the bundled one where there is no store."""
-    if store is None:
-        return "mini", "float32"
-    from ragcache.evaluation.store_cases import opened
-
-    with opened(store, database) as found:
-        bound = found.documents.properties()
-    return str(bound.get("model_name", "mini")), str(bound.get("model_dtype", "float32"))
-
-
-def _cases(
-    runner: Runner,
-    store: Path | None,
-    database: str | None,
-    data: str | None,
-    data_dir: Path | None,
-    questions: int,
-    k: int,
-    embedder: str | None,
-    device: str,
-) -> tuple[str, list[Case]]:
-    """What the questions are, in words, and the questions."""
-    from ragcache.evaluation.sources import load_cases
-    from ragcache.evaluation.store_cases import asked_of, made_from, opened
-
-    if store is None:
-        source = data or f"registry:passages={k}"
-        return source, load_cases(source, runner.count_tokens, directory=data_dir, limit=questions)
-    with opened(store, database) as found:
-        if data is None:
-            return "sentences of the store to be completed", made_from(found, questions=questions, passages=k)
-        if not Path(data).is_file():
-            raise ConfigError(f"{data}: no such file; with --store, --data is a file of questions")
-        cases = asked_of(found, Path(data), passages=k, device=device, embedder=embedder, limit=questions)
-        return f"{Path(data).name} over the store", cases
 
 
 def _print_verdict(verdict: Verdict, written: Path | None) -> None:

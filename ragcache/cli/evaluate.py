@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from ragcache.evaluation.methods import MethodSpec
     from ragcache.evaluation.report import Row
     from ragcache.evaluation.runner import Runner
-
-DEFAULT_DATA = "registry"
 
 
 @command
@@ -51,14 +50,12 @@ def evaluate(
     from ragcache.evaluation.sources import load_cases
 
     settings = RunSettings(max_tokens, tuple(stop or ()), on_overflow)
-    specs = parse_methods(methods) if methods else None
+    specs = parse_methods(methods or [])
     lm = models.load()
     runner = Runner(lm, models.prompt_format(lm), settings)
-    specs = specs or default_methods(lm)
-    loaded = {
-        source: load_cases(source, runner.count_tokens, directory=data_dir, limit=questions)
-        for source in data or [DEFAULT_DATA]
-    }
+    specs = specs if methods else default_methods(lm)
+    load = partial(load_cases, count_tokens=runner.count_tokens, directory=data_dir, limit=questions)
+    loaded = {source: load(source) for source in data or ["registry"]}
     names = _file_names(list(loaded))
     for source, cases in loaded.items():
         rows = run_source(runner, source, cases, specs, out, names[source], plot)

@@ -13,6 +13,7 @@ import typer
 
 from ragcache.engine.options import Context, Order, Overflow, ReadOptions, RetrieveOptions, names
 from ragcache.errors import ConfigError
+from ragcache.evaluation.settings import json_or_text
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ def size(text: str | int) -> int:
     return int(float(found[1]) * unit)
 
 
+def size_option(flag: str, help: str, default: str | bool = True) -> Any:
+    """`option` for a number of bytes. default: how the help shows it; True: as it is."""
+    return option(flag, help, parser=size, metavar="SIZE", show_default=default)
+
+
 def json_object(text: str | None) -> dict[str, Any] | None:
     """Raises ConfigError when the text is not a JSON object."""
     if text is None:
@@ -57,15 +63,8 @@ def method_options(texts: Sequence[str]) -> dict[str, Any]:
         name, sign, value = text.partition("=")
         if not sign or not name.strip():
             raise ConfigError(f"--option {text!r} is not NAME=VALUE; write it like ratio=0.15")
-        found[name.strip().replace("-", "_")] = _json_or_text(value.strip())
+        found[name.strip().replace("-", "_")] = json_or_text(value)
     return found
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 Json = Annotated[bool, option("--json", "Print JSON and nothing else on standard output.")]
@@ -79,15 +78,13 @@ Timeout = Annotated[float | None, option("--timeout", "Seconds for one question,
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Where the knowledge base is."""
+    """Where the knowledge base is, and how it is opened: fields are those of StoreConfig."""
 
     store: Annotated[Path, option("--store", "Directory of the store.")] = Path("kb")
     database: Annotated[
         str | None, option("--database", "SQLAlchemy URL of the document store; SQLite in the store if not given.")
     ] = None
-    memory: Annotated[
-        int, option("--memory", "Budget of the host-memory tier.", parser=size, metavar="SIZE", show_default="2GiB")
-    ] = 2 * 2**30
+    memory_bytes: Annotated[int, size_option("--memory", "Budget of the host-memory tier.", "2GiB")] = 2 * 2**30
     codec: Annotated[
         str, option("--codec", "How new KV blocks are kept; `ragcache plan` lists the codecs. All are read.")
     ] = "raw"
@@ -100,68 +97,48 @@ class StoreOptions:
     trace: Annotated[
         Path | None, option("--trace", "Append every access to blocks to this file, for `ragcache simulate`; no text.")
     ] = None
-    prefix_memory: Annotated[
+    prefix_bytes: Annotated[
         int,
-        option(
-            "--prefix-memory",
-            "Budget for exact KV of earlier prompts, which --method full goes on from; 0: none.",
-            parser=size,
-            metavar="SIZE",
-            show_default="512MiB",
+        size_option(
+            "--prefix-memory", "Budget for exact KV of earlier prompts, which --method full goes on from; 0: none.",
+            "512MiB",
         ),
-    ] = 512 * 2**20
+    ] = 512 * 2**20  # fmt: skip
     load: Annotated[
         Literal["auto", "always", "never"],
         option("--load", "Blocks on disk: load or compute, whichever is faster (auto); always load; never."),
     ] = "auto"
-    speculative: Annotated[
+    speculative_bytes: Annotated[
         int,
-        option(
-            "--speculative",
-            "Bytes of blocks that may be read while retrieval still ranks; 0: none.",
-            parser=size,
-            metavar="SIZE",
-            show_default="256MiB",
+        size_option(
+            "--speculative", "Bytes of blocks that may be read while retrieval still ranks; 0: none.", "256MiB"
         ),
     ] = 256 * 2**20
-    measure_time: Annotated[
+    measure_s: Annotated[
         float,
         option("--measure-time", "Seconds to measure this machine for, the first time a store is opened.", min=0),
     ] = 0.25
-    answer_memory: Annotated[
+    answer_bytes: Annotated[
         int | None,
-        option(
+        size_option(
             "--answer-memory",
             "KV that all answers in progress may hold together; more wait. Half of the device's memory if not given.",
-            parser=size,
-            metavar="SIZE",
         ),
     ] = None
-    device_memory: Annotated[
-        int,
-        option(
-            "--device-memory",
-            "Budget for KV blocks on the model's device; 0: none are kept there.",
-            parser=size,
-            metavar="SIZE",
-            show_default="0",
-        ),
+    device_bytes: Annotated[
+        int, size_option("--device-memory", "Budget for KV blocks on the model's device; 0: none are kept there.", "0")
     ] = 0
-    disk: Annotated[
-        int | None,
-        option("--disk", "Budget of the disk tier; without one it keeps every block.", parser=size, metavar="SIZE"),
+    disk_bytes: Annotated[
+        int | None, size_option("--disk", "Budget of the disk tier; without one it keeps every block.")
     ] = None
-    write_behind: Annotated[
+    write_behind_bytes: Annotated[
         int,
-        option(
-            "--write-behind",
-            "Blocks that questions leave to be written later, in bytes; 0: each is written at once.",
-            parser=size,
-            metavar="SIZE",
-            show_default="0",
+        size_option(
+            "--write-behind", "Blocks that questions leave to be written later, in bytes; 0: each is written at once.",
+            "0",
         ),
-    ] = 0
-    ttl: Annotated[
+    ] = 0  # fmt: skip
+    ttl_s: Annotated[
         float | None, option("--ttl", "Drop blocks that were not used for so many seconds; pinned ones stay.")
     ] = None
     index: Annotated[Literal["flat", "hnsw"], option("--index", "Kind of vector index; flat is exact.")] = "flat"
@@ -169,25 +146,8 @@ class StoreOptions:
     def config(self, *, read_only: bool = False) -> StoreConfig:
         from ragcache import StoreConfig
 
-        return StoreConfig(
-            self.database,
-            self.memory,
-            codec=self.codec,
-            eviction=self.eviction,
-            index=self.index,
-            read_only=read_only,
-            admission=self.admission,
-            trace=self.trace,
-            prefix_bytes=self.prefix_memory,
-            load=self.load,
-            speculative_bytes=self.speculative,
-            measure_s=self.measure_time,
-            answer_bytes=self.answer_memory,
-            device_bytes=self.device_memory,
-            disk_bytes=self.disk,
-            write_behind_bytes=self.write_behind,
-            ttl_s=self.ttl,
-        )
+        given = {name: value for name, value in vars(self).items() if name != "store"}
+        return StoreConfig(**given, read_only=read_only)
 
 
 @dataclass(frozen=True)
@@ -254,12 +214,8 @@ class ReadLimitOptions:
     """What reading one document may take; one that needs more fails, and the others go on."""
 
     read_time: Annotated[float, option("--read-time", "Seconds for reading one file.")] = 120.0
-    read_memory: Annotated[
-        int, option("--read-memory", "Memory for reading a file.", parser=size, metavar="SIZE", show_default="512MiB")
-    ] = 512 << 20
-    max_text: Annotated[
-        int, option("--max-text", "Longest text of a document.", parser=size, metavar="SIZE", show_default="8MiB")
-    ] = 8 << 20
+    read_memory: Annotated[int, size_option("--read-memory", "Memory for reading a file.", "512MiB")] = 512 << 20
+    max_text: Annotated[int, size_option("--max-text", "Longest text of a document.", "8MiB")] = 8 << 20
 
     def config(self) -> IngestConfig:
         """Raises ConfigError."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ragcache.cli.command import command
-from ragcache.cli.options import Json, option, size
+from ragcache.cli.options import Json, option, size_option
 from ragcache.cli.output import bytes_text, print_json, print_table, say, seconds_text
 from ragcache.cli.rating import RateOptions, ShapeOptions
 
@@ -65,9 +65,7 @@ def plan(
     corpus: CorpusOptions,
     rates: RateOptions,
     prices: PriceOptions,
-    memory: Annotated[
-        int, option("--memory", "Host memory for KV.", parser=size, metavar="SIZE", show_default="2GiB")
-    ] = 2 * 2**30,
+    memory: Annotated[int, size_option("--memory", "Host memory for KV.", "2GiB")] = 2 * 2**30,
     as_json: Json = False,
 ) -> None:
     """Say what a corpus takes: bytes by codec, precomputation, money, where stored KV breaks even, what to choose.

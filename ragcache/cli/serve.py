@@ -19,7 +19,7 @@ from ragcache.cli.options import (
     StoreOptions,
     TurnOptions,
     option,
-    size,
+    size_option,
 )
 from ragcache.cli.output import say, say_error
 from ragcache.errors import ConfigError
@@ -47,18 +47,14 @@ class AddressOptions:
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """How much the server takes."""
+    """How much the server takes: fields are those of ServerSettings."""
 
     slots: Annotated[int, option("--slots", "Questions that are answered at the same time.", min=1)] = 8
-    queue: Annotated[int, option("--queue", "Questions that may wait; more are refused with 503.", min=0)] = 512
-    timeout: Annotated[float, option("--timeout", "Seconds for one question, waiting included.")] = 600.0
-    drain: Annotated[float, option("--drain", "Seconds for running answers when told to stop.", min=0)] = 30.0
-    max_body: Annotated[
-        int, option("--max-body", "Largest JSON body.", parser=size, metavar="SIZE", show_default="4MiB")
-    ] = 4 * MIB
-    max_upload: Annotated[
-        int, option("--max-upload", "Largest upload.", parser=size, metavar="SIZE", show_default="64MiB")
-    ] = 64 * MIB
+    max_queue: Annotated[int, option("--queue", "Questions that may wait; more are refused with 503.", min=0)] = 512
+    timeout_s: Annotated[float, option("--timeout", "Seconds for one question, waiting included.")] = 600.0
+    drain_s: Annotated[float, option("--drain", "Seconds for running answers when told to stop.", min=0)] = 30.0
+    max_body_bytes: Annotated[int, size_option("--max-body", "Largest JSON body.", "4MiB")] = 4 * MIB
+    max_upload_bytes: Annotated[int, size_option("--max-upload", "Largest upload.", "64MiB")] = 64 * MIB
 
 
 @dataclass(frozen=True)
@@ -99,11 +95,11 @@ def run_page(
     answer: AnswerOptions,
     turns: TurnOptions,
     address: AddressOptions,
-    timeout: float | None,
+    timeout_s: float | None,
 ) -> None:
     """The chat page and the API below it, until interrupted."""
     check_installed()
-    limits = LimitOptions() if timeout is None else LimitOptions(timeout=timeout)
+    limits = LimitOptions() if timeout_s is None else LimitOptions(timeout_s=timeout_s)
     settings = server_settings(answer, turns, address, limits, ServeOptions())
     run_server(store, models, address, ReadLimitOptions(), settings, web=True)
 
@@ -154,12 +150,7 @@ def server_settings(
     from ragcache.server.settings import ServerSettings
 
     return ServerSettings(
-        slots=limits.slots,
-        max_queue=limits.queue,
-        timeout_s=limits.timeout,
-        drain_s=limits.drain,
-        max_body_bytes=limits.max_body,
-        max_upload_bytes=limits.max_upload,
+        **vars(limits),
         api_keys=read_keys(address.api_keys_file, os.environ),
         open_metrics=serving.open_metrics,
         # Who listens for this machine alone is asked for by its names: not by a name that a web page rebinds to it.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ragcache.cli.command import command
-from ragcache.cli.options import Json, option, size
+from ragcache.cli.options import Json, option, size_option
 from ragcache.cli.output import bytes_text, print_json, print_table, say, seconds_text
 from ragcache.cli.rating import RateOptions
 from ragcache.errors import ConfigError
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StreamOptions:
-    """The stream of requests where no trace is given."""
+class WorkloadOptions:
+    """The stream of requests where no trace is given: fields are those of Workload."""
 
     requests: Annotated[int, option("--requests", "Requests to generate.")] = 200_000
     k: Annotated[int, option("--k", "Passages of a request.")] = 5
@@ -31,7 +31,7 @@ class StreamOptions:
     drift: Annotated[int, option("--drift", "After so many requests the hottest passage is the coldest; 0: never.")] = 0
     session: Annotated[float, option("--session", "Mean requests of a session, which reads passages again.")] = 1.0
     sticky: Annotated[float, option("--sticky", "Chance that a session's next request reads a passage again.")] = 0.5
-    chunk_tokens: Annotated[str, option("--chunk-tokens", "Tokens of a passage: 256, or a range 100-500.")] = "256"
+    tokens: Annotated[str, option("--chunk-tokens", "Tokens of a passage: 256, or a range 100-500.")] = "256"
     bytes_per_token: Annotated[
         int | None,
         option("--bytes-per-token", "KV of a token; --model's if not given.", show_default="131072"),
@@ -42,30 +42,22 @@ class StreamOptions:
         """Raises ConfigError naming the option."""
         from ragcache.planning.accesses import Workload, generated
 
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", self.chunk_tokens.strip())
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", self.tokens.strip())
         if found is None:
-            raise ConfigError(f"--chunk-tokens {self.chunk_tokens!r} is no number or range; write 256 or 100-500")
+            raise ConfigError(f"--chunk-tokens {self.tokens!r} is no number or range; write 256 or 100-500")
         tokens = (int(found[1]), int(found[2] or found[1]))
-        return generated(
-            Workload(
-                self.requests, self.k, self.blocks, self.zipf, self.drift, self.session, self.sticky, tokens,
-                bytes_per_token, self.seed,
-            )
-        )  # fmt: skip
+        return generated(Workload(**{**vars(self), "tokens": tokens, "bytes_per_token": bytes_per_token}))
 
 
 @command
 def simulate(
-    stream: StreamOptions,
+    stream: WorkloadOptions,
     rates: RateOptions,
     trace: Annotated[Path | None, typer.Argument(help="What a store recorded with --trace.")] = None,
     memory: Annotated[
-        list[str] | None,
-        option("--memory", "Budget of the memory tier; may be repeated.", metavar="SIZE", show_default="2GiB"),
+        list[int] | None, size_option("--memory", "Budget of the memory tier; may be repeated.", "2GiB")
     ] = None,
-    disk: Annotated[
-        str | None, option("--disk", "Budget of the disk tier.", metavar="SIZE", show_default="keeps all")
-    ] = None,
+    disk: Annotated[int | None, size_option("--disk", "Budget of the disk tier.", "keeps all")] = None,
     eviction: Annotated[
         list[str] | None, option("--eviction", "Policy; may be repeated.", show_default="all of them")
     ] = None,
@@ -92,8 +84,7 @@ def simulate(
         raise ConfigError(f"--question-tokens is {question_tokens}; give 0 or more")
     speed = rates.rates(model)
     requests = stream.generate(_bytes_per_token(stream, model)) if trace is None else recorded(trace)
-    disk_bytes = None if disk is None else size(disk)
-    budgets = [Budgets(size(text), disk_bytes, kv == "eager") for text in memory or ["2GiB"]]
+    budgets = [Budgets(memory_bytes, disk, kv == "eager") for memory_bytes in memory or [2 * 2**30]]
     outcomes = list(
         run(requests, budgets, eviction or list(POLICIES), admission or list(ADMISSIONS), speed, question_tokens)
     )
@@ -103,7 +94,7 @@ def simulate(
         _print_outcomes(requests, outcomes)
 
 
-def _bytes_per_token(stream: StreamOptions, model: str | None) -> int:
+def _bytes_per_token(stream: WorkloadOptions, model: str | None) -> int:
     if stream.bytes_per_token is not None:
         return stream.bytes_per_token
     if model is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragcache.errors import ConfigError, RagCacheError
-from ragcache.evaluation.settings import split_settings
+from ragcache.evaluation.settings import json_or_text, split_settings
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
@@ -44,9 +44,13 @@ class MethodSpec:
         label, equals, name = head.rpartition("=")
         settings = split_settings(tail, ":")
         recipe, evict = settings.pop("recipe", None), settings.pop("evict", None)
-        options = tuple((key, _value(one)) for key, one in settings.items())
+        options = tuple((key, json_or_text(one)) for key, one in settings.items())
         spec = cls(
-            label or text.strip(), name, options, recipe, None if evict is None else SnapKV.of(_value(evict)).budget
+            label or text.strip(),
+            name,
+            options,
+            recipe,
+            None if evict is None else SnapKV.of(json_or_text(evict)).budget,
         )
         if equals and not label:
             raise ConfigError(f"{text!r} has no label before the =; write LABEL=METHOD")
@@ -112,10 +116,3 @@ def _is_usable(spec: MethodSpec, lm: LanguageModel, prompt: Prompt) -> bool:
     except RagCacheError:
         return False
     return True
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar, get_type_hints
@@ -47,6 +48,14 @@ def _value(text: str, hint: Any, where: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"{where}={text} is no number; write one, or several with / between them") from error
     return text
+
+
+def json_or_text(text: str) -> Any:
+    """The value of an option: JSON, or else the text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def check_choice(where: str, value: str, choices: Sequence[str]) -> None:

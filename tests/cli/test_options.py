@@ -223,7 +223,6 @@ def test_damage_is_reported_in_one_line(store):
 # The engine's options by other names on the command line; Ctrl-C cancels.
 ELSEWHERE = {
     "method_options": ["option"],
-    "timeout_s": ["timeout"],
     "cancelled": [],
     "sampling": ["seed", "max_tokens"],
 }
