@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,71 +11,35 @@ from numpy.typing import NDArray
 
 from ragcache.planning.accesses import Accesses
 from ragcache.planning.rates import Rates
-from ragcache.store.eviction import PGDSF, Entry, EvictionPolicy, TinyLFU, get_policy
+from ragcache.store.accounting import Ledger
+from ragcache.store.eviction import LRU, PGDSF, Entry, EvictionPolicy, TinyLFU, get_policy
 from ragcache.store.eviction.admission import CountMinSketch
 
 
 class SimulatedTier:
-    """What a tier would hold. budget_bytes: None keeps everything, and then needs no policy.
+    """What a tier would hold, by the ledger of a tier in memory. budget_bytes: None keeps everything."""
 
-    The rules are the memory tier's: room is made before a block comes in; one that is larger than the budget, or not
-    worth what would have to go for it, is not kept, and nothing is evicted for it.
-    """
-
-    def __init__(self, name: str, budget_bytes: int | None, policy: EvictionPolicy | None = None) -> None:
+    def __init__(self, name: str, budget_bytes: int | None, policy: EvictionPolicy) -> None:
         self.name = name
-        self.held: dict[str, Entry] = {}
-        self.used_bytes = 0
-        self.hits = 0
-        self.read_bytes = 0
-        self.written_bytes = 0
-        self.evictions = 0
-        self._budget = 0 if budget_bytes is None else budget_bytes
-        self._policy = policy if budget_bytes is not None else None
+        self.ledger = Ledger(sys.maxsize, LRU()) if budget_bytes is None else Ledger(budget_bytes, policy)
+        self.hits = self.read_bytes = self.written_bytes = 0
 
     def get(self, entry: Entry) -> bool:
-        if self._policy is not None:
-            self._policy.touch(entry.key)
-        if entry.key not in self.held:
+        self.ledger.touch(entry.key)
+        if entry.key not in self.ledger:
             return False
         self.hits += 1
         self.read_bytes += entry.num_bytes
         return True
 
-    def put(self, entry: Entry) -> bool:
-        """Whether it is kept now. It replaces one of the same key."""
-        self.delete(entry.key)
-        if self._policy is not None:
-            if not self._make_room(entry, self._policy):
-                return False
-            self._policy.insert(entry)
-        self.held[entry.key] = entry
-        self.used_bytes += entry.num_bytes
-        self.written_bytes += entry.num_bytes
-        return True
-
-    def delete(self, key: str) -> None:
-        entry = self.held.pop(key, None)
-        if entry is not None:
-            self.used_bytes -= entry.num_bytes
-            if self._policy is not None:
-                self._policy.remove(key)
-
-    def _make_room(self, entry: Entry, policy: EvictionPolicy) -> bool:
-        excess, victims = self.used_bytes + entry.num_bytes - self._budget, []
-        if excess > 0:
-            for key in policy.victims():
-                victims.append(key)
-                excess -= self.held[key].num_bytes
-                if excess <= 0:
-                    break
-        if excess > 0 or not policy.admits(entry.key, victims):
-            return False
-        for key in victims:
-            policy.evict(key)
-            self.used_bytes -= self.held.pop(key).num_bytes
-        self.evictions += len(victims)
-        return True
+    def put(self, entry: Entry) -> None:
+        """Replace what has the same key, where there is room and the policy finds it worth what has to go."""
+        self.ledger.remove(entry.key)
+        claim = self.ledger.claim(entry)
+        if claim is not None:
+            self.ledger.settle(claim)
+            self.ledger.add(entry)
+            self.written_bytes += entry.num_bytes
 
 
 @dataclass(frozen=True)
@@ -133,7 +98,7 @@ def replay(
     if budgets.eager:
         for entry in entries:
             disk.put(entry)
-        disk.written_bytes = disk.evictions = 0
+        disk.written_bytes = disk.ledger.evictions = 0
     seconds, computed, tokens = _serve(trace, entries, memory, disk, rates, question_tokens)
     tiers = (memory, disk)
     return Replayed(
@@ -143,7 +108,7 @@ def replay(
         hits={tier.name: tier.hits for tier in tiers},
         read_bytes={tier.name: tier.read_bytes for tier in tiers},
         written_bytes={tier.name: tier.written_bytes for tier in tiers},
-        evictions={tier.name: tier.evictions for tier in tiers},
+        evictions={tier.name: tier.ledger.evictions for tier in tiers},
         ttft_s=seconds,
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ragcache.errors import ConfigError
 from ragcache.planning.accesses import Accesses
-from ragcache.planning.optimum import optimum
+from ragcache.planning.optimum import Optimum, optimum
 from ragcache.planning.rates import Rates
 from ragcache.planning.replay import Budgets, Replayed, replay
 
@@ -74,19 +74,10 @@ def simulate(
         for policy in policies:
             for admission in admissions:
                 done = replay(trace, budget, policy, admission, rates, question_tokens)
-                yield _outcome(trace, budget, policy, admission, done, best.hits, best.bound, best.exact)
+                yield _outcome(trace, budget, policy, admission, done, best)
 
 
-def _outcome(
-    trace: Accesses,
-    budget: Budgets,
-    policy: str,
-    admission: str,
-    done: Replayed,
-    optimum_hits: int,
-    bound_hits: int,
-    exact: bool,
-) -> Outcome:
+def _outcome(trace: Accesses, budget: Budgets, policy: str, admission: str, done: Replayed, best: Optimum) -> Outcome:
     total = done.accesses
     quantiles = np.percentile(done.ttft_s, QUANTILES, method="inverted_cdf").tolist()
     return Outcome(
@@ -102,7 +93,7 @@ def _outcome(
         written_bytes=done.written_bytes,
         evictions=done.evictions,
         ttft_s={f"p{quantile}": seconds for quantile, seconds in zip(QUANTILES, quantiles, strict=True)},
-        optimum_rate=optimum_hits / total,
-        bound_rate=bound_hits / total,
-        optimum_exact=exact,
+        optimum_rate=best.hits / total,
+        bound_rate=best.bound / total,
+        optimum_exact=best.exact,
     )
