@@ -9,6 +9,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
+from ragcache.ingest.document import headed
 from ragcache.prompt import Prompt, PromptFormat, encode_text
 
 Cell = Mapping[str, str | int]
@@ -22,12 +23,8 @@ class Passage(NamedTuple):
     is_gold: bool | None = None
 
     def rendered(self) -> str:
-        """As ingestion renders a passage: its title as a heading above it, one newline at the end."""
-        text = self.text.rstrip()  # a first line may be indented
-        title = " ".join(self.title.split())
-        if title and not text.lstrip("# \n").startswith(title):
-            text = f"# {title}\n\n{text}"
-        return f"{text}\n"
+        """The passage's text in the form that ingestion gives it: below its title, one newline at the end."""
+        return f"{headed(self.title, self.text.rstrip())}\n"  # a first line may be indented
 
 
 @dataclass(frozen=True)

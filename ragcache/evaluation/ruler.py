@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ragcache.evaluation.case import Case, Passage
 from ragcache.evaluation.haystack import CountTokens, Haystack
 from ragcache.evaluation.needle import check_lengths
+from ragcache.evaluation.registry.documents import joined
 from ragcache.evaluation.settings import check_choice
 
 COMMON_WORDS, COMMON_TIMES, RARE_TIMES = 10, 30, 3
@@ -161,7 +162,7 @@ def _keyed(make: Maker, *, keys: int, values: int, asked: int) -> Draft:
     wanted = names[:asked]
     plural = "numbers" if asked * values > 1 else "number"
     verb = "are all the" if asked * values > 1 else "is the"
-    question = f"What {verb} special magic {plural} for {_joined(wanted)} mentioned in the provided text?"
+    question = f"What {verb} special magic {plural} for {joined(wanted)} mentioned in the provided text?"
     answers = tuple(number for name in wanted for number in held[name])
     return Draft(question, make.hay.with_needles(make.length, needles, make.passage), answers)
 
@@ -182,7 +183,3 @@ def _distinct(rng: random.Random, count: int, draw: Callable[[random.Random], st
     while len(found) < count:
         found[draw(rng)] = None
     return list(found)
-
-
-def _joined(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + f" and {names[-1]}"

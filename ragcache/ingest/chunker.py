@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ragcache.errors import ConfigError
 from ragcache.ingest.sentences import split_sentences
-from ragcache.ingest.structure import Block, split_blocks
+from ragcache.ingest.structure import MAX_TITLE, Block, split_blocks
 from ragcache.ingest.tokens import ChunkTokenizer
 from ragcache.models.limits import LIMIT
 
@@ -60,6 +60,14 @@ class TextChunk(NamedTuple):
     text: str
     token_ids: list[int]
     headings: tuple[str, ...]
+
+    def embedded_text(self, title: str) -> str:
+        """What the embedder reads: the chunk below its document's title and its headings, where it does not begin with
+        them; of each at most MAX_TITLE characters."""
+        above = dict.fromkeys(name[:MAX_TITLE] for name in (title, *self.headings) if name)
+        first_line = self.text.partition("\n")[0].strip("# ")
+        context = " > ".join(name for name in above if name != first_line)
+        return f"{context}\n{self.text}" if context else self.text
 
 
 class _Unit(NamedTuple):

@@ -83,6 +83,12 @@ class Document:
             self._check_characters("metadata", json.dumps(self.metadata, ensure_ascii=False).replace("\\u0000", "\0"))
 
 
+def headed(title: str, text: str) -> str:
+    """The text below its title as a heading, unless it begins with it."""
+    title = " ".join(title.split())
+    return f"# {title}\n\n{text}" if title and not text.lstrip("# \n").startswith(title) else text
+
+
 def _lists(value: Any) -> Any:
     """The value with tuples as lists, as JSON gives them back."""
     if isinstance(value, Mapping):

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 Input = str | os.PathLike[str] | SourceFile | Document
 # Texts that the embedder is given together: cancelling takes effect behind them where it has no say of its own.
 EMBED_TEXTS = 1024
-# Longest title or heading that is put above a chunk for the embedder, in characters.
-MAX_TITLE = 1000
 
 
 @dataclass
@@ -78,7 +76,7 @@ class IngestRun:
         self.chunker = chunker
         self.eager = eager
         self.uses = uses
-        self.progress = progress or _silent
+        self.progress: Progress = progress or (lambda _event: None)
         self.sync = sync
         self.report = IngestReport(dry_run=dry_run)
         self._known = KnownDocuments(ingestor.documents.versions(), chunker.settings)
@@ -86,7 +84,6 @@ class IngestRun:
         self._roots: list[str] = []
         self._files: dict[str, bool] = {}  # whether it was read without a failure, by id
         self._told: set[str] = set()  # documents that the report names already
-        self._settings = chunker.settings
         self._done = {"embed": 0, "encode": 0, "commit": 0}
         self._total = dict(self._done)
         self._saved_at = time.monotonic()
@@ -188,7 +185,7 @@ class IngestRun:
                     "own id"
                 )
             self._seen.add(document.id)
-            content_hash = document.content_hash(self._settings)
+            content_hash = document.content_hash(self.chunker.settings)
             found = self._known.find(document, content_hash, file, lambda id: self._is_text_of(document, id))
             if found is not None:
                 self._rename(found.id, document, content_hash if found.same else None, file)
@@ -260,7 +257,7 @@ class IngestRun:
     def _embed(self, documents: Sequence[Prepared]) -> NDArray[np.float32]:
         """Vectors of the documents' chunks, in order. Runs in a thread of its own."""
         embedder = self.to.retriever.embedder
-        texts = (embedded_text(one.document, chunk) for one in documents for chunk in one.chunks)
+        texts = (chunk.embedded_text(one.document.title) for one in documents for chunk in one.chunks)
         vectors = np.empty((sum(len(one.chunks) for one in documents), embedder.dimension), np.float32)
         with self._timed("embed_s"), limited(Limit(self._over)):
             for start in range(0, len(vectors), EMBED_TEXTS):
@@ -270,12 +267,12 @@ class IngestRun:
 
     def _encode_missing(self, window: list[Prepared]) -> None:
         """Compute the window's blocks that no tier has, and see them flushed to disk."""
-        wanted = {
-            key: chunk.token_ids for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)
-        }  # the same text twice is one block
+        # The same text twice is one block.
+        wanted = {key: chunk.token_ids for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
         missing = [key for key in wanted if key not in self.to.kv]
         self.report.reused_blocks += len(wanted) - len(missing)
-        self._skip("encode", window, sum(len(wanted[key]) for key in missing))
+        expected, needed = sum(one.num_tokens for one in window), sum(len(wanted[key]) for key in missing)
+        self._total["encode"] -= expected - needed  # blocks that are on disk need no computing
         writes: list[Future[None]] = []
         together = self.to.config.batch_tokens or self.to.encoder.batch_tokens
         for batch in plan_batches([len(wanted[key]) for key in missing], together):
@@ -375,10 +372,6 @@ class IngestRun:
         self._total["encode"] += one.num_tokens if self.eager else 0
         self._total["commit"] += 1
 
-    def _skip(self, stage: str, window: list[Prepared], needed: int) -> None:
-        """Correct what was expected of a window: blocks that are on disk need no computing."""
-        self._total[stage] -= sum(one.num_tokens for one in window) - needed
-
     def _advance(self, stage: str, step: int, item: str = "") -> None:
         self._done[stage] += step
         self.progress(ProgressEvent(stage, self._done[stage], self._total[stage], item))
@@ -393,14 +386,6 @@ class IngestRun:
             setattr(self.report.seconds, phase, getattr(self.report.seconds, phase) + taken)
 
 
-def embedded_text(document: Document, chunk: TextChunk) -> str:
-    """What the embedder reads: the chunk below its title and headings, where it does not begin with them."""
-    above = dict.fromkeys(name[:MAX_TITLE] for name in (document.title, *chunk.headings) if name)
-    first_line = chunk.text.partition("\n")[0].strip("# ")
-    context = " > ".join(name for name in above if name != first_line)
-    return f"{context}\n{chunk.text}" if context else chunk.text
-
-
 def _result(embedding: Future[NDArray[np.float32]]) -> NDArray[np.float32]:
     """What comes of the embedding. Raises CancelledError and TimedOutError while it goes on."""
     while not wait([embedding], POLL_S).done:
@@ -411,7 +396,3 @@ def _result(embedding: Future[NDArray[np.float32]]) -> NDArray[np.float32]:
 def _wait(writes: Sequence[Future[None]]) -> None:
     for write in writes:
         write.result()
-
-
-def _silent(_event: ProgressEvent) -> None:
-    return None

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragcache.errors import ConfigError
+from ragcache.ingest.document import headed
 
 KINDS = ("qa", "chat", "summary", "instruction", "text")
 SUMMARY_INSTRUCTION = "Summarize the text above."
@@ -161,9 +162,7 @@ def _passage(value: Any, number: int) -> str:
     if not isinstance(value, dict):
         raise _LineError(f"passage {number} must be a string or an object with 'text'")
     text = _text(value, "text", of=f"passage {number}: ")
-    title = " ".join(str(value.get("title") or "").split())
-    # As documents are read: a title that the text does not begin with stands above it as a heading.
-    return f"# {title}\n\n{text}" if title and not text.lstrip("# \n").startswith(title) else text
+    return headed(str(value.get("title") or ""), text)
 
 
 def _asked(fields: dict[str, Any]) -> tuple[Asked, ...]:

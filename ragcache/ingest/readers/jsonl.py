@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache.errors import ReaderError
-from ragcache.ingest.document import Document
+from ragcache.ingest.document import Document, headed
 from ragcache.ingest.readers.base import decode, printable, unreadable
 
 FIELDS = ("text", "content", "id", "title", "metadata", "source")
@@ -56,8 +56,8 @@ def _document(fields: Any, where: str, file_id: str, number: int) -> Document:
     if given is not None and (isinstance(given, bool) or not isinstance(given, str | int)):
         raise ReaderError(where, "'id' is neither a string nor a whole number")
     title = " ".join(str(fields.get("title") or "").split())
-    if title and not text.lstrip("# \n").startswith(title):
-        text = f"# {title}\n\n{text}"
     metadata = {name: value for name, value in fields.items() if name not in FIELDS} | metadata
     source = str(fields.get("source") or f"{file_id}:{number}")
-    return Document(f"{file_id}#{number}" if given in (None, "") else str(given), text, metadata, title, source)
+    return Document(
+        f"{file_id}#{number}" if given in (None, "") else str(given), headed(title, text), metadata, title, source
+    )
