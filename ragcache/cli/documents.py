@@ -79,22 +79,13 @@ def ingest(
 
 def report_to_json(report: IngestReport) -> dict[str, Any]:
     return {
-        "added": report.added,
-        "updated": report.updated,
-        "unchanged": report.unchanged,
+        **vars(report),
         "failed": [
             {"source": failure.source, "error": type(failure.error).__name__, "reason": str(failure.error)}
             for failure in report.failed
         ],
         "skipped": [str(path) for path in report.skipped],
-        "chunks": report.chunks,
-        "tokens": report.tokens,
-        "computed_tokens": report.computed_tokens,
-        "reused_blocks": report.reused_blocks,
-        "kv_bytes": report.kv_bytes,
         "moved": [{"from": one.old, "to": one.new} for one in report.moved],
-        "removed": report.removed,
-        "dry_run": report.dry_run,
         "seconds": asdict(report.seconds),
     }
 

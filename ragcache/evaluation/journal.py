@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from ragcache.errors import ConfigError, translate_os_errors
@@ -107,9 +106,7 @@ class Journal(Ledger):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _write(self, value: Mapping[str, Any]) -> None:

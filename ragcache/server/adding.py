@@ -64,14 +64,8 @@ def report_of(report: IngestReport) -> AddReport:
         FailedInput(source=failure.source, error=str(failure.error), type=type(failure.error).__name__)
         for failure in report.failed
     ]
-    return AddReport(
-        added=report.added,
-        updated=report.updated,
-        unchanged=report.unchanged,
-        failed=failed,
-        chunks=report.chunks,
-        tokens=report.tokens,
-    )
+    same = {name: getattr(report, name) for name in ("added", "updated", "unchanged", "chunks", "tokens")}
+    return AddReport(**same, failed=failed)
 
 
 async def as_events(service: Service, first: Said, rest: Work[Said]) -> AsyncIterator[bytes]:

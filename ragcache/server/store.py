@@ -19,18 +19,13 @@ router = APIRouter(tags=["store"])
 async def get_store(request: Request) -> Response:
     service = service_of(request)
     info = await service.figures.get()
+    counted = ("documents", "chunks", "tokens", "pending", "bytes_by_tier", "hits_by_tier", "misses")
     figures = StoreFigures(
         model=service.chat_model,
         method=service.kb.method,
         embedder=service.embedding_model,
         max_positions=service.kb.lm.max_positions,
-        documents=info.documents,
-        chunks=info.chunks,
-        tokens=info.tokens,
-        pending=info.pending,
-        bytes_by_tier=info.bytes_by_tier,
-        hits_by_tier=info.hits_by_tier,
-        misses=info.misses,
+        **{name: getattr(info, name) for name in counted},
     )
     return Response(figures.to_json(), media_type=JSON)
 

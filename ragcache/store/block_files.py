@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,35 +62,33 @@ class BlockFiles:
         return (directory for shard in _sorted_entries(self.root) for directory in _sorted_entries(shard))
 
     def _look(self, path: Path) -> BlockFile | None:
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            return None
-        return BlockFile(path, self.key_of(path), status.st_size, status.st_mtime)
+        status = _status(path)
+        return None if status is None else BlockFile(path, self.key_of(path), status.st_size, status.st_mtime)
 
     def key_of(self, path: Path) -> str | None:
         is_block = path.suffix == SUFFIX and bool(_KEY.fullmatch(path.stem)) and path == self.path(path.stem)
         return path.stem if is_block else None
 
     def size(self, key: str) -> int | None:
-        try:
-            return self.path(key).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        status = _status(self.path(key))
+        return None if status is None else status.st_size
 
     def used_at(self, key: str) -> float | None:
         """When the block was last marked as used, in Unix seconds."""
-        try:
-            return self.path(key).stat().st_mtime
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        status = _status(self.path(key))
+        return None if status is None else status.st_mtime
 
     def mark_used(self, key: str, at: float) -> None:
         """Nothing happens where the file cannot be changed, or is gone: what is lost is an order, no block."""
-        try:
+        with suppress(OSError):
             os.utime(self.path(key), (at, at))
-        except OSError:
-            return
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _sorted_entries(directory: Path) -> list[Path]:

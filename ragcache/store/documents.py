@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -58,9 +57,7 @@ class DocumentStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     # What the store was made with

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -83,13 +82,8 @@ class KVStore:
         self._new_policy: Callable[[], EvictionPolicy] = lambda: get_policy(eviction, admission)
         self._pins = Pins(self.root)
         self._device_bytes = device_bytes
-        tier = get_durable(durable)(
-            self.root,
-            get_codec(codec),
-            None if read_only else disk_bytes,
-            self._new_policy(),
-            self._pins.__contains__,
-        )
+        open_tier, budget = get_durable(durable), None if read_only else disk_bytes
+        tier = open_tier(self.root, get_codec(codec), budget, self._new_policy(), self._pins.__contains__)
         behind = WriteBehind(tier, write_behind_bytes)
         self._durable: DurableTier = behind if write_behind_bytes else tier
         self._expiry = Expiry(ttl_s, self._durable, writable=not read_only)
@@ -342,9 +336,7 @@ class KVStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _bring(self, key: str) -> None:

@@ -48,31 +48,20 @@ def chunk(row: RowMapping) -> Chunk:
 
 
 def document_values(new: NewDocument, now: float) -> dict[str, Any]:
-    return {
-        "id": new.id,
-        "source": new.source,
-        "title": new.title,
-        "content_hash": new.content_hash,
-        "metadata": new.metadata,
-        "updated_at": now,
-        "file": new.file,
-    }
+    return {**vars(new), "updated_at": now}
 
 
 def chunk_values(document: NewDocument, new: NewChunk, ordinal: int, vector_id: int, now: float) -> dict[str, Any]:
     return {
-        "id": new.id,
+        **vars(new),
         "document_id": document.id,
         "ordinal": ordinal,
-        "text": new.text,
         "token_ids": np.asarray(new.token_ids, dtype=_TOKEN).tobytes(),
         "num_tokens": len(new.token_ids),
         "metadata": {**document.metadata, **new.metadata},
         "embedding": np.ascontiguousarray(new.embedding, dtype=_COMPONENT).tobytes(),
         "vector_id": vector_id,
-        "handle": new.handle,
         "created_at": now,
-        "uses_left": new.uses_left,
     }
 
 

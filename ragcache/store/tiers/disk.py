@@ -55,7 +55,6 @@ class DiskTier(DurableTier):
 
     @property
     def has_been_bounded(self) -> bool:
-        """Whether some process has given this root a budget."""
         return self._budget is not None or (self.root / BOOKS).exists()
 
     @property
@@ -79,11 +78,9 @@ class DiskTier(DurableTier):
         return self.put(key, block)
 
     def put_as_held(self, key: str, block: KVBlock) -> KVBlock | None:
-        """`put` of a block that was stored before, or recoded: its bits stay, whatever codec it was kept by."""
         return self._write(key, block, codec_of(block))
 
     def recoded(self, key: str, block: KVBlock) -> KVBlock:
-        """The block as `put` would return it, with nothing written. Raises UnencodableBlockError."""
         self.path(key)
         return self._codec.decode(encode_block(key, block, self._codec))
 
@@ -98,7 +95,6 @@ class DiskTier(DurableTier):
             return None
 
     def verify(self, key: str) -> None:
-        """Raises MissingBlockError, DamagedBlockError, SchemaVersionError when the block cannot be served."""
         read_block(self.path(key), key)
 
     def delete(self, key: str) -> None:
@@ -144,7 +140,6 @@ class DiskTier(DurableTier):
         self.files.mark_used(key, at)
 
     def sweep(self, older_than_s: float) -> int:
-        """Remove temporary files that killed writers left; returns how many. Files of running writers stay."""
         if self._budget is not None:
             return self._budget.sweep(older_than_s)
         leftovers = [path for path in self.files.paths() if is_leftover(path, older_than_s)]
