@@ -27,7 +27,7 @@ from benchmarks.options import add_numbers, add_places
 from benchmarks.policies_page import page
 from benchmarks.report import Goal, Result, show, write
 from ragcache.planning.accesses import Accesses, Workload, generated
-from ragcache.planning.rates import Rates
+from ragcache.planning.rates import MachineRates
 from ragcache.planning.replay import Budgets
 from ragcache.planning.simulate import simulate
 from ragcache.store.eviction import ADMISSIONS, POLICIES
@@ -154,7 +154,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "rows": [asdict(row) for row in rows(settings)],
         "streams": {stream.name: asdict(stream.workload(settings)) for stream in STREAMS},
-        "rates": asdict(Rates()),
+        "rates": asdict(MachineRates()),
     }
     return {**figures, "speed": asdict(timed(settings.million, settings.seed))} if settings.million else figures
 

@@ -18,7 +18,7 @@ from openai import OpenAI
 import ragcache as rc
 from benchmarks.soak_checks import ANSWERED, CANCELLED, FAILED, OPEN, PASSING, STAYING, Asked, Deleted, write_line
 from ragcache.errors import CancelledError, StoreBusyError
-from ragcache.evaluation.registry import Split, answerable_questions, draw_world, write_document
+from ragcache.evaluation.registry import DataSplit, answerable_questions, draw_world, write_document
 
 MAX_TOKENS = 48
 TIMEOUT_S = 120.0
@@ -53,11 +53,11 @@ def draw_corpus(staying: int, passing: int, questions: int, seed: int) -> Corpus
     """Of the bundled model's registry, in words and names that it has not seen. Every fourth passing document repeats
     one that stays, so that their blocks are the same one; every fifth is long enough to be cut."""
     rng = random.Random(f"soak/{seed}")
-    world = draw_world(rng, Split.HELD_OUT, staying + passing)
+    world = draw_world(rng, DataSplit.HELD_OUT, staying + passing)
     written = {name: write_document(rng, entity) for name, entity in world.entities.items()}
     names = list(written)
     stay, others = names[:staying], names[staying : staying + passing]
-    asked = answerable_questions(rng, world, written.values(), Split.HELD_OUT)
+    asked = answerable_questions(rng, world, written.values(), DataSplit.HELD_OUT)
     rng.shuffle(asked)
     over_staying = [one for one in asked if set(one.gold) <= set(stay)][:questions]
     kept = [rc.Document(name, written[name].text, {"stays": True, "text": -1}, written[name].title) for name in stay]

@@ -29,7 +29,7 @@ from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from ragcache import IngestReport
-    from ragcache.store.records import Document
+    from ragcache.store.records import StoredDocument
 
 
 @command
@@ -139,7 +139,7 @@ def list_documents(
     print_table(["id", "title", ">passages", ">tokens", "state"], rows)
 
 
-def document_to_json(document: Document) -> dict[str, Any]:
+def document_to_json(document: StoredDocument) -> dict[str, Any]:
     return {**asdict(document), "state": document.state}
 
 

@@ -49,10 +49,9 @@ def evaluate(
     from ragcache.evaluation.runner import Runner, RunSettings
     from ragcache.evaluation.sources import load_cases
 
-    settings = RunSettings(max_tokens, tuple(stop or ()), on_overflow)
     specs = parse_methods(methods or [])
     lm = models.load()
-    runner = Runner(lm, models.prompt_format(lm), settings)
+    runner = Runner(lm, models.prompt_format(lm), RunSettings(max_tokens, tuple(stop or ()), on_overflow))
     specs = specs if methods else default_methods(lm)
     load = partial(load_cases, count_tokens=runner.count_tokens, directory=data_dir, limit=questions)
     loaded = {source: load(source) for source in data or ["registry"]}

@@ -10,7 +10,7 @@ from ragcache.cli.options import option
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ragcache.planning.rates import Rates
+    from ragcache.planning.rates import MachineRates
     from ragcache.planning.shape import KVShape
 
 
@@ -63,18 +63,18 @@ class RateOptions:
     measure: Annotated[bool, option("--measure", "Measure on this machine what is not given; loads --model.")] = False
     device: Annotated[str, option("--device", "Where --measure runs the model: cpu or cuda.")] = "cpu"
 
-    def rates(self, model: str | None) -> Rates:
+    def rates(self, model: str | None) -> MachineRates:
         """Raises ConfigError naming the option."""
-        from ragcache.planning.rates import Rates, measure_rates
+        from ragcache.planning.rates import MachineRates, measure_rates
 
-        found = Rates()
+        found = MachineRates()
         if self.measure:
             if model is None:
                 raise ConfigError("--measure runs the model; say which with --model")
             from ragcache.models.loading import load_lm
 
             found = measure_rates(load_lm(model, device=self.device), Path())
-        return Rates(
+        return MachineRates(
             found.prefill_tokens_s if self.prefill_rate is None else self.prefill_rate,
             found.attention_share if self.prefill_rate is None else 0.0,
             found.memory_bytes_s if self.memory_rate is None else self.memory_rate,

@@ -71,8 +71,7 @@ from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.store.filters import Filter
 from ragcache.store.garbage import collect_garbage
-from ragcache.store.records import Chunk
-from ragcache.store.records import Document as StoredDocument
+from ragcache.store.records import Chunk, StoredDocument
 
 T = TypeVar("T")
 Inputs = Iterable[Input] | Input

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Passage
-from ragcache.evaluation.registry import Split, draw_world, write_document
+from ragcache.evaluation.registry import DataSplit, draw_world, write_document
 from ragcache.ingest.sentences import split_sentences
 
 CountTokens = Callable[[str], int]
@@ -19,7 +19,7 @@ def filler(seed: int) -> Iterator[str]:
     """Endless sentences of generated prose about people, towns, rivers and clubs; no two drawn worlds are alike."""
     rng = random.Random(f"filler/{seed}")
     while True:
-        world = draw_world(rng, Split.TRAIN, WORLD_SIZE)
+        world = draw_world(rng, DataSplit.TRAIN, WORLD_SIZE)
         for entity in world.entities.values():
             yield from (one.strip() for one in split_sentences(write_document(rng, entity).text))
 

@@ -24,16 +24,16 @@ from ragcache.evaluation.case import Case, Passage
 
 
 @dataclass(frozen=True)
-class Entry:
+class QuestionLine:
     """A line: the case as it stands, and what the set says about it."""
 
     case: Case
     meta: Mapping[str, Any]
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[QuestionLine]:
     """Raises ConfigError naming the file or the line that is no question, and why."""
-    entries: list[Entry] = []
+    entries: list[QuestionLine] = []
     seen: dict[str, str] = {}
     for fields, where in read_objects(path):
         entry = _entry(fields, where)
@@ -69,7 +69,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _entry(fields: Mapping[str, Any], where: str) -> Entry:
+def _entry(fields: Mapping[str, Any], where: str) -> QuestionLine:
     question = fields.get("question")
     if not isinstance(question, str) or not question.strip():
         raise ConfigError(f"{where}: there is no question; give it a text 'question'")
@@ -81,7 +81,7 @@ def _entry(fields: Mapping[str, Any], where: str) -> Entry:
         raise ConfigError(f"{where}: 'documents' is not a list of passages")
     passages = tuple(_passage(document, where) for document in documents)
     name = str(fields.get("id") or where)
-    return Entry(Case(name, question.strip(), passages, _answers(fields, where), cell=_cell(meta)), meta)
+    return QuestionLine(Case(name, question.strip(), passages, _answers(fields, where), cell=_cell(meta)), meta)
 
 
 def _passage(document: Any, where: str) -> Passage:

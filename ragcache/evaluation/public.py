@@ -17,7 +17,7 @@ from pathlib import Path
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case, Passage
 from ragcache.evaluation.lexical import BM25
-from ragcache.evaluation.lines import Entry, read_entries, read_objects
+from ragcache.evaluation.lines import QuestionLine, read_entries, read_objects
 from ragcache.evaluation.settings import check_choice
 
 ENDINGS = (".questions.jsonl.gz", ".questions.jsonl", ".jsonl.gz", ".jsonl")
@@ -79,7 +79,7 @@ def _find(name: str, directory: Path, split: str) -> Path:
     raise ConfigError(f"{directory} has no question set {name!r}; it has {known or 'none'}")
 
 
-def _from_corpus(entries: Sequence[Entry], directory: Path, settings: PublicSettings) -> Iterator[Entry]:
+def _from_corpus(entries: Sequence[QuestionLine], directory: Path, settings: PublicSettings) -> Iterator[QuestionLine]:
     corpora: dict[str, _Corpus] = {}
     for entry in entries:
         if entry.case.passages:
@@ -117,7 +117,7 @@ class _Corpus:
                     return cls(name, dict(_rows(path)))
         raise ConfigError(f"{directory} has no corpus {name!r}; put it at {directory / 'corpus' / name}.jsonl.gz")
 
-    def fill(self, entry: Entry, settings: PublicSettings) -> Case:
+    def fill(self, entry: QuestionLine, settings: PublicSettings) -> Case:
         """The case with its gold passages and distractors, in an order drawn for its id."""
         gold = [str(one) for one in entry.meta["gold_ids"]]
         absent = [one for one in gold if one not in self.passages]
@@ -147,7 +147,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Passage]]:
         yield str(fields["id"]), Passage(fields["text"], str(fields.get("title") or ""))
 
 
-def _at_positions(entry: Entry, positions: str) -> list[Case]:
+def _at_positions(entry: QuestionLine, positions: str) -> list[Case]:
     stated = entry.meta.get("gold_positions")
     if positions == "given" or (not positions and not stated):
         return [entry.case]

@@ -42,7 +42,7 @@ class Moved(NamedTuple):
 
 
 @dataclass
-class PhaseSeconds:
+class IngestSeconds:
     """Seconds by phase. Embedding and writing run in threads beside the others, so the phases add up to more than
     the total."""
 
@@ -81,7 +81,7 @@ class IngestReport:
     moved: list[Moved] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     dry_run: bool = False
-    seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
+    seconds: IngestSeconds = field(default_factory=IngestSeconds)
 
     @property
     def kv_text(self) -> str:

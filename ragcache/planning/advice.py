@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ragcache.planning.accesses import Workload, generated
 from ragcache.planning.plan import Corpus, Demand, Plan
-from ragcache.planning.rates import Rates
+from ragcache.planning.rates import MachineRates
 from ragcache.planning.replay import Budgets
 from ragcache.planning.simulate import simulate
 from ragcache.store.eviction import ADMISSIONS, POLICIES
@@ -25,7 +25,7 @@ class PolicyAdvice(NamedTuple):
     reason: str
 
 
-def advise_policy(plan: Plan, corpus: Corpus, demand: Demand, rates: Rates, memory_bytes: int) -> PolicyAdvice:
+def advise_policy(plan: Plan, corpus: Corpus, demand: Demand, rates: MachineRates, memory_bytes: int) -> PolicyAdvice:
     """The plainest policy whose hits in memory come close to the most of all, over a stream of requests as planned.
 
     A large corpus is scaled down together with the memory.

@@ -10,7 +10,7 @@ from typing import Any
 from ragcache.errors import ConfigError
 from ragcache.planning.codec_sizes import CodecSize, codec_sizes
 from ragcache.planning.popularity import ranks_above, zipf_mass
-from ragcache.planning.rates import Rates
+from ragcache.planning.rates import MachineRates
 from ragcache.planning.shape import KVShape
 
 GB = 1e9
@@ -166,12 +166,12 @@ def make_plan(
     shape: KVShape,
     corpus: Corpus,
     demand: Demand,
-    rates: Rates | None = None,
+    rates: MachineRates | None = None,
     prices: Prices | None = None,
     sizes: Sequence[CodecSize] | None = None,
 ) -> Plan:
     """Plans for every codec (`sizes`: for these) and the one that costs least."""
-    rates, prices = rates or Rates(), prices or Prices()
+    rates, prices = rates or MachineRates(), prices or Prices()
     sizes = sizes if sizes is not None else codec_sizes(shape, corpus.chunk_tokens)
     precompute_s = corpus.chunks * rates.prefill_s(corpus.num_tokens / corpus.chunks)
     full_s = rates.prefill_s(demand.request_tokens)
@@ -195,7 +195,7 @@ def make_plan(
     )
 
 
-def _codec_plan(size: CodecSize, corpus: Corpus, demand: Demand, rates: Rates, prices: Prices) -> CodecPlan:
+def _codec_plan(size: CodecSize, corpus: Corpus, demand: Demand, rates: MachineRates, prices: Prices) -> CodecPlan:
     chunk_tokens = corpus.num_tokens / corpus.chunks
     chunk_bytes = chunk_tokens * size.bytes_per_token
     corpus_bytes = corpus.num_tokens * size.bytes_per_token
@@ -234,7 +234,7 @@ def _codec_plan(size: CodecSize, corpus: Corpus, demand: Demand, rates: Rates, p
     )
 
 
-def _fused_s(size: CodecSize, demand: Demand, rates: Rates) -> float:
+def _fused_s(size: CodecSize, demand: Demand, rates: MachineRates) -> float:
     if demand.fused_s is not None:
         return demand.fused_s
     return rates.load_s(demand.context_tokens * size.bytes_per_token, demand.tier) + rates.prefill_s(

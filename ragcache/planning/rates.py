@@ -18,7 +18,7 @@ PROBE_BYTES, PROBE_S = 16 << 20, 1.0
 
 
 @dataclass(frozen=True)
-class Rates:
+class MachineRates:
     """prefill_tokens_s: tokens that a full prefill reads in a second
     attention_share:  of a prefill of 1,000 tokens, what grows with the square of the length
     memory_bytes_s:   KV that is put in its place from host memory in a second
@@ -58,7 +58,7 @@ class Rates:
         return placed if tier == "memory" else placed + num_bytes / self.disk_bytes_s
 
 
-def measure_rates(lm: LanguageModel, directory: Path) -> Rates:
+def measure_rates(lm: LanguageModel, directory: Path) -> MachineRates:
     """Measure this machine: prefills of two lengths, copies in memory, and reads of a file in `directory` past the page
     cache.
 
@@ -67,7 +67,7 @@ def measure_rates(lm: LanguageModel, directory: Path) -> Rates:
     prefill = measure_prefill(lm)
     thousand = prefill.seconds(1000)
     share = min(0.99, prefill.quadratic * 1e6 / thousand)
-    return Rates(1000 / thousand, share, probe_memory(), _disk_bytes_s(directory))
+    return MachineRates(1000 / thousand, share, probe_memory(), _disk_bytes_s(directory))
 
 
 def _disk_bytes_s(directory: Path) -> float:

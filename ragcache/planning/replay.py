@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.planning.accesses import Accesses
-from ragcache.planning.rates import Rates
+from ragcache.planning.rates import MachineRates
 from ragcache.store.accounting import Ledger
 from ragcache.store.eviction import LRU, PGDSF, Entry, EvictionPolicy, TinyLFU, get_policy
 from ragcache.store.eviction.admission import CountMinSketch
@@ -69,7 +69,7 @@ class Replayed:
     ttft_s: NDArray[np.float64] = field(repr=False)
 
 
-def make_policy(name: str, admission: str, rates: Rates, blocks_in_budget: int) -> EvictionPolicy:
+def make_policy(name: str, admission: str, rates: MachineRates, blocks_in_budget: int) -> EvictionPolicy:
     """A store's policy, with the cost of recomputation from the rates and a sketch that fits the number of blocks.
 
     Raises ConfigError.
@@ -82,7 +82,7 @@ def make_policy(name: str, admission: str, rates: Rates, blocks_in_budget: int) 
 
 
 def replay(
-    trace: Accesses, budgets: Budgets, policy: str, admission: str, rates: Rates, question_tokens: int = 30
+    trace: Accesses, budgets: Budgets, policy: str, admission: str, rates: MachineRates, question_tokens: int = 30
 ) -> Replayed:
     """Requests one after another, as a store serves them: all lookups, each promoting what it finds to the faster tier,
     then the blocks that no tier had, which go to the durable tier first."""
@@ -118,7 +118,7 @@ def _serve(
     entries: Sequence[Entry],
     memory: SimulatedTier,
     disk: SimulatedTier,
-    rates: Rates,
+    rates: MachineRates,
     question_tokens: int,
 ) -> tuple[NDArray[np.float64], int, int]:
     """Seconds to the first token of every request; blocks and tokens that were computed."""

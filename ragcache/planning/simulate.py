@@ -11,7 +11,7 @@ import numpy as np
 from ragcache.errors import ConfigError
 from ragcache.planning.accesses import Accesses
 from ragcache.planning.optimum import Optimum, optimum
-from ragcache.planning.rates import Rates
+from ragcache.planning.rates import MachineRates
 from ragcache.planning.replay import Budgets, Replayed, replay
 
 QUANTILES = (50, 95, 99)
@@ -55,14 +55,14 @@ def simulate(
     budgets: Sequence[Budgets],
     policies: Sequence[str],
     admissions: Sequence[str] = ("all",),
-    rates: Rates | None = None,
+    rates: MachineRates | None = None,
     question_tokens: int = 30,
 ) -> Iterator[Outcome]:
     """Every budget with every policy and every admission filter. Raises ConfigError, also for a memory budget that is
     smaller than every block."""
     if not len(trace):
         raise ConfigError("there is no access to simulate")
-    rates = rates or Rates()
+    rates = rates or MachineRates()
     for budget in budgets:
         least = int(trace.num_bytes.min())
         if budget.memory_bytes < 0 or 0 < budget.memory_bytes < least:

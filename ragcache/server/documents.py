@@ -33,8 +33,7 @@ from ragcache.server.sse import EVENT_STREAM, EventStream
 from ragcache.server.uploads import Upload
 from ragcache.server.work import unless_gone
 from ragcache.store.filters import MAX_GLOB, Filter
-from ragcache.store.records import Chunk
-from ragcache.store.records import Document as StoredDocument
+from ragcache.store.records import Chunk, StoredDocument
 
 PATH = "/v1/documents"
 MAX_OFFSET = 2**31 - 1

@@ -18,7 +18,7 @@ from ragcache.models.limits import LIMIT
 from ragcache.store import properties, rows
 from ragcache.store.database import Database
 from ragcache.store.filters import OWN_FIELDS, Filter, compile_filter, field_names, fields_of
-from ragcache.store.records import Chunk, Counts, Document, NewChunk, NewDocument, StoredVersion, VectorBatch
+from ragcache.store.records import Chunk, Counts, NewChunk, NewDocument, StoredDocument, StoredVersion, VectorBatch
 from ragcache.store.schema import chunks, counters, documents, garbage
 from ragcache.store.unreferenced import discard_chunks, is_referenced, rescue, to_garbage
 from ragcache.store.validation import check_document
@@ -155,12 +155,14 @@ class DocumentStore:
 
     # Documents and chunks
 
-    def document(self, id: str) -> Document | None:
+    def document(self, id: str) -> StoredDocument | None:
         with self._db.read() as connection:
             row = connection.execute(rows.select_documents().where(documents.c.id == id)).mappings().one_or_none()
         return None if row is None else rows.document(row)
 
-    def documents(self, where: Filter | None = None, *, limit: int | None = None, offset: int = 0) -> list[Document]:
+    def documents(
+        self, where: Filter | None = None, *, limit: int | None = None, offset: int = 0
+    ) -> list[StoredDocument]:
         """Documents whose metadata pass the filter, by id. Raises FilterError."""
         query = rows.select_documents().order_by(documents.c.id).limit(limit).offset(offset)
         if where:

@@ -52,7 +52,7 @@ class NewChunk:
 
 
 @dataclass(frozen=True)
-class Document:
+class StoredDocument:
     """A document as stored. Times are Unix seconds; num_pending counts chunks without a handle; file: the file that it
     was read from, "" where there was none, None where an older version of ragcache stored it."""
 

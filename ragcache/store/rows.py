@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import RowMapping, Select, func, select
 
-from ragcache.store.records import Chunk, Document, NewChunk, NewDocument, VectorBatch
+from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredDocument, VectorBatch
 from ragcache.store.schema import chunks, documents
 
 # Little endian, whatever the machine: a database may be copied to another one.
@@ -33,8 +33,8 @@ def select_documents() -> Select[Any]:
     return select(documents, *totals).outerjoin(sums, sums.c.document_id == documents.c.id)
 
 
-def document(row: RowMapping) -> Document:
-    return Document(**{**row, "num_tokens": int(row["num_tokens"])})
+def document(row: RowMapping) -> StoredDocument:
+    return StoredDocument(**{**row, "num_tokens": int(row["num_tokens"])})
 
 
 def select_chunks() -> Select[Any]:

@@ -15,7 +15,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.openmp import work_alone
 from ragcache.store.complaints import Complaints
 from ragcache.store.leases import leased
-from ragcache.store.tiers.base import DurableTier, Usage
+from ragcache.store.tiers.base import DurableTier, TierUsage
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class WriteBehind(DurableTier):
             waiting = list(self._pending)
         return iter(dict.fromkeys([*waiting, *self.tier.keys()]))
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """What is written alone."""
         return self.tier.usage()
 

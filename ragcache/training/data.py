@@ -34,13 +34,13 @@ class Asked(NamedTuple):
     answer: str
 
 
-class Message(NamedTuple):
+class ChatMessage(NamedTuple):
     role: str
     content: str
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """One usable line.
 
     kind:     one of KINDS; where: file and line
@@ -57,7 +57,7 @@ class Row:
     system: str | None = None
     passages: tuple[str, ...] = ()
     asked: tuple[Asked, ...] = ()
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     text: str = ""
     shuffle: bool = True
 
@@ -72,18 +72,18 @@ class BadLine(NamedTuple):
         return f"{self.where}: {self.reason}"
 
 
-def read_rows(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Row], list[BadLine]]:
+def read_rows(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[DataRow], list[BadLine]]:
     """All usable lines of the files, in order, and the lines that are not.
 
     Raises ConfigError for a file that cannot be read, or has no usable line.
     """
     if not paths:
         raise ConfigError("no training data; give at least one file of JSON lines")
-    rows: list[Row] = []
+    rows: list[DataRow] = []
     bad: list[BadLine] = []
     for path in paths:
         found = list(_read_file(Path(path)))
-        usable = [row for row in found if isinstance(row, Row)]
+        usable = [row for row in found if isinstance(row, DataRow)]
         refused = [line for line in found if isinstance(line, BadLine)]
         if not usable:
             raise ConfigError(f"{path} has no usable line{_named(refused)}")
@@ -99,7 +99,7 @@ def _named(bad: Sequence[BadLine]) -> str:
     return ": " + "; ".join(str(line) for line in bad[:NAMED]) + more
 
 
-def _read_file(path: Path) -> Iterator[Row | BadLine]:
+def _read_file(path: Path) -> Iterator[DataRow | BadLine]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -113,8 +113,8 @@ class _LineError(ValueError):
     """Why a line cannot be used."""
 
 
-def parse_line(line: bytes | str, where: str) -> Row | BadLine:
-    """One line as a Row, or why it is none."""
+def parse_line(line: bytes | str, where: str) -> DataRow | BadLine:
+    """One line as a DataRow, or why it is none."""
     try:
         text = line.decode("utf-8-sig") if isinstance(line, bytes) else line
         fields = json.loads(text)
@@ -148,12 +148,12 @@ def _list(fields: dict[str, Any], name: str) -> list[Any]:
     return value
 
 
-def _qa(fields: dict[str, Any], where: str) -> Row:
+def _qa(fields: dict[str, Any], where: str) -> DataRow:
     passages = tuple(_passage(value, number) for number, value in enumerate(_list(fields, "passages"), start=1))
     shuffle = fields.get("shuffle", True)
     if not isinstance(shuffle, bool):
         raise _LineError("'shuffle' must be true or false")
-    return Row("qa", where, _system(fields), passages, _asked(fields), shuffle=shuffle)
+    return DataRow("qa", where, _system(fields), passages, _asked(fields), shuffle=shuffle)
 
 
 def _passage(value: Any, number: int) -> str:
@@ -177,7 +177,7 @@ def _asked(fields: dict[str, Any]) -> tuple[Asked, ...]:
     return tuple(found)
 
 
-def _chat(fields: dict[str, Any], where: str) -> Row:
+def _chat(fields: dict[str, Any], where: str) -> DataRow:
     messages = [_message(value, number) for number, value in enumerate(_list(fields, "messages"), start=1)]
     system = _system(fields)
     if messages[0].role == "system":
@@ -185,36 +185,36 @@ def _chat(fields: dict[str, Any], where: str) -> Row:
     wanted = ["user", "assistant"] * (len(messages) // 2)
     if not messages or [message.role for message in messages] != wanted:
         raise _LineError("'messages' must be user and assistant in turn, ending with the assistant")
-    return Row("chat", where, system, messages=tuple(messages))
+    return DataRow("chat", where, system, messages=tuple(messages))
 
 
-def _message(value: Any, number: int) -> Message:
+def _message(value: Any, number: int) -> ChatMessage:
     roles = ("system", "user", "assistant")
     if not isinstance(value, dict) or value.get("role") not in roles:
         raise _LineError(f"message {number} must be an object whose 'role' is one of {', '.join(roles)}")
-    return Message(value["role"], _text(value, "content", of=f"message {number}: "))
+    return ChatMessage(value["role"], _text(value, "content", of=f"message {number}: "))
 
 
-def _summary(fields: dict[str, Any], where: str) -> Row:
+def _summary(fields: dict[str, Any], where: str) -> DataRow:
     instruction = _text(fields, "instruction") if fields.get("instruction") is not None else SUMMARY_INSTRUCTION
     asked = Asked(instruction, _text(fields, "summary"))
-    return Row("summary", where, _system(fields), (_text(fields, "text"),), (asked,), shuffle=False)
+    return DataRow("summary", where, _system(fields), (_text(fields, "text"),), (asked,), shuffle=False)
 
 
-def _instruction(fields: dict[str, Any], where: str) -> Row:
+def _instruction(fields: dict[str, Any], where: str) -> DataRow:
     given = fields.get("input") or ""
     if not isinstance(given, str):
         raise _LineError("'input' must be a string")
     instruction = _text(fields, "instruction")
     whole = f"{instruction}\n\n{given}" if given.strip() else instruction
-    return Row("instruction", where, _system(fields), asked=(Asked(whole, _text(fields, "output")),))
+    return DataRow("instruction", where, _system(fields), asked=(Asked(whole, _text(fields, "output")),))
 
 
-def _plain_text(fields: dict[str, Any], where: str) -> Row:
-    return Row("text", where, text=_text(fields, "text"))
+def _plain_text(fields: dict[str, Any], where: str) -> DataRow:
+    return DataRow("text", where, text=_text(fields, "text"))
 
 
-_PARSERS: dict[Any, Callable[[dict[str, Any], str], Row]] = {
+_PARSERS: dict[Any, Callable[[dict[str, Any], str], DataRow]] = {
     "qa": _qa,
     "chat": _chat,
     "summary": _summary,

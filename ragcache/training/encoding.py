@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ragcache.errors import ConfigError
 from ragcache.ingest.tokens import ChunkTokenizer
 from ragcache.prompt import PromptFormat, as_text, encode_rendered, prompt_format
-from ragcache.training.data import BadLine, Row
+from ragcache.training.data import BadLine, DataRow
 from ragcache.training.layout import Ask, EncodedRow
 from ragcache.training.turns import AnswerForm, answer_form, render_turns
 
@@ -52,7 +52,7 @@ class RowEncoder:
             "text": self._text,
         }
 
-    def encode(self, row: Row) -> EncodedRow | BadLine:
+    def encode(self, row: DataRow) -> EncodedRow | BadLine:
         """The row's ids, or why it cannot be used: it does not fit.
 
         Raises ConfigError when an answer alone is longer than the context.
@@ -83,13 +83,13 @@ class RowEncoder:
     def _suffix(self, form: PromptFormat, question: str) -> str:
         return form.suffix_text(as_text(self.tokenizer, question))
 
-    def _qa(self, row: Row) -> EncodedRow:
+    def _qa(self, row: DataRow) -> EncodedRow:
         form = self._format(row.system, self.options.question_format)
         chunks = self._chunks.encode([passage_text(text) for text in row.passages])
         asks = [self._ask(self._suffix(form, asked.question.strip()), asked.answer) for asked in row.asked]
         return EncodedRow(row.kind, row.where, form.prefix_ids, chunks, asks, None, row.shuffle)
 
-    def _summary(self, row: Row) -> EncodedRow:
+    def _summary(self, row: DataRow) -> EncodedRow:
         """The text in segments of equal length, each read alone; cut at the end where it does not fit."""
         form = self._format(row.system, self.options.question_format)
         (asked,) = row.asked
@@ -101,7 +101,7 @@ class RowEncoder:
         segments[-1] = segments[-1][: max(room, 1) - size * (len(segments) - 1)]
         return EncodedRow(row.kind, row.where, form.prefix_ids, segments, [ask], True, False)
 
-    def _chat(self, row: Row) -> EncodedRow:
+    def _chat(self, row: DataRow) -> EncodedRow:
         """Earlier turns are the reused segments, the oldest left out where they do not fit."""
         system = self.options.system if row.system is None else row.system
         *earlier, question, answer = row.messages
@@ -116,7 +116,7 @@ class RowEncoder:
             chunks.pop(0)
         return EncodedRow(row.kind, row.where, prefix, chunks, [ask], True, False)
 
-    def _instruction(self, row: Row) -> EncodedRow:
+    def _instruction(self, row: DataRow) -> EncodedRow:
         form = self._format(row.system, "{question}")
         (asked,) = row.asked
         return EncodedRow(
@@ -129,7 +129,7 @@ class RowEncoder:
             False,
         )
 
-    def _text(self, row: Row) -> EncodedRow:
+    def _text(self, row: DataRow) -> EncodedRow:
         """Plain language modelling: every token but the first is to be learned."""
         bos = self.tokenizer.bos_token_id
         ids = [*([] if bos is None else [int(bos)]), *self._chunks.encode([row.text])[0]][: self.options.max_tokens]

@@ -21,7 +21,7 @@ from ragcache.models.reuse import ReuseSpec
 from ragcache.training.attention import NAME, register
 from ragcache.training.batches import BatchPlan
 from ragcache.training.collate import DrawnRows, collate
-from ragcache.training.data import BadLine, Row, read_rows
+from ragcache.training.data import BadLine, DataRow, read_rows
 from ragcache.training.encoding import RowEncoder
 from ragcache.training.layout import EncodedRow
 from ragcache.training.lora import add_lora, known_warnings_ignored, merge_lora
@@ -122,7 +122,7 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     return TrainReport(out, trainer.state.global_step, len(encoded), trainer.tokens_seen, log.last_loss, bad)
 
 
-def encode_rows(encoder: RowEncoder, rows: Sequence[Row]) -> tuple[list[EncodedRow], list[BadLine]]:
+def encode_rows(encoder: RowEncoder, rows: Sequence[DataRow]) -> tuple[list[EncodedRow], list[BadLine]]:
     """Rows as ids, and those that do not fit. Raises ConfigError when none is left."""
     found = [encoder.encode(row) for row in rows]
     encoded = [row for row in found if isinstance(row, EncodedRow)]

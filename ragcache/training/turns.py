@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
 from ragcache.prompt import as_text, encode_rendered, encode_text, prompt_format
-from ragcache.training.data import Message
+from ragcache.training.data import ChatMessage
 
 QUESTION_MARK, ANSWER_MARK = "\ue000ragcache-question\ue000", "\ue000ragcache-answer\ue000"
 
@@ -64,7 +64,7 @@ def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 def render_turns(
-    tokenizer: PreTrainedTokenizerBase, system: str | None, earlier: Sequence[Message], question: str
+    tokenizer: PreTrainedTokenizerBase, system: str | None, earlier: Sequence[ChatMessage], question: str
 ) -> Turns:
     """A conversation parted before the first user turn, after each answer, and before the last answer.
 
@@ -87,7 +87,7 @@ def render_turns(
 
 
 def _cut_template(
-    tokenizer: PreTrainedTokenizerBase, system: str | None, earlier: Sequence[Message], question: str
+    tokenizer: PreTrainedTokenizerBase, system: str | None, earlier: Sequence[ChatMessage], question: str
 ) -> Turns | None:
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     first = len(messages)

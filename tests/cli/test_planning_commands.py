@@ -10,7 +10,7 @@ from terminal import invoke
 from ragcache.codecs import CODECS
 from ragcache.planning.accesses import Workload, generated
 from ragcache.planning.plan import Corpus, Demand, Prices, make_plan
-from ragcache.planning.rates import Rates
+from ragcache.planning.rates import MachineRates
 from ragcache.planning.replay import Budgets
 from ragcache.planning.shape import KVShape, shape_of
 from ragcache.planning.simulate import simulate
@@ -32,7 +32,7 @@ def test_plan_is_the_librarys():
         KVShape(32, 8, 128),
         Corpus(100, 1000),
         Demand(10**6, 5000, zipf=0.5, tier="memory"),
-        Rates(4000.0, memory_bytes_s=2e10),
+        MachineRates(4000.0, memory_bytes_s=2e10),
         Prices(2.0, 0.1, 3.0),
     ).to_json()
     assert {name: found[name] for name in expected} == json.loads(json.dumps(expected))

@@ -16,7 +16,7 @@ from families import random_prompt, save_tiny
 import ragcache as rc
 from ragcache.cli.app import build_app
 from ragcache.engine.care.maintenance import DoctorReport, Info
-from ragcache.store.records import Document
+from ragcache.store.records import StoredDocument
 
 ROOT = Path(__file__).resolve().parents[2]
 MINI = ROOT / "ragcache" / "mini" / "config.json"
@@ -170,7 +170,7 @@ def test_json_fields_are_documented():
     promised = {command: set(re.findall(r"`(\w+)`", row)) for command, row in rows.items()}
     assert promised["info"] == {f.name for f in fields(Info)} | {"store", "rates"}
     assert promised["doctor"] == {f.name for f in fields(DoctorReport)} | {"sound"}
-    assert promised["list"] == {f.name for f in fields(Document)} | {"documents", "state"}
+    assert promised["list"] == {f.name for f in fields(StoredDocument)} | {"documents", "state"}
     assert promised["methods"] == set(rc.MethodInfo._fields) | {"methods"}
     assert {f.name for f in fields(rc.Answer)} <= promised["ask"]
     assert {f.name for f in fields(rc.Usage)} <= promised["ask"]

@@ -11,7 +11,7 @@ import pytest
 
 from ragcache.errors import ConfigError
 from ragcache.evaluation.registry import (
-    Split,
+    DataSplit,
     answerable_questions,
     draw_leaning,
     draw_texts,
@@ -26,16 +26,16 @@ from ragcache.evaluation.registry.world import RELATIONS
 
 SAMPLE = """
 import random
-from ragcache.evaluation.registry import Split, answerable_questions, draw_world, write_document
+from ragcache.evaluation.registry import DataSplit, answerable_questions, draw_world, write_document
 rng = random.Random("sample")
-for split in Split:
+for split in DataSplit:
     world = draw_world(rng, split, 12)
     documents = [write_document(rng, entity) for entity in world.entities.values()]
     print(documents, answerable_questions(rng, world, documents, split))
 """
 
 
-def drawn(seed, split=Split.TRAIN, wordings=Split.TRAIN, num_entities=20, complete=False):
+def drawn(seed, split=DataSplit.TRAIN, wordings=DataSplit.TRAIN, num_entities=20, complete=False):
     rng = random.Random(seed)
     world = draw_world(rng, split, num_entities)
     documents = {name: write_document(rng, entity, complete=complete) for name, entity in world.entities.items()}
@@ -50,13 +50,13 @@ def test_the_same_seed_gives_the_same_text_in_every_process():
     assert sample("1") == sample("2") != b""
 
 
-@pytest.mark.parametrize("split", Split)
+@pytest.mark.parametrize("split", DataSplit)
 def test_every_name_belongs_to_the_split(split):
     for seed in range(100):
         world, documents, _ = drawn(seed, split)
         names = [*world.entities, *(name for document in documents.values() for name in document.mentions)]
         names += [entity.facts[kind] for entity in world.entities.values() for kind in entity.facts if kind in LINKS]
-        assert {is_held_out(name) for name in names} == {split is Split.HELD_OUT}
+        assert {is_held_out(name) for name in names} == {split is DataSplit.HELD_OUT}
 
 
 LINKS = {"town", "club", "river"}
@@ -70,10 +70,10 @@ def test_about_one_name_in_five_is_held_out():
     assert 0.15 < sum(held_out) / len(held_out) < 0.25
 
 
-@pytest.mark.parametrize("wordings", Split)
+@pytest.mark.parametrize("wordings", DataSplit)
 def test_every_answer_stands_in_its_gold_documents(wordings):
     for seed in range(200):
-        world, documents, questions = drawn(seed, Split.HELD_OUT, wordings)
+        world, documents, questions = drawn(seed, DataSplit.HELD_OUT, wordings)
         assert questions
         for question in questions:
             gold = [documents[name] for name in question.gold]
@@ -137,7 +137,7 @@ def test_held_out_wordings_are_new_but_their_words_are_not():
 
 def test_held_out_two_hop_wordings_differ_from_every_trained_one():
     for seed in range(30):
-        _, _, questions = drawn(seed, wordings=Split.HELD_OUT)
+        _, _, questions = drawn(seed, wordings=DataSplit.HELD_OUT)
         for question in questions:
             if question.hops == 2:
                 first, second = question.path.split("-")
@@ -178,7 +178,7 @@ def test_a_document_cut_in_two_names_its_entity_in_the_first_part_only():
                 assert all(entity.facts[relation] in part.text for relation in part.relations)
 
 
-@pytest.mark.parametrize("wordings", Split)
+@pytest.mark.parametrize("wordings", DataSplit)
 def test_leaning_questions_ask_what_second_parts_state(wordings):
     rng = random.Random(4)
     world, _, _ = drawn(4)
@@ -186,7 +186,7 @@ def test_leaning_questions_ask_what_second_parts_state(wordings):
     questions = leaning_questions(rng, world, parts, wordings)
     assert len(questions) == sum(len(second.relations) for _, second in parts)
     by_id = {part.id: part for pair in parts for part in pair}
-    templates = wording.QUESTIONS if wordings is Split.TRAIN else wording.HELD_OUT_QUESTIONS
+    templates = wording.QUESTIONS if wordings is DataSplit.TRAIN else wording.HELD_OUT_QUESTIONS
     for question in questions:
         first, second = (by_id[name] for name in question.gold)
         assert question.hops == 1
@@ -199,7 +199,7 @@ def test_leaning_questions_ask_what_second_parts_state(wordings):
 @pytest.mark.parametrize("passages", [2, 3, 8, 16])
 def test_the_parts_of_a_document_stay_together(passages):
     for seed in range(20):
-        context = draw_leaning(random.Random(seed), passages, Split.HELD_OUT, Split.HELD_OUT)
+        context = draw_leaning(random.Random(seed), passages, DataSplit.HELD_OUT, DataSplit.HELD_OUT)
         ids = [passage.id for passage in context.passages]
         assert len(ids) == len(set(ids)) == passages
         for before, after in pairwise(ids):

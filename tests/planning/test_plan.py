@@ -19,7 +19,7 @@ from ragcache.planning.advice import advise_policy
 from ragcache.planning.codec_sizes import CodecSize, codec_sizes
 from ragcache.planning.plan import Corpus, Demand, Prices, make_plan
 from ragcache.planning.popularity import EXACT, ranks_above, zipf_mass
-from ragcache.planning.rates import Rates, measure_rates
+from ragcache.planning.rates import MachineRates, measure_rates
 from ragcache.planning.shape import KVShape, shape_of
 from ragcache.store.kv_store import KVStore
 
@@ -44,7 +44,7 @@ def test_a_million_requests_take_246_gpu_hours_or_9():
     reduction "by around 96%" (96.3 %), and "25 times more requests" (27). Of exactly 96 % would come 9.8 hours and 18
     USD."""
     demand = Demand(REQUESTS, REQUEST_TOKENS, question_tokens=0, fused_s=FUSED_HOURS * 3600 / REQUESTS, tier="memory")
-    plan = make_plan(LLAMA_3_8B, Corpus(1, 5_000), demand, Rates(PREFILL_TOKENS_S), REVIEW_PRICES, [RAW])
+    plan = make_plan(LLAMA_3_8B, Corpus(1, 5_000), demand, MachineRates(PREFILL_TOKENS_S), REVIEW_PRICES, [RAW])
     raw = plan.codecs[0]
     assert plan.full_gpu_hours == pytest.approx(246)
     assert round(plan.full_cost) == 440
@@ -56,14 +56,16 @@ def test_a_million_requests_take_246_gpu_hours_or_9():
 def test_the_9_hours_follow_from_the_bus_and_the_question():
     """Nothing of the reviews' 9 hours put in: 4,970 tokens of KV over PCIe 4.0 (24 GB/s), 30 tokens of question run."""
     demand = Demand(REQUESTS, REQUEST_TOKENS, question_tokens=30, tier="memory")
-    rates = Rates(PREFILL_TOKENS_S, memory_bytes_s=24e9)
+    rates = MachineRates(PREFILL_TOKENS_S, memory_bytes_s=24e9)
     raw = make_plan(LLAMA_3_8B, Corpus(1, 5_000), demand, rates, REVIEW_PRICES, [RAW]).codecs[0]
     assert round(raw.gpu_hours) == 9
     assert round(raw.gpu_cost) == 16
 
 
 def test_a_gigabyte_for_a_month_costs_what_the_reviews_say():
-    plan = make_plan(LLAMA_3_8B, Corpus(1, 1000, 1000), Demand(1, 1030), Rates(PREFILL_TOKENS_S), REVIEW_PRICES, [RAW])
+    plan = make_plan(
+        LLAMA_3_8B, Corpus(1, 1000, 1000), Demand(1, 1030), MachineRates(PREFILL_TOKENS_S), REVIEW_PRICES, [RAW]
+    )
     assert plan.codecs[0].storage_cost == pytest.approx(0.131072 * 0.023)
 
 
@@ -123,7 +125,7 @@ def test_planned_bytes_are_those_on_disk(codec, tmp_path):
 def test_money_is_what_a_loop_over_all_chunks_adds_up(documents, tokens, requests, zipf, gb_month, ratio):
     """Every chunk's uses, savings and storage one by one; a chunk is hot when it saves what it costs."""
     corpus, prices = Corpus(documents, tokens), Prices(2.0, gb_month, 6.0)
-    demand, rates = Demand(requests, 1280 + 30, zipf=zipf, tier="disk"), Rates(5000.0, 0.1, 10e9, 1e9)
+    demand, rates = Demand(requests, 1280 + 30, zipf=zipf, tier="disk"), MachineRates(5000.0, 0.1, 10e9, 1e9)
     size = CodecSize("some", ratio * 1000, ratio, False)
     plan = make_plan(KVShape(1, 1, 250), corpus, demand, rates, prices, [size])
     found = plan.codecs[0]
@@ -161,7 +163,7 @@ def test_all_chunks_are_kept_where_each_pays():
 
 def test_break_even_in_time():
     """A chunk that is computed once and then loaded costs as much as computing it every time, after so many uses."""
-    demand, rates = Demand(1000, 1310, tier="disk"), Rates(5000.0, 0.0, 10e9, 1e9)
+    demand, rates = Demand(1000, 1310, tier="disk"), MachineRates(5000.0, 0.0, 10e9, 1e9)
     found = make_plan(KVShape(1, 1, 250), Corpus(10, 256), demand, rates, sizes=[CodecSize("raw", 1000.0, 1, True)])
     uses = found.codecs[0].reuses_time
     compute, load = 256 / 5000, 256 * 1000 * (1 / 10e9 + 1 / 1e9)
@@ -169,12 +171,12 @@ def test_break_even_in_time():
 
 
 def test_a_disk_slower_than_the_model_never_breaks_even():
-    plan = make_plan(LLAMA_3_8B, Corpus(10, 1000), Demand(1000, 1310), Rates(disk_bytes_s=1e6), sizes=[RAW])
+    plan = make_plan(LLAMA_3_8B, Corpus(10, 1000), Demand(1000, 1310), MachineRates(disk_bytes_s=1e6), sizes=[RAW])
     raw = plan.codecs[0]
     assert (raw.reuses_time, raw.reuses_month, raw.hot_chunks) == (None, None, 0)
     assert plan.keep == "none"
     assert "no faster than computing" in plan.reasons[0]
-    advice = advise_policy(plan, Corpus(10, 1000), Demand(1000, 1310), Rates(disk_bytes_s=1e6), 10**9)
+    advice = advise_policy(plan, Corpus(10, 1000), Demand(1000, 1310), MachineRates(disk_bytes_s=1e6), 10**9)
     assert advice.policy == "lru"
 
 
@@ -204,10 +206,10 @@ def test_advice_names_a_policy_that_beats_lru_when_memory_is_short():
     corpus, demand = Corpus(2000, 1000), Demand(10**8, 5000, zipf=0.9)
     plan = make_plan(LLAMA_3_8B, corpus, demand, sizes=[RAW])
     assert plan.keep in ("all", "hot")
-    short = advise_policy(plan, corpus, demand, Rates(), int(plan.advised.hot_bytes / 20))
+    short = advise_policy(plan, corpus, demand, MachineRates(), int(plan.advised.hot_bytes / 20))
     assert (short.policy, short.admission) != ("lru", "all")
     assert short.memory_share == pytest.approx(0.05, rel=0.01)
-    wide = advise_policy(plan, corpus, demand, Rates(), int(plan.advised.corpus_bytes) + 1)
+    wide = advise_policy(plan, corpus, demand, MachineRates(), int(plan.advised.corpus_bytes) + 1)
     assert (wide.policy, wide.admission) == ("lru", "all")
 
 
@@ -241,9 +243,9 @@ def test_ranks_above_edges():
         (lambda: Prices(gpu_hour=-1), "--gpu-hour is -1"),
         (lambda: Prices(gb_month=math.inf), "--gb-month is inf"),
         (lambda: Prices(months=0), "--months is 0"),
-        (lambda: Rates(prefill_tokens_s=0), "--prefill-rate is 0"),
-        (lambda: Rates(memory_bytes_s=math.nan), "--memory-rate is nan"),
-        (lambda: Rates(disk_bytes_s=-1), "--disk-rate is -1"),
+        (lambda: MachineRates(prefill_tokens_s=0), "--prefill-rate is 0"),
+        (lambda: MachineRates(memory_bytes_s=math.nan), "--memory-rate is nan"),
+        (lambda: MachineRates(disk_bytes_s=-1), "--disk-rate is -1"),
         (lambda: KVShape(0, 1, 1), "--layers is 0"),
         (lambda: KVShape(1, 0, 1), "--kv-heads is 0"),
         (lambda: KVShape(1, 1, 0), "--head-dim is 0"),

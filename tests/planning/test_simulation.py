@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from ragcache.errors import ConfigError, TraceError
 from ragcache.planning.accesses import Accesses, Workload, from_accesses, generated, recorded
 from ragcache.planning.optimum import next_uses, optimum
-from ragcache.planning.rates import Rates
+from ragcache.planning.rates import MachineRates
 from ragcache.planning.replay import Budgets, replay
 from ragcache.planning.simulate import simulate
 from ragcache.store.eviction import ADMISSIONS, POLICIES, CountMinSketch
 from ragcache.store.kv_store import KVStore
 from ragcache.store.trace import Access
 
-RATES = Rates(1000.0, 0.2, 1e4, 1e3)
+RATES = MachineRates(1000.0, 0.2, 1e4, 1e3)
 REQUESTS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=25)
 SIZES = st.lists(st.sampled_from([1, 2, 4, 8]), min_size=6, max_size=6)
 

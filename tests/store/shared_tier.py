@@ -13,7 +13,7 @@ from ragcache.codecs import Codec
 from ragcache.errors import ConfigError, MissingBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.store.eviction import EvictionPolicy
-from ragcache.store.tiers import DurableTier, Usage
+from ragcache.store.tiers import DurableTier, TierUsage
 
 
 class Kept(NamedTuple):
@@ -82,9 +82,9 @@ class SharedTier(DurableTier):
     def keys(self) -> Iterator[str]:
         return iter(list(self._kept))
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         sizes = [kept.block.num_bytes for kept in list(self._kept.values())]
-        return Usage(len(sizes), sum(sizes))
+        return TierUsage(len(sizes), sum(sizes))
 
     def sweep(self, older_than_s: float) -> int:
         return 0

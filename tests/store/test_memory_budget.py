@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ragcache.errors import ConfigError
 from ragcache.store.eviction import LRU, Entry
-from ragcache.store.tiers import BudgetedTier, DeviceTier, MemoryTier, Usage, memory
+from ragcache.store.tiers import BudgetedTier, DeviceTier, MemoryTier, TierUsage, memory
 
 BYTES_PER_TOKEN = make_block(0, num_tokens=1).num_bytes
 
@@ -54,7 +54,7 @@ def test_bytes_that_exist_never_exceed_the_budget(live: LiveBytes, budget_tokens
         assert tier.evictions > 0
     assert live.now == tier.usage().num_bytes
     tier.close()
-    assert tier.usage() == Usage(0, 0)
+    assert tier.usage() == TierUsage(0, 0)
     assert live.now == 0
 
 
@@ -88,7 +88,7 @@ def test_what_is_held_equals_a_model(budget_tokens: int, operations: list[tuple[
             tier.delete(make_key(number))
             model = [held for held in model if held != number]
         assert sorted(tier.keys()) == sorted(make_key(number) for number in model)
-        assert tier.usage() == Usage(len(model), sum(model) * BYTES_PER_TOKEN)
+        assert tier.usage() == TierUsage(len(model), sum(model) * BYTES_PER_TOKEN)
     assert tier.evictions == evictions
 
 
@@ -144,11 +144,11 @@ def test_what_is_deleted_while_in_use_is_counted_until_it_is_not(live: LiveBytes
     used = tier.get(make_key(1))
     tier.delete(make_key(1))
     assert make_key(1) not in tier
-    assert tier.usage() == Usage(0, 5 * BYTES_PER_TOKEN)
+    assert tier.usage() == TierUsage(0, 5 * BYTES_PER_TOKEN)
     assert live.now == 5 * BYTES_PER_TOKEN
     assert tier.put(make_key(2), make_block(2, num_tokens=6)) is None
     del used
-    assert tier.usage() == Usage(0, 0)
+    assert tier.usage() == TierUsage(0, 0)
     assert tier.put(make_key(2), make_block(2, num_tokens=10)) is not None
 
 
@@ -197,7 +197,7 @@ def test_a_failed_copy_gives_its_reservation_back(monkeypatch: pytest.MonkeyPatc
         patch.setattr(memory, "_private_copy", fail)
         with pytest.raises(MemoryError):
             tier.put(make_key(1), make_block(1, num_tokens=10))
-    assert tier.usage() == Usage(0, 0)
+    assert tier.usage() == TierUsage(0, 0)
     assert tier.put(make_key(1), make_block(1, num_tokens=10)) is not None
 
 

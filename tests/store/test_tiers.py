@@ -16,7 +16,7 @@ from ragcache.codecs import RawCodec
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
 from ragcache.store.eviction import LRU
-from ragcache.store.tiers import DeviceTier, DiskTier, DurableTier, MemoryTier, Tier, Usage
+from ragcache.store.tiers import DeviceTier, DiskTier, DurableTier, MemoryTier, Tier, TierUsage
 from ragcache.store.write_behind import WriteBehind
 
 TIERS: dict[str, Callable[[Path], Tier]] = {
@@ -75,7 +75,7 @@ def test_an_empty_tier_has_nothing(tier: Tier) -> None:
     assert tier.get(make_key(1)) is None
     assert make_key(1) not in tier
     assert list(tier.keys()) == []
-    assert tier.usage() == Usage(0, 0)
+    assert tier.usage() == TierUsage(0, 0)
     tier.delete(make_key(1))
     tier.prefetch([make_key(1)])
 
@@ -92,7 +92,7 @@ def test_keys_and_usage_are_those_of_the_blocks_held(tier: Tier) -> None:
     assert usage.num_bytes >= sum(block.num_bytes for block in blocks.values())
     for key in tier.keys():  # noqa: SIM118
         tier.delete(key)
-    assert tier.usage() == Usage(0, 0)
+    assert tier.usage() == TierUsage(0, 0)
 
 
 def test_putting_a_key_again_replaces_its_block(tier: Tier) -> None:
@@ -191,4 +191,4 @@ def test_disk_lists_nothing_but_blocks(tmp_path: Path) -> None:
     (tmp_path / "aa").mkdir()
     (tmp_path / "aa" / "note").write_text("")
     assert list(tier.keys()) == [key]
-    assert tier.usage() == Usage(1, tier.path(key).stat().st_size)
+    assert tier.usage() == TierUsage(1, tier.path(key).stat().st_size)

@@ -7,19 +7,19 @@ import json
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.training.data import Asked, BadLine, Message, Row, parse_line, read_rows
+from ragcache.training.data import Asked, BadLine, ChatMessage, DataRow, parse_line, read_rows
 
 QA = {"type": "qa", "passages": ["One.", {"title": "Two", "text": "Second."}], "question": "Which?", "answer": "One"}
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
-def parsed(fields: object) -> Row | BadLine:
+def parsed(fields: object) -> DataRow | BadLine:
     return parse_line(json.dumps(fields), "rows.jsonl:7")
 
 
 def test_a_question_over_passages():
     row = parsed(QA)
-    assert row == Row("qa", "rows.jsonl:7", None, ("One.", "# Two\n\nSecond."), (Asked("Which?", "One"),))
+    assert row == DataRow("qa", "rows.jsonl:7", None, ("One.", "# Two\n\nSecond."), (Asked("Which?", "One"),))
 
 
 def test_several_questions_a_system_text_and_a_fixed_order():
@@ -34,7 +34,7 @@ def test_several_questions_a_system_text_and_a_fixed_order():
 def test_a_conversation():
     row = parsed({"type": "chat", "messages": [{"role": "system", "content": "S"}, *CHAT, *CHAT]})
     assert row.system == "S"
-    assert row.messages == (Message("user", "Hi"), Message("assistant", "Hello")) * 2
+    assert row.messages == (ChatMessage("user", "Hi"), ChatMessage("assistant", "Hello")) * 2
 
 
 def test_a_summary_an_instruction_and_a_text():

@@ -11,7 +11,7 @@ from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
 from ragcache.models.loading import resolve
 from ragcache.prompt import encode_text, prompt_format
-from ragcache.training.data import Asked, BadLine, Message, Row
+from ragcache.training.data import Asked, BadLine, ChatMessage, DataRow
 from ragcache.training.encoding import EncodingOptions, RowEncoder
 
 CHATML = (
@@ -23,8 +23,8 @@ FORGETFUL = (  # writes finished turns otherwise when others follow
     "{{ m['content'] }}[/]{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 PASSAGES = ("First line.\n\nSecond <|eos|> line.\n", "Another passage.")
-QA = Row("qa", "rows:1", None, PASSAGES, (Asked("Which?", "This one"), Asked(" And? ", "That")))
-TURNS = tuple(Message(role, text) for role, text in zip(["user", "assistant"] * 3, "abcdef", strict=True))
+QA = DataRow("qa", "rows:1", None, PASSAGES, (Asked("Which?", "This one"), Asked(" And? ", "That")))
+TURNS = tuple(ChatMessage(role, text) for role, text in zip(["user", "assistant"] * 3, "abcdef", strict=True))
 
 
 def tokenizer_with(template: str | None):
@@ -43,7 +43,7 @@ def tokenizer(request):
     return tokenizer_with(request.param)
 
 
-def encode(tokenizer, row: Row, **options):
+def encode(tokenizer, row: DataRow, **options):
     return RowEncoder(tokenizer, EncodingOptions(**options)).encode(row)
 
 
@@ -64,7 +64,7 @@ def test_a_question_has_the_engines_ids(tokenizer, system):
 
 def test_a_row_has_its_own_system_text_and_its_order():
     tokenizer = tokenizer_with(CHATML)
-    row = Row("qa", "", "Mine.", ("P",), (Asked("Q?", "A"),), shuffle=False)
+    row = DataRow("qa", "", "Mine.", ("P",), (Asked("Q?", "A"),), shuffle=False)
     encoded = encode(tokenizer, row, system="Be brief.")
     assert "Mine." in text_of(tokenizer, encoded.prefix)
     assert not encoded.shuffle
@@ -88,7 +88,7 @@ def test_a_tokenizer_without_an_end_is_refused():
 
 def test_a_conversation_is_the_template_cut_after_each_answer():
     tokenizer = tokenizer_with(CHATML)
-    row = encode(tokenizer, Row("chat", "", "S", messages=TURNS))
+    row = encode(tokenizer, DataRow("chat", "", "S", messages=TURNS))
     messages = [{"role": "system", "content": "S"}, *(turn._asdict() for turn in TURNS[:-1])]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     (ask,) = row.asks
@@ -102,7 +102,7 @@ def test_a_conversation_is_the_template_cut_after_each_answer():
 @pytest.mark.parametrize("name", ["none", "forgetful"])
 def test_a_conversation_that_cannot_be_cut_is_written_plainly(name):
     tokenizer = tokenizer_with(TEMPLATES[name])
-    row = encode(tokenizer, Row("chat", "", None, messages=TURNS))
+    row = encode(tokenizer, DataRow("chat", "", None, messages=TURNS))
     assert [text_of(tokenizer, ids) for ids in row.chunks] == ["a\nb\n", "c\nd\n"]
     form = prompt_format(tokenizer, question_format="{question}")
     assert tuple(row.prefix) == form.prefix_ids
@@ -111,13 +111,13 @@ def test_a_conversation_that_cannot_be_cut_is_written_plainly(name):
 
 def test_the_oldest_turns_are_left_out_where_they_do_not_fit():
     tokenizer = tokenizer_with(None)
-    row = encode(tokenizer, Row("chat", "", None, messages=TURNS), max_tokens=20)
+    row = encode(tokenizer, DataRow("chat", "", None, messages=TURNS), max_tokens=20)
     assert [text_of(tokenizer, ids) for ids in row.chunks] == ["c\nd\n"]
 
 
 def test_a_text_to_summarise_is_cut_into_segments(tokenizer):
     text = "x" * 249
-    row = encode(tokenizer, Row("summary", "", None, (text,), (Asked("Sum up.", "Short"),)))
+    row = encode(tokenizer, DataRow("summary", "", None, (text,), (Asked("Sum up.", "Short"),)))
     assert [len(ids) for ids in row.chunks] == [100, 100, 50]
     assert [i for ids in row.chunks for i in ids] == encode_text(tokenizer, text + "\n")
     assert (row.apart, row.shuffle) == (True, False)
@@ -125,7 +125,7 @@ def test_a_text_to_summarise_is_cut_into_segments(tokenizer):
 
 def test_a_text_to_summarise_is_cut_at_the_end_where_it_does_not_fit():
     tokenizer = tokenizer_with(None)
-    row = encode(tokenizer, Row("summary", "", None, ("x" * 500,), (Asked("Sum up.", "Short"),)), max_tokens=300)
+    row = encode(tokenizer, DataRow("summary", "", None, ("x" * 500,), (Asked("Sum up.", "Short"),)), max_tokens=300)
     (ask,) = row.asks
     total = len(row.prefix) + sum(len(ids) for ids in row.chunks) + len(ask.suffix) + len(ask.answer)
     assert total == 300
@@ -133,7 +133,7 @@ def test_a_text_to_summarise_is_cut_at_the_end_where_it_does_not_fit():
 
 def test_an_instruction_is_a_whole_message():
     tokenizer = tokenizer_with(CHATML)
-    row = encode(tokenizer, Row("instruction", "", None, asked=(Asked("Add 1 and 2.", "3"),)))
+    row = encode(tokenizer, DataRow("instruction", "", None, asked=(Asked("Add 1 and 2.", "3"),)))
     assert row.chunks == []
     whole = text_of(tokenizer, [*row.prefix, *row.asks[0].suffix])
     assert whole == "<|im_start|>user\nAdd 1 and 2.<|im_end|>\n<|im_start|>assistant\n"
@@ -142,7 +142,7 @@ def test_an_instruction_is_a_whole_message():
 
 def test_every_token_of_a_plain_text_is_learned():
     tokenizer = tokenizer_with(None)
-    (ask,) = encode(tokenizer, Row("text", "", text="abc")).asks
+    (ask,) = encode(tokenizer, DataRow("text", "", text="abc")).asks
     assert [*ask.suffix, *ask.answer] == [tokenizer.bos_token_id, *encode_text(tokenizer, "abc")]
     assert len(ask.suffix) == 1
 
@@ -164,6 +164,6 @@ def test_a_row_that_does_not_fit_is_named():
 
 def test_an_answer_longer_than_the_context_is_refused():
     tokenizer = tokenizer_with(None)
-    row = Row("qa", "rows:9", None, ("P",), (Asked("Q?", "a" * 80),))
+    row = DataRow("qa", "rows:9", None, ("P",), (Asked("Q?", "a" * 80),))
     with pytest.raises(ConfigError, match=r"rows:9.*82 tokens.*takes 40.*max_tokens"):
         encode(tokenizer, row, max_tokens=40)

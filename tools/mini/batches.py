@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer
 
 from ragcache.evaluation.registry import (
-    Document,
+    Article,
+    DataSplit,
     Question,
-    Split,
     World,
     answerable_questions,
     draw_world,
@@ -115,7 +115,7 @@ class BatchMaker:
 
     def _sentences_row(self, num_questions: int, passages: int) -> Encoded:
         """One fact of the same relation about each of several like entities; the answer up to the value is given."""
-        world = draw_world(self.rng, Split.TRAIN, passages * WORLD_A_PASSAGE)
+        world = draw_world(self.rng, DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
         kind = self.rng.choice(ALIKE)[0]
         relation = self.rng.choice(RELATIONS[kind])
         entities = [entity for entity in world.entities.values() if entity.kind == kind]
@@ -135,10 +135,10 @@ class BatchMaker:
         questions: list[Question] = []
         while not questions:
             if self.rng.random() < ALIKE_SHARE:
-                world = draw_world(self.rng, Split.TRAIN, passages * WORLD_A_PASSAGE)
+                world = draw_world(self.rng, DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
                 chosen = alike(self.rng, world, hops, passages)
             else:
-                world = draw_world(self.rng, Split.TRAIN, passages)
+                world = draw_world(self.rng, DataSplit.TRAIN, passages)
                 chosen = self.rng.sample(sorted(world.entities), passages)
             documents = [write_document(self.rng, world.entities[name]) for name in chosen]
             questions = self._questions(stage, hops, world, documents)
@@ -148,11 +148,11 @@ class BatchMaker:
         ask = self._completion if stage.kind == "completions" else self._question
         return Encoded(self._context(documents), [ask(question) for question in asked])
 
-    def _questions(self, stage: Stage, hops: int, world: World, documents: list[Document]) -> list[Question]:
+    def _questions(self, stage: Stage, hops: int, world: World, documents: list[Article]) -> list[Question]:
         questions = answerable_questions(self.rng, world, documents)
         return [q for q in questions if q.hops == hops and (not stage.relations or q.path in stage.relations)]
 
-    def _context(self, documents: Sequence[Document]) -> list[int]:
+    def _context(self, documents: Sequence[Article]) -> list[int]:
         context = [*self._prefix]
         for document in documents:
             context += self._encode(passage_text(self.rng, document))

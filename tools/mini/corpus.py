@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ragcache.evaluation.registry import Document, Entity, Split, World, answerable_questions, write_document
+from ragcache.evaluation.registry import Article, DataSplit, Entity, World, answerable_questions, write_document
 from ragcache.evaluation.registry.documents import joined
 
 SEED = 7
@@ -31,13 +31,13 @@ class CorpusFile(NamedTuple):
     """source: path below the corpus folder."""
 
     source: str
-    document: Document
+    document: Article
 
 
 def corpus_world(seed: int = SEED) -> World:
     """A world of some 300 entities, all held out. A club's people come from anywhere."""
     rng = random.Random(f"corpus/{seed}")
-    world = World(rng, Split.HELD_OUT, namesakes=False, rare_share=0.0)
+    world = World(rng, DataSplit.HELD_OUT, namesakes=False, rare_share=0.0)
     towns = [world.add_town(river) for river in _rivers(world) for _ in range(rng.randint(*TOWNS_A_RIVER))]
     homes = [town for town in towns for _ in range(rng.randint(*PEOPLE_A_TOWN))]
     clubs = [world.add_club() for _ in range(-(-len(homes) // PEOPLE_A_CLUB))]
@@ -72,7 +72,7 @@ def corpus_questions(world: World, files: Iterable[CorpusFile], seed: int = SEED
     documents = [file.document for file in files]
     lines: list[dict[str, object]] = []
     for hops, number in NUM_QUESTIONS.items():
-        for wordings in Split:
+        for wordings in DataSplit:
             asked = [q for q in answerable_questions(rng, world, documents, wordings) if q.hops == hops]
             for question in rng.sample(asked, number // 2):
                 gold = [sources[name] for name in question.gold]
@@ -92,7 +92,7 @@ def write_corpus(out: Path, seed: int = SEED) -> None:
     """Write the corpus below `out` and its questions beside it; the same bytes each time."""
     world = corpus_world(seed)
     files = corpus_files(world, seed)
-    writers: dict[str, Callable[[Path, Document], None]] = {".md": _markdown, ".html": _html, ".pdf": _pdf}
+    writers: dict[str, Callable[[Path, Article], None]] = {".md": _markdown, ".html": _html, ".pdf": _pdf}
     for file in files:
         path = out / file.source
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,11 +105,11 @@ def _rivers(world: World) -> list[Entity]:
     return [world.add_river() for _ in range(NUM_RIVERS)]
 
 
-def _markdown(path: Path, document: Document) -> None:
+def _markdown(path: Path, document: Article) -> None:
     path.write_text(f"# {document.title}\n\n{document.text}\n", encoding="utf-8")
 
 
-def _html(path: Path, document: Document) -> None:
+def _html(path: Path, document: Article) -> None:
     title, text = html.escape(document.title), html.escape(document.text, quote=False)
     page = (
         f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{title}</title></head>\n'
@@ -118,7 +118,7 @@ def _html(path: Path, document: Document) -> None:
     path.write_text(page, encoding="utf-8")
 
 
-def _pdf(path: Path, document: Document) -> None:
+def _pdf(path: Path, document: Article) -> None:
     from reportlab.lib.pagesizes import A5
     from reportlab.lib.styles import getSampleStyleSheet
     from reportlab.platypus import Paragraph, SimpleDocTemplate

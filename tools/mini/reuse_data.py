@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ragcache.evaluation.registry import (
-    Document,
+    Article,
+    DataSplit,
     Question,
-    Split,
     answerable_questions,
     draw_leaning,
     draw_world,
@@ -68,20 +68,20 @@ def draw_row(rng: random.Random, passages: int, kind: str | None = None) -> Row:
     return Row(texts, subjects, questions, kind == "leaning")
 
 
-def _leaning_row(rng: random.Random, passages: int) -> tuple[list[Document], list[Question]]:
+def _leaning_row(rng: random.Random, passages: int) -> tuple[list[Article], list[Question]]:
     context = draw_leaning(rng, passages)
     pools = [context.plain if rng.random() < PLAIN_SHARE else context.questions for _ in range(NUM_QUESTIONS)]
     return context.passages, _distinct([rng.choice(pool) for pool in pools])
 
 
-def _plain_row(rng: random.Random, hops: int, passages: int) -> tuple[list[Document], list[Question]]:
+def _plain_row(rng: random.Random, hops: int, passages: int) -> tuple[list[Article], list[Question]]:
     questions: list[Question] = []
     while not questions:
         if rng.random() < ALIKE_SHARE:
-            world = draw_world(rng, Split.TRAIN, passages * WORLD_A_PASSAGE)
+            world = draw_world(rng, DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
             chosen = alike(rng, world, hops, passages)
         else:
-            world = draw_world(rng, Split.TRAIN, passages)
+            world = draw_world(rng, DataSplit.TRAIN, passages)
             chosen = rng.sample(sorted(world.entities), passages)
         documents = [write_document(rng, world.entities[name]) for name in chosen]
         questions = [question for question in answerable_questions(rng, world, documents) if question.hops == hops]

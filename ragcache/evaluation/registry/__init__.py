@@ -8,19 +8,19 @@ question set of that name, over entities and wordings that the model has not see
 
 from ragcache.evaluation.registry.cases import RegistrySettings, registry_cases
 from ragcache.evaluation.registry.contexts import KINDS, TextCase, draw_leaning, draw_texts, passage_text
-from ragcache.evaluation.registry.documents import Document, write_document, write_in_two
-from ragcache.evaluation.registry.names import Split, is_held_out
+from ragcache.evaluation.registry.documents import Article, write_document, write_in_two
+from ragcache.evaluation.registry.names import DataSplit, is_held_out
 from ragcache.evaluation.registry.questions import MAX_ANSWER_TOKENS, Question, answerable_questions, leaning_questions
 from ragcache.evaluation.registry.world import Entity, World, draw_world
 
 __all__ = [
     "KINDS",
     "MAX_ANSWER_TOKENS",
-    "Document",
+    "Article",
+    "DataSplit",
     "Entity",
     "Question",
     "RegistrySettings",
-    "Split",
     "TextCase",
     "World",
     "answerable_questions",

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.registry.documents import Document, write_document, write_in_two
-from ragcache.evaluation.registry.names import Split
+from ragcache.evaluation.registry.documents import Article, write_document, write_in_two
+from ragcache.evaluation.registry.names import DataSplit
 from ragcache.evaluation.registry.questions import Question, answerable_questions, leaning_questions
 from ragcache.evaluation.registry.world import RELATIONS, Entity, World, draw_world
 
@@ -36,8 +36,8 @@ def draw_texts(
     num_passages: int = 8,
     seed: int = 0,
     rare_share: float = 0.0,
-    entities: Split = Split.HELD_OUT,
-    wordings: Split = Split.HELD_OUT,
+    entities: DataSplit = DataSplit.HELD_OUT,
+    wordings: DataSplit = DataSplit.HELD_OUT,
 ) -> list[TextCase]:
     """Draw questions over `num_passages` passages each.
 
@@ -64,13 +64,13 @@ def draw_texts(
 class Leaning(NamedTuple):
     """A context of documents cut in two: passages in order, questions about second parts, and about the others."""
 
-    passages: list[Document]
+    passages: list[Article]
     questions: list[Question]
     plain: list[Question]
 
 
 def draw_leaning(
-    rng: random.Random, passages: int, entities: Split = Split.TRAIN, wordings: Split = Split.TRAIN
+    rng: random.Random, passages: int, entities: DataSplit = DataSplit.TRAIN, wordings: DataSplit = DataSplit.TRAIN
 ) -> Leaning:
     """Cut documents of like entities in two; parts stay adjacent, and an odd number of passages has one whole document.
 
@@ -81,7 +81,7 @@ def draw_leaning(
     chosen = rng.sample(_of_kind(world, rng.choice(kinds)), (passages + 1) // 2)
     pairs = [write_in_two(rng, entity) for entity in chosen[: passages // 2]]
     whole = [write_document(rng, entity) for entity in chosen[passages // 2 :]]
-    groups: list[tuple[Document, ...]] = [*pairs, *((document,) for document in whole)]
+    groups: list[tuple[Article, ...]] = [*pairs, *((document,) for document in whole)]
     rng.shuffle(groups)
     plain = answerable_questions(rng, world, [*(first for first, _ in pairs), *whole], wordings)
     asked = leaning_questions(rng, world, pairs, wordings)
@@ -92,7 +92,7 @@ def _of_kind(world: World, kind: str) -> list[Entity]:
     return [entity for entity in world.entities.values() if entity.kind == kind]
 
 
-def _leaning_text(rng: random.Random, num_passages: int, entities: Split, wordings: Split) -> TextCase:
+def _leaning_text(rng: random.Random, num_passages: int, entities: DataSplit, wordings: DataSplit) -> TextCase:
     context = draw_leaning(rng, num_passages, entities, wordings)
     return _text(rng, context.passages, rng.choice(context.questions))
 
@@ -104,12 +104,12 @@ def _passages(rng: random.Random, world: World, question: Question, num_passages
     return chosen
 
 
-def _text(rng: random.Random, passages: Sequence[Document], question: Question) -> TextCase:
+def _text(rng: random.Random, passages: Sequence[Article], question: Question) -> TextCase:
     gold = tuple(rank for rank, passage in enumerate(passages) if passage.id in question.gold)
     return TextCase([passage_text(rng, passage) for passage in passages], gold, question)
 
 
-def passage_text(rng: random.Random, document: Document) -> str:
+def passage_text(rng: random.Random, document: Article) -> str:
     """The forms in which a passage may come out of a file: with or without its heading, its lines broken or not."""
     text = document.text
     if rng.random() < 0.1:

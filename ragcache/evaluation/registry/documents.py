@@ -13,7 +13,7 @@ MAX_MENTIONS = 4
 CONTINUED = "{n}, continued"
 
 
-class Document(NamedTuple):
+class Article(NamedTuple):
     """A passage about one entity. `relations` are the facts that the text states."""
 
     id: str
@@ -23,7 +23,7 @@ class Document(NamedTuple):
     mentions: tuple[str, ...]
 
 
-def write_document(rng: random.Random, entity: Entity, *, complete: bool = False) -> Document:
+def write_document(rng: random.Random, entity: Entity, *, complete: bool = False) -> Article:
     """Write `entity` down in words that `rng` chooses; `complete` states every fact and mention."""
     relations = list(RELATIONS[entity.kind])
     rng.shuffle(relations)
@@ -38,10 +38,10 @@ def write_document(rng: random.Random, entity: Entity, *, complete: bool = False
     if rng.random() < 0.15:
         sentences.insert(rng.randint(1, len(sentences)), rng.choice(wording.FILLERS))
     title = _title(entity, mentions if complete or rng.random() < 0.5 else [])
-    return Document(entity.name, title, " ".join(sentences), tuple(relations), tuple(mentions))
+    return Article(entity.name, title, " ".join(sentences), tuple(relations), tuple(mentions))
 
 
-def write_in_two(rng: random.Random, entity: Entity) -> tuple[Document, Document]:
+def write_in_two(rng: random.Random, entity: Entity) -> tuple[Article, Article]:
     """Write `entity` down and cut the text in mid-sentence, as chunks of a fixed length are cut.
 
     The first passage ends in the name, the second begins with what is said of it: only together do they state it.
@@ -53,8 +53,8 @@ def write_in_two(rng: random.Random, entity: Entity) -> tuple[Document, Document
     subject, predicate = _subject_and_predicate(rng, entity, left, is_first=False)
     first = " ".join([*_fact_sentences(rng, entity, stated), capitalised(subject)])
     return (
-        Document(entity.name, _title(entity, []), first, tuple(stated), ()),
-        Document(CONTINUED.format(n=entity.name), "", f"{predicate}.", (left,), ()),
+        Article(entity.name, _title(entity, []), first, tuple(stated), ()),
+        Article(CONTINUED.format(n=entity.name), "", f"{predicate}.", (left,), ()),
     )
 
 

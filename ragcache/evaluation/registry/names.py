@@ -77,7 +77,7 @@ HELD_OUT_ONE_IN = 5
 RARE_NAME_SHARE = 0.03
 
 
-class Split(Enum):
+class DataSplit(Enum):
     """Whether an entity may be seen in training."""
 
     TRAIN = "train"

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ragcache.evaluation.registry import wording
-from ragcache.evaluation.registry.documents import Document, capitalised, with_article
-from ragcache.evaluation.registry.names import Split
+from ragcache.evaluation.registry.documents import Article, capitalised, with_article
+from ragcache.evaluation.registry.names import DataSplit
 from ragcache.evaluation.registry.world import World
 
 MAX_ANSWER_TOKENS = 40
@@ -27,7 +27,7 @@ class Question(NamedTuple):
 
 
 def answerable_questions(
-    rng: random.Random, world: World, documents: Iterable[Document], wordings: Split = Split.TRAIN
+    rng: random.Random, world: World, documents: Iterable[Article], wordings: DataSplit = DataSplit.TRAIN
 ) -> list[Question]:
     """Ask each thing that the given documents of `world` answer once, in wordings of one split."""
     by_id = {document.id: document for document in documents}
@@ -44,7 +44,7 @@ def answerable_questions(
 
 
 def leaning_questions(
-    rng: random.Random, world: World, parts: Iterable[tuple[Document, Document]], wordings: Split = Split.TRAIN
+    rng: random.Random, world: World, parts: Iterable[tuple[Article, Article]], wordings: DataSplit = DataSplit.TRAIN
 ) -> list[Question]:
     """Ask each thing that a second part states; only together with the part before it does it tell of whom."""
     questions = []
@@ -56,8 +56,8 @@ def leaning_questions(
     return questions
 
 
-def _single_hop(rng: random.Random, name: str, relation: str, value: str, wordings: Split) -> Question:
-    templates = wording.QUESTIONS if wordings is Split.TRAIN else wording.HELD_OUT_QUESTIONS
+def _single_hop(rng: random.Random, name: str, relation: str, value: str, wordings: DataSplit) -> Question:
+    templates = wording.QUESTIONS if wordings is DataSplit.TRAIN else wording.HELD_OUT_QUESTIONS
     answer = capitalised(f"{name} {_stated(relation, value)}.")
     return Question(rng.choice(templates[relation]).format(n=name), answer, 1, (name,), relation, value)
 
@@ -67,15 +67,15 @@ def _stated(relation: str, value: str) -> str:
 
 
 def _two_hops(
-    rng: random.Random, name: str, first: str, bridge: str, facts: dict[str, str], wordings: Split
+    rng: random.Random, name: str, first: str, bridge: str, facts: dict[str, str], wordings: DataSplit
 ) -> list[Question]:
     """Follow every path `first` -> relation of the bridge. Held-out: the phrase, the question around it, or both."""
     questions = []
     for hop in wording.TWO_HOPS:
         if hop.bridge != first or hop.relation not in facts:
             continue
-        new_phrase = wordings is Split.HELD_OUT and rng.random() < 0.67
-        new_question = wordings is Split.HELD_OUT and (not new_phrase or rng.random() < 0.5)
+        new_phrase = wordings is DataSplit.HELD_OUT and rng.random() < 0.67
+        new_question = wordings is DataSplit.HELD_OUT and (not new_phrase or rng.random() < 0.5)
         phrases = wording.HELD_OUT_BRIDGES if new_phrase else wording.BRIDGES
         templates = wording.HELD_OUT_QUESTIONS if new_question else wording.QUESTIONS
         phrase = rng.choice(phrases[first]).format(n=name)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ragcache.evaluation.registry import names
-from ragcache.evaluation.registry.names import Split, is_held_out
+from ragcache.evaluation.registry.names import DataSplit, is_held_out
 
 RELATIONS: dict[str, tuple[str, ...]] = {
     "person": ("town", "profession", "born", "club"),
@@ -40,7 +40,7 @@ class World:
     def __init__(
         self,
         rng: random.Random,
-        split: Split,
+        split: DataSplit,
         *,
         namesakes: bool = True,
         rare_share: float = names.RARE_NAME_SHARE,
@@ -109,7 +109,7 @@ class World:
             parts = {name.split(" ")[-1]} if name.split(" ")[0] in NOT_PEOPLE else set(name.split(" "))
             if not self.namesakes and parts & self._parts:
                 continue
-            if name not in self._taken and is_held_out(name) == (self.split is Split.HELD_OUT):
+            if name not in self._taken and is_held_out(name) == (self.split is DataSplit.HELD_OUT):
                 self._taken.add(name)
                 self._parts |= parts
                 return name
@@ -123,7 +123,9 @@ class World:
         return f"{first} {name.split(' ')[1]}" if self.rng.random() < 0.5 else f"{name.split(' ')[0]} {surname}"
 
 
-def draw_world(rng: random.Random, split: Split, num_entities: int, rare_share: float = names.RARE_NAME_SHARE) -> World:
+def draw_world(
+    rng: random.Random, split: DataSplit, num_entities: int, rare_share: float = names.RARE_NAME_SHARE
+) -> World:
     """Draw about `num_entities` entities in neighbourhoods: a river, one or two towns, their people and clubs."""
     world = World(rng, split, rare_share=rare_share)
     while len(world.entities) < num_entities:

@@ -9,7 +9,7 @@ from pydantic import Field
 from ragcache.server.schemas.base import AnswerModel, JsonObject, Name, RequestModel, Text
 
 
-class NewDocument(RequestModel):
+class AddedDocument(RequestModel):
     id: Name = Field(description="Adding the same id again replaces the document")
     text: Text
     metadata: JsonObject = Field(default_factory=dict)
@@ -18,7 +18,7 @@ class NewDocument(RequestModel):
 
 
 class AddDocuments(RequestModel):
-    documents: Annotated[list[NewDocument], Field(min_length=1, max_length=10_000)]
+    documents: Annotated[list[AddedDocument], Field(min_length=1, max_length=10_000)]
     split: bool = Field(True, description="false: each document is one passage, exactly as it is")
 
 

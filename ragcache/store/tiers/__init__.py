@@ -8,7 +8,7 @@ from pathlib import Path
 from ragcache.codecs import Codec
 from ragcache.errors import ConfigError
 from ragcache.store.eviction import EvictionPolicy
-from ragcache.store.tiers.base import DurableTier, Tier, Usage
+from ragcache.store.tiers.base import DurableTier, Tier, TierUsage
 from ragcache.store.tiers.budgeted import BudgetedTier
 from ragcache.store.tiers.device import DeviceTier
 from ragcache.store.tiers.disk import DiskTier
@@ -37,6 +37,6 @@ __all__ = [
     "MemoryTier",
     "OpenDurable",
     "Tier",
-    "Usage",
+    "TierUsage",
     "get_durable",
 ]

@@ -11,7 +11,7 @@ import torch
 from ragcache.kv.block import KVBlock
 
 
-class Usage(NamedTuple):
+class TierUsage(NamedTuple):
     blocks: int
     num_bytes: int
 
@@ -65,7 +65,7 @@ class Tier(ABC):
         """The keys held when asked; deletions during the iteration are fine."""
 
     @abstractmethod
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """Blocks and bytes held now."""
 
     def prefetch(self, keys: Sequence[str]) -> None:

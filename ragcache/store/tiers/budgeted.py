@@ -13,7 +13,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.store.accounting import Claim, Ledger, never
 from ragcache.store.eviction import Entry, EvictionPolicy
 from ragcache.store.leases import leased
-from ragcache.store.tiers.base import Tier, Usage
+from ragcache.store.tiers.base import Tier, TierUsage
 
 # Called with a victim's key and block while its bytes are counted still.
 Demote = Callable[[str, KVBlock], None]
@@ -112,10 +112,10 @@ class BudgetedTier(Tier):
         with self._lock:
             return iter(list(self._blocks))
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         with self._lock:
             self._ledger.collect()
-            return Usage(len(self._blocks), self._ledger.used_bytes)
+            return TierUsage(len(self._blocks), self._ledger.used_bytes)
 
     def close(self) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ from ragcache.store.block_files import BlockFiles
 from ragcache.store.disk_budget import BOOKS, Claimed, DiskBudget, NoRoomError
 from ragcache.store.eviction import LRU, Entry, EvictionPolicy
 from ragcache.store.leases import leased
-from ragcache.store.tiers.base import DurableTier, Usage
+from ragcache.store.tiers.base import DurableTier, TierUsage
 
 
 class DiskTier(DurableTier):
@@ -116,9 +116,9 @@ class DiskTier(DurableTier):
     def keys(self) -> Iterator[str]:
         return self.files.keys()
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         sizes = [file.num_bytes for file in self.files.walk() if file.key is not None]
-        return Usage(len(sizes), sum(sizes))
+        return TierUsage(len(sizes), sum(sizes))
 
     def prefetch(self, keys: Sequence[str]) -> None:
         """Have the kernel read all the files at once: the device then sees a deep queue instead of one page fault at a
