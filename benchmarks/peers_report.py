@@ -162,7 +162,7 @@ def _shares(shares: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _agreement(dtypes: Mapping[str, Any]) -> Iterator[str]:
-    """Of rows that should compute what transformers computes."""
+    """Agreement of the rows that should compute what transformers computes."""
     found = [(dtype, row, same) for dtype, figures in dtypes.items() for row, same in figures["agreement"].items()]
     if not found:
         yield "Answers were not compared with transformers', which was not run."

@@ -51,7 +51,7 @@ class Streams:
         return self._ids("passage", number, self._sizes.tokens)
 
     def prompt(self, question: Question) -> dict[str, list[int] | list[list[int]]]:
-        """As a worker takes it."""
+        """The prompt in a worker's form."""
         return {"passages": [self.passage(number) for number in question.passages], "suffix": list(question.suffix)}
 
     def new(self, number: int) -> Question:

@@ -69,7 +69,7 @@ def _table(
 
 
 def _computed(rows: Rows) -> Iterator[str]:
-    """Of the streams whose disk does not hold everything."""
+    """Computed shares of the streams whose disk does not hold everything."""
     some = [row for row in rows if row["computed"] > 0]
     if some:
         yield from _table("Computed again, % of reads", some, lambda row: 100 * row["computed"], min, ".1f")

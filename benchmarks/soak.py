@@ -160,7 +160,7 @@ class Serving:
     exit_status: int | None = None
 
     def stop(self) -> int:
-        """As an operator would. Killed, and so counted as failed, when it does not end."""
+        """Stop it as an operator would. Killed, and so counted as failed, when it does not end."""
         self.process.send_signal(signal.SIGTERM)
         try:
             self.exit_status = self.process.wait(SERVER_STOP_S)

@@ -194,7 +194,7 @@ def agrees(asked: Asked, wanted: Expected) -> bool:
 
 
 class Growth(NamedTuple):
-    """Of one figure of one process, warm-up left out.
+    """Growth of one figure of one process, warm-up left out.
 
     before, after: medians of the first and of the last quarter
     drift:         slope by least squares over the second half, times its length

@@ -1,4 +1,4 @@
-"""Who asks and who changes the documents while a soak runs: threads over one store, through the server and directly."""
+"""Askers and writers of a soak: threads over one store, through the server and directly."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Corpus(NamedTuple):
 
 
 def draw_corpus(staying: int, passing: int, questions: int, seed: int) -> Corpus:
-    """Of the bundled model's registry, in words and names that it has not seen. Every fourth passing document repeats
-    one that stays, so that their blocks are the same one; every fifth is long enough to be cut."""
+    """A corpus of the bundled model's registry, in words and names that it has not seen. Every fourth passing document
+    repeats one that stays, so that their blocks are the same one; every fifth is long enough to be cut."""
     rng = random.Random(f"soak/{seed}")
     world = draw_world(rng, DataSplit.HELD_OUT, staying + passing)
     written = {name: write_document(rng, entity) for name, entity in world.entities.items()}

@@ -35,7 +35,7 @@ K = 4
 
 
 class FaissStore:
-    """As much of langchain_community's FAISS as an application like this one uses."""
+    """The part of langchain_community's FAISS that an application like this one uses."""
 
     def __init__(self, documents: list[Document], embeddings: Embeddings) -> None:
         self.embeddings = embeddings

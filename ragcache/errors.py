@@ -114,7 +114,7 @@ class StoreError(RagCacheError):
 
 
 class StoreNotFoundError(StoreError):
-    """There is no store at the path."""
+    """No store is at the path."""
 
 
 class StoreMismatchError(StoreError):

@@ -53,7 +53,7 @@ class RagCacheWorker:
         }
 
     def read(self, passages: Sequence[Sequence[int]]) -> None:
-        """As ingestion does, in batches that suit the device; held in memory alone, since no disk is compared here."""
+        """Encode like ingestion, in batches that suit the device; held in memory alone: no disk is compared here."""
         size = max(1, self._encoder.batch_tokens // max(len(passage) for passage in passages))
         for start in range(0, len(passages), size):
             self._keep(passages[start : start + size])

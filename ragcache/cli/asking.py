@@ -119,7 +119,7 @@ def stream_text(events: Iterator[Event]) -> Answer:
 
 
 def print_answer(answer: Answer) -> None:
-    """What the answer rests on and what it cost; its text is on the screen already."""
+    """Print the answer's sources and costs; its text is on the screen already."""
     say()
     if not answer.hits:
         say("No passages were found: the answer rests on nothing.")

@@ -49,7 +49,7 @@ def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
 
 
 def _rate_rows(rates: RateFigures) -> list[tuple[str, str]]:
-    """What was measured here by who last had the store's models open."""
+    """Rows of the rates that the last process with the store's models measured here."""
     rows = [
         (f"{name} rate", f"{bytes_text(round(tier.bytes_s))}/s, {1000 * tier.latency_s:.2f} ms a read")
         for name, tier in rates.tiers.items()

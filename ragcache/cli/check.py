@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuestionOptions:
-    """What is asked, and over which passages."""
+    """The questions, and the passages below them."""
 
     store: Annotated[
         Path | None, option("--store", "Check on this store's passages, and keep the verdict there for method auto.")
@@ -47,7 +47,7 @@ class QuestionOptions:
         return str(bound.get("model_name", "mini")), str(bound.get("model_dtype", "float32"))
 
     def cases(self, runner: Runner, device: str) -> tuple[str, list[Case]]:
-        """What the questions are, in words, and the questions."""
+        """The questions, after a description of them in words."""
         from ragcache.evaluation.sources import load_cases
         from ragcache.evaluation.store_cases import asked_of, made_from, opened
 
@@ -67,7 +67,7 @@ class QuestionOptions:
 
 @dataclass(frozen=True)
 class ThresholdOptions:
-    """What a method has to stay inside to be called safe: fields are those of Thresholds."""
+    """Limits inside which a method is safe: the fields of Thresholds."""
 
     min_agreement: Annotated[
         float, option("--min-agreement", "Least share of full prefill's answer tokens that the method chooses too.")

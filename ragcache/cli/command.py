@@ -1,4 +1,4 @@
-"""What every command has in common: option groups, and errors as one line."""
+"""Parts that all commands share: option groups, and errors as one line."""
 
 from __future__ import annotations
 

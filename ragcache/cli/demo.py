@@ -125,7 +125,7 @@ def choose(questions: Sequence[DemoQuestion], count: int) -> list[DemoQuestion]:
 
 
 def _spread(questions: Sequence[DemoQuestion], count: int) -> list[DemoQuestion]:
-    """At most `count` questions at even distances: neighbours in the list often ask about the same entity."""
+    """Take at most `count` questions at even distances: neighbours in the list often ask about the same entity."""
     step = max(1, len(questions) // count)
     return list(questions[::step][:count])
 

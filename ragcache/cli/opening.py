@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def open_for_care(store: StoreOptions, *, read_only: bool = False) -> RagCache:
-    """Without models: for listing, deleting and checking. Raises StoreNotFoundError."""
+    """Open a store without models: for listing, deleting and checking. Raises StoreNotFoundError."""
     from ragcache import RagCache
 
     report_warnings()
@@ -51,7 +51,7 @@ def open_with_models(
 
 
 def report_warnings() -> None:
-    """What the library logs (a damaged block that was dropped, say) goes to standard error as one line each."""
+    """Write what the library logs, such as a damaged block that was dropped, to standard error, one line each."""
     logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
 
 

@@ -78,7 +78,7 @@ Timeout = Annotated[float | None, option("--timeout", "Seconds for one question,
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Where the knowledge base is, and how it is opened: fields are those of StoreConfig."""
+    """Place of the knowledge base, and how it is opened: the fields of StoreConfig."""
 
     store: Annotated[Path, option("--store", "Directory of the store.")] = Path("kb")
     database: Annotated[
@@ -152,7 +152,7 @@ class StoreOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What reads and embeds."""
+    """Models that read and embed."""
 
     model: Annotated[
         str | None,
@@ -211,7 +211,7 @@ class ChunkOptions:
 
 @dataclass(frozen=True)
 class ReadLimitOptions:
-    """What reading one document may take; one that needs more fails, and the others go on."""
+    """Limits of reading one document; one that needs more fails, and the others go on."""
 
     read_time: Annotated[float, option("--read-time", "Seconds for reading one file.")] = 120.0
     read_memory: Annotated[int, size_option("--read-memory", "Memory for reading a file.", "512MiB")] = 512 << 20

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """What is stored, and what is asked of it."""
+    """The corpus, and the requests over it."""
 
     documents: Annotated[int, option("--documents", "Documents of the corpus.")]
     tokens: Annotated[int, option("--tokens", "Tokens of a document.")]
@@ -47,7 +47,7 @@ class CorpusOptions:
 
 @dataclass(frozen=True)
 class PriceOptions:
-    """What it costs, in any one currency."""
+    """Prices, in any one currency."""
 
     gpu_hour: Annotated[float, option("--gpu-hour", "Price of a GPU hour.")] = 1.79
     gb_month: Annotated[float, option("--gb-month", "Price of 10^9 bytes for a month.")] = 0.023

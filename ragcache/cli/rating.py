@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """Whose KV it is."""
+    """Model whose KV it is."""
 
     model: Annotated[
         str | None, option("--model", "Bundled name, directory with a config.json or hub id; no weights are read.")

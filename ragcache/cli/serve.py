@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Where the server listens."""
+    """Address on which the server listens."""
 
     host: Annotated[str, option("--host", "Address to listen on; others than this machine's own need API keys.")] = (
         "127.0.0.1"
@@ -47,7 +47,7 @@ class AddressOptions:
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """How much the server takes: fields are those of ServerSettings."""
+    """Limits of the server: fields of ServerSettings."""
 
     slots: Annotated[int, option("--slots", "Questions that are answered at the same time.", min=1)] = 8
     max_queue: Annotated[int, option("--queue", "Questions that may wait; more are refused with 503.", min=0)] = 512
@@ -59,7 +59,7 @@ class LimitOptions:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What the server shows."""
+    """Things that the server shows."""
 
     model_name: Annotated[
         str | None, option("--model-name", "What clients call the model; its own name if not given.")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReuseOptions:
-    """What is trained."""
+    """Model, data and way of reuse."""
 
     model: Annotated[str, option("--model", "Model to start from: bundled name, directory or hub id.")]
     data: Annotated[list[Path], option("--data", "JSON lines (docs/training.md); may be repeated.")]
@@ -79,7 +79,7 @@ class ScheduleOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where it runs, and what it writes on the way."""
+    """Device of the run, and what it writes on the way."""
 
     device: Annotated[str | None, option("--device", "cpu or cuda; cuda where there is one if not given.")] = None
     dtype: Annotated[str, option("--dtype", "Of the weights while training.")] = "float32"

@@ -40,7 +40,7 @@ def num_groups(length: int, largest: int) -> int:
 
 
 def parameter_dtype(numbers: Tensor) -> torch.dtype:
-    """What the zero points and scales of these numbers are stored in."""
+    """Dtype in which the zero points and scales of these numbers are stored."""
     largest = float(numbers.abs().max()) if numbers.numel() else 0.0
     return torch.float16 if largest <= _HALF_LIMIT else torch.float32
 

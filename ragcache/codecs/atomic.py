@@ -72,7 +72,7 @@ def flush_directory(path: Path) -> None:
 
 
 def final_path(path: Path) -> Path | None:
-    """What a temporary file of `atomic_write` is going to be called; None when `path` is none."""
+    """Final name of a temporary file of `atomic_write`; None when `path` is none."""
     match = _TEMPORARY.fullmatch(path.name)
     return None if match is None else path.with_name(match["name"])
 

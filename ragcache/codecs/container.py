@@ -98,7 +98,7 @@ def read_container(path: Path) -> Container:
 
 
 def peek_metadata(path: Path) -> dict[str, str]:
-    """What a file says of itself, unverified; {} where it says nothing. For estimates alone: `read_container` verifies.
+    """Metadata of a file, unverified; {} where there is none. For estimates alone: `read_container` verifies.
 
     Raises OSError.
     """

@@ -64,7 +64,7 @@ class MikvCodec(LayerCodec):
         return {part: _encode(part, numbers[part], mask) for part in PARTS}
 
     def encode_part(self, part: Part, numbers: Tensor) -> dict[str, Tensor]:
-        """By the importance of these numbers alone."""
+        """Encode by the importance of these numbers alone."""
         return _encode(part, numbers, important(numbers))
 
     def check_part(self, part: Part, tensors: Mapping[str, Tensor], spec: BlockSpec) -> None:

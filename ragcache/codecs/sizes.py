@@ -1,4 +1,4 @@
-"""What a codec makes of a model's KV, found by encoding an example."""
+"""Encoded size of a model's KV, found by encoding an example."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MEASURED = ("top1_answer", "top1_first", "kl_answer", "kl_first", "same_answer",
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a method has to stay inside to be called safe; all are means over the questions.
+    """Limits inside which a method is safe; all are means over the questions.
 
     min_agreement: share of the tokens of full prefill's answer that the method would choose as well
     max_kl:   KL(full prefill || method) along that answer, nats a token

@@ -95,7 +95,7 @@ class Journal(ScoreTable):
                 self._write({"settings": self._settings})
 
     def add(self, score: Score) -> None:
-        """On disk when this returns. Raises StoreFullError, StoreReadOnlyError."""
+        """Write the score to disk before returning. Raises StoreFullError, StoreReadOnlyError."""
         with translate_os_errors(self.path):
             self._write(asdict(score))
         super().add(score)

@@ -36,7 +36,7 @@ class MethodSpec:
 
     @classmethod
     def parse(cls, text: str) -> MethodSpec:
-        """From "[LABEL=]NAME[:option=value...]"; `recipe` and `evict` go with every method.
+        """Read "[LABEL=]NAME[:option=value...]"; `recipe` and `evict` go with every method.
 
         Raises ConfigError as `get_method` does.
         """
@@ -79,7 +79,7 @@ class MethodSpec:
 
 
 def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:
-    """From texts of specs separated by commas; `full` always stands first.
+    """Specs from texts, separated by commas; `full` always stands first.
 
     Raises ConfigError for two specs of one label.
     """

@@ -1,4 +1,4 @@
-"""From scores to tables: means with 95 % intervals for each method, over everything and over each cell."""
+"""Tables from scores: means with 95 % intervals for each method, over everything and over each cell."""
 
 from __future__ import annotations
 

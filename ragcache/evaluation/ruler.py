@@ -51,7 +51,7 @@ class Draft(NamedTuple):
 
 
 class Maker(NamedTuple):
-    """What a task is made from."""
+    """Ingredients of a task."""
 
     rng: random.Random
     hay: Haystack

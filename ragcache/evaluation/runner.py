@@ -52,7 +52,7 @@ class RunSettings:
 
 
 class Reference(NamedTuple):
-    """What full prefill says: its answer, and its logits along `ids`, float32 [len(ids), vocab_size]."""
+    """Full prefill's answer, and its logits along `ids`, float32 [len(ids), vocab_size]."""
 
     written: Written
     ids: list[int]
@@ -76,7 +76,7 @@ class Runner:
         return prompt.num_tokens + self.settings.max_tokens <= self.lm.max_positions
 
     def describe(self) -> dict[str, Any]:
-        """What results depend on besides cases and methods: the journal's settings."""
+        """Everything that results depend on besides cases and methods: the journal's settings."""
         return {
             "fingerprint": self.lm.fingerprint,
             "prefix": digest(list(self.form.prefix_ids)),
@@ -203,7 +203,7 @@ def answer_scores(prediction: str, case: Case) -> dict[str, Any]:
 
 
 def distance(reference: Tensor, other: Tensor) -> dict[str, Any]:
-    """From logits [answer_tokens, vocab_size] of full prefill and of the method."""
+    """Divergence and agreement of logits [answer_tokens, vocab_size] of full prefill and of the method."""
     kl = kl_divergence(reference, other)
     agrees = top1_agrees(reference, other)
     return {

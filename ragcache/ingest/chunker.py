@@ -62,7 +62,7 @@ class TextChunk(NamedTuple):
     headings: tuple[str, ...]
 
     def embedded_text(self, title: str) -> str:
-        """What the embedder reads: the chunk below its document's title and its headings, where it does not begin with
+        """Text for the embedder: the chunk below its document's title and its headings, where it does not begin with
         them; of each at most MAX_TITLE characters."""
         above = dict.fromkeys(name[:MAX_TITLE] for name in (title, *self.headings) if name)
         first_line = self.text.partition("\n")[0].strip("# ")
@@ -93,7 +93,7 @@ class Chunker:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the chunks depend on besides text and tokenizer; part of a document's content hash."""
+        """Everything that chunks depend on besides text and tokenizer; part of a document's content hash."""
         return {"chunker": 1, **asdict(self.config)}
 
     def chunk_id(self, document_id: str, ordinal: int) -> str:

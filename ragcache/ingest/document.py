@@ -1,4 +1,4 @@
-"""What is ingested: one document."""
+"""A document to ingest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reading one document may take."""
+"""Limits of reading one document."""
 
 from __future__ import annotations
 

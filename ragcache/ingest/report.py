@@ -1,4 +1,4 @@
-"""What an ingestion says while it runs and when it is done."""
+"""Progress and report of an ingestion."""
 
 from __future__ import annotations
 

@@ -387,7 +387,7 @@ class IngestRun:
 
 
 def _result(embedding: Future[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """What comes of the embedding. Raises CancelledError and TimedOutError while it goes on."""
+    """Wait for the embedding's vectors. Raises CancelledError and TimedOutError while it goes on."""
     while not wait([embedding], POLL_S).done:
         LIMIT.get().check()
     return embedding.result()

@@ -1,4 +1,4 @@
-"""Where sentences end: a small set of rules, no model.
+"""Ends of sentences: a small set of rules, no model.
 
 A sentence ends behind . ! ? … (and closing quotes or brackets) when white space follows and what comes next can start
 one: not a lower-case letter. A full stop behind an abbreviation, a single initial ("J. K. Rowling") or a numbered

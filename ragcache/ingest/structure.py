@@ -61,7 +61,7 @@ def split_blocks(text: str) -> Iterator[Block]:
 
 
 def _parse(parser: MarkdownIt, text: str, begin: int, end: int) -> list[Block]:
-    """What begins in text[begin:end]; where blocks end is left open."""
+    """Blocks that begin in text[begin:end]; their ends are left open."""
     part = text[begin:end]
     offsets = [begin, *(begin + match.end() for match in re.finditer("\n", part))]
     found: list[Block] = []
@@ -76,7 +76,7 @@ def _parse(parser: MarkdownIt, text: str, begin: int, end: int) -> list[Block]:
 
 
 def _tile(found: list[Block], begin: int, end: int) -> Iterator[Block]:
-    """What no token covers belongs to the block before it, or to the first one."""
+    """Close the gaps: text that no token covers belongs to the block before it, or to the first one."""
     found = found or [Block(begin, end, 0, "", True)]
     starts = [begin, *(block.start for block in found[1:]), end]
     for block, (start, stop) in zip(found, pairwise(starts), strict=True):

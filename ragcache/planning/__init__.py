@@ -1,1 +1,1 @@
-"""What a deployment needs before it is built: sizes and money by arithmetic, tiers and policies by simulation."""
+"""Needs of a deployment before it is built: sizes and money by arithmetic, tiers and policies by simulation."""

@@ -124,7 +124,7 @@ DRAWS = 3  # a block drawn twice in a request is left out; so many draws for eac
 
 
 def generated(workload: Workload) -> Accesses:
-    """Where popularity is so steep that k different blocks do not turn up, a request has fewer."""
+    """Draw the workload's accesses. A request has fewer than k blocks where popularity is too steep for k."""
     random = np.random.default_rng(workload.seed)
     num_tokens = random.integers(workload.tokens[0], workload.tokens[1] + 1, workload.blocks)
     weights = np.arange(1, workload.blocks + 1, dtype=np.float64) ** -workload.zipf

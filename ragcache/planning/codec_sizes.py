@@ -1,4 +1,4 @@
-"""What each codec makes of a model's KV, found by encoding a block."""
+"""Size of a model's KV under each codec, found by encoding a block."""
 
 from __future__ import annotations
 

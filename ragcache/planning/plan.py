@@ -1,4 +1,4 @@
-"""What precomputed KV costs, what it saves, and where it breaks even."""
+"""Costs and savings of precomputed KV, and where it breaks even."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ragcache.store.eviction.admission import CountMinSketch
 
 
 class SimulatedTier:
-    """What a tier would hold, by the ledger of a tier in memory. budget_bytes: None keeps everything."""
+    """Blocks that a tier would hold, by the ledger of a tier in memory. budget_bytes: None keeps everything."""
 
     def __init__(self, name: str, budget_bytes: int | None, policy: EvictionPolicy) -> None:
         self.name = name

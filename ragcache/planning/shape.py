@@ -1,4 +1,4 @@
-"""What of a model decides how large its KV is, without its weights."""
+"""The shape of a model's KV, without its weights."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ NO_LIMIT_TOKENS = CPU_BATCH_TOKENS
 
 
 class Embedder(Protocol):
-    """What retrieval and ingestion need of an embedding model. Methods may be called from several threads."""
+    """An embedding model as retrieval and ingestion use it. Methods may be called from several threads."""
 
     @property
     def name(self) -> str:

@@ -77,7 +77,7 @@ def _passages(asked: Extension, defaults: AnswerDefaults) -> dict[str, Any]:
 
 
 def _given(options: Iterable[str], asked: Extension, defaults: AnswerDefaults) -> dict[str, Any]:
-    """Those of the options that the request or the server's defaults state; the engine has its own for the rest."""
+    """Options that the request or the server's defaults state; the engine has its own for the rest."""
     found = {name: _first(getattr(asked, name), getattr(defaults, name, None)) for name in options}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -170,7 +170,7 @@ def param_of(place: Sequence[str | int]) -> str:
 
 
 def printable(text: str) -> str:
-    """What can be sent: no halves of surrogate pairs, and not without end."""
+    """Make a text fit to send: no halves of surrogate pairs, at most MAX_MESSAGE characters."""
     clean = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return clean if len(clean) <= MAX_MESSAGE else clean[:MAX_MESSAGE] + " ..."
 
@@ -196,7 +196,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def _methods_at(request: Request) -> list[str]:
-    """What the path takes, over all of its routes: the framework names those of the first one."""
+    """Methods that the path takes, over all of its routes: the framework names those of the first one."""
     path = request.scope["path"]
     routes = [route for route in request.app.state.routes if isinstance(route, Route)]
     return sorted({method for route in routes if route.path_regex.match(path) for method in route.methods or ()})

@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics."""
+"""Figures for Prometheus at /metrics."""
 
 from __future__ import annotations
 

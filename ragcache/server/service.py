@@ -1,4 +1,4 @@
-"""What all routes share: the knowledge base, its limits, its figures."""
+"""State that all routes share: the knowledge base, its limits, its figures."""
 
 from __future__ import annotations
 

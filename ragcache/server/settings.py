@@ -17,7 +17,7 @@ MAX_SLOTS = THREADS - 1
 
 @dataclass(frozen=True)
 class AnswerDefaults:
-    """What a chat request gets that does not name it.
+    """Options of a chat request that does not name them.
 
     k:           passages to retrieve
     max_tokens:  longest answer

@@ -26,7 +26,7 @@ class Upload(NamedTuple):
 
 
 class UploadFolder:
-    """Where uploads lie while they are read: a folder of this server's own, beside those of other servers on the store.
+    """A folder for uploads while they are read: this server's own, beside those of other servers on the store.
 
     It is gone when the server stops, and when another one starts after this one was killed: a server holds a lock for
     as long as it lives. Made at the first upload, so that a store that cannot be written can be served.

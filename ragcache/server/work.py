@@ -71,7 +71,7 @@ class Work(Generic[T]):
 
 
 async def unless_gone(request: Request, wanted: Awaitable[T]) -> T:
-    """What is waited for; ClientGoneError as soon as the client hangs up. The request's body has been read before."""
+    """Wait for a result. Raises ClientGoneError as soon as the client hangs up. The request's body was read before."""
     work = asyncio.ensure_future(wanted)
     watch = asyncio.ensure_future(_hung_up(request))
     try:

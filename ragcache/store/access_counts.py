@@ -1,4 +1,4 @@
-"""What a KV store counts: which blocks were asked for, and which tier served them."""
+"""Counts of a KV store: which blocks were asked for, and which tier served them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Claim(NamedTuple):
 
     @property
     def surplus_bytes(self) -> int:
-        """What the victims take beyond the newcomer."""
+        """Bytes of the victims beyond the newcomer's."""
         return max(0, sum(victim.num_bytes for victim in self.victims) - self.entry.num_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Where the files of blocks are."""
+"""Names of the files of blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BlockFiles:
         self.root = root
 
     def path(self, key: str) -> Path:
-        """Where the block's file is, or would be. Raises ConfigError when the key is no block key, so that no name
+        """The block's file, whether it exists or not. Raises ConfigError when the key is no block key, so that no name
         from outside ever becomes a path."""
         if not _KEY.fullmatch(key):
             raise ConfigError(f"{key!r} is no block key: 64 hex digits are")
@@ -74,7 +74,7 @@ class BlockFiles:
         return None if status is None else status.st_size
 
     def used_at(self, key: str) -> float | None:
-        """When the block was last marked as used, in Unix seconds."""
+        """Unix seconds at which the block was last marked as used."""
         status = _status(self.path(key))
         return None if status is None else status.st_mtime
 
@@ -92,7 +92,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _sorted_entries(directory: Path) -> list[Path]:
-    """What is in a directory, by name; nothing when it is none (it may vanish while others write)."""
+    """Entries of a directory, by name; none when there is no directory (it may vanish while others write)."""
     try:
         return sorted(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):

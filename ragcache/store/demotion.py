@@ -1,4 +1,4 @@
-"""What becomes of blocks that a tier gives up."""
+"""Demotion of blocks that a tier gives up."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Demotion:
         self._lock = threading.Lock()
 
     def demote(self, above: BudgetedTier, below: Tier, key: str, block: KVBlock) -> None:
-        """Unless the slower tier has it, or somebody works on the key: it is being read or made again, or deleted."""
+        """Hand a block down, unless the slower tier has it or somebody works on the key: reads, makes or deletes it."""
         if key in below or (below is self._durable and not self._is_to_be_written(key)):
             return
         with self._key_locks.try_hold(key) as free:
@@ -68,7 +68,7 @@ class Demotion:
                 self._late.add(key)
 
     def wanted(self, keys: Iterable[str]) -> set[str]:
-        """Those of some blocks in memory that may stay there although the durable tier has them no more."""
+        """Blocks in memory that may stay there although the durable tier has them no more."""
         with self._lock:
             known = set(keys) - self._passing
         return self._referenced(known) if self._referenced is not None and known else set()

@@ -38,7 +38,7 @@ class Claimed(NamedTuple):
 
 @dataclass
 class _Books:
-    """What the counter file says. epoch: how often the directory was counted anew."""
+    """Contents of the counter file. epoch: how often the directory was counted anew."""
 
     epoch: int
     total_bytes: int
@@ -156,7 +156,7 @@ class DiskBudget:
                 self._leaving.difference_update(victim.key for victim in victims)
 
     def _taken(self, books: _Books) -> int:
-        """What the directory holds, and what was deleted while this process uses it: the device has both."""
+        """Bytes in the directory, and bytes deleted while this process uses them: the device has both."""
         with self._lock:
             self._ledger.collect()
             return books.total_bytes + self._ledger.ghost_bytes

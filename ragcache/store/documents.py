@@ -179,7 +179,7 @@ class DocumentStore:
             return int(connection.scalar(query) or 0)
 
     def versions(self) -> dict[str, StoredVersion]:
-        """What tells unchanged input from changed, for every document by id."""
+        """Versions by document id: they tell unchanged input from changed."""
         columns = (documents.c[name] for name in ("id", *StoredVersion._fields))
         with self._db.read() as connection:
             return {row.id: StoredVersion(*row[1:]) for row in connection.execute(select(*columns))}
@@ -274,7 +274,7 @@ class DocumentStore:
             return set(connection.scalars(select(chunks.c.handle).where(chunks.c.handle.is_not(None)).distinct()))
 
     def referenced(self, handles: Iterable[str]) -> set[str]:
-        """Those of the handles that a chunk refers to."""
+        """The handles among these that a chunk refers to."""
         with self._db.read() as connection:
             return {
                 handle

@@ -15,7 +15,7 @@ _MOST_KNOWN = 1 << 17
 
 
 class Expiry:
-    """When each block was used last: here by a clock that never jumps, by others as the durable tier says.
+    """Last uses of blocks: here by a clock that never jumps, by others as the durable tier says.
 
     The wall clock is read once. What it does while the process runs shows nowhere; a mark from the future counts as
     used now, and is set right. A wall clock that was wrong when the process began can make a block look too

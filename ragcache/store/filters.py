@@ -76,7 +76,7 @@ class _Terms(ABC):
 
 
 class _SQLiteTerms(_Terms):
-    """By json_each, whose keys need no quoting: a JSON path cannot name a key with a quote in it."""
+    """SQLite's terms, over json_each, whose keys need no quoting: a JSON path cannot name a key with a quote in it."""
 
     def present(self, field: str) -> Condition:
         return self._entry(field, lambda entry: true())
@@ -100,7 +100,7 @@ class _SQLiteTerms(_Terms):
         return self._entry(field, lambda entry: and_(entry.c.type == "text", self.matches(entry.c.atom, pattern)))
 
     def matches(self, text: ColumnElement[Any], pattern: str) -> Condition:
-        """By GLOB, which takes a lone bracket for the beginning of a set."""
+        """Use GLOB, which takes a lone bracket for the beginning of a set."""
         parts = ("[[]" if part == "[" else part for part in _GLOB_PARTS.findall(pattern))
         return text.op("GLOB", is_comparison=True)("".join(parts))
 
@@ -120,7 +120,7 @@ class _SQLiteTerms(_Terms):
 
 
 class _PostgresTerms(_Terms):
-    """By jsonb, whose equality keeps types apart; its order mixes them, hence the check of the type."""
+    """PostgreSQL's terms, over jsonb: equality keeps types apart, order mixes them, hence the check of the type."""
 
     def present(self, field: str) -> Condition:
         return self._value(field).is_not(None)
@@ -144,7 +144,7 @@ class _PostgresTerms(_Terms):
         return func.coalesce(and_(self._type(field) == "string", matches), false())
 
     def matches(self, text: ColumnElement[Any], pattern: str) -> Condition:
-        """By LIKE."""
+        """Use LIKE."""
         wild = {"*": "%", "?": "_", "%": r"\%", "_": r"\_", "\\": r"\\"}
         parts = (part[1] if len(part) > 1 else wild.get(part, part) for part in _GLOB_PARTS.findall(pattern))
         return text.like("".join(parts), escape="\\")

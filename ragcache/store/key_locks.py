@@ -33,7 +33,7 @@ class KeyLocks:
 
     @contextmanager
     def try_hold(self, key: str) -> Iterator[bool]:
-        """As `hold` where nobody works on the key; False, at once, where somebody does."""
+        """Same as `hold` where nobody works on the key; False, at once, where somebody does."""
         with self._guard:
             free = key not in self._locks
             if free:

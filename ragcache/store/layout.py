@@ -93,6 +93,6 @@ class StoreLayout:
             write_all(file, json.dumps({"format": FORMAT_VERSION, "made_by": "ragcache"}).encode() + b"\n")
 
     def _foreign_entries(self) -> Iterator[Path]:
-        """What is in the directory and not left by a `create` that was killed."""
+        """Entries of the directory that no killed `create` left."""
         own = (self.lock.name, f".{self.marker.name}.")
         return (path for path in self.root.iterdir() if not path.name.startswith(own))

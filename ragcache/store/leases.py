@@ -66,4 +66,4 @@ def _alias_of_storage(tensor: Tensor, token: _Token) -> Tensor:
 
 
 def _hold(token: _Token) -> None:
-    """As a finalizer it keeps the token until it is called."""
+    """Keep the token: a finalizer does until it is called."""

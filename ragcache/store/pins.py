@@ -61,7 +61,7 @@ class Pins:
         self._change(change)
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Those that are not pinned are ignored. Raises StoreReadOnlyError, StoreFullError."""
+        """Unpin these; keys that are not pinned are ignored. Raises StoreReadOnlyError, StoreFullError."""
         removed = frozenset(keys)
         if removed & self._keys:
             self._change(lambda pinned: pinned - removed)

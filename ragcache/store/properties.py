@@ -1,4 +1,4 @@
-"""What a store was made with: bound at first use, and held to from then on."""
+"""Properties of a store: bound at first use, and held to from then on."""
 
 from __future__ import annotations
 

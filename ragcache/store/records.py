@@ -1,4 +1,4 @@
-"""What goes into a document store, and what comes out."""
+"""Records that go into a document store, and come out of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NewDocument:
 
 
 class StoredVersion(NamedTuple):
-    """What tells unchanged input from changed. file: None where an older version of ragcache stored the document."""
+    """Fields that tell unchanged input from changed. file: None where an older version of ragcache stored it."""
 
     content_hash: str
     source: str

@@ -73,11 +73,11 @@ class TierStack:
         return next((size for tier in self if (size := tier.size(key)) is not None), None)
 
     def not_in_memory(self, keys: Sequence[str]) -> list[str]:
-        """Those that only the durable tier may have, each once."""
+        """Keys that only the durable tier may have, each once."""
         return [key for key in dict.fromkeys(keys) if not any(key in tier for tier in self.volatile)]
 
     def refuse_too_many(self, pinned: frozenset[str]) -> None:
-        """Beside the pinned blocks every tier has to have room for one more of their size. Raises PinError."""
+        """Raises PinError unless every tier has room beside the pinned blocks for another one as large as the largest."""
         held = [self.size(key) or 0 for key in pinned]
         kept = [self.durable.size(key) or 0 for key in pinned]
         for tier in self:

@@ -1,4 +1,4 @@
-"""What a store was asked for, as JSON lines: handles, sizes and tiers, no text.
+"""Accesses to a store, as JSON lines: handles, sizes and tiers, no text.
 
     {"at": 1763714400.25, "request": "9f3a11c2.7", "handle": "0c5f...", "bytes": 131072, "tokens": 256, "tier": "disk"}
 

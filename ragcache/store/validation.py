@@ -1,4 +1,4 @@
-"""What both databases can hold: checked before either sees it."""
+"""Checks that both databases can hold a document, before either sees it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_metadata(document_id: str, metadata: object) -> None:
 
 
 def _json_problem(value: object, depth: int) -> str | None:
-    """What is wrong with a value, or None."""
+    """Name what is wrong with a value, or None."""
     if depth > MAX_DEPTH:
         return f"more than {MAX_DEPTH} levels"
     if value is None or isinstance(value, bool | int):

@@ -138,7 +138,7 @@ class WriteBehind(DurableTier):
         return iter(dict.fromkeys([*waiting, *self.tier.keys()]))
 
     def usage(self) -> TierUsage:
-        """What is written alone."""
+        """Usage of the tier below: waiting blocks are not in it."""
         return self.tier.usage()
 
     def prefetch(self, keys: Sequence[str]) -> None:

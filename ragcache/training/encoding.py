@@ -139,7 +139,7 @@ class RowEncoder:
 
 
 def passage_text(text: str) -> str:
-    """As the chunker leaves a chunk: no blank lines around it, and one newline at its end."""
+    """Clean a text as the chunker does: no blank lines around it, and one newline at its end."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").rstrip().split("\n")
     while lines and not lines[0].strip():
         lines.pop(0)

@@ -87,7 +87,7 @@ def lay_out(row: EncodedRow, spec: ReuseSpec | None, apart: bool, order: Sequenc
 
 
 def _context(row: EncodedRow, spec: ReuseSpec | None, order: Sequence[int] | None) -> Layout:
-    """What stands before the questions, laid out as for serving."""
+    """Layout of everything before the questions, as for serving."""
     chunks = tuple(tuple(row.chunks[rank]) for rank in (range(len(row.chunks)) if order is None else order))
     parts = (Text(tuple(row.prefix)), Passages(chunks))
     if spec is None:

@@ -1,4 +1,4 @@
-"""Who sees whom while training: one rule over one number a token.
+"""The attention mask of training: one rule over one number a token.
 
 KVLink (arXiv 2502.16002), figure 2: a chunk's tokens see their own chunk only; everything else of the context (prefix,
 link tokens, KV-START, KV-END) sees all that stands before it; so does a question. Several questions may follow one
@@ -50,7 +50,7 @@ def sees(
 
 @dataclass(eq=False)
 class Visibility:
-    """Of one batch. Masks are made once for each sliding window and kept.
+    """Masks of one batch, made once for each sliding window and kept.
 
     segments, positions: int64 [batch, length]
     """
@@ -82,7 +82,7 @@ class Visibility:
         return self._blocks[window]
 
     def for_attention(self, window: int | None, dtype: torch.dtype) -> Tensor | BlockMask:
-        """What the device's attention takes."""
+        """The mask in the form that the device's attention takes."""
         return self.blocks(window) if self.segments.is_cuda else self.dense(window, dtype)
 
     def rule(self, window: int | None) -> Any:

@@ -1,4 +1,4 @@
-"""What a training run depends on."""
+"""Options of a training run."""
 
 from __future__ import annotations
 
@@ -123,6 +123,6 @@ class TrainOptions:
         return LEARNING_RATES[self.lora_rank > 0] if self.learning_rate is None else self.learning_rate
 
     def to_json(self) -> dict[str, Any]:
-        """As written beside the checkpoints."""
+        """Options as JSON, for the file beside the checkpoints."""
         values = asdict(self) | {"model": str(self.model), "out": str(self.out), "data": [str(p) for p in self.data]}
         return json.loads(json.dumps(values))  # type: ignore[no-any-return]

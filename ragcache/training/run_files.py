@@ -1,4 +1,4 @@
-"""What a run leaves in its directory beside the model: its options and its checkpoints."""
+"""Files of a run beside the model: its options and its checkpoints."""
 
 from __future__ import annotations
 

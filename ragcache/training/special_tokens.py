@@ -75,7 +75,7 @@ def _llama3_spec(link_tokens: int, link_slots: int) -> ReuseSpec:
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[int]:
-    """As many ids in a row as there are names."""
+    """Consecutive ids, one for each name."""
     known = tokenizer.get_vocab()
     taken = [known[name] for name in names if name in known]
     if len(taken) == len(names) and _in_a_row(taken):

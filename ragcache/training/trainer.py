@@ -207,7 +207,7 @@ def _arguments(options: TrainOptions, out: Path, device: str, steps: int) -> Tra
 
 
 def _saved_dtype(options: TrainOptions) -> torch.dtype:
-    """As the model to start from was saved, unless the options say otherwise."""
+    """The dtype in which the model to start from was saved, unless the options say otherwise."""
     saved = getattr(AutoConfig.from_pretrained(resolve(options.model)), "dtype", None) or torch.float32
     return DTYPES[options.save_dtype] if options.save_dtype is not None else saved
 

@@ -1,4 +1,4 @@
-"""Where a chat template ends the question and how it writes the answer."""
+"""The chat template's end of a question, and its form of an answer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def answer_form(tokenizer: PreTrainedTokenizerBase) -> AnswerForm:
 
 
 def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What the template writes before and after an answer, behind its own start of the assistant's turn."""
+    """Text that the template writes before and after an answer, behind its own start of the assistant's turn."""
     tail = prompt_format(tokenizer).tail
     fallback = ("" if tail[-1:].isspace() else " ", "")
     if tokenizer.chat_template is None:

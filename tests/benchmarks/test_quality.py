@@ -97,7 +97,7 @@ def test_the_full_model_answers_most_questions(tmp_path):
 
 
 def test_shares_of_tokens_are_counted():
-    """Beside the suffix nothing runs under `reposition`; what the prompts hold says how much that is."""
+    """Nothing runs beside the suffix under `reposition`; what the prompts hold says how much that is."""
     unit = Unit(BASE, "f", Cell("1 hop", 4), 0, 2, 3, SPECS)
     full, reposition = (quality_units.run_unit(unit)[unit.key(spec)] for spec in SPECS)
     assert (full.computed, full.kept) == ([1.0] * 3, [1.0] * 3)

@@ -25,7 +25,7 @@ def block_of(num_tokens: int, width: int, dtype: torch.dtype, seed: int = 0) -> 
 
 
 def groups(length: int, largest: int) -> list[slice]:
-    """As few groups as there can be, of like size."""
+    """Count as few groups as there can be, of like size."""
     count = -(-length // largest)
     size = -(-length // count)
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]

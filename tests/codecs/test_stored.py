@@ -115,7 +115,7 @@ def test_fusing_encoded_blocks_is_fusing_the_decoded(
 
 @pytest.mark.parametrize("codec", LOSSY)
 def test_every_answer_reads_what_the_store_keeps(codec: str, lm: rc.LanguageModel, tmp_path: Path) -> None:
-    """With blocks computed at first use: the first answer has the logits of those from memory and from disk."""
+    """Blocks are computed at first use: the first answer has the logits of those from memory and from disk."""
     with open_kb(tmp_path / "kb", lm, codec) as kb:
         ingest(kb, sorted(TEXTS), kv="lazy")
         answers = [kb.ask("Where is the cat?", k=2, sampling=SHORT) for _ in range(2)]

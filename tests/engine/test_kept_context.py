@@ -143,7 +143,7 @@ def test_passages_of_the_messages_stay_where_they_stand(kb, oracle):
 
 
 def test_an_unknown_history_is_read_as_text(open_kb, tmp_path, kb, oracle):
-    """Of a conversation that this process did not lead, earlier turns have no passages."""
+    """Earlier turns have no passages in a conversation that this process did not lead."""
     turns = [user("Where do dogs bark?"), {"role": "assistant", "content": "In Kelbrook."}, user("Is the cat happy?")]
     answer = kb.chat(turns, k=1, method="reposition", sampling=SHORT, context="keep")
     talk = Talk(kb, oracle, "reposition")
@@ -156,7 +156,7 @@ def test_an_unknown_history_is_read_as_text(open_kb, tmp_path, kb, oracle):
 
 
 def test_another_filter_is_another_conversation(kb, open_kb):
-    """Who may not search the same passages does not read them by saying the same words."""
+    """An asker who may not search the same passages does not read them by saying the same words."""
     kb.ingest(rc.Document("secret", "The dogs of Kelbrook guard a secret vault.\n", {"for": "staff"}))
     options = {"k": 1, "method": "full", "sampling": SHORT, "context": "keep"}
     staff = kb.chat([user("secret vault")], filter={"for": "staff"}, **options)

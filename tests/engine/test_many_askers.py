@@ -160,7 +160,7 @@ def reserved_for(kb, **options):
 
 
 def test_an_answer_reserves_its_cache(kb, lm):
-    """As much as the buffers that it then takes."""
+    """Reserve as much as the buffers that it then takes."""
     prompt = kb.ask(QUESTIONS[0], k=3, sampling=rc.Sampling(max_tokens=1)).usage.prompt_tokens
     buffers = [KVBuffers.allocate(lm.shape, -(-tokens // 256) * 256) for tokens in (prompt + 1, lm.max_positions)]
     reserved = [reserved_for(kb, k=3, sampling=rc.Sampling(max_tokens=count)) for count in (1, 10**6)]

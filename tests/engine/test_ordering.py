@@ -37,7 +37,7 @@ PASSAGES = [(10, 11), (20,), (30, 31, 32), (10, 12), (40, 41)]
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.permutations(range(5)), max_size=4), st.permutations(range(5)), st.integers(0, 4))
 def test_no_order_shares_more(earlier, asked, count):
-    """Of up to four passages: their 24 orders are all tried here."""
+    """Try all 24 orders of up to four passages."""
     prefix = (1, 2)
     kept = [[*prefix, *(id for rank in order for id in PASSAGES[rank]), 99] for order in earlier]
     known = known_of(kept)

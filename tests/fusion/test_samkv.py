@@ -169,7 +169,7 @@ class Written:
         return wanted & everywhere
 
     def logits(self):
-        """Of the suffix's last token and of every answer token."""
+        """Logits of the suffix's last token and of every answer token."""
         allowed = []
         for layer in range(self.layers):
             above = set.union(*self.kept[layer:]) & self.again

@@ -57,7 +57,7 @@ def test_a_method_answers_alike_over_a_shared_context(family, method):
 
 
 def test_which_methods_share():
-    """Those whose context does not depend on the question; what chooses by the question reads by itself."""
+    """Methods whose context does not depend on the question share it; one that chooses by it reads by itself."""
     sharing = {name for name in METHODS if get_method(name).shares_context}
     assert sharing == {"reposition", "concat", "link", "markers", "full"}
     assert not get_method("full", reuse=False).shares_context

@@ -166,7 +166,7 @@ def test_a_deletion_takes_all_that_was_computed_over_it(inserts, gone, page_toke
 
 
 def shared_starts(elements, kept, gone):
-    """Of sequences that lost a part: what comes before it is still there, and may be shared."""
+    """Starts of sequences that lost a part: what comes before it is still there, and may be shared."""
     return [
         min(common(elements, other), min((o.start for o in owned if o.owner in gone), default=len(other)))
         for other, owned in kept

@@ -12,7 +12,7 @@ PAUSE_S = 0.6
 
 
 class SlowEmbedder(BagOfWords):
-    """Who waits for it in an event loop stops the loop for as long."""
+    """An embedder that stops an event loop for as long as it is waited for there."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ def suffix_tokens(kb: rc.RagCache, question: str) -> int:
 
 
 def link_tokens() -> int:
-    """Those behind each passage, and the one that says that no passage follows."""
+    """Link tokens behind each passage, and the one that says that no passage follows."""
     config = EXAMPLES.parent / "ragcache" / "mini" / "config.json"
     return K * int(json.loads(config.read_text(encoding="utf-8"))["ragcache"]["link_tokens"]) + 1
 

@@ -40,7 +40,7 @@ def test_1000_tokens_of_llama_3_8b_are_131_megabytes():
 
 
 def test_a_million_requests_take_246_gpu_hours_or_9():
-    """With the time to the first token that the 9 hours state: 32.4 ms. The reviews' rounder figures follow from it: a
+    """The time to the first token is what the 9 hours state: 32.4 ms. The reviews' rounder figures follow from it: a
     reduction "by around 96%" (96.3 %), and "25 times more requests" (27). Of exactly 96 % would come 9.8 hours and 18
     USD."""
     demand = Demand(REQUESTS, REQUEST_TOKENS, question_tokens=0, fused_s=FUSED_HOURS * 3600 / REQUESTS, tier="memory")

@@ -234,7 +234,7 @@ def test_streams_are_the_same_for_the_same_seed():
 
 
 def test_popularity_is_zipfs():
-    """With one block a request draws are independent: shares by rank are within five standard errors."""
+    """Draws of one block a request are independent: shares by rank are within five standard errors."""
     found = generated(Workload(requests=40_000, k=1, blocks=8, zipf=1.2))
     shares = np.sort(np.bincount(found.blocks, minlength=8) / 40_000)[::-1]
     expected = np.arange(1, 9) ** -1.2

@@ -54,7 +54,7 @@ def api(app):
 
 
 def named_right(case):
-    """Behind a made-up name of a model there is nothing to find."""
+    """No model goes by a made-up name."""
     if isinstance(case.body, dict) and "model" in case.body:
         case.body = {**case.body, "model": "tiny" if "messages" in case.body else "bag-of-words"}
     return case

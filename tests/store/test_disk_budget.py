@@ -29,14 +29,14 @@ from ragcache.store.tiers import DiskTier
 
 
 def file_bytes(tmp_path: Path, num_tokens: int = 5) -> int:
-    """Of one block's file."""
+    """Size of one block's file."""
     tier = DiskTier(tmp_path / "one", RawCodec())
     tier.put(make_key(0), make_block(0, num_tokens=num_tokens))
     return tier.path(make_key(0)).stat().st_size
 
 
 def all_bytes(root: Path) -> int:
-    """Of all files beside the books. A temporary file may get its name meanwhile: it is one file still."""
+    """Size of all files beside the books. A temporary file may get its name meanwhile: it is one file still."""
     sizes = {}
     for path in root.rglob("*"):
         with suppress(FileNotFoundError):

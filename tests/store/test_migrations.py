@@ -149,7 +149,7 @@ def test_migrations_run_in_order_once(url: str, engine: Engine, monkeypatch: pyt
 
 
 def test_several_processes_may_come_first(url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that find an old store, or none, at the same time, one does the work."""
+    """One process does the work when several find an old store, or none, at the same time."""
     build(engine, 1)
     use_migrations(monkeypatch, add_language)
     with ThreadPoolExecutor(4) as threads:

@@ -27,7 +27,7 @@ TIERS: dict[str, Make] = {
 
 
 def held_bytes(tier: Tier, root: Path) -> int:
-    """Of what can be got or is on disk, without asking the tier for its count."""
+    """Bytes that can be got or are on disk, without asking the tier for its count."""
     if isinstance(tier, BudgetedTier):
         return sum(block.num_bytes for block in map(tier.get, list(tier.keys())) if block is not None)
     if isinstance(tier, DurableTier):

@@ -33,7 +33,7 @@ def base():
 
 
 def share_right(lm, method, kind, num_cases):
-    """Of held-out questions over eight passages."""
+    """Share of held-out questions over eight passages that are answered right."""
     _, tokenizer = load(MINI_BASE)
     cases = draw_cases(tokenizer, num_cases=num_cases, **KINDS[kind])
     never = frozenset() if lm.reuse is None else lm.reuse.added_ids

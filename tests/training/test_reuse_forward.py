@@ -42,7 +42,7 @@ def trainable(directory: str):
 
 
 def training_logits(model, batch):
-    """Of every labelled token, in order: [num_labels, vocab_size]."""
+    """Logits of every labelled token, in order: [num_labels, vocab_size]."""
     with torch.no_grad():
         return answer_logits(model, model, batch)
 

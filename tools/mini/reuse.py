@@ -223,7 +223,7 @@ class ReuseTrainer(Trainer):
         return torch.tensor(hints)
 
     def _encode(self, row: Row) -> EncodedRow:
-        """As many questions in each row; where a row has fewer, some are asked twice."""
+        """Encode equally many questions in each row; where a row has fewer, some are asked twice."""
         asked = (row.questions * NUM_QUESTIONS)[:NUM_QUESTIONS]
         asks = [Ask(self._ids(suffix_text(q.text)), [*self._ids(q.answer), token_id(EOS)]) for q in asked]
         return EncodedRow("qa", "", self.prefix, [self._ids(text) for text in row.passages], asks, None, False)

@@ -32,7 +32,7 @@ class Search:
         return cls(**given)
 
     def retrieval(self) -> dict[str, Any]:
-        """As options of `rc.RagCache.retrieve`."""
+        """Options of `rc.RagCache.retrieve`."""
         return {"filter": self.filter, "score_threshold": self.score_threshold}
 
     def document(self, hit: rc.Hit) -> Document:
@@ -42,11 +42,11 @@ class Search:
         return [self.document(hit) for hit in hits]
 
     def scored(self, hits: Sequence[rc.Hit]) -> Scored:
-        """With inner products."""
+        """Documents with inner products."""
         return [(self.document(hit), float(hit.score)) for hit in hits]
 
     def relevant(self, hits: Sequence[rc.Hit], kb: rc.RagCache, question: NDArray[np.float32]) -> Scored:
-        """With relevance in 0..1: the cosine of question and passage, 0 where it is negative.
+        """Documents with relevance in 0..1: the cosine of question and passage, 0 where it is negative.
 
         Where the embedder normalises, that is the inner product itself; elsewhere it is computed from the vectors. A
         passage that was deleted since it was found is left out.

@@ -159,7 +159,7 @@ class RagCacheVectorStore(VectorStore):
         return search.documents(await self.kb.aretrieve(query, k, **search.retrieval()))
 
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
-        """With inner products: higher is nearer."""
+        """Documents with inner products: higher is nearer."""
         search = Search.of(kwargs)
         return search.scored(self.kb.retrieve(query, k, **search.retrieval()))
 
@@ -177,7 +177,8 @@ class RagCacheVectorStore(VectorStore):
         return search.documents(await self.kb.aretrieve(vector, k, **search.retrieval()))
 
     def _similarity_search_with_relevance_scores(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
-        """With the cosine of question and document, 0 where it is negative. LangChain applies score_threshold to it."""
+        """Documents with the cosine of question and document, 0 where it is negative. LangChain applies
+        score_threshold to it."""
         search = Search.of(kwargs)
         question = self.kb.embedder.embed_query(query)
         return search.relevant(self.kb.retrieve(question, k, **search.retrieval()), self.kb, question)
@@ -188,8 +189,8 @@ class RagCacheVectorStore(VectorStore):
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
-        """Of the fetch_k nearest documents k that do not repeat each other. lambda_mult: 1 is plain ranking, 0 the most
-        diverse."""
+        """The k of the fetch_k nearest documents that do not repeat each other. lambda_mult: 1 is plain ranking, 0 the
+        most diverse."""
         search = Search.of(kwargs)
         return search.documents(self.kb.retrieve(query, k, **mmr(search, k, fetch_k, lambda_mult)))
 

@@ -1,4 +1,4 @@
-"""What a reader is, and the checks that all of them share."""
+"""The type of readers, and the checks that all of them share."""
 
 from __future__ import annotations
 

@@ -71,5 +71,5 @@ def _join(line: str, following: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Without NULs and halves of surrogate pairs, which broken fonts give and no store can hold."""
+    """Drop NULs and halves of surrogate pairs, which broken fonts give and no store can hold."""
     return text.replace("\0", "").encode("utf-8", "ignore").decode()

@@ -1,4 +1,4 @@
-"""What all bodies share."""
+"""Types that all bodies share."""
 
 from __future__ import annotations
 

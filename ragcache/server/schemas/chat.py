@@ -73,7 +73,7 @@ class GivenDocument(RequestModel):
 
 
 class Extension(RequestModel):
-    """What OpenAI's API has no place for. In the openai client: `extra_body={"ragcache": {...}}`."""
+    """Options that OpenAI's API has no place for. In the openai client: `extra_body={"ragcache": {...}}`."""
 
     k: Annotated[int, Field(ge=1, le=1000)] | None = Field(default=None, description="Passages to retrieve")
     retrieve: bool | None = Field(default=None, description="false: answer without passages")

@@ -29,7 +29,7 @@ class FailedInput(AnswerModel):
 
 
 class AddReport(AnswerModel):
-    """What was done. Inputs that could not be stored are named; the others are."""
+    """Report of an addition. Inputs that could not be stored are named; the others are stored."""
 
     added: list[str] = Field(description="Ids of new documents")
     updated: list[str] = Field(description="Ids of replaced documents")

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 
 class Entry(NamedTuple):
-    """What a policy may weigh: bytes held, and tokens, which a recomputation would cost."""
+    """An entry as a policy weighs it: bytes held, and tokens, which a recomputation would cost."""
 
     key: str
     num_bytes: int

@@ -32,7 +32,7 @@ class GDSF(EvictionPolicy):
         self._worth: dict[str, float] = {}  # cost / size
 
     def cost(self, entry: Entry) -> float:
-        """What it takes to have the entry again."""
+        """Cost of having the entry again."""
         return 1.0
 
     def insert(self, entry: Entry) -> None:

@@ -1,4 +1,4 @@
-"""Where block bytes live: durable tiers by name, and the tiers in memory above them."""
+"""Tiers of block bytes: durable ones by name, and those in memory above them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DURABLE: dict[str, OpenDurable] = {"disk": DiskTier}
 
 
 def get_durable(name: str) -> OpenDurable:
-    """What opens the durable tier called `name`. Raises ConfigError that names those there are."""
+    """The function that opens the durable tier called `name`. Raises ConfigError that names those there are."""
     if name not in DURABLE:
         raise ConfigError(f"durable tier {name!r} is unknown; choose one of {', '.join(sorted(DURABLE))}")
     return DURABLE[name]

@@ -137,7 +137,7 @@ class DurableTier(Tier):
 
     @abstractmethod
     def used_at(self, key: str) -> float | None:
-        """When any process last marked the block as used, in Unix seconds; None where it is not known."""
+        """Unix seconds at which any process last marked the block as used; None where it is not known."""
 
     @abstractmethod
     def mark_used(self, key: str, at: float) -> None:

@@ -62,7 +62,7 @@ class DiskTier(DurableTier):
         return 0 if self._budget is None else self._budget.evictions
 
     def path(self, key: str) -> Path:
-        """Where the block's file is, or would be. Raises ConfigError when the key is no block key."""
+        """The block's file, whether it exists or not. Raises ConfigError when the key is no block key."""
         return self.files.path(key)
 
     def put(self, key: str, block: KVBlock) -> KVBlock | None:

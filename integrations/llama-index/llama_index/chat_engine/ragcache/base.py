@@ -66,8 +66,8 @@ class RagCacheChatEngine(ContextChatEngine):
         llm: LLM | None = None,
         **kwargs: Any,
     ) -> Self:
-        """As for ContextChatEngine. The default memory counts in the model's own tokens and keeps as many as fit half
-        its context, so that passages have room."""
+        """Same as for ContextChatEngine. The default memory counts in the model's own tokens and keeps as many as fit
+        half its context, so that passages have room."""
         chosen = llm or Settings.llm
         if system_prompt is not None and prefix_messages is not None:
             raise ConfigError("give system_prompt or prefix_messages, not both")

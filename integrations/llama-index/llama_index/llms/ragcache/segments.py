@@ -90,7 +90,7 @@ def _of_node(node: BaseNode, score: float | None, metadata_mode: MetadataMode) -
 
 
 def _text(part: Part) -> str:
-    """As the model reads it: a passage ends with one newline."""
+    """Text as the model reads it: a passage ends with one newline."""
     if isinstance(part, str):
         return part
     text = part.text if isinstance(part, rc.Passage) else part.chunk.text

@@ -59,5 +59,5 @@ def _blocks(block: ContentBlock, mark: str, passages: Passages) -> list[ContentB
 
 
 def _mark() -> str:
-    """Of private-use characters and new for every prompt: no text that is filled in can hold it."""
+    """A mark of private-use characters, new for every prompt: no text that is filled in can hold it."""
     return f"\ue001{uuid.uuid4().hex}\ue001"
