@@ -1,5 +1,3 @@
 """The `ragcache` command."""
 
-from ragcache.cli.app import main
-
-__all__ = ["main"]
+from ragcache.cli.app import main as main

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from ragcache.codecs.base import Codec
+from ragcache.codecs.base import Codec as Codec
 from ragcache.codecs.cachegen import CacheGenCodec
 from ragcache.codecs.fp8 import Fp8Codec
-from ragcache.codecs.kivi import Int4Codec, Int8Codec
+from ragcache.codecs.kivi import Int4Codec
+from ragcache.codecs.kivi import Int8Codec as Int8Codec
 from ragcache.codecs.mikv import MikvCodec
-from ragcache.codecs.raw import RawCodec
+from ragcache.codecs.raw import RawCodec as RawCodec
 from ragcache.errors import ConfigError
 
 CODECS: dict[str, type[Codec]] = {
@@ -25,16 +26,3 @@ def get_codec(name: str) -> Codec:
     if name not in CODECS:
         raise ConfigError(f"codec {name!r} is unknown; choose one of {', '.join(sorted(CODECS))}")
     return CODECS[name]()
-
-
-__all__ = [
-    "CODECS",
-    "CacheGenCodec",
-    "Codec",
-    "Fp8Codec",
-    "Int4Codec",
-    "Int8Codec",
-    "MikvCodec",
-    "RawCodec",
-    "get_codec",
-]

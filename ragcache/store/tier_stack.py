@@ -77,7 +77,7 @@ class TierStack:
         return [key for key in dict.fromkeys(keys) if not any(key in tier for tier in self.volatile)]
 
     def refuse_too_many(self, pinned: frozenset[str]) -> None:
-        """Raises PinError unless every tier has room beside the pinned blocks for another one as large as the largest."""
+        """Raises PinError unless every tier has room beside the pinned blocks for one more of their largest size."""
         held = [self.size(key) or 0 for key in pinned]
         kept = [self.durable.size(key) or 0 for key in pinned]
         for tier in self:

@@ -138,7 +138,7 @@ def test_the_choice_does_not_depend_on_how_large_keys_are_or_on_values() -> None
 @pytest.mark.parametrize("num_tokens", [256, 257, 300, 500])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_sizes_against_bfloat16(num_tokens: int, head_dim: int) -> None:
-    """Stay below int4's 0.29: 8.5 bits and 3, with scales and zero points, for a fifth and four fifths of the tokens."""
+    """Stay below int4's 0.29: 8.5 bits and 3, scales and zero points too, for a fifth and four fifths of the tokens."""
     block = block_of(num_tokens, torch.bfloat16, head_dim)
     encoded = CODEC.decode(CODEC.encode(block))
     assert isinstance(encoded, EncodedBlock)

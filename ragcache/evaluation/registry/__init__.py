@@ -6,31 +6,21 @@ from a `random.Random` that the caller seeds, so the same seed gives the same te
 question set of that name, over entities and wordings that the model has not seen.
 """
 
-from ragcache.evaluation.registry.cases import RegistrySettings, registry_cases
-from ragcache.evaluation.registry.contexts import KINDS, TextCase, draw_leaning, draw_texts, passage_text
-from ragcache.evaluation.registry.documents import Article, write_document, write_in_two
-from ragcache.evaluation.registry.names import DataSplit, is_held_out
-from ragcache.evaluation.registry.questions import MAX_ANSWER_TOKENS, Question, answerable_questions, leaning_questions
-from ragcache.evaluation.registry.world import Entity, World, draw_world
-
-__all__ = [
-    "KINDS",
-    "MAX_ANSWER_TOKENS",
-    "Article",
-    "DataSplit",
-    "Entity",
-    "Question",
-    "RegistrySettings",
-    "TextCase",
-    "World",
-    "answerable_questions",
-    "draw_leaning",
-    "draw_texts",
-    "draw_world",
-    "is_held_out",
-    "leaning_questions",
-    "passage_text",
-    "registry_cases",
-    "write_document",
-    "write_in_two",
-]
+from ragcache.evaluation.registry.cases import RegistrySettings as RegistrySettings
+from ragcache.evaluation.registry.cases import registry_cases as registry_cases
+from ragcache.evaluation.registry.contexts import TextCase as TextCase
+from ragcache.evaluation.registry.contexts import draw_leaning as draw_leaning
+from ragcache.evaluation.registry.contexts import draw_texts as draw_texts
+from ragcache.evaluation.registry.contexts import passage_text as passage_text
+from ragcache.evaluation.registry.documents import Article as Article
+from ragcache.evaluation.registry.documents import write_document as write_document
+from ragcache.evaluation.registry.documents import write_in_two as write_in_two
+from ragcache.evaluation.registry.names import DataSplit as DataSplit
+from ragcache.evaluation.registry.names import is_held_out as is_held_out
+from ragcache.evaluation.registry.questions import MAX_ANSWER_TOKENS as MAX_ANSWER_TOKENS
+from ragcache.evaluation.registry.questions import Question as Question
+from ragcache.evaluation.registry.questions import answerable_questions as answerable_questions
+from ragcache.evaluation.registry.questions import leaning_questions as leaning_questions
+from ragcache.evaluation.registry.world import Entity as Entity
+from ragcache.evaluation.registry.world import World as World
+from ragcache.evaluation.registry.world import draw_world as draw_world

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from ragcache.errors import ConfigError
-from ragcache.store.eviction.admission import CountMinSketch, TinyLFU
-from ragcache.store.eviction.base import Entry, EvictionPolicy
-from ragcache.store.eviction.gdsf import GDSF, PGDSF
-from ragcache.store.eviction.lfu import LFU
-from ragcache.store.eviction.lru import LRU
+from ragcache.store.eviction.admission import CountMinSketch as CountMinSketch
+from ragcache.store.eviction.admission import TinyLFU as TinyLFU
+from ragcache.store.eviction.base import Entry as Entry
+from ragcache.store.eviction.base import EvictionPolicy as EvictionPolicy
+from ragcache.store.eviction.gdsf import GDSF as GDSF
+from ragcache.store.eviction.gdsf import PGDSF as PGDSF
+from ragcache.store.eviction.lfu import LFU as LFU
+from ragcache.store.eviction.lru import LRU as LRU
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "lfu": LFU, "gdsf": GDSF, "pgdsf": PGDSF}
 ADMISSIONS: dict[str, type[TinyLFU] | None] = {"all": None, "tinylfu": TinyLFU}
@@ -22,18 +25,3 @@ def get_policy(name: str, admission: str = "all") -> EvictionPolicy:
         raise ConfigError(f"admission filter {admission!r} is unknown; choose one of {', '.join(ADMISSIONS)}")
     policy, admit = POLICIES[name](), ADMISSIONS[admission]
     return policy if admit is None else admit(policy)
-
-
-__all__ = [
-    "ADMISSIONS",
-    "GDSF",
-    "LFU",
-    "LRU",
-    "PGDSF",
-    "POLICIES",
-    "CountMinSketch",
-    "Entry",
-    "EvictionPolicy",
-    "TinyLFU",
-    "get_policy",
-]

@@ -8,11 +8,13 @@ from pathlib import Path
 from ragcache.codecs import Codec
 from ragcache.errors import ConfigError
 from ragcache.store.eviction import EvictionPolicy
-from ragcache.store.tiers.base import DurableTier, Tier, TierUsage
-from ragcache.store.tiers.budgeted import BudgetedTier
-from ragcache.store.tiers.device import DeviceTier
-from ragcache.store.tiers.disk import DiskTier
-from ragcache.store.tiers.memory import MemoryTier
+from ragcache.store.tiers.base import DurableTier as DurableTier
+from ragcache.store.tiers.base import Tier as Tier
+from ragcache.store.tiers.base import TierUsage as TierUsage
+from ragcache.store.tiers.budgeted import BudgetedTier as BudgetedTier
+from ragcache.store.tiers.device import DeviceTier as DeviceTier
+from ragcache.store.tiers.disk import DiskTier as DiskTier
+from ragcache.store.tiers.memory import MemoryTier as MemoryTier
 
 # root, codec, budget_bytes, policy, is_pinned: the store's directory, how new blocks are encoded, the most bytes (None:
 # no bound), which block goes for another, and which keys never do.
@@ -26,17 +28,3 @@ def get_durable(name: str) -> OpenDurable:
     if name not in DURABLE:
         raise ConfigError(f"durable tier {name!r} is unknown; choose one of {', '.join(sorted(DURABLE))}")
     return DURABLE[name]
-
-
-__all__ = [
-    "DURABLE",
-    "BudgetedTier",
-    "DeviceTier",
-    "DiskTier",
-    "DurableTier",
-    "MemoryTier",
-    "OpenDurable",
-    "Tier",
-    "TierUsage",
-    "get_durable",
-]
