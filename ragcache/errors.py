@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -208,6 +208,18 @@ class DuplicateDocumentError(IngestError):
 
 class MetadataError(IngestError):
     """Document metadata is not a JSON object."""
+
+
+def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
+    """Raises ConfigError that names the choices when the value is none of them."""
+    if value not in (known := list(choices)):
+        raise ConfigError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}")
+
+
+def check_least(name: str, value: float, least: float) -> None:
+    """Raises ConfigError naming the option when the value is below `least`, or no number."""
+    if not value >= least:
+        raise ConfigError(f"{name} is {value}; it must be at least {least:g}")
 
 
 @contextmanager

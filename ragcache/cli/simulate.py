@@ -13,7 +13,7 @@ from ragcache.cli.command import command
 from ragcache.cli.options import Json, option, size_option
 from ragcache.cli.output import bytes_text, print_json, print_table, say, seconds_text
 from ragcache.cli.rating import RateOptions
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, check_least
 
 if TYPE_CHECKING:
     from ragcache.planning.accesses import Accesses
@@ -80,8 +80,7 @@ def simulate(
     from ragcache.planning.simulate import simulate as run
     from ragcache.store.eviction import ADMISSIONS, POLICIES
 
-    if question_tokens < 0:
-        raise ConfigError(f"--question-tokens is {question_tokens}; give 0 or more")
+    check_least("--question-tokens", question_tokens, 0)
     speed = rates.rates(model)
     requests = stream.generate(_bytes_per_token(stream, model)) if trace is None else recorded(trace)
     budgets = [Budgets(memory_bytes, disk, kv == "eager") for memory_bytes in memory or [2 * 2**30]]

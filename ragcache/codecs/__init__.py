@@ -9,7 +9,7 @@ from ragcache.codecs.kivi import Int4Codec
 from ragcache.codecs.kivi import Int8Codec as Int8Codec
 from ragcache.codecs.mikv import MikvCodec
 from ragcache.codecs.raw import RawCodec as RawCodec
-from ragcache.errors import ConfigError
+from ragcache.errors import check_choice
 
 CODECS: dict[str, type[Codec]] = {
     "raw": RawCodec,
@@ -23,6 +23,5 @@ CODECS: dict[str, type[Codec]] = {
 
 def get_codec(name: str) -> Codec:
     """The codec called `name`. Raises ConfigError that names those there are."""
-    if name not in CODECS:
-        raise ConfigError(f"codec {name!r} is unknown; choose one of {', '.join(sorted(CODECS))}")
+    check_choice("codec", name, sorted(CODECS))
     return CODECS[name]()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ragcache.errors import ConfigError, ContextTooLongError
+from ragcache.errors import ContextTooLongError, check_choice, check_least
 from ragcache.evaluation.case import Case
 from ragcache.evaluation.divergence import kl_divergence, top1_agrees
 from ragcache.evaluation.journal import Key, Score, ScoreTable
@@ -23,8 +23,6 @@ from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt, PromptFormat, encode_text
 
 NO_PASSAGES = "no passages"
-ON_OVERFLOW = ("error", "skip")
-REFERENCES = ("gold", "full")
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,9 @@ class RunSettings:
     reference: str = "gold"
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if self.on_overflow not in ON_OVERFLOW:
-            raise ConfigError(f"on_overflow {self.on_overflow!r} is unknown; choose one of {', '.join(ON_OVERFLOW)}")
-        if self.reference not in REFERENCES:
-            raise ConfigError(f"reference {self.reference!r} is unknown; choose one of {', '.join(REFERENCES)}")
+        check_least("max_tokens", self.max_tokens, 1)
+        check_choice("on_overflow", self.on_overflow, ("error", "skip"))
+        check_choice("reference", self.reference, ("gold", "full"))
 
 
 class Reference(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, check_least
 from ragcache.ingest.sentences import split_sentences
 from ragcache.ingest.structure import MAX_TITLE, Block, split_blocks
 from ragcache.ingest.tokens import ChunkTokenizer
@@ -46,8 +46,7 @@ class ChunkerConfig:
     overlap: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_tokens < SMALLEST_MAX_TOKENS:
-            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least {SMALLEST_MAX_TOKENS}")
+        check_least("max_tokens", self.max_tokens, SMALLEST_MAX_TOKENS)
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ConfigError(f"min_tokens is {self.min_tokens}; it must lie in 0..max_tokens ({self.max_tokens})")
         if not 0 <= self.overlap <= self.max_tokens // 2:

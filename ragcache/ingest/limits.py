@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ragcache.errors import ConfigError, ReaderLimitError
+from ragcache.errors import ConfigError, ReaderLimitError, check_least
 
 MIB = 1 << 20
 # A reading process needs as much before it reads anything.
@@ -35,10 +35,8 @@ class ReadLimits:
             raise ConfigError(f"seconds is {self.seconds}; reading a file takes some time: allow more than 0")
         if self.memory_bytes < LEAST_MEMORY:
             raise ConfigError(f"memory_bytes is {self.memory_bytes}; a reading process needs at least {LEAST_MEMORY}")
-        if self.text_bytes < 1:
-            raise ConfigError(f"text_bytes is {self.text_bytes}; it must be at least 1")
-        if self.chunks < 1:
-            raise ConfigError(f"chunks is {self.chunks}; it must be at least 1")
+        check_least("text_bytes", self.text_bytes, 1)
+        check_least("chunks", self.chunks, 1)
 
     def check_text(self, text: str, where: str | os.PathLike[str]) -> None:
         """Raises ReaderLimitError when the text is too long."""

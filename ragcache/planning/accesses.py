@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import ConfigError, TraceError
+from ragcache.errors import ConfigError, TraceError, check_least
 from ragcache.store.trace import Access, read_trace
 
 Ints = NDArray[np.int64]
@@ -109,8 +109,7 @@ class Workload:
             ("bytes-per-token", self.bytes_per_token, 1),
             ("seed", self.seed, 0),
         ):
-            if not least <= value < float("inf"):
-                raise ConfigError(f"--{option} is {value}; give {least} or more")
+            check_least(f"--{option}", value, least)
         if not 0 <= self.zipf <= 10:
             raise ConfigError(f"--zipf is {self.zipf:g}; give an exponent from 0 (all alike) to 10")
         if not 0 <= self.sticky <= 1:

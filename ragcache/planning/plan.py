@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, check_least
 from ragcache.planning.codec_sizes import CodecSize, codec_sizes
 from ragcache.planning.popularity import ranks_above, zipf_mass
 from ragcache.planning.rates import MachineRates
@@ -25,9 +25,9 @@ class Corpus:
     chunk_tokens: int = 256
 
     def __post_init__(self) -> None:
-        _positive("documents", self.documents)
-        _positive("tokens", self.tokens)
-        _positive("chunk-tokens", self.chunk_tokens)
+        check_least("--documents", self.documents, 1)
+        check_least("--tokens", self.tokens, 1)
+        check_least("--chunk-tokens", self.chunk_tokens, 1)
 
     @property
     def num_tokens(self) -> int:
@@ -58,8 +58,8 @@ class Demand:
     tier: str = "disk"
 
     def __post_init__(self) -> None:
-        _positive("requests", self.requests)
-        _positive("request-tokens", self.request_tokens)
+        check_least("--requests", self.requests, 1)
+        check_least("--request-tokens", self.request_tokens, 1)
         if not 0 <= self.question_tokens < self.request_tokens:
             raise ConfigError(
                 f"--question-tokens is {self.question_tokens}; give 0 or more, below --request-tokens "
@@ -266,11 +266,6 @@ def _reasons(
     else:
         found.append("keep KV of all chunks: keeping fewer would cost more GPU time than it saves in storage")
     return found
-
-
-def _positive(option: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"--{option} is {value}; give 1 or more")
 
 
 def _above_zero(option: str, value: float) -> None:

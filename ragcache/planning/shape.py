@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from ragcache.codecs.sizes import example_block
-from ragcache.errors import ConfigError, ModelNotFoundError
+from ragcache.errors import ConfigError, ModelNotFoundError, check_least
 from ragcache.kv.block import KVBlock
 from ragcache.models.loading import DTYPES, resolve
 from ragcache.models.support import refuse_by_config
@@ -25,8 +25,7 @@ class KVShape:
 
     def __post_init__(self) -> None:
         for name, value in (("layers", self.num_layers), ("kv-heads", self.num_kv_heads), ("head-dim", self.head_dim)):
-            if value < 1:
-                raise ConfigError(f"--{name} is {value}; give 1 or more")
+            check_least(f"--{name}", value, 1)
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype!r} is unknown; choose one of auto, {', '.join(DTYPES)}")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import ConfigError, EmbedderError
+from ragcache.errors import EmbedderError, check_least
 from ragcache.models.limits import LIMIT
 from ragcache.openmp import team_ends
 from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock
@@ -134,8 +134,7 @@ class SentenceEmbedder:
         Batches hold texts of like length, at most batch_size of them. Raises ConfigError for batch_size < 1, and
         CancelledError and TimedOutError within `limits.limited`, between batches.
         """
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
+        check_least("batch_size", batch_size, 1)
         vectors = np.empty((len(texts), self._dimension), dtype=np.float32)
         for start in range(0, len(texts), WINDOW_TEXTS):
             window = list(texts[start : start + WINDOW_TEXTS])

@@ -14,7 +14,7 @@ import faiss as untyped_faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import ConfigError, DamagedIndexError
+from ragcache.errors import ConfigError, DamagedIndexError, check_choice, check_least
 from ragcache.retrieval.index_file import IndexHeader, read_index, write_index
 
 # Its type stubs lack SearchParametersHNSW and the selector.
@@ -59,10 +59,8 @@ class VectorIndex:
     """
 
     def __init__(self, dimension: int, *, kind: str = "flat", embedder: str = "") -> None:
-        if kind not in KINDS:
-            raise ConfigError(f"index kind {kind!r} is unknown; choose one of {', '.join(KINDS)}")
-        if dimension < 1:
-            raise ConfigError(f"dimension is {dimension}; it must be at least 1")
+        check_choice("index kind", kind, KINDS)
+        check_least("dimension", dimension, 1)
         self.kind = kind
         self.dimension = dimension
         self.embedder = embedder
@@ -126,8 +124,7 @@ class VectorIndex:
 
         allowed: only these ids count. Raises ConfigError when k < 1 or the vector does not fit.
         """
-        if k < 1:
-            raise ConfigError(f"k is {k}; it must be at least 1")
+        check_least("k", k, 1)
         query = self._checked(np.asarray(vector, dtype=np.float32).reshape(1, -1), 1)
         with self._lock:
             eligible = self._live if allowed is None else self._live & set(allowed)

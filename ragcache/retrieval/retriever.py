@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError
+from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError, check_least
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.index import SearchResult, VectorIndex
 from ragcache.retrieval.mmr import maximal_marginal_relevance
@@ -234,8 +234,7 @@ def _keep(found: SearchResult, rows: NDArray[np.int64]) -> SearchResult:
 
 
 def _check_options(k: int, mmr_lambda: float | None, fetch_k: int | None) -> None:
-    if k < 1:
-        raise ConfigError(f"k is {k}; it must be at least 1")
+    check_least("k", k, 1)
     if mmr_lambda is not None and not 0 <= mmr_lambda <= 1:
         raise ConfigError(f"mmr_lambda is {mmr_lambda}; it must lie in 0..1")
     if fetch_k is not None and fetch_k < k:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ragcache.engine.aio import THREADS
 from ragcache.engine.options import Context, Order, Overflow
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, check_least
 
 MIB = 1 << 20
 # One of the engine's threads is left for a change of the documents.
@@ -86,8 +86,7 @@ class ServerSettings:
         least: dict[str, float] = {"slots": 1, "max_queue": 0, "write_wait_s": 0, "drain_s": 0, "figures_s": 0}
         least |= {"max_body_bytes": 1024, "max_upload_bytes": 1024, "max_upload_files": 1}
         for name, bound in least.items():
-            if not getattr(self, name) >= bound:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {bound:g}")
+            check_least(name, getattr(self, name), bound)
         if self.slots > MAX_SLOTS:
             raise ConfigError(f"slots is {self.slots}; the engine has threads for {MAX_SLOTS}")
         if not self.timeout_s > 0:

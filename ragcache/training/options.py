@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, check_least
 from ragcache.models.loading import DTYPES
 from ragcache.training.batches import BatchOptions
 from ragcache.training.encoding import EncodingOptions
@@ -85,8 +85,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Raises ConfigError naming the option that is out of range."""
         self.batches()
-        if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"steps is {self.steps}; it must be at least 1")
+        check_least("steps", 1 if self.steps is None else self.steps, 1)
         if not self.epochs > 0:
             raise ConfigError(f"epochs is {self.epochs}; it must be more than 0")
         if self.lora_rank < 0:
@@ -103,10 +102,8 @@ class TrainOptions:
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ConfigError(f"learning_rate is {self.learning_rate}; it must be more than 0")
         for name in ("accumulate", "save_every", "keep_checkpoints", "log_every", "segment_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_tokens is not None and self.max_tokens < 2:
-            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 2")
+            check_least(name, getattr(self, name), 1)
+        check_least("max_tokens", 2 if self.max_tokens is None else self.max_tokens, 2)
 
     def batches(self) -> BatchOptions:
         return BatchOptions(self.batch_tokens, self.batch_size, self.separate_share, self.mixture)

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ragcache.errors import ConfigError
+from ragcache.errors import check_choice
 from ragcache.evaluation.registry.documents import Article, write_document, write_in_two
 from ragcache.evaluation.registry.names import DataSplit
 from ragcache.evaluation.registry.questions import Question, answerable_questions, leaning_questions
@@ -44,8 +44,7 @@ def draw_texts(
     kind: "plain", over the gold passages and others of the same world, shuffled; or "leaning", over documents of like
     entities cut in two, about what a second part states (`hops` is then 1 and `rare_share` 0).
     """
-    if kind not in KINDS:
-        raise ConfigError(f"kind {kind!r} is unknown; choose one of {', '.join(KINDS)}")
+    check_choice("kind", kind, KINDS)
     if kind == "leaning":
         rng = random.Random(f"evaluate/{seed}/leaning/{num_passages}")
         return [_leaning_text(rng, num_passages, entities, wordings) for _ in range(num_cases)]

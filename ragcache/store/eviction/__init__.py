@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragcache.errors import ConfigError
+from ragcache.errors import check_choice
 from ragcache.store.eviction.admission import CountMinSketch as CountMinSketch
 from ragcache.store.eviction.admission import TinyLFU as TinyLFU
 from ragcache.store.eviction.base import Entry as Entry
@@ -19,9 +19,7 @@ ADMISSIONS: dict[str, type[TinyLFU] | None] = {"all": None, "tinylfu": TinyLFU}
 def get_policy(name: str, admission: str = "all") -> EvictionPolicy:
     """A fresh policy, behind an admission filter unless all are admitted. Raises ConfigError that names those there
     are."""
-    if name not in POLICIES:
-        raise ConfigError(f"eviction policy {name!r} is unknown; choose one of {', '.join(sorted(POLICIES))}")
-    if admission not in ADMISSIONS:
-        raise ConfigError(f"admission filter {admission!r} is unknown; choose one of {', '.join(ADMISSIONS)}")
+    check_choice("eviction policy", name, sorted(POLICIES))
+    check_choice("admission filter", admission, ADMISSIONS)
     policy, admit = POLICIES[name](), ADMISSIONS[admission]
     return policy if admit is None else admit(policy)

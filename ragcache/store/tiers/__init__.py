@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ragcache.codecs import Codec
-from ragcache.errors import ConfigError
+from ragcache.errors import check_choice
 from ragcache.store.eviction import EvictionPolicy
 from ragcache.store.tiers.base import DurableTier as DurableTier
 from ragcache.store.tiers.base import Tier as Tier
@@ -25,6 +25,5 @@ DURABLE: dict[str, OpenDurable] = {"disk": DiskTier}
 
 def get_durable(name: str) -> OpenDurable:
     """The function that opens the durable tier called `name`. Raises ConfigError that names those there are."""
-    if name not in DURABLE:
-        raise ConfigError(f"durable tier {name!r} is unknown; choose one of {', '.join(sorted(DURABLE))}")
+    check_choice("durable tier", name, sorted(DURABLE))
     return DURABLE[name]
