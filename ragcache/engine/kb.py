@@ -25,7 +25,6 @@ from ragcache.engine.asking.kept import KeptConversation, TurnMemory, inline_pas
 from ragcache.engine.asking.mini_notice import MiniNotice
 from ragcache.engine.asking.passage import Passage, find_passages
 from ragcache.engine.asking.plain_text import PlainTextWatch
-from ragcache.engine.asking.prefix_blocks import PrefixBlocks
 from ragcache.engine.asking.prefixes import Prefixes
 from ragcache.engine.asking.reader import Clock, Kept, Reader, Reading
 from ragcache.engine.asking.verdict import AUTO, choose_safe, warn_if_unsafe
@@ -199,11 +198,9 @@ class RagCache(AsyncTwins):
         if method.reuses_blocks:
             prefix_ids += method.additions(lm).behind_prefix
         tree = PrefixTree(lm.shape, self.config.prefix_bytes)
-        blocks = PrefixBlocks(lm, tree)
         used, learn = block_recipe(lm, method, recipe), self._prefills.add
-        read = partial(blocks.block, prefix_ids)
-        encoder = ModelEncoder(lm, used, prefix_ids, tenant, read_prefix=read, on_encoded=learn)
-        prefixes = Prefixes(lm, store.documents, encoder.recipe, tenant, tree)
+        prefixes = Prefixes(lm, store.documents, used, tenant, tree, prefix_ids)
+        encoder = ModelEncoder(lm, used, prefix_ids, tenant, read_prefix=prefixes.exact, on_encoded=learn)
         self._turns = TurnMemory(store.documents, tenant)
         answer_bytes = self.config.answer_bytes
         self._admission = Admission(default_budget(lm) if answer_bytes is None else answer_bytes)
@@ -215,7 +212,6 @@ class RagCache(AsyncTwins):
             store.kv,
             store.documents,
             prefixes,
-            blocks,
             self._admission,
             self._prefills,
             self._loader,

@@ -13,6 +13,7 @@ from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache
+from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe
 from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
 from ragcache.models.lm import LanguageModel
@@ -27,10 +28,10 @@ class Written(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """blocks: one a chunk; prefix: the prefix's own. encode_s: what making the blocks took, paid at ingestion."""
+    """blocks: one a chunk; prefix: the KV before them. encode_s: what making the blocks took, paid at ingestion."""
 
     blocks: list[KVBlock]
-    prefix: KVBlock | None
+    prefix: Exact | None
     encode_s: float
 
 
@@ -61,7 +62,7 @@ class PromptReader:
             method,
             found.blocks,
             recipe=wanted,
-            prefix_block=found.prefix,
+            exact=found.prefix,
             reserve_tokens=self.reserve_tokens,
             evict=evict,
         )
@@ -71,16 +72,16 @@ class PromptReader:
         """Blocks of all chunks, and the prefix's with what a method puts behind it; like blocks are made once."""
         key = (recipe, prefix_ids)
         if key not in self._encoded:
-            prefix = self.lm.encode([prefix_ids])[0] if prefix_ids else None
+            prefix = self.lm.read(prefix_ids) if prefix_ids else None
             self._encoded[key] = self._encode(recipe, prefix_ids, prefix)
         return self._encoded[key]
 
-    def _encode(self, recipe: Recipe, prefix_ids: Sequence[int], prefix: KVBlock | None) -> Encoded:
+    def _encode(self, recipe: Recipe, prefix_ids: Sequence[int], prefix: Exact | None) -> Encoded:
         same = [found for (made, _), found in self._encoded.items() if made == recipe and not recipe.sees_prefix]
         if same:  # isolated blocks do not depend on what stands before them
             return Encoded(same[0].blocks, prefix, same[0].encode_s)
         started = time.perf_counter()
-        blocks = self.lm.encode(self.prompt.chunk_ids, recipe, prefix_ids, prefix_block=prefix)
+        blocks = self.lm.encode(self.prompt.chunk_ids, recipe, prefix_ids, prefix=prefix)
         return Encoded(blocks, prefix, time.perf_counter() - started)
 
 

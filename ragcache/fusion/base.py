@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, lay_out
 from ragcache.fusion.placing import Placement, Placer
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import Adjust, FusedCache, SharedContext
+from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe
 from ragcache.models.layerwise import BeforeLayer
 from ragcache.models.lm import LanguageModel
@@ -47,15 +48,6 @@ class PhaseTimes:
         return self.encode_s + self.place_s + self.prefill_s
 
 
-class Exact(Protocol):
-    """The KV that earlier passes left of the prompt's first `num_tokens` tokens, keys rotated to 0, 1, ..."""
-
-    num_tokens: int
-
-    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write one layer's to [num_kv_heads, num_tokens, head_dim] each."""
-
-
 @dataclass(frozen=True, eq=False)
 class Prefilled:
     """A context that is ready to decode from.
@@ -81,7 +73,6 @@ class Job:
     lm:     the model
     layout: where every token stands
     blocks: those of `layout.placed(known)`, in order, on any device
-    prefix: the block of the first text, up to the first passage; None: that text runs, or `exact` holds it
     exact:  KV of the first tokens that earlier passes left: at most all but the last one
     base:   all that stands before the last text, as another job left it: it is read where it is
     reserve_tokens: room to leave for decoding
@@ -90,7 +81,6 @@ class Job:
     lm: LanguageModel
     layout: Layout
     blocks: Sequence[KVBlock] = ()
-    prefix: KVBlock | None = None
     exact: Exact | None = None
     base: SharedContext | None = None
     reserve_tokens: int = 64
@@ -99,32 +89,39 @@ class Job:
     @property
     def known(self) -> int:
         """Tokens at the prompt's beginning whose KV is at hand."""
-        first = self.base or self.exact or self.prefix
+        first = self.base or self.exact
         return 0 if first is None else first.num_tokens
 
     @property
     def placements(self) -> list[Placement]:
-        """Prefix and blocks, each with its place."""
-        prefix = [] if self.prefix is None else [Placement(self.prefix, 0)]
+        """Blocks, each with its place."""
         pieces = self.layout.placed(self.known)
-        return [*prefix, *(Placement(block, piece.start) for piece, block in zip(pieces, self.blocks, strict=True))]
+        return [Placement(block, piece.start) for piece, block in zip(pieces, self.blocks, strict=True)]
 
     def read(self, adjust: Adjust | None = None) -> Prefilled:
         """Place all blocks and run the text. adjust: changes attention scores; see FusedCache."""
         if self.base is not None:
             room = self.layout.num_tokens - self.base.num_tokens + self.reserve_tokens
             return self.run_text(self.lm.new_cache(room, base=self.base))
+        cache = self.new_cache(self.place())
+        cache.adjust = adjust
+        return self.run_text(cache)
+
+    def place(self) -> Place:
+        """Places everything that is at hand: the first tokens, then the blocks."""
         placer = Placer(self.lm, self.placements)
 
         def place(cache: FusedCache, layer: int) -> None:
-            if self.exact is not None and self.exact.num_tokens:
-                keys, values = cache.reserve(layer, torch.arange(self.exact.num_tokens, device=self.lm.device))
-                self.exact.copy_layer(layer, keys[0], values[0])
+            self.place_exact(cache, layer)
             placer.place(cache, layer)
 
-        cache = self.new_cache(place)
-        cache.adjust = adjust
-        return self.run_text(cache)
+        return place
+
+    def place_exact(self, cache: FusedCache, layer: int) -> None:
+        """Place the first tokens, of which there may be none."""
+        if self.exact is not None:
+            keys, values = cache.reserve(layer, torch.arange(self.exact.num_tokens, device=self.lm.device))
+            self.exact.copy_layer(layer, keys[0], values[0])
 
     def new_cache(self, place: Place, num_tokens: int | None = None) -> FusedCache:
         """An empty cache.
@@ -227,7 +224,7 @@ class FusionMethod:
         return lay_out(parts, recipe, self.added_to(lm, parts), separate=self.reuses_blocks)
 
     def prefix_ids(self, lm: LanguageModel, prompt: Prompt) -> list[int]:
-        """What stands before the first passage: the ids of `Job.prefix`."""
+        """What stands before the first passage: the text that `Job.exact` holds for a method that reads blocks."""
         return [*prompt.prefix_ids, *self.added_to(lm, prompt.parts).behind_prefix]
 
     def check(self, lm: LanguageModel, prompt: Prompt) -> None:

@@ -53,7 +53,7 @@ class Entropy(FusionMethod):
         owners = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(job.lm.device)
 
         def select(layer: int, suffix: Projected) -> Tensor:
-            keys = torch.cat([gather.keys(layer, gather.slots)[None], suffix.key], dim=2)
+            keys = torch.cat([gather.all_keys(layer)[None], suffix.key], dim=2)
             drawn = attention_received(suffix, keys, torch.cat([gather.positions, suffix.positions]))
             of_chunks = drawn[prefix : prefix + owners.shape[0]]
             best = highest(of_chunks.new_zeros(len(lengths)).index_add_(0, owners, of_chunks), self.top_k)

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import get_method
-from ragcache.fusion.base import Exact, FusionMethod, Job, PhaseTimes, Prefilled
+from ragcache.fusion.base import FusionMethod, Job, PhaseTimes, Prefilled
 from ragcache.fusion.eviction import Ballot, SnapKV
 from ragcache.fusion.layout import Additions, Layout
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache, SharedContext
+from ragcache.kv.exact import Exact, ExactBlock
 from ragcache.kv.identity import Recipe
 from ragcache.models.attention import observing
 from ragcache.models.lm import LanguageModel
@@ -104,13 +105,14 @@ def fuse(
     method: a name, with the method's options as further keyword arguments, or a method object
     blocks: one a chunk (that `exact` does not hold), as `encode` returns them under `recipe`; encoded here when None
     recipe: how the blocks were (or are to be) encoded; None: what the blocks say, else the method's first choice
-    prefix_block: the isolated block of the prefix ids (and of what the method puts behind them, such as KVLink's
-            KV-START: `method.additions(lm).behind_prefix`); encoded here when None
+    prefix_block: the prefix's KV as an isolated block, in place of `exact`
     reserve_tokens: room to leave in the cache for decoding; it grows beyond that
     evict:  keep few of the passages' tokens for decoding, after any method: how to choose them, or simply how many in
             each layer and KV head; `next_logits` are read off before that
-    exact:  KV of the prompt's first tokens, up to within no passage whose block is placed: for a method with
-            `takes_exact`, or of several groups of passages
+    exact:  KV of the prompt's first tokens as `LanguageModel.read` or a PrefixTree gives it. For a method that reads
+            blocks: of `method.prefix_ids`, the prefix with what the method puts behind it (KVLink's KV-START); read
+            here when None. For one with `takes_exact`, or several groups of passages: of any number of tokens that
+            ends within no passage whose block is placed
     base:   instead of blocks, all that stands before the suffix, as `Fused.share` of the same prompt with any other
             suffix gave it, for a method with `shares_context`: it is read where it is
     options: the method's own
@@ -119,7 +121,7 @@ def fuse(
     prompt), ContextTooLongError, PromptError.
     """
     chosen = get_method(method, **options)
-    parts = _parts(lm, chosen, prompt, exact, evict)
+    parts = _parts(lm, chosen, prompt, evict)
     chunks = [chunk for part in parts if isinstance(part, Passages) for chunk in part.chunk_ids]
     added, stated = chosen.added_to(lm, parts), _recipe_of(blocks or ())
     recipe = _recipe(lm, chosen, recipe if recipe is not None else stated, added if chunks else None)
@@ -128,13 +130,17 @@ def fuse(
     layout = chosen.layout(lm, parts, recipe)
     prefix_ids = chosen.prefix_ids(lm, prompt) if isinstance(prompt, Prompt) else []
     suffix_tokens = parts[-1].num_tokens
+    if prefix_block is not None and layout.separate:
+        exact = _exact_block(lm, prefix_block, len(prefix_ids), exact)
+    if isinstance(prompt, Prompt) and exact is not None:
+        _check_prefix(chosen, exact, len(prefix_ids))
     _check_exact(layout, exact, 1 if evict is None else suffix_tokens)
     _check_base(chosen, layout, base, suffix_tokens)
     ballot = None if evict is None else _ballot(SnapKV.of(evict), layout, len(prefix_ids), suffix_tokens)
     lm.check_ids(layout.ids, "the prompt")
     job, encoded = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens), 0
     if layout.separate and base is None:
-        job, encoded = _with_blocks(job, chunks, recipe, prefix_ids, blocks, prefix_block)
+        job, encoded = _with_blocks(job, chunks, recipe, prefix_ids, blocks)
     done = chosen.prefill(job) if ballot is None else _prefill_and_evict(chosen, job, ballot)
     return Fused(
         prompt=prompt,
@@ -167,14 +173,11 @@ def _parts(
     lm: LanguageModel,
     method: FusionMethod,
     prompt: Prompt | Sequence[Part],
-    exact: Exact | None,
     evict: SnapKV | int | None,
 ) -> Sequence[Part]:
     """The prompt's parts. Raises ConfigError or PromptError for what the method cannot read."""
     if isinstance(prompt, Prompt):
         method.check(lm, prompt)
-        if exact is not None and not method.takes_exact:
-            raise ConfigError(f"method {method.name!r} reads blocks and cannot go on from exact KV; leave `exact` out")
         return prompt.parts
     if not method.keeps_context:
         raise ConfigError(f"method {method.name!r} cannot keep the context of earlier turns")
@@ -183,6 +186,25 @@ def _parts(
     if not prompt or not isinstance(prompt[-1], Text) or not prompt[-1].ids:
         raise PromptError("the prompt ends with no text; give the question at least one token")
     return prompt
+
+
+def _exact_block(lm: LanguageModel, block: KVBlock, prefix_tokens: int, exact: Exact | None) -> Exact:
+    """The caller's block of the prefix. Raises ConfigError beside `exact`, StaleBlockError when it cannot be it."""
+    if exact is not None:
+        raise ConfigError("prefix_block and exact exclude each other: both are the prefix's KV; give one")
+    _check_block(lm, "the prefix", block, prefix_tokens)
+    return ExactBlock(block, lm.rope)
+
+
+def _check_prefix(method: FusionMethod, exact: Exact, prefix_tokens: int) -> None:
+    """Raises ConfigError for exact KV that the method cannot go on from."""
+    if method.reuses_blocks and exact.num_tokens != prefix_tokens:
+        raise ConfigError(
+            f"method {method.name!r} reads blocks and goes on from exact KV of the prefix's {prefix_tokens} tokens "
+            f"alone; that of {exact.num_tokens} was given"
+        )
+    if not method.reuses_blocks and not method.takes_exact:
+        raise ConfigError(f"method {method.name!r} runs every token; leave `exact` out")
 
 
 def _check_exact(layout: Layout, exact: Exact | None, must_run: int) -> None:
@@ -260,48 +282,43 @@ def _with_blocks(
     recipe: Recipe,
     prefix_ids: Sequence[int],
     blocks: Sequence[KVBlock] | None,
-    prefix: KVBlock | None,
 ) -> tuple[Job, int]:
-    """The job with its blocks, and how many tokens had to be encoded for them."""
-    lm, placed = job.lm, job.layout.placed(job.known)
+    """The job with its prefix and blocks, and how many tokens had to be encoded for them."""
+    lm = job.lm
     started, encoded = time.perf_counter(), 0
-    if prefix is None and prefix_ids:
-        prefix = lm.encode([prefix_ids])[0]
+    if job.exact is None and prefix_ids:
+        job = replace(job, exact=lm.read(prefix_ids))
         encoded += len(prefix_ids)
+    placed = job.layout.placed(job.known)
     if blocks is None:
         wanted = [chunks[piece.passage] for piece in placed if piece.passage is not None]
-        blocks = lm.encode(wanted, recipe, prefix_ids, prefix_block=prefix)
+        blocks = lm.encode(wanted, recipe, prefix_ids, prefix=job.exact)
         encoded += sum(block.num_tokens for block in blocks)
     times = PhaseTimes(encode_s=time.perf_counter() - started)
-    _check_blocks(lm, [piece.ids for piece in placed], prefix_ids, blocks, prefix)
-    return replace(job, blocks=blocks, prefix=prefix, times=times), encoded
+    _check_blocks(lm, [piece.ids for piece in placed], blocks)
+    return replace(job, blocks=blocks, times=times), encoded
 
 
-def _check_blocks(
-    lm: LanguageModel,
-    chunks: Sequence[Sequence[int]],
-    prefix_ids: Sequence[int],
-    blocks: Sequence[KVBlock],
-    prefix: KVBlock | None,
-) -> None:
+def _check_blocks(lm: LanguageModel, chunks: Sequence[Sequence[int]], blocks: Sequence[KVBlock]) -> None:
     """Raises StaleBlockError for blocks that cannot be those of these ids (chunks: with their markers)."""
     if len(blocks) != len(chunks):
         raise StaleBlockError(
             f"{len(blocks)} blocks were given for {len(chunks)} chunks: they are not those of the passages that have "
             "to be placed; pass one a chunk"
         )
-    pairs = [(f"chunk {i}", b, len(c)) for i, (b, c) in enumerate(zip(blocks, chunks, strict=True))]
-    if prefix is not None:
-        pairs.append(("the prefix", prefix, len(prefix_ids)))
+    for rank, (block, chunk) in enumerate(zip(blocks, chunks, strict=True)):
+        _check_block(lm, f"chunk {rank}", block, len(chunk))
+
+
+def _check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int) -> None:
     shape = lm.shape
-    for what, block, num_tokens in pairs:
-        layers, heads, tokens, width = block.key_shape
-        if (layers, heads, width, block.value_shape[3]) != (
-            shape.num_layers,
-            shape.num_kv_heads,
-            shape.key_dim,
-            shape.value_dim,
-        ):
-            raise StaleBlockError(f"the block of {what} was made by another model; encode it with {lm.name}")
-        if tokens != num_tokens:
-            raise StaleBlockError(f"the block of {what} holds {tokens} tokens and its text has {num_tokens}; encode it")
+    layers, heads, tokens, width = block.key_shape
+    if (layers, heads, width, block.value_shape[3]) != (
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.key_dim,
+        shape.value_dim,
+    ):
+        raise StaleBlockError(f"the block of {what} was made by another model; encode it with {lm.name}")
+    if tokens != num_tokens:
+        raise StaleBlockError(f"the block of {what} holds {tokens} tokens and its text has {num_tokens}; encode it")

@@ -19,19 +19,20 @@ Select = Callable[[int, Projected], Tensor]
 class Gather:
     """What sparse methods place with: they keep few tokens, and other ones in each layer.
 
-    A token's slot is its rank among all tokens of the placements. Only the tokens asked for are copied and rotated,
-    and only they leave the device that a block lies on.
+    A token's slot is its rank among the prefix's and all blocks' tokens. Of the blocks only the tokens asked for are
+    copied and rotated, and only they leave the device that a block lies on.
 
     positions: int64 [num_tokens], by slot
     """
 
     def __init__(self, job: Job) -> None:
+        self._job = job
         self._lm = lm = job.lm
         placements = job.placements
         self._blocks = [p.block for p in placements]
         parts = [torch.arange(p.rotate_from, p.rotate_from + p.block.num_tokens) for p in placements]
-        self.positions = torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).to(lm.device)
-        ends = torch.tensor([block.num_tokens for block in self._blocks], dtype=torch.int64).cumsum(0)
+        self.positions = torch.cat([torch.arange(job.known), *parts]).to(lm.device)
+        ends = job.known + torch.tensor([block.num_tokens for block in self._blocks], dtype=torch.int64).cumsum(0)
         self._ends = ends.to(lm.device)
         self._starts = [end - block.num_tokens for end, block in zip(ends.tolist(), self._blocks, strict=True)]
 
@@ -41,11 +42,23 @@ class Gather:
         return torch.arange(self.positions.shape[0], device=self._lm.device)
 
     def keys(self, layer: int, slots: Tensor) -> Tensor:
-        """Rotated keys of these tokens, [num_kv_heads, num_slots, head_dim]. slots: int64, ascending."""
+        """Rotated keys of these tokens of the blocks, [num_kv_heads, num_slots, head_dim]. slots: int64, ascending."""
         return self._lm.rope.rotate(self._keys(layer, slots), layer, self.positions[slots])
 
+    def all_keys(self, layer: int) -> Tensor:
+        """Rotated keys of every token, [num_kv_heads, num_tokens, head_dim]."""
+        known, keys = self._job.known, self.keys(layer, self.slots[self._job.known :])
+        if self._job.exact is None:
+            return keys
+        size = (self._lm.shape.num_kv_heads, known)
+        exact, values = (keys.new_empty(*size, width) for width in (self._lm.shape.key_dim, self._lm.shape.value_dim))
+        self._job.exact.copy_layer(layer, exact, values)
+        return torch.cat([exact, keys], dim=1)
+
     def place(self, cache: FusedCache, layer: int, slots: Tensor) -> None:
-        """Put these tokens behind what the layer holds. slots: int64, ascending."""
+        """Put these tokens into an empty layer. slots: int64, ascending, all of the prefix's among them."""
+        self._job.place_exact(cache, layer)
+        slots = slots[self._job.known :]
         keys, values = cache.reserve(layer, self.positions[slots])
         if not slots.numel():
             return

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
-from ragcache.fusion.placing import Placer
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache
 from ragcache.models.attention import Projected
@@ -117,10 +116,10 @@ class RecomputeMethod(FusionMethod, ABC):
         if not candidates.numel():
             return job.read()
         choose = self.chooser(context)
-        placer, text = Placer(job.lm, job.placements), context.text_slots()
+        place_known, text = job.place(), context.text_slots()
 
         def place(cache: FusedCache, layer: int) -> None:
-            placer.place(cache, layer)
+            place_known(cache, layer)
             cache.reserve(layer, context.positions[text])
 
         slots = torch.cat([candidates, text])

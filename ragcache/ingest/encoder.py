@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from ragcache.kv.block import KVBlock
+from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe
 from ragcache.models.lm import LanguageModel
 
+ReadPrefix = Callable[[Sequence[int]], AbstractContextManager[Exact | None]]
 OnEncoded = Callable[[int, float, int], None]  # tokens of the longest chunk, seconds, chunks
 
 
@@ -48,13 +51,11 @@ class ModelEncoder:
         prefix_ids: Sequence[int] = (),
         tenant: str = "",
         *,
-        prefix_block: KVBlock | None = None,
-        read_prefix: Callable[[], KVBlock | None] | None = None,
+        read_prefix: ReadPrefix | None = None,
         on_encoded: OnEncoded | None = None,
     ) -> None:
-        """prefix_block: of prefix_ids, where the caller has it; else it is encoded at first use and kept
+        """read_prefix: gives the KV of prefix_ids at every use; None: it is read at first use and kept
 
-        read_prefix: gives it at every use, for a caller that keeps it within a budget of its own
         on_encoded: is told of every batch that was encoded
         """
         self.lm = lm
@@ -62,8 +63,8 @@ class ModelEncoder:
         self.prefix_ids = list(prefix_ids) if self.recipe.sees_prefix else []
         self.tenant = tenant
         self.on_encoded = on_encoded
-        self._prefix_block = prefix_block
-        self._read_prefix = read_prefix
+        self._read_prefix = read_prefix or self._read_once
+        self._prefix: Exact | None = None
         self._lock = threading.Lock()
 
     @property
@@ -79,28 +80,23 @@ class ModelEncoder:
 
     def encode(self, chunks: Sequence[Sequence[int]], wanted: Callable[[], bool] | None = None) -> list[KVBlock]:
         longest = max(map(len, chunks), default=1)
-        prefix = self._prefix()
-        started = time.perf_counter()
-        blocks = self.lm.encode(
-            chunks,
-            self.recipe,
-            self.prefix_ids,
-            prefix_block=prefix,
-            batch_tokens=longest * len(chunks) + len(chunks) + 1,
-            wanted=wanted,
-        )
+        with self._read_prefix(self.prefix_ids) if self.prefix_ids else nullcontext() as prefix:
+            started = time.perf_counter()
+            blocks = self.lm.encode(
+                chunks,
+                self.recipe,
+                self.prefix_ids,
+                prefix=prefix,
+                batch_tokens=longest * len(chunks) + len(chunks) + 1,
+                wanted=wanted,
+            )
         if self.on_encoded is not None and chunks:
             self.lm.finish()
             self.on_encoded(longest, time.perf_counter() - started, len(chunks))
         return blocks
 
-    def _prefix(self) -> KVBlock | None:
-        """The prefix's own block, encoded once."""
-        if not self.prefix_ids:
-            return None
-        if self._read_prefix is not None:
-            return self._read_prefix()
+    def _read_once(self, prefix_ids: Sequence[int]) -> AbstractContextManager[Exact]:
         with self._lock:
-            if self._prefix_block is None:
-                self._prefix_block = self.lm.encode([self.prefix_ids])[0]
-            return self._prefix_block
+            if self._prefix is None:
+                self._prefix = self.lm.read(prefix_ids)
+            return nullcontext(self._prefix)

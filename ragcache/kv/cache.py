@@ -130,6 +130,12 @@ class SharedContext:
         buffers, end = self._loan.buffers, self.num_tokens
         return buffers.keys[layer][:, :, :end], buffers.values[layer][:, :, :end], buffers.positions[layer][:end]
 
+    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write one layer's to [num_kv_heads, num_tokens, head_dim] each."""
+        own_keys, own_values, _ = self.layer_state(layer)
+        keys.copy_(own_keys[0])
+        values.copy_(own_values[0])
+
 
 class CacheMark(NamedTuple):
     """What a cache held at one moment, by layer: tokens, tokens that had run, whether the context was placed."""

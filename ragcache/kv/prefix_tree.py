@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragcache.errors import ConfigError
-from ragcache.kv.cache import CacheShape, FusedCache
+from ragcache.kv.cache import CacheShape, FusedCache, SharedContext
 
 Elements = NDArray[np.int64]
 Read = Callable[[int, int, int], tuple[Tensor, Tensor]]
@@ -42,7 +42,7 @@ class Owned(NamedTuple):
 @dataclass(frozen=True)
 class PrefixStats:
     """num_bytes: held now, lent bytes among them; tokens, nodes: likewise, of the tree alone
-    lent_bytes: held now by others within the tree's budget: prefixes that methods read as blocks
+    lent_bytes: held now by others within the tree's budget: contexts of earlier prompts
     asked_tokens, matched_tokens: of all sequences matched so far, and of these the part that was found
     evicted_tokens: given up for others so far
     """
@@ -433,7 +433,7 @@ class PrefixTree:
         return above
 
 
-def read_cache(cache: FusedCache) -> Read:
+def read_cache(cache: FusedCache | SharedContext) -> Read:
     """What `PrefixTree.insert` reads, out of a cache whose layers hold the positions 0 to n - 1, in any order."""
     order: dict[int, Tensor] = {}
 

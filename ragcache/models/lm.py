@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import BufferPool, CacheShape, FusedCache, SharedContext
+from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe, block_key
 from ragcache.kv.rope import Rope
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
@@ -125,7 +126,7 @@ class LanguageModel:
         recipe: str | Recipe = "isolated",
         prefix_ids: Sequence[int] = (),
         *,
-        prefix_block: KVBlock | None = None,
+        prefix: Exact | None = None,
         batch_tokens: int | None = None,
         wanted: Callable[[], bool] | None = None,
     ) -> list[KVBlock]:
@@ -133,7 +134,7 @@ class LanguageModel:
 
         recipe: "isolated" (positions 0, 1, ...) or "prefix" (behind prefix_ids, which every chunk attends to); a
                 Recipe with markers reads them around the chunk and keeps their KV with it
-        prefix_block: the isolated block of prefix_ids, when the caller has it
+        prefix: the KV of prefix_ids, as far as the caller has it
         batch_tokens: padded tokens that run together; what suits the device when None
         wanted: asked in every layer of every pass; once it says no, AbandonedSignal is raised and nothing is returned
 
@@ -148,11 +149,12 @@ class LanguageModel:
                 raise PromptError(f"chunk {rank} has no tokens; leave empty passages out")
             self.check_ids([*behind, *head, *recipe.marked(chunk)], f"chunk {rank}")
         rows = [[*head, *recipe.marked(chunk)] for chunk in chunks]
-        prefix = self._rotated_prefix(behind, prefix_block)
+        context = self.read(behind, prefix) if behind else None
+        layers = [context.layer_state(layer)[:2] for layer in range(self.shape.num_layers)] if context else []
         blocks: list[KVBlock | None] = [None] * len(rows)
         for batch in plan_batches([len(row) for row in rows], batch_tokens or self.batch_tokens):
             members = [rows[rank] for rank in batch]
-            done = encode_batch(self.model, self.rope, self.shape, members, prefix, skip, wanted)
+            done = encode_batch(self.model, self.rope, self.shape, members, layers, skip, wanted)
             for rank, block in zip(batch, done, strict=True):
                 blocks[rank] = replace(block, recipe=recipe)
         return [block for block in blocks if block is not None]
@@ -166,14 +168,27 @@ class LanguageModel:
             raise ConfigError(f"{self.name} has no BOS token; use a recipe without bos")
         return [int(bos)], 1
 
-    def _rotated_prefix(self, prefix_ids: Sequence[int], block: KVBlock | None) -> list[tuple[Tensor, Tensor]]:
-        if not prefix_ids:
-            return []
-        block = block or self.encode([prefix_ids])[0]
-        return [
-            (self.rope.rotate(block.layer_keys(layer), layer, 0)[None], block.layer_values(layer)[None])
-            for layer in range(self.shape.num_layers)
-        ]
+    @torch.inference_mode()
+    def read(self, ids: Sequence[int], known: Exact | None = None) -> SharedContext:
+        """Run plain text from position 0 on; its KV serves whatever begins with it.
+
+        known: the KV of its first tokens, from an earlier pass; only the others run
+
+        Raises PromptError, ContextTooLongError, and what `run` raises.
+        """
+        self.check_ids(ids, "the prefix")
+        start = 0 if known is None else known.num_tokens
+
+        def place(layer: int) -> None:
+            if known is not None:
+                keys, values = cache.reserve(layer, torch.arange(start, device=self.device))
+                known.copy_layer(layer, keys[0], values[0])
+
+        cache = self.new_cache(len(ids), place if start else None)
+        if start < len(ids):
+            self.run(ids[start:], start, cache)
+        cache.place()
+        return cache.share(len(ids))
 
     def finish(self) -> None:
         """Wait until the device has done what it was told: a GPU has only been told so far."""

@@ -84,7 +84,7 @@ def test_streaming_that_is_left_early_keeps_what_was_computed(kb):
 def test_blocks_and_evicted_caches_stay_out(kb):
     kb.ask("Where do dogs bark?", k=3, sampling=SHORT)
     kb.ask("Where do dogs bark?", k=3, method="full", evict=4, sampling=SHORT)
-    assert tree(kb).stats().tokens == 0
+    assert tree(kb).stats().tokens == len(kb._reader.format.prefix_ids), "of blocks only what stands before them"
     whole = ask(kb, "Where do dogs bark?", evict=4)
     ask(kb, "Where do dogs bark?")
     voted = ask(kb, "Where do dogs bark?", evict=4)
@@ -102,6 +102,24 @@ def test_askers_at_once_get_what_each_gets_alone(open_kb, tmp_path, kb):
     assert tree(small).stats().num_bytes <= 300 * kb.lm.kv_bytes_per_token
 
 
+@pytest.mark.parametrize("first", ["full", "reposition", "a3"])
+def test_a_prefix_serves_every_method(open_kb, tmp_path, first):
+    """Whoever reads a system prompt first, the others only run what is theirs, and say what they say without it."""
+    methods = ["full", "reposition", "cacheblend", "a3", "samkv", "concat"]
+    system = "Answer in one word, and be sure of it. " * 4
+    answers = {}
+    for name, budget in (("off", 0), ("on", 1 << 24)):
+        kb = open_kb(path=tmp_path / name, system=system, store=rc.StoreConfig(prefix_bytes=budget))
+        kb.ingest([rc.Document("dogs", "Dogs bark at night.\n"), rc.Document("cats", "Cats sleep all day.\n")])
+        asked = [first, *(method for method in methods if method != first)]
+        answers[name] = [kb.ask("Where do dogs bark?", k=2, method=method, sampling=SHORT) for method in asked]
+    prefix_tokens = len(kb._reader.format.prefix_ids)
+    assert prefix_tokens > len(system)
+    for off, on in zip(answers["off"][1:], answers["on"][1:], strict=True):
+        assert on.text == off.text
+        assert on.usage.computed_tokens == off.usage.computed_tokens - prefix_tokens
+
+
 def test_tenants_share_nothing(open_kb, kb):
     ask(kb, "Where do dogs bark?")
     names = {open_kb(tenant=tenant)._reader.prefixes._namespace(rc.METHODS["full"]()) for tenant in ("a", "b")}
@@ -115,7 +133,7 @@ def test_without_a_budget_everything_is_computed(open_kb, kb):
 
 
 @pytest.mark.parametrize("recipe", ["isolated", "prefix"])
-def test_prefixes_read_as_blocks_are_within_the_budget(open_kb, tmp_path, recipe):
+def test_prefixes_of_methods_that_read_blocks_are_within_the_budget(open_kb, tmp_path, recipe):
     """Without a budget a system prompt is read for every question and nothing stays, for ingestion neither."""
     system = "Answer in one word, and be sure of it. " * 4
     texts, computed = [], []
@@ -126,11 +144,10 @@ def test_prefixes_read_as_blocks_are_within_the_budget(open_kb, tmp_path, recipe
         answers = [one.ask("Where do dogs bark?", k=2, method="reposition", sampling=SHORT) for _ in range(2)]
         texts += [answer.text for answer in answers]
         computed.append(answers[1].usage.created_tokens)
-        held = sum(block.num_bytes for block in one._reader._prefix_blocks._known.values())
         stats = one.prefix_stats()
-        assert held == stats.lent_bytes == stats.num_bytes <= budget
-        assert one._reader.encoder._prefix_block is None
-        assert bool(held) is bool(budget)
+        assert stats.num_bytes <= budget
+        assert stats.tokens == (len(one._reader.format.prefix_ids) if budget else 0)
+        assert one._reader.encoder._prefix is None
     assert len(set(texts)) == 1
     assert computed[0] >= len(system) > computed[1] == 0
 

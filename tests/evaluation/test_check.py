@@ -50,7 +50,7 @@ class Exact(FusionMethod):
     summary: ClassVar[str] = ""
 
     def prefill(self, job: Job) -> Prefilled:
-        return super().prefill(replace(job, layout=replace(job.layout, separate=False), blocks=(), prefix=None))
+        return super().prefill(replace(job, layout=replace(job.layout, separate=False), blocks=(), exact=None))
 
 
 @pytest.fixture

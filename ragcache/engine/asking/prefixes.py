@@ -1,14 +1,19 @@
-"""Exact KV of earlier prompts and answers, for prompts that begin with the same tokens."""
+"""Exact KV of earlier prompts, answers and system prompts, for prompts that begin with the same tokens."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
 from ragcache.fusion.layout import Layout, Piece
+from ragcache.kv.cache import FusedCache, SharedContext
+from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe, digest
 from ragcache.kv.prefix_tree import Lease, Owned, PrefixStats, PrefixTree, read_cache
 from ragcache.models.lm import LanguageModel
@@ -26,12 +31,14 @@ class Path:
 
     parts: all of it; layout: the same, laid out
     hits:  its passages, in their order, of which the last `asked` are this question's
+    drops: `Prefixes.drops` when it was asked
     """
 
     parts: Sequence[Part]
     layout: Layout
     hits: Sequence[Hit]
     asked: int
+    drops: int
 
     @property
     def passages(self) -> list[tuple[Piece, Hit]]:
@@ -42,21 +49,71 @@ class Path:
         return [Owned(piece.start, piece.end, hit.chunk.vector_id) for piece, hit in self.passages]
 
 
+class Prefix(NamedTuple):
+    """exact: None for no tokens. created_tokens, encode_s: tokens that were run for it now, and seconds"""
+
+    exact: Exact | None = None
+    created_tokens: int = 0
+    encode_s: float = 0.0
+
+
 class Prefixes:
     """The prefix tree of one store, which knows which passages its KV was computed over. Thread-safe.
 
-    A passage is named by its vector id, which is never given to another one; those from outside the store share one
-    name and go, as their blocks do, when any document changes.
+    Running text has one namespace: a prefix that one method read serves every other, `full` included. What a method
+    computed over blocks serves that method alone.
+
+    A passage is named by its vector id, which is never given to another one. Those from outside the store share one
+    name and go, as their blocks do, when any document changes. So does text in front of the passages, except the
+    store's own prefix: a conversation may quote any passage.
+
+    own_ids: the store's own prefix
+    drops:   how often a document changed
     """
 
     def __init__(
-        self, lm: LanguageModel, documents: DocumentStore, recipe: Recipe, tenant: str, tree: PrefixTree
+        self,
+        lm: LanguageModel,
+        documents: DocumentStore,
+        recipe: Recipe,
+        tenant: str,
+        tree: PrefixTree,
+        own_ids: Sequence[int] = (),
     ) -> None:
         self._lm = lm
         self._documents = documents
         self._recipe = recipe
         self._tenant = tenant
         self._tree = tree
+        self._own_ids = list(own_ids)
+        self.drops = 0
+
+    @contextmanager
+    def text(self, ids: Sequence[int]) -> Iterator[Prefix]:
+        """The KV of a prompt's first text. What is not known of it runs, and is kept as far as there is room.
+
+        Raises what `LanguageModel.read` raises.
+        """
+        if not ids:
+            yield Prefix()
+        elif not self._tree.budget_bytes:
+            yield self._read_on(ids, None)
+        else:
+            with self._tree.match(self._text, ids) as known:
+                found = Prefix(known) if known.num_tokens == len(ids) else self._read_on(ids, known)
+                yield found
+
+    @contextmanager
+    def exact(self, ids: Sequence[int]) -> Iterator[Exact | None]:
+        """`text` without what it cost."""
+        with self.text(ids) as prefix:
+            yield prefix.exact
+
+    def _read_on(self, ids: Sequence[int], known: Lease | None) -> Prefix:
+        started, drops = time.perf_counter(), self.drops
+        context = self._lm.read(ids, known)
+        self._insert(self._text, ids, context, self._quoting(ids), drops)
+        return Prefix(context, len(ids) - (known.num_tokens if known else 0), time.perf_counter() - started)
 
     def match(self, method: FusionMethod, path: Path, most: int) -> Lease | None:
         """What is known of the prompt's first tokens, `most` of them at most; None where nothing is kept."""
@@ -78,14 +135,37 @@ class Prefixes:
         if not self._tree.budget_bytes or len(set(fused.cache.lengths)) > 1:
             return
         elements = [*path.layout.elements, *answer_ids][: fused.cache.get_seq_length()]
+        before = elements[: path.owned[0].start] if path.owned else elements
+        owned = [*self._quoting(before), *path.owned]
+        self._insert(self._namespace(method), elements, fused.cache, owned, path.drops)
+
+    def _insert(
+        self,
+        namespace: str,
+        elements: Sequence[int],
+        cache: FusedCache | SharedContext,
+        owned: Sequence[Owned],
+        drops: int,
+    ) -> None:
+        """drops: when the computation began; what changed since may be gone"""
+        if not self._tree.budget_bytes:
+            return
         try:
-            self._tree.insert(self._namespace(method), elements, read_cache(fused.cache), path.owned)
+            self._tree.insert(namespace, elements, read_cache(cache), owned)
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when it finds no memory
             log.warning("the KV of a prompt is not kept for later ones: %s", error)
-        self._drop_gone({one.owner for one in path.owned} - {NOT_STORED})
+        owners = {one.owner for one in owned}
+        self._drop_gone(owners if drops != self.drops else owners - {NOT_STORED})
+
+    def _quoting(self, ids: Sequence[int]) -> list[Owned]:
+        """Text that may quote any passage: all behind the store's own prefix."""
+        pairs = enumerate(zip(ids, self._own_ids, strict=False))
+        start = next((at for at, (one, own) in pairs if one != own), min(len(ids), len(self._own_ids)))
+        return [Owned(start, len(ids), NOT_STORED)] if start < len(ids) else []
 
     def drop_deleted(self) -> None:
-        """Let go of all that was computed over passages that are gone, and over those from outside (law 10)."""
+        """Let go of all that was computed over passages that are gone or from outside, or may quote them (law 10)."""
+        self.drops += 1
         self._drop_gone(self._tree.owners())
 
     def stats(self) -> PrefixStats:
@@ -100,5 +180,11 @@ class Prefixes:
             self._tree.drop(gone)
 
     def _namespace(self, method: FusionMethod) -> str:
-        how = f"{method!r} over {self._recipe!r}"
+        return self._named(f"{method!r} over {self._recipe!r}") if method.reuses_blocks else self._text
+
+    @property
+    def _text(self) -> str:
+        return self._named("text")
+
+    def _named(self, how: str) -> str:
         return digest({"fingerprint": self._lm.fingerprint, "tenant": self._tenant, "how": how})

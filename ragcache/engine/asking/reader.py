@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple, get_args
@@ -16,8 +16,7 @@ from ragcache.engine.asking.contexts import Contexts
 from ragcache.engine.asking.estimate import PrefillEstimate
 from ragcache.engine.asking.kept import Earlier
 from ragcache.engine.asking.ordering import ReadCounts, relevance_hint, shared_order
-from ragcache.engine.asking.prefix_blocks import PrefixBlock, PrefixBlocks
-from ragcache.engine.asking.prefixes import Path, Prefixes
+from ragcache.engine.asking.prefixes import Path, Prefix, Prefixes
 from ragcache.engine.loading.blocks import LoadedBlocks, load_or_compute
 from ragcache.engine.loading.loader import Ahead, BlockLoader
 from ragcache.engine.options import Order, Overflow
@@ -27,9 +26,8 @@ from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.fusion.layout import Additions
 from ragcache.ingest.encoder import BlockEncoder, ModelEncoder
-from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import SharedContext
-from ragcache.kv.prefix_tree import Lease
+from ragcache.kv.exact import Exact
 from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
 from ragcache.models.limits import Limit, limited
 from ragcache.models.lm import LanguageModel
@@ -80,11 +78,7 @@ class Kept(NamedTuple):
 
 
 class Reader:
-    """Answers prompts over hits that are already retrieved. Thread-safe.
-
-    The store's prefix is the same for all questions, so its own block is computed once and kept here; a method may put
-    tokens of its own behind it, which makes another block, and a conversation may bring a prefix of its own.
-    """
+    """Answers prompts over hits that are already retrieved. Thread-safe."""
 
     def __init__(
         self,
@@ -94,7 +88,6 @@ class Reader:
         kv: KVStore,
         documents: DocumentStore,
         prefixes: Prefixes,
-        prefix_blocks: PrefixBlocks,
         admission: Admission,
         estimate: PrefillEstimate,
         loader: BlockLoader | None = None,
@@ -110,7 +103,6 @@ class Reader:
         self.loader = loader
         self._eos = eos_token_ids(lm)
         self._read_counts = ReadCounts()
-        self._prefix_blocks = prefix_blocks
         self._contexts = Contexts()
 
     def check(self, method: FusionMethod) -> None:
@@ -251,20 +243,21 @@ class Reader:
         method = reading.method
         base = None if (key := asked.context_key) is None else self._contexts.find(key)
         path = self._path(prompt, hits, method, kept)
-        exact = None if base is not None else self._known(prompt, reading, path)
-        with exact or nullcontext():
-            prefix = self._prefix(prompt, method) if kept is None and base is None else PrefixBlock()
-            if path is None or base is not None:
-                loaded = self._load(prompt, hits, reading, prefix.block, base)
-                sources = _sources(hits, loaded)
-            else:
-                loaded = self._load_rest(path, reading, exact)
-                again = kept.earlier.again if kept else ()
-                sources = self._sources_along(path, again, loaded, exact.num_tokens if exact else 0)
+        with ExitStack() as leases:
+            with limited(asked.limit):
+                prefix = leases.enter_context(self._exact(asked, path, base))
+                exact = prefix.exact
+                if path is None or base is not None:
+                    loaded = self._load(prompt, hits, reading, exact, base)
+                    sources = _sources(hits, loaded)
+                else:
+                    loaded = self._load_rest(path, reading, exact)
+                    again = kept.earlier.again if kept else ()
+                    sources = self._sources_along(path, again, loaded, exact.num_tokens if exact else 0)
             yield Sources(sources)
             asked.limit.check()
             with limited(asked.limit):
-                fused = self._fuse(asked, loaded, prefix.block, path, exact, base)
+                fused = self._fuse(asked, loaded, path, exact, base)
         return _Read(sources, loaded, prefix, path, fused)
 
     def _write(self, asked: _Asked, read: _Read) -> Generator[Event, None, tuple[str, list[int], str]]:
@@ -312,15 +305,13 @@ class Reader:
         return encode_text(self.lm.tokenizer, text) if stopped or not specials.keys().isdisjoint(made) else made
 
     def drop_deleted(self) -> None:
-        """Let go of what was computed over passages that are gone. A conversation's prefix may quote any."""
+        """Let go of what was computed over passages that are gone."""
         self.prefixes.drop_deleted()
-        self._prefix_blocks.clear()
         self._contexts.forget()
 
     def clear(self) -> None:
         """Let go of all exact KV."""
         self.prefixes.clear()
-        self._prefix_blocks.clear()
 
     def _path(self, prompt: Prompt, hits: Sequence[Hit], method: FusionMethod, kept: Kept | None) -> Path | None:
         """The prompt as the prefix tree knows it; None where it is of no use to the method."""
@@ -330,16 +321,25 @@ class Reader:
         if kept is not None:
             parts, earlier = (*kept.earlier.prompt_parts(), *parts[1:]), kept.earlier.hits
         layout = method.layout(self.lm, parts, self.encoder.recipe)
-        return Path(parts, layout, [*earlier, *hits], len(hits))
+        return Path(parts, layout, [*earlier, *hits], len(hits), self.prefixes.drops)
 
-    def _known(self, prompt: Prompt, reading: Reading, path: Path | None) -> Lease | None:
-        """All but the last token at most; nothing of the suffix where its rows vote on what is evicted."""
-        if path is None or not _is_reused(path, reading.method):
-            return None
-        most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
-        return self.prefixes.match(reading.method, path, most)
+    @contextmanager
+    def _exact(self, asked: _Asked, path: Path | None, base: SharedContext | None) -> Iterator[Prefix]:
+        """The KV of the prompt's first tokens: of its prefix for a method that reads blocks; else of what the tree has,
+        all but the last token at most, and nothing of the suffix where its rows vote on what is evicted."""
+        prompt, reading = asked.prompt, asked.reading
+        method = reading.method
+        if base is not None or not (method.reuses_blocks or method.takes_exact):
+            yield Prefix()
+        elif path is None:
+            with self.prefixes.text(method.prefix_ids(self.lm, prompt)) as prefix:
+                yield prefix
+        else:
+            most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
+            with self.prefixes.match(method, path, most) or nullcontext() as lease:
+                yield Prefix(lease)
 
-    def _load_rest(self, path: Path, reading: Reading, exact: Lease | None) -> LoadedBlocks:
+    def _load_rest(self, path: Path, reading: Reading, exact: Exact | None) -> LoadedBlocks:
         """Blocks of the passages that are not known; of none for a method that reads text."""
         known = 0 if exact is None else exact.num_tokens
         chunks = [path.hits[piece.passage].chunk for piece in path.layout.placed(known) if piece.passage is not None]
@@ -368,7 +368,7 @@ class Reader:
         prompt: Prompt,
         hits: Sequence[Hit],
         reading: Reading,
-        prefix: KVBlock | None,
+        exact: Exact | None,
         base: SharedContext | None,
     ) -> LoadedBlocks:
         method, own = reading.method, self.encoder
@@ -378,7 +378,14 @@ class Reader:
         encoder: BlockEncoder = own
         ids = method.prefix_ids(self.lm, prompt)
         if passing := own.recipe.sees_prefix and ids != own.prefix_ids:
-            encoder = ModelEncoder(self.lm, own.recipe, ids, own.tenant, prefix_block=prefix, on_encoded=own.on_encoded)
+            encoder = ModelEncoder(
+                self.lm,
+                own.recipe,
+                ids,
+                own.tenant,
+                read_prefix=lambda _: nullcontext(exact),
+                on_encoded=own.on_encoded,
+            )
         chunks = [hit.chunk for hit in hits]
         return load_or_compute(
             encoder, self.kv, self.documents, chunks, passing=passing, loader=self.loader, ahead=reading.ahead
@@ -388,19 +395,18 @@ class Reader:
         self,
         asked: _Asked,
         loaded: LoadedBlocks,
-        prefix: KVBlock | None,
         path: Path | None,
-        exact: Lease | None,
+        exact: Exact | None,
         base: SharedContext | None,
     ) -> Fused:
         """Over the context of another question in progress where there is one; else others may find this one's."""
         key = asked.context_key
         if key is None or base is not None:
-            return self._fuse_over(asked, loaded, prefix, path, exact, base)
+            return self._fuse_over(asked, loaded, path, exact, base)
         with self._contexts.making(key, asked.limit) as found:
             if isinstance(found, SharedContext):
-                return self._fuse_over(asked, loaded, prefix, path, None, found)
-            fused = self._fuse_over(asked, loaded, prefix, path, exact, None)
+                return self._fuse_over(asked, loaded, path, None, found)
+            fused = self._fuse_over(asked, loaded, path, exact, None)
             found(fused.share())
             return fused
 
@@ -408,9 +414,8 @@ class Reader:
         self,
         asked: _Asked,
         loaded: LoadedBlocks,
-        prefix: KVBlock | None,
         path: Path | None,
-        exact: Lease | None,
+        exact: Exact | None,
         base: SharedContext | None,
     ) -> Fused:
         started = time.perf_counter()
@@ -421,7 +426,6 @@ class Reader:
             reading.method,
             loaded.blocks,
             recipe=self.encoder.recipe if reading.method.reuses_blocks else None,
-            prefix_block=prefix,
             reserve_tokens=self._room(prompt.num_tokens, reading),
             evict=reading.evict,
             exact=exact,
@@ -431,9 +435,6 @@ class Reader:
             self.lm.finish()  # nothing of the prompt was known: the estimate of a full prefill learns from it
             self.estimate.add(fused.prompt_tokens, time.perf_counter() - started)
         return fused
-
-    def _prefix(self, prompt: Prompt, method: FusionMethod) -> PrefixBlock:
-        return self._prefix_blocks.get(method.prefix_ids(self.lm, prompt)) if method.reuses_blocks else PrefixBlock()
 
 
 @dataclass(frozen=True)
@@ -465,7 +466,7 @@ class _Read:
 
     sources: list[Source]
     loaded: LoadedBlocks
-    prefix: PrefixBlock
+    prefix: Prefix
     path: Path | None
     fused: Fused
 
