@@ -17,11 +17,12 @@ from ragcache.codecs import get_codec
 from ragcache.engine.loading.blocks import load_or_compute
 from ragcache.engine.loading.loader import BlockLoader, LoadCounts
 from ragcache.engine.loading.rates import Rates
-from ragcache.errors import ConfigError, SchemaVersionError
+from ragcache.errors import CancelledError, ConfigError, SchemaVersionError, TimedOutError
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.prefill import PrefillRate
 from ragcache.models.encoding import AbandonedSignal
+from ragcache.models.limits import Limit, limited
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk, NewChunk, NewDocument
@@ -185,6 +186,31 @@ def test_from_a_fast_disk_all_is_read_bit_for_bit_and_nothing_computed(setup):
     assert setup.kv.stats().hits_by_tier == {**setup.kv.stats().hits_by_tier, "memory": 6, "disk": 6}
     assert setup.kv.stats().misses == 0
     assert loader.counts() == LoadCounts()
+
+
+def test_a_question_that_gives_up_waits_for_no_read(setup):
+    """Its reads never end, and are never late."""
+    setup.clock.stands = True
+    loader, cancelled = setup.loader(FAST), threading.Event()
+    setup.kv.gate.clear()
+    with pytest.raises(TimedOutError), limited(Limit.of(None, 0.1, time.perf_counter())):
+        setup.load(loader)
+    threading.Timer(0.1, cancelled.set).start()
+    with pytest.raises(CancelledError), limited(Limit(cancelled)):
+        setup.load(loader)
+    setup.kv.gate.set()
+    assert identical(setup.load(loader).blocks, setup.blocks)
+
+
+@pytest.mark.parametrize("with_loader", [True, False])
+def test_a_question_that_gives_up_computes_no_further(setup, with_loader):
+    cancelled = threading.Event()
+    setup.encoder.before = lambda chunks: cancelled.set()
+    loader = setup.loader(HOPELESS, policy="never") if with_loader else None
+    fresh = [stored(rank, [90 + rank, *ids], None) for rank, ids in enumerate(IDS)]
+    with pytest.raises(CancelledError), limited(Limit(cancelled)):
+        setup.load(loader, fresh)
+    assert len(setup.encoder.batches) == 1, "the first batch ends amid its pass, and no other begins"
 
 
 @pytest.mark.parametrize("policy", ["auto", "never"])

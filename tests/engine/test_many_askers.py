@@ -13,6 +13,7 @@ import ragcache as rc
 from ragcache.engine.asking.admission import Admission, default_budget, kv_bytes
 from ragcache.errors import AnswerTooLargeError, CancelledError, ConfigError, PromptError, TimedOutError
 from ragcache.kv.cache import KVBuffers
+from ragcache.models.encoding import AbandonedSignal
 from ragcache.models.limits import NO_LIMIT, Limit
 
 QUESTIONS = [
@@ -133,6 +134,22 @@ def test_a_prompt_is_given_up_between_its_pieces(kb, lm, pool, monkeypatch):
     finally:
         hook.remove()
     assert passes == [16, 16]
+    assert kb.admission.reserved_bytes == 0
+
+
+def test_a_deadline_ends_loading(kb, monkeypatch):
+    """The blocks of passages from outside are never ready."""
+    begun = []
+
+    def never(chunks, wanted=None):
+        begun.append(1)
+        until(lambda: wanted is not None and not wanted())
+        raise AbandonedSignal
+
+    monkeypatch.setattr(kb._reader.encoder, "encode", never)
+    with pytest.raises(TimedOutError, match=r"within 0\.2 s"):
+        kb.ask(QUESTIONS[0], hits=[rc.Passage("Nobody has read this passage.")], sampling=SHORT, timeout_s=0.2)
+    assert begun == [1]
     assert kb.admission.reserved_bytes == 0
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from ragcache.errors import NoSuchDocumentError, StoreBusyError, StoreFullError, StoreReadOnlyError
 from ragcache.ingest.encoder import BlockEncoder
 from ragcache.kv.block import KVBlock
-from ragcache.models.encoding import plan_batches
+from ragcache.models.encoding import AbandonedSignal, plan_batches
+from ragcache.models.limits import LIMIT
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
@@ -91,6 +92,17 @@ class Keeper:
             self._kv.delete(handle)
 
 
+def compute(encoder: BlockEncoder, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
+    """Blocks of one batch. Raises what the question's limit raises, amid the batch too."""
+    limit = LIMIT.get()
+    limit.check()
+    try:
+        return encoder.encode(chunks, limit.allows)
+    except AbandonedSignal:
+        limit.check()
+        raise
+
+
 def load_or_compute(
     encoder: BlockEncoder,
     kv_store: KVStore,
@@ -109,6 +121,8 @@ def load_or_compute(
 
     The name of a block follows from what it depends on, so a block made under another model, recipe or prefix is not
     found here, however it is named in the document store (law 8).
+
+    Raises CancelledError and TimedOutError within `limits.limited`.
     """
     keeper = Keeper(kv_store, documents, passing=passing)
     handles = [encoder.key(chunk.token_ids) for chunk in chunks]
@@ -128,7 +142,7 @@ def _load_all(
     names = list(missing)
     for batch in plan_batches([len(chunk.token_ids) for chunk in missing.values()], encoder.batch_tokens):
         members = [names[rank] for rank in batch]
-        made = encoder.encode([missing[handle].token_ids for handle in members])
+        made = compute(encoder, [missing[handle].token_ids for handle in members])
         for handle, block in zip(members, made, strict=True):
             computed[handle] = keeper.keep(missing[handle], handle, block)
     return LoadedBlocks(

@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ragcache.engine.loading.blocks import COMPUTED, Keeper, LoadedBlocks
+from ragcache.engine.loading.blocks import COMPUTED, Keeper, LoadedBlocks, compute
 from ragcache.engine.loading.rates import Rates
 from ragcache.engine.loading.split import Part, Split
 from ragcache.errors import ConfigError
 from ragcache.ingest.encoder import BlockEncoder
 from ragcache.kv.block import KVBlock
+from ragcache.models.limits import LIMIT
 from ragcache.openmp import work_alone
 from ragcache.store.access_counts import Loaded
 from ragcache.store.kv_store import KVStore
@@ -280,6 +281,7 @@ class _Question:
                     raise self._error
                 if self._split.done:
                     return None
+                LIMIT.get().check()
                 self._begin_reads()
                 if batch := self._split.next_batch():
                     return batch
@@ -317,7 +319,7 @@ class _Question:
     def _compute(self, batch: Sequence[int]) -> None:
         started = time.perf_counter()
         try:
-            made = self._encoder.encode([self._chunks[self._slow[rank]].token_ids for rank in batch])
+            made = compute(self._encoder, [self._chunks[self._slow[rank]].token_ids for rank in batch])
             for rank, block in self._keep_all(batch, made, started).items():
                 self._use_computed(rank, block)
             with self._changed:
