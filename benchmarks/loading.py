@@ -32,7 +32,8 @@ from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Samples, Variant, alternate, ratio, summarise
 from ragcache.codecs import CODECS
 from ragcache.engine.loading.blocks import LoadedBlocks, load_or_compute
-from ragcache.engine.loading.loader import ALWAYS, AUTO, NEVER, BlockLoader
+from ragcache.engine.loading.loader import BlockLoader
+from ragcache.engine.loading.policy import ALWAYS, AUTO, NEVER
 from ragcache.engine.loading.probe import probe_disk, probe_prefill
 from ragcache.engine.loading.rates import Rates
 from ragcache.ingest.encoder import ModelEncoder

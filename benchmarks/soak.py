@@ -69,7 +69,7 @@ from benchmarks.soak_load import (
     ServerDoor,
     draw_corpus,
 )
-from ragcache.engine.care.maintenance import DoctorReport
+from ragcache.engine.care.doctor import DoctorReport
 from ragcache.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -295,7 +295,7 @@ def soak(settings: Settings, directory: Path) -> tuple[Run, Counts, Ending, Doct
         run.go()
         status = server.stop()
         stats = kb.store.kv.stats()
-    with rc.RagCache.open(store, models=False) as kb:
+    with rc.Library.open(store) as kb:
         unreferenced = set(kb.store.kv.keys()) - set(kb.store.documents.handles())
         report = kb.doctor()
     repairs = [*report.damaged, *report.missing, *report.orphans]

@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from ragcache.engine.answer import Answer, Done, Source, Sources, Timings, Token, Usage
     from ragcache.engine.asking.passage import Passage
     from ragcache.engine.kb import RagCache
-    from ragcache.engine.opening import StoreConfig
+    from ragcache.engine.library import Library
     from ragcache.engine.options import ReadOptions, RetrieveOptions
+    from ragcache.engine.store import StoreConfig
     from ragcache.errors import RagCacheError, UnknownHandleError, UnsupportedModelError
     from ragcache.fusion import METHODS, MethodInfo, methods
     from ragcache.fusion.base import FusionMethod, Job, Prefilled
@@ -52,6 +53,7 @@ __all__ = [
     "Job",
     "KVBlock",
     "LanguageModel",
+    "Library",
     "MethodInfo",
     "Passage",
     "Prefilled",
@@ -100,6 +102,7 @@ _HOMES = {
     "Job": "ragcache.fusion.base",
     "KVBlock": "ragcache.kv.block",
     "LanguageModel": "ragcache.models.lm",
+    "Library": "ragcache.engine.library",
     "METHODS": "ragcache.fusion",
     "MethodInfo": "ragcache.fusion",
     "Passage": "ragcache.engine.asking.passage",
@@ -116,7 +119,7 @@ _HOMES = {
     "SnapKV": "ragcache.fusion.eviction",
     "Source": "ragcache.engine.answer",
     "Sources": "ragcache.engine.answer",
-    "StoreConfig": "ragcache.engine.opening",
+    "StoreConfig": "ragcache.engine.store",
     "Timings": "ragcache.engine.answer",
     "Token": "ragcache.engine.answer",
     "UnknownHandleError": "ragcache.errors",

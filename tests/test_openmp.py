@@ -81,7 +81,7 @@ ASKING = """
 import tempfile
 from pathlib import Path
 import ragcache as rc
-from ragcache.engine.opening import StoreConfig
+from ragcache.engine.store import StoreConfig
 from ragcache.retrieval.testing import BagOfWords
 
 if sys.argv[1] == "off":

@@ -10,7 +10,8 @@ from ragcache.cli.options import WAIT_S, Json, StoreOptions, Wait
 from ragcache.cli.output import bytes_text, print_json, print_table, say
 
 if TYPE_CHECKING:
-    from ragcache.engine.care.maintenance import DoctorReport, Info
+    from ragcache.engine.care.doctor import DoctorReport
+    from ragcache.engine.care.info import Info
     from ragcache.engine.loading.rates import RateFigures
 
 

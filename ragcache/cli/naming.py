@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ragcache.cli.options import option
 
 if TYPE_CHECKING:
-    from ragcache import RagCache
+    from ragcache import Library
 
 Sources = Annotated[
     list[str] | None,
@@ -33,7 +33,7 @@ def all_of(*filters: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"$and": wanted} if wanted else None
 
 
-def document_ids(kb: RagCache, given: Iterable[str]) -> dict[str, str]:
+def document_ids(kb: Library, given: Iterable[str]) -> dict[str, str]:
     """The ids that these names stand for: ids of documents and passages as they are, files by their paths."""
     from ragcache.ingest.readers import file_id
 

@@ -9,15 +9,15 @@ from ragcache.cli.options import ChunkOptions, ModelOptions, ReadLimitOptions, S
 from ragcache.cli.output import on_terminal
 
 if TYPE_CHECKING:
-    from ragcache import RagCache
+    from ragcache import Library, RagCache
 
 
-def open_for_care(store: StoreOptions, *, read_only: bool = False) -> RagCache:
+def open_for_care(store: StoreOptions, *, read_only: bool = False) -> Library:
     """Open a store without models: for listing, deleting and checking. Raises StoreNotFoundError."""
-    from ragcache import RagCache
+    from ragcache import Library
 
     report_warnings()
-    return RagCache.open(store.store, store=store.config(read_only=read_only), create=False, models=False)
+    return Library.open(store.store, store=store.config(read_only=read_only))
 
 
 def open_with_models(

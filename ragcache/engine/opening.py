@@ -2,118 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ragcache.engine.loading.loader import AUTO, LOADS
-from ragcache.errors import ConfigError, StoreNotFoundError
+from ragcache.codecs import get_codec
+from ragcache.engine.asking.admission import Admission, default_budget
+from ragcache.engine.asking.estimate import PrefillEstimate
+from ragcache.engine.asking.kept import TurnMemory
+from ragcache.engine.asking.prefixes import Prefixes
+from ragcache.engine.asking.reader import Reader
+from ragcache.engine.asking.verdict import choose_method
+from ragcache.engine.loading.loader import BlockLoader
+from ragcache.engine.loading.policy import ALWAYS
+from ragcache.engine.loading.probe import open_rates
+from ragcache.engine.store import Store, StoreConfig
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.eviction import SnapKV
+from ragcache.fusion.fuse import block_recipe
+from ragcache.ingest.chunker import Chunker, ChunkerConfig
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.pipeline import IngestConfig, Ingestor
+from ragcache.ingest.whole import WholeTexts
+from ragcache.kv.identity import Recipe
+from ragcache.kv.prefix_tree import PrefixTree
 from ragcache.models.lm import LanguageModel
 from ragcache.models.loading import load_lm
-from ragcache.retrieval.embedder import Embedder, Vectors, load_embedder
+from ragcache.openmp import team_ends
+from ragcache.prompt import prompt_format
+from ragcache.retrieval.embedder import Embedder, load_embedder
+from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
-from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
-from ragcache.store.layout import StoreLayout
 
 DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
-DEFAULT_PREFIX_BYTES = 512 << 20
-DEFAULT_SPECULATIVE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class StoreConfig:
-    """How a store is opened.
+class Parts:
+    """All that a knowledge base consists of.
 
-    database:     SQLAlchemy URL; SQLite inside the store's directory when None
-    memory_bytes: budget of the host-memory tier
-    codec, eviction, admission, trace: see KVStore
-    index:        "flat" (exact) or "hnsw"
-    read_only:    nothing is written, not even computed blocks
-    prefix_bytes: budget of exact KV on the model's device: of earlier prompts, answers and system prompts; 0: nothing
-                  is kept, each question reads its prefix
-    answer_bytes: KV that all answers in progress may hold together; None: half of the memory of the model's device
-    load:         "auto": of loading a block and computing it the faster one, by measured rates; "always" load what a
-                  tier has; "never": compute all that is not in memory
-    speculative_bytes: of blocks that may be read while retrieval still ranks, held or on their way; 0 reads none
-    device_bytes, disk_bytes, write_behind_bytes, ttl_s: see KVStore
-    kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
-    measure_s:    seconds to spend on measuring this machine at the first opening with a model; later openings measure
-                  the disk alone, in a third of them; 0 measures nothing
+    evict:  what questions keep of their passages unless they say otherwise; None: all of it
+    loader: None where what a tier has is always loaded
+    whole:  makes one passage of a whole text
+    system: the system message of conversations that have none
     """
 
-    database: str | None = None
-    memory_bytes: int = DEFAULT_MEMORY_BYTES
-    codec: str = "raw"
-    eviction: str = "lru"
-    index: str = "flat"
-    read_only: bool = False
-    admission: str = "all"
-    trace: str | Path | None = None
-    prefix_bytes: int = DEFAULT_PREFIX_BYTES
-    answer_bytes: int | None = None
-    load: str = AUTO
-    speculative_bytes: int = DEFAULT_SPECULATIVE_BYTES
-    measure_s: float = 0.25
-    device_bytes: int = 0
-    disk_bytes: int | None = None
-    write_behind_bytes: int = 0
-    ttl_s: float | None = None
-    kv: str = "eager"
-    hot_after: int = 2
-
-    def __post_init__(self) -> None:
-        if self.answer_bytes is not None and self.answer_bytes < 1:
-            raise ConfigError(f"answer_bytes is {self.answer_bytes}; it must be at least 1, or None for a default")
-        if self.load not in LOADS:
-            raise ConfigError(f"load {self.load!r} is unknown; choose one of {', '.join(LOADS)}")
-        if self.speculative_bytes < 0 or not self.measure_s >= 0:
-            raise ConfigError(
-                f"speculative_bytes is {self.speculative_bytes} and measure_s {self.measure_s}; give 0 (none) or more"
-            )
+    store: Store
+    config: StoreConfig
+    lm: LanguageModel
+    retriever: Retriever
+    method: FusionMethod
+    evict: SnapKV | None
+    loader: BlockLoader | None
+    admission: Admission
+    estimate: PrefillEstimate
+    reader: Reader
+    ingestor: Ingestor
+    whole: WholeTexts
+    turns: TurnMemory
+    system: str | None
 
 
-class Store(NamedTuple):
-    """What one directory holds, opened."""
+@dataclass(frozen=True)
+class Choices:
+    """How the parts are to be put together; see `RagCache.open`."""
 
-    layout: StoreLayout
-    documents: DocumentStore
-    kv: KVStore
+    method: str | FusionMethod | None
+    method_options: Mapping[str, Any]
+    evict: SnapKV | None
+    recipe: str | Recipe | None
+    system: str | None
+    question_format: str | None
+    chunker: ChunkerConfig
+    ingest: IngestConfig
+    tenant: str
 
-    def close(self) -> None:
-        self.kv.close()
-        self.documents.close()
+
+@team_ends()
+def assemble(store: Store, config: StoreConfig, lm: LanguageModel, retriever: Retriever, chosen: Choices) -> Parts:
+    """Raises ConfigError, ModelError, PromptError."""
+    documents, kv = store.documents, store.kv
+    method, recipe = choose_method(store.layout.root, lm, chosen.method, chosen.method_options, chosen.recipe)
+    text = prompt_format(lm.tokenizer, system=chosen.system, question_format=chosen.question_format)
+    estimate = PrefillEstimate()
+    tree = PrefixTree(lm.shape, config.prefix_bytes)
+    prefix_ids = [*text.prefix_ids, *(method.additions(lm).behind_prefix if method.reuses_blocks else ())]
+    used, tenant = block_recipe(lm, method, recipe), chosen.tenant
+    prefixes = Prefixes(lm, documents, used, tenant, tree, prefix_ids)
+    encoder = ModelEncoder(lm, used, prefix_ids, tenant, read_prefix=prefixes.exact, on_encoded=estimate.add)
+    admission = Admission(default_budget(lm) if config.answer_bytes is None else config.answer_bytes)
+    loader = open_loader(store, config, lm)
+    cut = Chunker(lm.tokenizer, **asdict(chosen.chunker))
+    return Parts(
+        store=store,
+        config=config,
+        lm=lm,
+        retriever=retriever,
+        method=method,
+        evict=chosen.evict,
+        loader=loader,
+        admission=admission,
+        estimate=estimate,
+        reader=Reader(lm, encoder, text, kv, documents, prefixes, admission, estimate, loader),
+        ingestor=Ingestor(store.layout, documents, kv, retriever, cut, encoder, chosen.ingest),
+        whole=WholeTexts(lm.tokenizer, lm.max_positions),
+        turns=TurnMemory(documents, tenant),
+        system=chosen.system,
+    )
 
 
-def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
-    """Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, ConfigError."""
-    layout = StoreLayout(path)
-    if create and not config.read_only:
-        layout.create()
-    elif not layout.exists():
-        raise StoreNotFoundError(f"{path}: no store here; ingest something to make one")
-    layout.check()
-    with ExitStack() as undo:
-        documents = DocumentStore.open(config.database or layout.database, read_only=config.read_only)
-        undo.callback(documents.close)
-        kv = KVStore(
-            layout.kv,
-            memory_bytes=config.memory_bytes,
-            device_bytes=config.device_bytes,
-            disk_bytes=config.disk_bytes,
-            write_behind_bytes=config.write_behind_bytes,
-            ttl_s=config.ttl_s,
-            referenced=documents.referenced,
-            codec=config.codec,
-            eviction=config.eviction,
-            admission=config.admission,
-            trace=config.trace,
-            read_only=config.read_only,
-        )
-        undo.pop_all()
-    return Store(layout, documents, kv)
+def open_loader(store: Store, config: StoreConfig, lm: LanguageModel) -> BlockLoader | None:
+    """What chooses between loading and computing a block; None where there is no choice."""
+    if config.load == ALWAYS:
+        return None
+    rates = open_rates(store.rates, store.kv.root, lm, get_codec(config.codec), config.measure_s)
+    return BlockLoader(store.kv, rates, policy=config.load, ahead_bytes=config.speculative_bytes)
+
+
+def open_retriever(store: Store, config: StoreConfig, embedder: str | Path | Embedder | None, device: str) -> Retriever:
+    """Raises EmbedderError, EmbedderMismatchError, ConfigError."""
+    found = open_embedder(store.documents, embedder, device)
+    return Retriever.open(store.documents, store.layout.index, found, kind=config.index)
 
 
 def open_model(
@@ -146,25 +157,3 @@ def open_embedder(documents: DocumentStore, embedder: str | Path | Embedder | No
     if embedder is None:
         embedder = str(documents.properties().get("embedder", DEFAULT_EMBEDDER))
     return load_embedder(embedder, device) if isinstance(embedder, str | Path) else embedder
-
-
-class AbsentEmbedder:
-    """Stands in where a store is opened for maintenance: the index can be changed and saved, nothing is embedded."""
-
-    def __init__(self, name: str, dimension: int) -> None:
-        self.name = name
-        self.dimension = dimension
-
-    def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
-        raise ConfigError("the store was opened without its embedder (models=False); open it with one")
-
-    def embed_query(self, text: str) -> Vectors:
-        raise ConfigError("the store was opened without its embedder (models=False); open it with one")
-
-
-def absent_embedder(documents: DocumentStore) -> AbsentEmbedder | None:
-    """None for a store that nothing was embedded into yet."""
-    bound = documents.properties()
-    if "embedder" not in bound or "embedding_dim" not in bound:
-        return None
-    return AbsentEmbedder(str(bound["embedder"]), int(str(bound["embedding_dim"])))

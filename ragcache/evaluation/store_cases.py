@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ragcache.engine.opening import Store, StoreConfig, open_embedder, open_store
+from ragcache.engine.opening import open_embedder
+from ragcache.engine.store import Store, StoreConfig, open_store
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case, Passage
 from ragcache.evaluation.completion import completion_cases

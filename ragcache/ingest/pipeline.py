@@ -15,8 +15,6 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.encoder import BlockEncoder
@@ -26,6 +24,7 @@ from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.run import IngestRun, Input
 from ragcache.ingest.whole import WholeTexts
 from ragcache.models.limits import Limit, limited
+from ragcache.retrieval.deletion import delete_documents
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
 from ragcache.store.garbage import collect_garbage
@@ -126,22 +125,9 @@ class Ingestor:
             return run(inputs)
 
     def delete(self, ids: Iterable[str], *, timeout_s: float = 30.0) -> list[str]:
-        """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found.
-
-        Raises StoreBusyError, StoreReadOnlyError.
-        """
-        wanted = list(dict.fromkeys(ids))
-        with self.layout.writer(timeout_s):
-            self.retriever.refresh()
-            gone = [chunk.vector_id for id in wanted for chunk in self.documents.chunks_of(id)]
-            deleted = self.documents.delete_documents(wanted)
-            self.retriever.apply([], np.empty((0, self.retriever.index.dimension), np.float32), gone)
-            # HNSW keeps removed vectors in its graph: not after a deletion that was asked for.
-            self.retriever.index.compact()
-            self.collect_garbage()
-            if deleted:
-                self.retriever.save(self.layout.index)
-        return deleted
+        """Delete documents; see `delete_documents`."""
+        store = (self.layout, self.documents, self.kv, self.retriever)
+        return delete_documents(*store, ids, timeout_s=timeout_s)
 
     def collect_garbage(self) -> int:
         """Delete the blocks that no chunk refers to any more; returns how many. The caller holds the writer lock."""

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from ragcache import Answer, Source
 from ragcache.engine.asking.admission import Admission
-from ragcache.engine.care.maintenance import Info
+from ragcache.engine.care.info import Info
 from ragcache.engine.loading.loader import LoadCounts
 from ragcache.engine.loading.rates import RateFigures
 from ragcache.kv.prefix_tree import PrefixStats

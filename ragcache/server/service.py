@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from ragcache import RagCache
-from ragcache.engine.care.maintenance import Info
+from ragcache.engine.care.info import Info
 from ragcache.errors import StoreError
 from ragcache.openmp import team_ends
 from ragcache.server import logs

@@ -68,7 +68,7 @@ def test_lazy_ingestion_leaves_the_model_unused(model, folder, tmp_path):
 def test_chunk_options_reach_the_chunker(model, folder, tmp_path):
     kb = tmp_path / "kb"
     json_of(invoke("ingest", folder, "--store", kb, "--model", model, "--chunk-max-tokens", 20, "--json"))
-    with rc.RagCache.open(kb, models=False) as opened:
+    with rc.Library.open(kb) as opened:
         texts = [chunk.text for one in opened.documents() for chunk in opened.chunks_of(one.id)]
     assert len(texts) > len(NAMES)
     assert max(len(text.encode()) for text in texts) <= 20  # the model's tokens are bytes
@@ -199,7 +199,7 @@ def test_pins_hold_until_they_are_taken_back(store):
     pinned = json_of(invoke("pin", "arno", "club", "--store", store, "--json"))["pinned"]
     assert len(pinned) == 2
     assert json_of(invoke("info", "--store", store, "--json"))["pinned"] == 2
-    with rc.RagCache.open(store, models=False) as kb:
+    with rc.Library.open(store) as kb:
         assert kb.store.kv.pinned == set(pinned)
     assert json_of(invoke("unpin", "arno", "--store", store, "--json"))["unpinned"] == pinned[:1]
     assert json_of(invoke("info", "--store", store, "--json"))["pinned"] == 1
@@ -219,7 +219,7 @@ def test_chat_survives_a_question_that_is_too_long(store):
 def test_list_gives_the_documents(store):
     found = json_of(invoke("list", "--store", store, "--json"))["documents"]
     assert names(document["id"] for document in found) == NAMES
-    with rc.RagCache.open(store, models=False) as kb:
+    with rc.Library.open(store) as kb:
         assert [asdict(d) | {"state": d.state} for d in kb.documents()] == found
     filtered = json_of(invoke("list", "--store", store, "--filter", '{"year": 2021}', "--json"))["documents"]
     assert [document["id"] for document in filtered] == ["arno"]

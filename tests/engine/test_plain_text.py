@@ -70,7 +70,7 @@ def test_reading_whole_prompts_loses_no_reuse(kb, pasted, said):
 def test_what_is_remembered_is_bounded_and_goes_with_its_documents(kb, pasted, monkeypatch, said):
     for _ in range(plain_text.REMEMBERED):
         kb.retrieve(QUESTION, k=4)
-    assert len(kb._plain_text._texts) == plain_text.REMEMBERED
+    assert len(kb._questions.plain_text._texts) == plain_text.REMEMBERED
     kb.delete("cats")
     kb.chat([{"role": "user", "content": "Who?"}], sampling=ONE)
-    assert not kb._plain_text._texts
+    assert not kb._questions.plain_text._texts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,15 +110,39 @@ def test_deleting_a_document_deletes_every_trace(kb, open_kb):
     assert kb.doctor().sound
 
 
-def test_deleting_without_models_is_the_same(kb, open_kb):
-    plain = open_kb(models=False)
+def test_deleting_without_models_is_the_same(kb):
+    plain = rc.Library.open(kb.store.layout.root)
     handle = next(hit.handle for hit in ask(kb).hits if hit.chunk.document_id == "dogs")
     assert plain.delete("dogs") == ["dogs"]
     assert plain.store.kv.locate(handle) is None
     assert "dogs" not in [hit.chunk.document_id for hit in ask(kb).hits]
     assert plain.doctor().sound
-    with pytest.raises(ConfigError, match="models=False"):
-        plain.ask(QUESTION)
+    plain.close()
+
+
+def test_opening_without_models_names_the_library(open_kb, tmp_path):
+    with pytest.raises(ConfigError, match=r"models=False.*Library\.open"):
+        open_kb(models=False)
+    assert not (tmp_path / "kb").exists()
+    with pytest.raises(StoreNotFoundError, match="kb"):
+        rc.Library.open(tmp_path / "kb")
+    with rc.Library.open(tmp_path / "kb", create=True) as empty:
+        assert empty.delete("nobody") == []
+        assert empty.doctor().index == "absent"
+
+
+def test_a_library_loads_no_model_library(kb):
+    """Listing and deleting start in the time that it takes to open the files."""
+    kb.close()
+    look = (
+        "import sys, ragcache as rc\n"
+        "with rc.Library.open(sys.argv[1]) as library:\n"
+        "    print(len(library.documents()), library.info().chunks, len(library.chunks_of('cats')))\n"
+        "    print(library.delete('cats'), len(library.pin('dogs')), library.doctor().sound)\n"
+        "print('transformers' in sys.modules)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", look, kb.store.layout.root], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == ["4 4 1", "['cats'] 1 True", "False"]
 
 
 def test_a_block_computed_while_its_document_is_deleted_is_not_left_behind(kb, monkeypatch):
@@ -207,7 +233,7 @@ def test_the_doctor_repairs_what_can_be_repaired(kb, open_kb):
     index = kb.store.layout.index
     index.write_bytes(index.read_bytes()[:100])
     kb.close()
-    patient = open_kb(models=False)
+    patient = rc.Library.open(kb.store.layout.root)
     report = patient.doctor()
     assert not report.sound
     assert report.damaged == [handles[0]]
@@ -215,6 +241,7 @@ def test_the_doctor_repairs_what_can_be_repaired(kb, open_kb):
     assert len(report.missing) == 2
     assert report.index.startswith("rebuilt")
     assert patient.doctor().sound
+    patient.close()
     healed = open_kb()
     answer = ask(healed)
     assert answer.text == expected
@@ -227,7 +254,8 @@ def test_an_index_that_lies_is_rebuilt(kb, open_kb):
     kb.ingest(rc.Document("later", "Dogs bark at night in the morning too.\n"))
     kb.close()
     kb.store.layout.index.write_bytes(stolen)
-    assert open_kb(models=False).doctor().index.startswith("rebuilt")
+    with rc.Library.open(kb.store.layout.root) as patient:
+        assert patient.doctor().index.startswith("rebuilt")
     assert [hit.chunk.id for hit in open_kb().ask(QUESTION, k=5, sampling=SHORT).hits if hit.chunk.id in expected]
 
 

@@ -45,7 +45,7 @@ def test_auto_takes_the_best(kb, open_kb, verdict):
     save_verdict(kb.store.layout.root, verdict)
     again = open_kb(method="auto")
     assert again.ask("Where do dogs bark?").method == "epic"
-    assert again._method == get_method("epic", first_tokens=3)
+    assert again._parts.method == get_method("epic", first_tokens=3)
     assert kb.ask("Where do dogs bark?", method="auto").method == "epic"
 
 

@@ -13,6 +13,8 @@ from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.errors import RagCacheError
 from ragcache.fusion import get_method
 from ragcache.fusion.base import FusionMethod
+from ragcache.kv.identity import Recipe
+from ragcache.models.lm import LanguageModel
 
 log = logging.getLogger(__name__)
 AUTO, FULL = "auto", "full"
@@ -134,6 +136,23 @@ def warn_if_unsafe(root: Path, fingerprint: str, method: FusionMethod) -> None:
             method.name,
             found.reason,
         )
+
+
+def choose_method(
+    root: Path,
+    lm: LanguageModel,
+    method: str | FusionMethod | None,
+    options: Mapping[str, Any],
+    recipe: str | Recipe | None,
+) -> tuple[FusionMethod, str | Recipe | None]:
+    """The method asked for, or the one that the model was trained for, with a warning where it failed the check; and
+    the recipe. "auto" takes no options, and brings a recipe where none is asked for."""
+    if method == AUTO:
+        safe, checked = choose_safe(root, lm.fingerprint, None if recipe is None else Recipe.of(recipe).name)
+        return safe, recipe if recipe is not None else checked
+    chosen = get_method(lm.default_method if method is None else method, **options)
+    warn_if_unsafe(root, lm.fingerprint, chosen)
+    return chosen, recipe
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from ragcache.engine.loading.blocks import load_or_compute
 from ragcache.errors import MissingBlockError, NoSuchDocumentError, PinError
-from ragcache.ingest.encoder import BlockEncoder
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
+
+if TYPE_CHECKING:  # heavy: a store without models pins too
+    from ragcache.ingest.encoder import BlockEncoder
 
 
 def pin(documents: DocumentStore, kv: KVStore, encoder: BlockEncoder | None, ids: Iterable[str]) -> list[str]:
@@ -25,6 +27,8 @@ def pin(documents: DocumentStore, kv: KVStore, encoder: BlockEncoder | None, ids
     # Pinned is wanted, however often it was retrieved.
     missing = [replace(chunk, uses_left=0) for chunk, key in zip(chunks, keys, strict=True) if key not in kv]
     if missing and encoder is not None:
+        from ragcache.engine.loading.blocks import load_or_compute
+
         load_or_compute(encoder, kv, documents, missing)
         kv.flush(keys)
         if absent := [key for key in keys if key not in kv]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ragcache.engine.loading.blocks import COMPUTED, Keeper, LoadedBlocks, compute
+from ragcache.engine.loading.policy import AUTO, LOADS, NEVER
 from ragcache.engine.loading.rates import Rates
 from ragcache.engine.loading.split import Part, Split
 from ragcache.errors import ConfigError
@@ -23,8 +24,6 @@ from ragcache.store.access_counts import Loaded
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
 
-AUTO, ALWAYS, NEVER = "auto", "always", "never"
-LOADS = (AUTO, ALWAYS, NEVER)
 # Reads on their way at once: a solid-state disk wants a deep queue, and threads that wait for it take no core.
 READERS = 8
 # How often a waiting question looks whether a read is late: it then computes what has not begun.

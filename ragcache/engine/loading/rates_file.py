@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,9 @@ from ragcache.engine.loading.rates import RateFigures, TierFigures
 from ragcache.errors import StoreError
 from ragcache.kv.identity import digest
 from ragcache.kv.prefill import PrefillRate
-from ragcache.models.lm import LanguageModel
+
+if TYPE_CHECKING:  # a store without models reads this file too
+    from ragcache.models.lm import LanguageModel
 
 log = logging.getLogger(__name__)
 CHANGED = 1.5

@@ -1,4 +1,4 @@
-"""Look after a store without its models: figures, and the check that repairs."""
+"""The check of a store that repairs it. It needs no models."""
 
 from __future__ import annotations
 
@@ -7,57 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ragcache.engine.care.usage import UsageLog
-from ragcache.engine.opening import Store
+from ragcache.engine.store import Store
 from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
 from ragcache.retrieval.index import VectorIndex
 from ragcache.store.documents import DocumentStore
 from ragcache.store.garbage import collect_garbage
-
-
-@dataclass(frozen=True)
-class Info:
-    """Counts, bytes by tier, and hits over the life of the store."""
-
-    documents: int
-    chunks: int
-    tokens: int
-    blocks: int
-    pending: int
-    bytes_by_tier: dict[str, int]
-    hits_by_tier: dict[str, int]
-    misses: int
-    hit_rate: float | None
-    model: str | None
-    embedder: str | None
-    schema_version: int
-    pinned: int = 0
-    unwritten_bytes: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def info(store: Store, usage: UsageLog) -> Info:
-    stats, counts, bound = store.kv.stats(), store.documents.counts(), store.documents.properties()
-    usage.record(stats)
-    seen = usage.read()
-    return Info(
-        documents=counts.documents,
-        chunks=counts.chunks,
-        tokens=counts.tokens,
-        blocks=stats.blocks,
-        pending=sum(document.num_pending for document in store.documents.documents()),
-        bytes_by_tier=stats.bytes_by_tier,
-        hits_by_tier={name: seen.hits.get(name, 0) for name in stats.bytes_by_tier},
-        misses=seen.misses,
-        hit_rate=seen.hit_rate,
-        model=None if "model_name" not in bound else str(bound["model_name"]),
-        embedder=None if "embedder" not in bound else str(bound["embedder"]),
-        schema_version=int(str(bound["schema_version"])),
-        pinned=stats.pinned,
-        unwritten_bytes=stats.unwritten_bytes,
-    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,188 @@
+"""The ways to ask a store: a question, a conversation, a raw prompt. Each finds its passages and has them read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.engine.answer import Event
+from ragcache.engine.asking.conversation import Conversation, completion_ends
+from ragcache.engine.asking.kept import KeptConversation, inline_passages
+from ragcache.engine.asking.mini_notice import MiniNotice
+from ragcache.engine.asking.passage import Passage, find_passages
+from ragcache.engine.asking.plain_text import PlainTextWatch
+from ragcache.engine.asking.reader import Clock, Kept, Reading
+from ragcache.engine.asking.verdict import choose_method
+from ragcache.engine.loading.loader import Ahead
+from ragcache.engine.opening import Parts
+from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, Context, ReadOptions, retrieval
+from ragcache.errors import ConfigError
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.eviction import SnapKV
+from ragcache.models.decoding import Sampling
+from ragcache.openmp import end_team
+from ragcache.prompt import PromptEnds
+from ragcache.retrieval.retriever import Hit
+
+Given = Sequence[Hit | Passage]
+
+
+class Questions:
+    """What is asked of one store. Options are checked at the call, and the work begins with the first event.
+    Thread-safe."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.plain_text = PlainTextWatch()
+        self._parts = parts
+        self._mini_notice = MiniNotice(parts.lm.name)
+        self._generation = -1
+
+    def retrieve(
+        self, question: str | NDArray[np.float32], k: int, options: Mapping[str, Any], ahead: Ahead | None = None
+    ) -> list[Hit]:
+        """ahead: begins to read what is likely to be among the hits."""
+        self.drop_deleted()
+        retriever = self._parts.retriever
+        find: Callable[..., list[Hit]] = retriever.retrieve_by_vector
+        if isinstance(question, str):
+            find = retriever.retrieve
+        hits = find(question, k, **options, foresee=None if ahead is None else ahead.begin)
+        self.plain_text.handed_out(hit.chunk for hit in hits)
+        return hits
+
+    def ask(self, question: str, k: int, options: AskOptions) -> Iterator[Event]:
+        reading = self._reading(options)
+        self._look([question], reading)
+        find = partial(self._find, options.get("hits"), question, k, options, reading)
+        return self._read(partial(self._parts.reader.question_ends, question), find, reading)
+
+    def complete(self, parts: str | Sequence[str | Hit | Passage], options: ReadOptions) -> Iterator[Event]:
+        reading = self._reading(options)
+        ends, inline = completion_ends(self._parts.lm.tokenizer, parts)
+        self._look([parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)], reading)
+        self.drop_deleted()
+        return self._read(lambda: ends, lambda: inline, reading)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Iterator[Event]:
+        passages, k, context = options.get("passages"), options.get("k"), options.get("context", "last")
+        conversation = Conversation(messages)
+        if sum((conversation.has_passages, passages is not None, k is not None)) > 1:
+            raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
+        if context not in get_args(Context):
+            raise ConfigError(f"context {context!r} is unknown; choose one of {', '.join(get_args(Context))}")
+        reading = self._reading(options)
+        self._look(conversation.given_text, reading)
+        if context == "keep":
+            if passages is not None:
+                raise ConfigError('context="keep" takes passages in the messages, where each turn has its own, or k=')
+            return self._read_kept(conversation, k, options, reading)
+        tokenizer, system, reader = self._parts.lm.tokenizer, self._parts.system, self._parts.reader
+        if passages is None and k is None:
+            written, inline = conversation.as_written(tokenizer, system)
+            self.drop_deleted()
+            return self._read(lambda: written, lambda: inline, reading)
+        count = DEFAULT_K if k is None else k
+        find = partial(self._find, passages, conversation.question, count, options, reading)
+        first = reader.encoder.recipe.sees_prefix
+        ends = partial(conversation.around_passages, tokenizer, reader.format, system, first=first)
+        return self._read(ends, find, reading)
+
+    def drop_deleted(self) -> None:
+        """What was deleted, by another process too, may be in this one's memory still (law 10)."""
+        store = self._parts.store
+        generation = store.documents.generation()
+        if generation != self._generation:
+            store.kv.refresh()
+            self.plain_text.forget()
+            self._parts.reader.drop_deleted()
+            self._generation = generation
+
+    # Options
+
+    def _reading(self, options: ReadOptions) -> Reading:
+        parts = self._parts
+        method = self._method(options.get("method"), options.get("method_options") or {})
+        parts.reader.check(method)
+        evict = options.get("evict")
+        return Reading(
+            method,
+            parts.evict if evict is None else SnapKV.of(evict),
+            options.get("sampling") or Sampling(),
+            options.get("on_overflow", "error"),
+            options.get("cancelled"),
+            options.get("timeout_s"),
+            parts.loader.ahead() if parts.loader is not None and method.reuses_blocks else None,
+            options.get("order", "relevance"),
+            options.get("hint", True),
+        )
+
+    def _method(self, name: str | FusionMethod | None, options: Mapping[str, Any]) -> FusionMethod:
+        own, store = self._parts.method, self._parts.store
+        if name is None and not options:
+            return own
+        recipe = self._parts.reader.encoder.recipe
+        return choose_method(store.layout.root, self._parts.lm, name or own.name, options, recipe)[0]
+
+    def _look(self, prompt: Iterable[str], reading: Reading) -> None:
+        """Say so, once, where stored passages come as text to a method that would have used their KV."""
+        if reading.method.reuses_blocks:
+            self.plain_text.look(prompt)
+
+    # Work
+
+    def _find(
+        self, given: Given | None, question: str, k: int, options: AskOptions | ChatOptions, reading: Reading
+    ) -> Given:
+        """The passages given, else those retrieved."""
+        if given is None:
+            return self.retrieve(question, k, retrieval(options), reading.ahead)
+        self.drop_deleted()
+        return given
+
+    def _read(self, ends_of: Callable[[], PromptEnds], find: Callable[[], Given], reading: Reading) -> Iterator[Event]:
+        parts = self._parts
+        with _timed(reading) as clock:
+            ends = ends_of()
+            parts.reader.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
+            hits = find_passages(find(), parts.store.documents, parts.whole)
+            clock.retrieve_s = time.perf_counter() - clock.started
+            self._mini_notice.look(hits)
+            yield from parts.reader.stream(ends, hits, reading, clock)
+
+    def _read_kept(
+        self, conversation: Conversation, k: int | None, options: ChatOptions, reading: Reading
+    ) -> Iterator[Event]:
+        parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.lm.tokenizer
+        with _timed(reading) as clock:
+            reader.check_keeps(reading)
+            self.drop_deleted()
+            pieces = conversation.in_pieces(tokenizer, None if k is None else reader.format, parts.system)
+            talk = KeptConversation(conversation, parts.turns, tokenizer, options.get("filter"), parts.system)
+            inline = inline_passages(conversation).items()
+            given = {turn: find_passages(own, parts.store.documents, parts.whole) for turn, own in inline}
+            earlier, suffix_ids = talk.read(pieces, given)
+            reader.prompt(reader.fit(earlier, suffix_ids, [], reading)[0], [], reading)
+            hits = given.get(conversation.asking, [])
+            if k is not None:
+                hits = self.retrieve(conversation.question, k, retrieval(options), reading.ahead)
+            clock.retrieve_s = time.perf_counter() - clock.started
+            self._mini_notice.look(hits)
+            ends, earlier, new = reader.fit(earlier, suffix_ids, hits, reading)
+            yield from reader.stream(ends, new, reading, clock, Kept(earlier, talk.remember))
+
+
+@contextmanager
+def _timed(reading: Reading) -> Iterator[Clock]:
+    """A question's clock. Behind it the early reads are over, and the calling thread has no team."""
+    try:
+        yield Clock(time.perf_counter())
+    finally:
+        if reading.ahead is not None:
+            reading.ahead.close()
+        end_team()

@@ -1,0 +1,158 @@
+"""A store without models: what is in it, what it takes, and its care."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ragcache.engine.care.info import Info, info
+from ragcache.engine.care.pinning import pin, unpin
+from ragcache.engine.care.usage import UsageLog
+from ragcache.engine.loading.rates import RateFigures
+from ragcache.engine.store import Store, StoreConfig, open_store
+from ragcache.errors import ConfigError
+from ragcache.store.documents import DocumentStore
+from ragcache.store.filters import Filter
+from ragcache.store.records import Chunk, StoredDocument
+
+if TYPE_CHECKING:  # these import FAISS, which most calls have no use for
+    from ragcache.engine.care.doctor import DoctorReport
+    from ragcache.retrieval.embedder import Vectors
+    from ragcache.retrieval.retriever import Retriever
+
+
+class Library:
+    """The documents of one store and their KV, to look at, to delete and to check. Nothing is asked, embedded or
+    computed: `RagCache` does that.
+
+    Use `Library.open`. Thread-safe; several processes may open one store.
+    """
+
+    def __init__(self, store: Store, config: StoreConfig) -> None:
+        self.store = store
+        self.config = config
+        self._usage = UsageLog(store.layout.root / "usage.json")
+
+    @classmethod
+    def open(cls, path: str | Path, *, store: StoreConfig | None = None, create: bool = False) -> Self:
+        """Open the store at `path`, without models.
+
+        store:  settings
+        create: make a store where there is none
+
+        Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, ConfigError.
+        """
+        config = store or StoreConfig()
+        return cls(open_store(path, config, create=create), config)
+
+    # Documents
+
+    def documents(
+        self, filter: Filter | None = None, *, limit: int | None = None, offset: int = 0
+    ) -> list[StoredDocument]:
+        """Documents that pass the filter, by id."""
+        return self.store.documents.documents(filter, limit=limit, offset=offset)
+
+    def document(self, id: str) -> StoredDocument | None:
+        return self.store.documents.document(id)
+
+    def chunks(self, ids: Iterable[str]) -> list[Chunk]:
+        """The chunks of these chunk ids, in their order; an id that is not there is left out."""
+        return self.store.documents.chunks(ids)
+
+    def chunks_of(self, document_id: str) -> list[Chunk]:
+        """A document's chunks in order; none for an unknown document."""
+        return self.store.documents.chunks_of(document_id)
+
+    def delete(
+        self, ids: Iterable[str] | str = (), *, filter: Filter | None = None, timeout_s: float = 30.0
+    ) -> list[str]:
+        """Delete documents by id, and those that pass the filter: text, embeddings, index entries, KV bytes in every
+        tier. Returns the ids found. Raises FilterError, StoreBusyError, StoreReadOnlyError."""
+        from ragcache.retrieval.deletion import delete_documents
+
+        wanted = [ids] if isinstance(ids, str) else list(ids)
+        if filter:
+            wanted += [document.id for document in self.documents(filter)]
+        deleted = delete_documents(*self.store, self._open_index(), wanted, timeout_s=timeout_s)
+        self._forget_deleted()
+        return deleted
+
+    def _open_index(self) -> Retriever | None:
+        """What keeps the vector index up to date; None where nothing was embedded yet."""
+        from ragcache.retrieval.retriever import Retriever
+
+        absent = AbsentEmbedder.of(self.store.documents)
+        if absent is None:
+            return None
+        return Retriever.open(self.store.documents, self.store.layout.index, absent, kind=self.config.index)
+
+    def _forget_deleted(self) -> None:
+        """What was deleted, by another process too, may be in this one's memory still (law 10)."""
+        self.store.kv.refresh()
+
+    def pin(self, ids: Iterable[str] | str) -> list[str]:
+        """Let no tier give up the KV of these documents or chunks, nor time drop it, until `unpin` or `delete`. Returns
+        the handles.
+
+        Raises NoSuchDocumentError, PinError (a tier would have no room left), MissingBlockError (there is no KV yet),
+        StoreReadOnlyError.
+        """
+        return pin(self.store.documents, self.store.kv, None, [ids] if isinstance(ids, str) else ids)
+
+    def unpin(self, ids: Iterable[str] | str) -> list[str]:
+        """End `pin`; returns the handles that were pinned. Raises NoSuchDocumentError, StoreReadOnlyError."""
+        return unpin(self.store.documents, self.store.kv, None, [ids] if isinstance(ids, str) else ids)
+
+    # Care
+
+    def rates(self) -> RateFigures:
+        """How fast blocks are read and computed, as it was last measured with models."""
+        return self.store.rates.read() or RateFigures()
+
+    def info(self) -> Info:
+        return info(self.store, self._usage)
+
+    def doctor(self, *, timeout_s: float = 30.0) -> DoctorReport:
+        """Verify every block and the index, and repair; see `ragcache.engine.care.doctor.doctor`."""
+        from ragcache.engine.care.doctor import doctor
+
+        return doctor(self.store, index_kind=self.config.index, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Write down the hit counts and let go of everything."""
+        if not self.config.read_only:
+            self._usage.record(self.store.kv.stats())
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AbsentEmbedder:
+    """Stands in for the embedder of a store opened without it: the index can be changed, nothing is embedded."""
+
+    def __init__(self, name: str, dimension: int) -> None:
+        self.name = name
+        self.dimension = dimension
+
+    @classmethod
+    def of(cls, documents: DocumentStore) -> Self | None:
+        """None for a store that nothing was embedded into yet."""
+        bound = documents.properties()
+        if "embedder" not in bound or "embedding_dim" not in bound:
+            return None
+        return cls(str(bound["embedder"]), int(str(bound["embedding_dim"])))
+
+    def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
+        raise ConfigError("a Library has no embedder; open the store with RagCache.open")
+
+    def embed_query(self, text: str) -> Vectors:
+        raise ConfigError("a Library has no embedder; open the store with RagCache.open")

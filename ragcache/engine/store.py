@@ -1,0 +1,116 @@
+"""What a store's directory holds, opened. No model is needed for it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ragcache.engine.loading.policy import AUTO, LOADS
+from ragcache.engine.loading.rates_file import RatesFile
+from ragcache.errors import ConfigError, StoreNotFoundError
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
+from ragcache.store.layout import StoreLayout
+
+DEFAULT_PREFIX_BYTES = 512 << 20
+DEFAULT_SPECULATIVE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """How a store is opened.
+
+    database:     SQLAlchemy URL; SQLite inside the store's directory when None
+    memory_bytes: budget of the host-memory tier
+    codec, eviction, admission, trace: see KVStore
+    index:        "flat" (exact) or "hnsw"
+    read_only:    nothing is written, not even computed blocks
+    prefix_bytes: budget of exact KV on the model's device: of earlier prompts, answers and system prompts; 0: nothing
+                  is kept, each question reads its prefix
+    answer_bytes: KV that all answers in progress may hold together; None: half of the memory of the model's device
+    load:         "auto": of loading a block and computing it the faster one, by measured rates; "always" load what a
+                  tier has; "never": compute all that is not in memory
+    speculative_bytes: of blocks that may be read while retrieval still ranks, held or on their way; 0 reads none
+    device_bytes, disk_bytes, write_behind_bytes, ttl_s: see KVStore
+    kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
+    measure_s:    seconds to spend on measuring this machine at the first opening with a model; later openings measure
+                  the disk alone, in a third of them; 0 measures nothing
+    """
+
+    database: str | None = None
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    codec: str = "raw"
+    eviction: str = "lru"
+    index: str = "flat"
+    read_only: bool = False
+    admission: str = "all"
+    trace: str | Path | None = None
+    prefix_bytes: int = DEFAULT_PREFIX_BYTES
+    answer_bytes: int | None = None
+    load: str = AUTO
+    speculative_bytes: int = DEFAULT_SPECULATIVE_BYTES
+    measure_s: float = 0.25
+    device_bytes: int = 0
+    disk_bytes: int | None = None
+    write_behind_bytes: int = 0
+    ttl_s: float | None = None
+    kv: str = "eager"
+    hot_after: int = 2
+
+    def __post_init__(self) -> None:
+        if self.answer_bytes is not None and self.answer_bytes < 1:
+            raise ConfigError(f"answer_bytes is {self.answer_bytes}; it must be at least 1, or None for a default")
+        if self.load not in LOADS:
+            raise ConfigError(f"load {self.load!r} is unknown; choose one of {', '.join(LOADS)}")
+        if self.speculative_bytes < 0 or not self.measure_s >= 0:
+            raise ConfigError(
+                f"speculative_bytes is {self.speculative_bytes} and measure_s {self.measure_s}; give 0 (none) or more"
+            )
+
+
+class Store(NamedTuple):
+    """What one directory holds, opened."""
+
+    layout: StoreLayout
+    documents: DocumentStore
+    kv: KVStore
+
+    @property
+    def rates(self) -> RatesFile:
+        """What was measured of this machine."""
+        return RatesFile(self.layout.root / "rates.json")
+
+    def close(self) -> None:
+        self.kv.close()
+        self.documents.close()
+
+
+def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
+    """Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, ConfigError."""
+    layout = StoreLayout(path)
+    if create and not config.read_only:
+        layout.create()
+    elif not layout.exists():
+        raise StoreNotFoundError(f"{path}: no store here; ingest something to make one")
+    layout.check()
+    with ExitStack() as undo:
+        documents = DocumentStore.open(config.database or layout.database, read_only=config.read_only)
+        undo.callback(documents.close)
+        kv = KVStore(
+            layout.kv,
+            memory_bytes=config.memory_bytes,
+            device_bytes=config.device_bytes,
+            disk_bytes=config.disk_bytes,
+            write_behind_bytes=config.write_behind_bytes,
+            ttl_s=config.ttl_s,
+            referenced=documents.referenced,
+            codec=config.codec,
+            eviction=config.eviction,
+            admission=config.admission,
+            trace=config.trace,
+            read_only=config.read_only,
+        )
+        undo.pop_all()
+    return Store(layout, documents, kv)
