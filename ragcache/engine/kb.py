@@ -309,8 +309,7 @@ class RagCache(Library, AsyncTwins):
         return LoadCounts() if loader is None else loader.counts()
 
     def prefix_stats(self) -> PrefixStats:
-        """What the prefix tree holds, with prefixes held as blocks, and what was found in it since the store was
-        opened."""
+        """What the prefix tree holds, and what was found in it since the store was opened."""
         return self._reader.prefixes.stats()
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ def build_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.DataSplit(Regex(WORD_PATTERN), behavior="isolated"),
+            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
