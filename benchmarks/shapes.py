@@ -12,6 +12,7 @@ from ragcache.kv.identity import digest
 from ragcache.models.attention import NAME, register
 from ragcache.models.lm import LanguageModel
 from ragcache.models.loading import DTYPES
+from ragcache.models.packed import pack
 from ragcache.models.support import inspect
 
 
@@ -118,4 +119,5 @@ def _wrap(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, fingerprint: str, name: str
 ) -> LanguageModel:
     found = inspect(model, name)
+    pack(model)
     return LanguageModel(model, tokenizer, found.rope, found.shape, fingerprint, name)

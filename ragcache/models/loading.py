@@ -23,6 +23,7 @@ from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelErr
 from ragcache.kv.identity import digest
 from ragcache.models.attention import NAME, register
 from ragcache.models.lm import LanguageModel
+from ragcache.models.packed import pack
 from ragcache.models.reuse import ReuseSpec
 from ragcache.models.support import describe_config, inspect, refuse_by_config
 from ragcache.openmp import team_ends
@@ -34,13 +35,19 @@ BUNDLED = {"mini": "mini", "mini-base": "mini_base"}  # name -> directory inside
 
 @team_ends()
 def load_lm(
-    name: str | Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    packed: bool | None = None,
 ) -> LanguageModel:
     """Load a model and learn how its keys move.
 
     name:  "mini" (bundled, trained for reuse), "mini-base" (before that training), a directory in Hugging Face layout,
            or a hub id
     dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in
+    packed: keep a second copy of the weights as a CPU multiplies by them fastest (`models/packed.py`): decoding and
+           short passes get faster. None: where the copy takes at most an eighth of the machine's memory
 
     Raises ModelNotFoundError when there is no model under that name, UnsupportedModelError naming the reason when its
     keys cannot be moved exactly, ConfigError for an unknown dtype or device, or a checkpoint trained for reuse whose
@@ -55,6 +62,7 @@ def load_lm(
     found = inspect(model, str(name))
     tokenizer = _load_tokenizer(where)
     mark = fingerprint(model, tokenizer)
+    pack(model, packed)
     lm = LanguageModel(model, tokenizer, found.rope, found.shape, mark, str(name), reuse)
     if reuse is not None:
         reuse.check(lm.vocab_size, tokenizer, str(name))

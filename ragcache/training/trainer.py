@@ -102,7 +102,7 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     checkpoint = find_checkpoint(options, out)
     rows, bad = read_rows(options.data)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    lm = load_lm(options.model, dtype=options.dtype, device=device)
+    lm = load_lm(options.model, dtype=options.dtype, device=device, packed=False)
     spec = choose_spec(lm.tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions)
     encoded, unfit = encode_rows(RowEncoder(lm.tokenizer, options.encoding(lm.max_positions)), rows)
     _check_slots(encoded, spec)

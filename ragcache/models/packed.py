@@ -1,0 +1,79 @@
+"""Linear layers whose weights are packed once for oneDNN, with which PyTorch multiplies matrices on a CPU.
+
+A plain linear layer packs its weights anew in every call, or multiplies a few rows by a slow kernel. Packed once,
+measured for all linear layers of the 135M shape on two busy cores: one row 40 ms instead of 59 (bfloat16); eight rows
+38 instead of 50 (bfloat16) and 73 instead of 96 (float32); a question of 30 rows 55 instead of 65 and 103 instead of
+146. The copies take as much memory as the weights themselves, which others still read.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Without a word of the user's: the share of the machine's memory that packed weights may take.
+DEFAULT_SHARE = 8
+# Rows in float32 that packed weights multiply faster: 512 rows take 890 ms instead of 768, one row 47 instead of 33.
+FLOAT32_ROWS = range(4, 129)
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that multiplies by a packed copy of its weight, which must not change any more.
+
+    A copy of the layer, and one that gradients are asked of, multiplies by the weight itself.
+    """
+
+    _packed: Tensor | None = None
+
+    @classmethod
+    def take_over(cls, linear: nn.Linear) -> None:
+        """Make a packed layer of a plain one, which keeps its parameters."""
+        linear.__class__ = cls
+        linear._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.numel() // self.in_features
+        suits = rows in FLOAT32_ROWS if input.dtype == torch.float32 else rows > 0
+        if self._packed is None or not suits or torch.is_grad_enabled():
+            return super().forward(input)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+        return out
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_packed"}
+
+
+def can_pack(model: nn.Module) -> bool:
+    """Whether PyTorch multiplies by packed weights here, in the model's dtype."""
+    weight = next(model.parameters())
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return weight.dtype == torch.float32
+
+
+def pack(model: nn.Module, packed: bool | None = None) -> int:
+    """Pack the weights of all linear layers, where that can be done; the bytes that the copies take.
+
+    packed: False: none; None: only where they take at most an eighth of the machine's memory
+    """
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    num_bytes = sum(layer.weight.nbytes for layer in layers)
+    if packed is None:
+        packed = num_bytes <= _memory_bytes() // DEFAULT_SHARE
+    if not packed or not can_pack(model):
+        return 0
+    for layer in layers:
+        PackedLinear.take_over(layer)
+    return num_bytes
+
+
+def _memory_bytes() -> int:
+    """Of the machine; 0 where the system does not say."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
