@@ -5,7 +5,7 @@ Softmax(cap(q k^T * scaling)) v, grouped-query, with KV heads unrepeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,10 +77,10 @@ class Part(NamedTuple):
     out: Tensor
     lse: Tensor
 
-    def split(self, lengths: list[int]) -> list[Part]:
-        """The parts of consecutive rows."""
-        pairs = zip(torch.split(self.out, lengths, dim=2), torch.split(self.lse, lengths, dim=2), strict=True)
-        return [Part(out, lse) for out, lse in pairs]
+    @classmethod
+    def join(cls, parts: Sequence[Part]) -> Part:
+        """The parts of several requests' rows as one."""
+        return cls(torch.cat([part.out for part in parts], dim=2), torch.cat([part.lse for part in parts], dim=2))
 
 
 def attend_part(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Part:

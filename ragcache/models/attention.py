@@ -207,15 +207,10 @@ def attention(
     if isinstance(current, FusedPass):
         if current.cache.probing:
             raise ProjectedSignal(Projected(query, key, value, current.running, scoring, sliding_window))
-        (part,) = _attend_shared([current], layer, [query], sliding_window, scoring)
-        if part is None:
-            if current.cache.base is not None:
-                key, value, _ = current.cache.layer_state(layer)
-            out = _attend_fused(current, layer, query, key, value, sliding_window, scoring)
-        else:
-            out = _attend_behind(current, layer, query, part, scoring)
+        out = _attend_members([current], layer, [query], sliding_window, scoring)
     elif isinstance(current, JointPass):
-        out = _attend_jointly(current, layer, query, sliding_window, scoring)
+        rows = torch.split(query, list(current.lengths), dim=2)
+        out = _attend_members(current.members, layer, rows, sliding_window, scoring)
     else:
         if isinstance(current, EncodePass):
             query, key, value, mask, causal = _encode_inputs(current, layer, query, key, value, sliding_window)
@@ -248,38 +243,39 @@ def _encode_inputs(
     return query, key, value, additive(mask, query.dtype), False
 
 
-def _attend_jointly(current: JointPass, layer: int, query: Tensor, window: int | None, scoring: Scoring) -> Tensor:
-    """Each request's rows over what its own cache holds, and over a context that several share all at once."""
-    rows = torch.split(query, list(current.lengths), dim=2)
-    outs = []
-    for member, own, part in zip(
-        current.members, rows, _attend_shared(current.members, layer, rows, window, scoring), strict=True
-    ):
-        if part is None:
-            key, value, _ = member.cache.layer_state(layer)
-            outs.append(_attend_fused(member, layer, own, key, value, window, scoring))
-        else:
-            outs.append(_attend_behind(member, layer, own, part, scoring))
-    return torch.cat(outs, dim=2)
-
-
-def _attend_shared(
+def _attend_members(
     members: Sequence[FusedPass], layer: int, rows: Sequence[Tensor], window: int | None, scoring: Scoring
-) -> list[Part | None]:
-    """The members' rows over the contexts that their caches stand on, each context's keys read once for all of its
-    members (Hydragen, arXiv 2402.05099). None for a member whose rows must see all keys at once."""
-    found: list[Part | None] = [None] * len(members)
+) -> Tensor:
+    """Each request's rows over what its own cache holds, one request's behind the other's.
+
+    A context that several caches stand on is read once for all of their rows (Hydragen, arXiv 2402.05099), unless
+    some rows must see all keys at once.
+    """
+    outs: list[Tensor] = [rows[0]] * len(members)
     groups: dict[int, tuple[SharedContext, list[int]]] = {}
     for rank, member in enumerate(members):
         base = member.cache.base
         if base is not None and _sees_all_of_base(member, window):
             groups.setdefault(id(base), (base, []))[1].append(rank)
+        else:
+            key, value, _ = member.cache.layer_state(layer)
+            outs[rank] = _attend_fused(member, layer, rows[rank], key, value, window, scoring)
     for base, ranks in groups.values():
-        keys, values, _ = base.layer_state(layer)
-        part = attend_part(torch.cat([rows[rank] for rank in ranks], dim=2), keys, values, None, scoring)
-        for rank, own in zip(ranks, part.split([rows[rank].shape[2] for rank in ranks]), strict=True):
-            found[rank] = own
-    return found
+        of_group = [rows[rank] for rank in ranks]
+        out = _attend_over_base(base, [members[rank] for rank in ranks], layer, of_group, scoring)
+        for rank, own in zip(ranks, torch.split(out, [one.shape[2] for one in of_group], dim=2), strict=True):
+            outs[rank] = own
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+def _attend_over_base(
+    base: SharedContext, members: Sequence[FusedPass], layer: int, rows: Sequence[Tensor], scoring: Scoring
+) -> Tensor:
+    """The rows over the context that their caches stand on, merged with what each gets of its own tokens."""
+    keys, values, _ = base.layer_state(layer)
+    shared = attend_part(torch.cat(list(rows), dim=2), keys, values, None, scoring)
+    own = [_attend_own(member, layer, query, scoring) for member, query in zip(members, rows, strict=True)]
+    return merge_parts(shared, Part.join(own), scoring.sinks).to(rows[0].dtype)
 
 
 def _sees_all_of_base(current: FusedPass, window: int | None) -> bool:
@@ -289,16 +285,15 @@ def _sees_all_of_base(current: FusedPass, window: int | None) -> bool:
     return window is None or int(current.running.max()) < window
 
 
-def _attend_behind(current: FusedPass, layer: int, query: Tensor, part: Part, scoring: Scoring) -> Tensor:
-    """The rows over their own tokens, merged with what they got of the context before."""
+def _attend_own(current: FusedPass, layer: int, query: Tensor, scoring: Scoring) -> Part:
+    """The rows over the tokens behind the context alone."""
     key, value = current.cache.own_state(layer)
     num_rows, length = query.shape[2], key.shape[2]
     mask = None
     if num_rows > 1:
         order = torch.arange(length, device=key.device)
         mask = additive(visible(order[length - num_rows :], order, None), torch.float32)
-    own = attend_part(query, key, value, mask, scoring)
-    return merge_parts(part, own, scoring.sinks).to(query.dtype)
+    return attend_part(query, key, value, mask, scoring)
 
 
 def _attend_fused(
