@@ -23,14 +23,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ragcache.kv.cache import FusedCache
 from ragcache.models.joint import Piece, Run
-from ragcache.models.limits import LIMIT, NO_LIMIT, POLL_S, Limit
+from ragcache.models.limits import LIMIT, POLL_S, Limit
+from ragcache.models.requests import Decoding, Member, Request
 from ragcache.openmp import end_team, working_alone
 
 # Without requests for so long, the thread ends; the next request starts another.
@@ -54,84 +54,6 @@ class PassStats:
     members: dict[int, int] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
-class _Request:
-    """Tokens that wait for a pass.
-
-    alone:    runs them in a pass of its own; None for a run that may share one
-    sequence: what they are the next token of; None where a caller waits for the logits
-    finished: is set once there is a result, which is `logits` or `error`
-    """
-
-    run: Run
-    alone: Callable[[], Tensor] | None = None
-    sequence: _Decoding | None = None
-    limit: Limit = NO_LIMIT
-    finished: threading.Event = field(default_factory=threading.Event)
-    logits: Tensor | None = None
-    error: BaseException | None = None
-
-    @property
-    def is_prompt(self) -> bool:
-        return self.run.left > 1
-
-    @property
-    def is_abandoned(self) -> bool:
-        return self.sequence is not None and self.sequence.over
-
-    def result(self) -> Tensor:
-        if self.error is not None:
-            raise self.error
-        if self.logits is None:
-            raise RuntimeError("a run ended without logits")
-        return self.logits
-
-
-class _Member(NamedTuple):
-    request: _Request
-    piece: Piece
-
-
-@dataclass(eq=False)
-class _Decoding:
-    """A sequence that is being decoded.
-
-    choose:   picks a token from logits, float32 [vocab_size]
-    position: of the next token; `last`: the first one that is not decoded any more
-    tokens:   what the reader gets: ids, then None, or an exception in its place
-    over:     nobody reads it any more, or it has ended
-    """
-
-    cache: FusedCache
-    choose: Callable[[Tensor], int]
-    position: int
-    last: int
-    eos_ids: Collection[int]
-    limit: Limit
-    tokens: queue.SimpleQueue[int | BaseException | None] = field(default_factory=queue.SimpleQueue)
-    over: bool = False
-
-    def advance(self, logits: Tensor) -> _Request | None:
-        """Choose the next token and hand it out; the request that brings the one after it, None at the end."""
-        token = self.choose(logits)
-        if token in self.eos_ids:
-            self.end(None)
-            return None
-        self.tokens.put(token)
-        self.position += 1
-        if self.position >= self.last:
-            self.end(None)
-            return None
-        device = logits.device
-        ids = torch.tensor([token], device=device)
-        positions = torch.tensor([self.position - 1], device=device)
-        return _Request(Run(ids, positions, self.cache, ordered=True), sequence=self, limit=self.limit)
-
-    def end(self, error: BaseException | None) -> None:
-        self.over = True
-        self.tokens.put(error)
-
-
 class Scheduler:
     """The queue of one model and the thread that works it off. Thread-safe.
 
@@ -149,9 +71,9 @@ class Scheduler:
         self._forward = forward
         # Re-entrant: the garbage collector may close an abandoned stream within the scheduler's own code.
         self._changed = threading.Condition(threading.RLock())
-        self._waiting: list[_Request] = []
-        self._running: list[_Request] = []
-        self._decoding: set[_Decoding] = set()
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._decoding: set[Decoding] = set()
         self._thread: threading.Thread | None = None
         self._stats = PassStats()
 
@@ -188,7 +110,7 @@ class Scheduler:
                 run.cache.place()
         if alone is not None:
             alone = _in_context(alone)
-        request = _Request(run, alone, limit=LIMIT.get())
+        request = Request(run, alone, limit=LIMIT.get())
         self._submit(request)
         self._await(request)
         return request.result()
@@ -208,7 +130,7 @@ class Scheduler:
         Decoding goes on while the caller is busy with what it got; it ends when the generator is closed. Raises what a
         pass raises, and what `limit` raises.
         """
-        decoding = _Decoding(cache, choose, position, last, eos_ids, limit)
+        decoding = Decoding(cache, choose, position, last, eos_ids, limit)
         limit.check()
         if position >= last:
             return
@@ -224,7 +146,7 @@ class Scheduler:
         finally:
             self._abandon(decoding)
 
-    def _next_token(self, decoding: _Decoding) -> int | None:
+    def _next_token(self, decoding: Decoding) -> int | None:
         while True:
             decoding.limit.check()
             try:
@@ -235,7 +157,7 @@ class Scheduler:
                 raise token
             return token
 
-    def _abandon(self, decoding: _Decoding) -> None:
+    def _abandon(self, decoding: Decoding) -> None:
         """No further token of it is wanted. Returns when no pass works on its cache any more."""
         decoding.over = True
         with self._changed:
@@ -244,7 +166,7 @@ class Scheduler:
             while not self.is_current_thread and any(one.sequence is decoding for one in self._running):
                 self._changed.wait()
 
-    def _submit(self, request: _Request) -> None:
+    def _submit(self, request: Request) -> None:
         with self._changed:
             self._waiting.append(request)
             if self._thread is None:
@@ -252,7 +174,7 @@ class Scheduler:
                 self._thread.start()
             self._changed.notify_all()
 
-    def _await(self, request: _Request) -> None:
+    def _await(self, request: Request) -> None:
         """Wait until it is finished. Raises what its limit raises while no pass holds it."""
         limit = request.limit
         try:
@@ -264,7 +186,7 @@ class Scheduler:
             self._withdraw(request)
             raise
 
-    def _withdraw(self, request: _Request) -> None:
+    def _withdraw(self, request: Request) -> None:
         """Give up. A pass that holds it is waited for: it works on the caller's cache."""
         with self._changed:
             while request in self._running:
@@ -302,7 +224,7 @@ class Scheduler:
                     return False
             return True
 
-    def _take(self) -> list[_Member]:
+    def _take(self) -> list[Member]:
         """Take what runs in the next pass out of the queue."""
         with self._changed:
             self._drop_given_up()
@@ -315,7 +237,7 @@ class Scheduler:
                 request.run.cache.hold()
             # Held first, looked at then: the garbage collector may close an abandoned stream at any moment.
             shares = [(request, count) for request, count in shares if not request.is_abandoned]
-        return [_Member(request, Piece.next(request.run, count)) for request, count in shares]
+        return [Member(request, Piece.next(request.run, count)) for request, count in shares]
 
     def _drop_given_up(self) -> None:
         """End what gave up while it waited: its caller may be busy elsewhere and not look at its limit for long."""
@@ -326,7 +248,7 @@ class Scheduler:
                 self._waiting.remove(request)
                 self._finish(request, error=error)
 
-    def _shares(self, first: _Request) -> list[tuple[_Request, int]]:
+    def _shares(self, first: Request) -> list[tuple[Request, int]]:
         """What runs, with how many tokens: next tokens of sequences always, then others by arrival, long runs last."""
         run = first.run
         if first.alone is not None or not self.sharing:
@@ -355,7 +277,7 @@ class Scheduler:
             return run.left
         return room if run.ordered and run.left > self.pass_tokens and room >= LEAST_PIECE else 0
 
-    def _execute(self, members: Sequence[_Member]) -> None:
+    def _execute(self, members: Sequence[Member]) -> None:
         first = members[0].request
         try:
             if first.alone is not None:
@@ -370,7 +292,7 @@ class Scheduler:
             else:
                 self._one_by_one(members)
 
-    def _one_by_one(self, members: Sequence[_Member]) -> None:
+    def _one_by_one(self, members: Sequence[Member]) -> None:
         """After a shared pass failed: only what fails by itself has failed."""
         for member in members:
             member.piece.undo()
@@ -380,12 +302,12 @@ class Scheduler:
             except BaseException as error:
                 self._finish(member.request, error=error)
 
-    def _advance(self, member: _Member, logits: Tensor) -> None:
+    def _advance(self, member: Member, logits: Tensor) -> None:
         member.piece.end()
         if not member.request.run.left:
             self._finish(member.request, logits)
 
-    def _finish(self, request: _Request, logits: Tensor | None = None, error: BaseException | None = None) -> None:
+    def _finish(self, request: Request, logits: Tensor | None = None, error: BaseException | None = None) -> None:
         request.logits, request.error = logits, error
         decoding = request.sequence
         if decoding is None or decoding.over:
@@ -395,7 +317,7 @@ class Scheduler:
         else:
             self._follow(decoding, logits)
 
-    def _follow(self, decoding: _Decoding, logits: Tensor) -> None:
+    def _follow(self, decoding: Decoding, logits: Tensor) -> None:
         try:
             following = decoding.advance(logits)
         except Exception as error:  # no probability left to sample from
@@ -407,7 +329,7 @@ class Scheduler:
             elif following is None:
                 self._decoding.discard(decoding)
 
-    def _end(self, members: Sequence[_Member]) -> None:
+    def _end(self, members: Sequence[Member]) -> None:
         tokens = sum(member.piece.num_tokens for member in members)
         with self._changed:
             if members:

@@ -1,0 +1,96 @@
+"""What waits for the model and runs in its passes: the tokens of callers, and the sequences that are decoded."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ragcache.kv.cache import FusedCache
+from ragcache.models.joint import Piece, Run
+from ragcache.models.limits import NO_LIMIT, Limit
+
+
+@dataclass(eq=False)
+class Request:
+    """Tokens that wait for a pass.
+
+    alone:    runs them in a pass of its own; None for a run that may share one
+    sequence: what they are the next token of; None where a caller waits for the logits
+    finished: is set once there is a result, which is `logits` or `error`
+    """
+
+    run: Run
+    alone: Callable[[], Tensor] | None = None
+    sequence: Decoding | None = None
+    limit: Limit = NO_LIMIT
+    finished: threading.Event = field(default_factory=threading.Event)
+    logits: Tensor | None = None
+    error: BaseException | None = None
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.run.left > 1
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self.sequence is not None and self.sequence.over
+
+    def result(self) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        if self.logits is None:
+            raise RuntimeError("a run ended without logits")
+        return self.logits
+
+
+class Member(NamedTuple):
+    """A request in a pass, and the tokens of it that run there."""
+
+    request: Request
+    piece: Piece
+
+
+@dataclass(eq=False)
+class Decoding:
+    """A sequence that is being decoded.
+
+    choose:   picks a token from logits, float32 [vocab_size]
+    position: of the next token; `last`: the first one that is not decoded any more
+    tokens:   what the reader gets: ids, then None, or an exception in its place
+    over:     nobody reads it any more, or it has ended
+    """
+
+    cache: FusedCache
+    choose: Callable[[Tensor], int]
+    position: int
+    last: int
+    eos_ids: Collection[int]
+    limit: Limit
+    tokens: queue.SimpleQueue[int | BaseException | None] = field(default_factory=queue.SimpleQueue)
+    over: bool = False
+
+    def advance(self, logits: Tensor) -> Request | None:
+        """Choose the next token and hand it out; the request that brings the one after it, None at the end."""
+        token = self.choose(logits)
+        if token in self.eos_ids:
+            self.end(None)
+            return None
+        self.tokens.put(token)
+        self.position += 1
+        if self.position >= self.last:
+            self.end(None)
+            return None
+        device = logits.device
+        ids = torch.tensor([token], device=device)
+        positions = torch.tensor([self.position - 1], device=device)
+        return Request(Run(ids, positions, self.cache, ordered=True), sequence=self, limit=self.limit)
+
+    def end(self, error: BaseException | None) -> None:
+        self.over = True
+        self.tokens.put(error)
