@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections import deque
@@ -82,6 +83,7 @@ class WriteBehind(DurableTier):
             if self._writer is None:
                 # A daemon: a process that ends without `close` loses what a kill would lose.
                 self._writer = threading.Thread(target=self._run, name="ragcache-write-behind", daemon=True)
+                atexit.register(self._end_with_process)
                 self._writer.start()
             self._changed.notify_all()
         return held
@@ -154,7 +156,18 @@ class WriteBehind(DurableTier):
             self._changed.notify_all()
         if self._writer is not None:
             self._writer.join()
+        atexit.unregister(self._end_with_process)
         self.tier.close()
+
+    def _end_with_process(self) -> None:
+        """Drop what waits, and let the writer finish its block: a daemon that the interpreter ends within PyTorch
+        aborts the process ("terminate called without an active exception")."""
+        with self._changed:
+            self._pending.clear()
+            self._closing = True
+            self._changed.notify_all()
+        if self._writer is not None:
+            self._writer.join(_EXIT_S)
 
     def _reserve(self, num_bytes: int) -> bool:
         """Wait for room; False when all is written and there is none: what is left of it is in use."""
@@ -221,6 +234,7 @@ class WriteBehind(DurableTier):
 
 
 _MOST_FAILED = 1024
+_EXIT_S = 10.0  # a store that hangs must not keep the process
 
 
 def _private_copy(tensor: Tensor) -> Tensor:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -160,6 +163,44 @@ def test_close_writes_what_waits(tmp_path: Path) -> None:
             loaded = store.get(make_key(number))
             assert loaded is not None
             assert loaded.block.equal(make_block(number))
+
+
+ENDS_WITHOUT_CLOSE = """
+import sys, time, torch
+from pathlib import Path
+from blocks import make_block, make_key
+from ragcache.codecs import RawCodec
+from ragcache.store.tiers import DiskTier
+from ragcache.store.write_behind import WriteBehind
+
+class Busy(DiskTier):
+    def put_as_held(self, key, block):
+        print("writing", flush=True)
+        numbers, end = torch.randn(300, 300), time.monotonic() + 0.5
+        while time.monotonic() < end:
+            numbers.clone()
+        super().put_as_held(key, block)
+        print("written", flush=True)
+
+behind = WriteBehind(Busy(Path(sys.argv[1]), RawCodec()), 1 << 30)
+for number in range(50):
+    behind.put(make_key(number), make_block(number))
+time.sleep(0.1)
+"""
+
+
+def test_a_process_that_does_not_close_ends_after_the_block_that_is_being_written(tmp_path: Path) -> None:
+    paths = [str(Path(__file__).parent), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_WITHOUT_CLOSE, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["writing", "written"] * (done.stdout.count("written"))
+    assert 1 <= done.stdout.count("written") <= 3
 
 
 def test_a_late_block_of_a_deleted_document_is_deleted(tmp_path: Path) -> None:
