@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +11,7 @@ import typer
 from ragcache.cli.command import command
 from ragcache.cli.opening import hide_bars_in_pipes, report_warnings
 from ragcache.cli.options import Json, option
-from ragcache.cli.output import print_json, say
+from ragcache.cli.output import print_json, say, say_note
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,11 +120,7 @@ def train(
 
 
 def _say_progress(line: dict[str, Any]) -> None:
-    print(
-        f"step {line['step']} of {line['steps']}   loss {line['loss']:.4f}   {line['seconds']:.0f} s",
-        file=sys.stderr,
-        flush=True,
-    )
+    say_note(f"step {line['step']} of {line['steps']}   loss {line['loss']:.4f}   {line['seconds']:.0f} s")
 
 
 def _print_report(report: TrainReport) -> None:

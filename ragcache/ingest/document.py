@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragcache.errors import IngestError, MetadataError, ReaderError
+from ragcache.errors import IngestError, ReaderError
 from ragcache.kv.identity import digest
+from ragcache.store.json_values import check_metadata, text_problem
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Document:
         if not isinstance(self.text, str) or not self.text.strip():
             raise ReaderError(self.where, "there is no text in it")
         for name, value in (("id", self.id), ("title", self.title), ("source", self.source), ("text", self.text)):
-            self._check_characters(name, value)
-        self._check_metadata()
+            self._check_text(name, value)
+        check_metadata(self.where, dict(self.metadata) if isinstance(self.metadata, Mapping) else self.metadata)
 
     def content_hash(self, settings: Mapping[str, Any]) -> str:
         """SHA-256 of all that its stored chunks depend on; `settings` are those of the chunker. Its id and source are
@@ -58,41 +58,14 @@ class Document:
             "text": self.text, "metadata": dict(self.metadata), "title": self.title, "settings": dict(settings)
         }  # fmt: skip
 
-    def _check_characters(self, name: str, value: str) -> None:
+    def _check_text(self, name: str, value: str) -> None:
         if not isinstance(value, str):
             raise ReaderError(self.where, f"its {name} is {type(value).__name__}, not a string")
-        if "\0" in value:
-            raise ReaderError(self.where, f"its {name} holds a NUL character: binary data, not text")
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ReaderError(self.where, f"its {name} is not Unicode text ({error.reason})") from error
-
-    def _check_metadata(self) -> None:
-        way_out = "metadata is a JSON object: string keys; strings, finite numbers, booleans, null, lists, objects"
-        try:
-            text = json.dumps(
-                self.metadata if isinstance(self.metadata, dict) else dict(self.metadata), allow_nan=False
-            )
-            faithful = json.loads(text) == _lists(self.metadata)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise MetadataError(f"{self.where}: {error}; {way_out}") from error
-        if not faithful:
-            raise MetadataError(f"{self.where}: a key is not a string; {way_out}")
-        if "\\u0000" in text or "\\ud8" in text.lower():
-            self._check_characters("metadata", json.dumps(self.metadata, ensure_ascii=False).replace("\\u0000", "\0"))
+        if problem := text_problem(value):
+            raise ReaderError(self.where, f"its {name} holds {problem}: it is binary, or in another encoding")
 
 
 def headed(title: str, text: str) -> str:
     """The text below its title as a heading, unless it begins with it."""
     title = " ".join(title.split())
     return f"# {title}\n\n{text}" if title and not text.lstrip("# \n").startswith(title) else text
-
-
-def _lists(value: Any) -> Any:
-    """The value with tuples as lists, as JSON gives them back."""
-    if isinstance(value, Mapping):
-        return {key: _lists(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_lists(item) for item in value]
-    return value

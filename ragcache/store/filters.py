@@ -30,7 +30,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.sql.elements import ColumnElement
 
 from ragcache.errors import FilterError
-from ragcache.store.validation import text_problem
+from ragcache.store.json_values import text_problem
 
 MAX_CONDITIONS = 1000
 MAX_DEPTH = 32

@@ -119,15 +119,8 @@ class RowEncoder:
     def _instruction(self, row: DataRow) -> EncodedRow:
         form = self._format(row.system, "{question}")
         (asked,) = row.asked
-        return EncodedRow(
-            row.kind,
-            row.where,
-            form.prefix_ids,
-            [],
-            [self._ask(self._suffix(form, asked.question), asked.answer)],
-            False,
-            False,
-        )
+        ask = self._ask(self._suffix(form, asked.question), asked.answer)
+        return EncodedRow(row.kind, row.where, form.prefix_ids, [], [ask], False, False)
 
     def _text(self, row: DataRow) -> EncodedRow:
         """Plain language modelling: every token but the first is to be learned."""
