@@ -174,9 +174,9 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase, *, special_only: bool = F
 
 @lru_cache(maxsize=8)  # Gemma has 6,000 special tokens, which take 20 ms to list
 def list_controls(tokenizer: PreTrainedTokenizerBase, written: str) -> dict[int, str]:
+    """See `control_tokens`. Code that adds tokens to a tokenizer that was in use clears the cache."""
     added = {id: (token.content, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
     named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-    """See `control_tokens`. Whoever adds tokens to a tokenizer that was in use clears the cache."""
     return {
         **{id: str(spelling) for id, spelling in named},
         **{id: spelling for id, (spelling, special) in added.items() if special or _is_markup(spelling, written)},
@@ -203,8 +203,8 @@ def _cut(tokenizer: PreTrainedTokenizerBase, text: str, controls: Mapping[int, s
 def _control_spans(
     tokenizer: PreTrainedTokenizerBase, text: str, controls: Mapping[int, str]
 ) -> Iterator[tuple[int, int]]:
-    """Where control tokens stand in a text: where the tokenizer finds them, which may fold other characters into
-    theirs first. A tokenizer that does not say where is searched for their spellings."""
+    """Spans of control tokens in a text, as the tokenizer finds them, which may fold other characters into theirs
+    first. Where it gives no offsets, their spellings are searched for."""
     if not text:
         return
     if not tokenizer.is_fast:

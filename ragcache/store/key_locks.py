@@ -24,12 +24,7 @@ class KeyLocks:
             with lock:
                 yield
         finally:
-            with self._guard:
-                lock, waiting = self._locks[key]
-                if waiting == 1:
-                    del self._locks[key]
-                else:
-                    self._locks[key] = (lock, waiting - 1)
+            self._leave(key)
 
     @contextmanager
     def try_hold(self, key: str) -> Iterator[bool]:
@@ -44,13 +39,14 @@ class KeyLocks:
             yield free
         finally:
             if free:
-                with self._guard:
-                    lock, waiting = self._locks[key]
-                    lock.release()
-                    if waiting == 1:
-                        del self._locks[key]
-                    else:
-                        self._locks[key] = (lock, waiting - 1)
+                lock.release()
+                self._leave(key)
+
+    def _leave(self, key: str) -> None:
+        with self._guard:
+            lock, waiting = self._locks.pop(key)
+            if waiting > 1:
+                self._locks[key] = (lock, waiting - 1)
 
     def __len__(self) -> int:
         return len(self._locks)

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
@@ -17,8 +16,11 @@ from ragcache.openmp import work_alone
 from ragcache.store.complaints import Complaints
 from ragcache.store.leases import leased
 from ragcache.store.tiers.base import DurableTier, TierUsage
+from ragcache.store.tiers.memory import private_copy
 
 log = logging.getLogger(__name__)
+_MOST_FAILED = 1024
+_EXIT_S = 10.0  # a store that hangs must not keep the process
 
 
 class WriteBehind(DurableTier):
@@ -76,7 +78,7 @@ class WriteBehind(DurableTier):
             self._cancel(key)
             return self.tier.put_as_held(key, block)
         num_bytes, released = block.num_bytes, self._released
-        held = leased(block.map(_private_copy), lambda: released.append(num_bytes))
+        held = leased(block.map(private_copy), lambda: released.append(num_bytes))
         with self._changed:
             self._pending[key] = held
             self._failed.pop(key, None)
@@ -231,11 +233,3 @@ class WriteBehind(DurableTier):
             self._writing = None
             del block  # its bytes are free before those who wait look
             self._changed.notify_all()
-
-
-_MOST_FAILED = 1024
-_EXIT_S = 10.0  # a store that hangs must not keep the process
-
-
-def _private_copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())

@@ -92,7 +92,7 @@ def counting() -> Iterator[dict[str, LiveBytes]]:
     interval = sys.getswitchinterval()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "_device_copy", live["device"].copy)
-        patch.setattr(memory, "_private_copy", live["memory"].copy)
+        patch.setattr(memory, "private_copy", live["memory"].copy)
         sys.setswitchinterval(1e-5)  # threads meet in more places
         try:
             yield live

@@ -24,7 +24,7 @@ BYTES_PER_TOKEN = make_block(0, num_tokens=1).num_bytes
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBytes]:
     live = LiveBytes()
-    monkeypatch.setattr(memory, "_private_copy", live.copy)
+    monkeypatch.setattr(memory, "private_copy", live.copy)
     yield live
     gc.collect()
 
@@ -194,7 +194,7 @@ def test_a_failed_copy_gives_its_reservation_back(monkeypatch: pytest.MonkeyPatc
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "_private_copy", fail)
+        patch.setattr(memory, "private_copy", fail)
         with pytest.raises(MemoryError):
             tier.put(make_key(1), make_block(1, num_tokens=10))
     assert tier.usage() == TierUsage(0, 0)

@@ -21,9 +21,9 @@ class MemoryTier(BudgetedTier):
         self.page_locked = self.page_locked or device.type == "cuda"
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        return _private_copy(tensor, page_locked=self.page_locked)
+        return private_copy(tensor, page_locked=self.page_locked)
 
 
-def _private_copy(tensor: Tensor, *, page_locked: bool = False) -> Tensor:
+def private_copy(tensor: Tensor, *, page_locked: bool = False) -> Tensor:
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=page_locked)
     return copy.copy_(tensor.detach())
