@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import EmbedderError, check_least
+from ragcache.models.encoding import plan_batches
 from ragcache.models.limits import LIMIT
 from ragcache.openmp import team_ends
 from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock
@@ -143,7 +144,7 @@ class SentenceEmbedder:
                 lengths.append(min(length, self._max_tokens))
                 if length > self._max_tokens:
                     window[row] = text[:LONG_TEXT]  # the model reads no further, and would tokenise all of it
-            for batch in length_sorted_batches(lengths, batch_size, self._batch_tokens):
+            for batch in plan_batches(lengths, self._batch_tokens, batch_size):
                 LIMIT.get().check()
                 vectors[[start + row for row in batch]] = self._encode(
                     PASSAGES, self._model.encode_document, [window[row] for row in batch]
@@ -158,22 +159,6 @@ class SentenceEmbedder:
         with self._lock.hold(rank), team_ends():
             vectors = encode(texts, batch_size=len(texts), show_progress_bar=False, convert_to_numpy=True)
         return np.asarray(vectors, dtype=np.float32)
-
-
-def length_sorted_batches(lengths: Sequence[int], max_items: int, max_tokens: int) -> Iterator[list[int]]:
-    """Rows 0..n-1 in batches of like length: at most max_items rows and, padded, at most max_tokens tokens.
-
-    A row longer than max_tokens is a batch of its own. Ties keep their order, so the batches are deterministic.
-    """
-    batch: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
-        # Ascending order: this row is the longest of its batch, so it sets the padding.
-        if batch and (len(batch) == max_items or (len(batch) + 1) * lengths[row] > max_tokens):
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
 
 
 def load_embedder(name: str | Path = "minilm", device: str = "cpu") -> Embedder:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from ragcache.errors import CancelledError, ConfigError, EmbedderError
+from ragcache.models.encoding import plan_batches
 from ragcache.models.limits import Limit, limited
 from ragcache.retrieval import embedder as embedders
-from ragcache.retrieval.embedder import BoundedEmbedder, length_sorted_batches, load_embedder
+from ragcache.retrieval.embedder import BoundedEmbedder, load_embedder
 from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock
 
 WORDS = ["river", "town", "club", "bridge", "year", "of", "the", "was", "born", "founded", "by", "anna", "lake"]
@@ -117,13 +118,13 @@ def test_many_threads_get_what_one_gets(bert_directory):
 
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 9), st.integers(1, 100))
 def test_batches_hold_every_row_once_within_bounds(lengths, max_items, max_tokens):
-    batches = list(length_sorted_batches(lengths, max_items, max_tokens))
+    batches = list(plan_batches(lengths, max_tokens, max_items))
     assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
     for batch in batches:
         assert 1 <= len(batch) <= max_items
         assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= max_tokens
     flat = [lengths[row] for batch in batches for row in batch]
-    assert flat == sorted(flat)
+    assert flat == sorted(flat, reverse=True)
 
 
 def test_a_directory_keeps_its_name_when_moved_and_loses_it_when_retrained(bert_directory, tmp_path):
