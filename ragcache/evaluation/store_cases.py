@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +15,9 @@ from ragcache.evaluation.lines import read_entries
 from ragcache.retrieval.retriever import Retriever
 
 
-@contextmanager
-def opened(path: Path, database: str | None = None) -> Iterator[Store]:
+def opened(path: Path, database: str | None = None) -> closing[Store]:
     """The store for reading. Raises StoreNotFoundError and what else opening raises."""
-    store = open_store(path, StoreConfig(database=database, read_only=True), create=False)
-    try:
-        yield store
-    finally:
-        store.close()
+    return closing(open_store(path, StoreConfig(database=database, read_only=True), create=False))
 
 
 def made_from(store: Store, *, questions: int, passages: int, seed: int = 0) -> list[Case]:

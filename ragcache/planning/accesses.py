@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,13 @@ class Accesses:
     starts: Ints
     num_bytes: Ints
     num_tokens: Ints
+
+    @classmethod
+    def of(cls, requests: Collection[Sequence[int]], num_bytes: Ints, num_tokens: Ints) -> Accesses:
+        """requests: the blocks of each."""
+        blocks = np.array([block for request in requests for block in request], dtype=np.int64)
+        starts = np.concatenate([[0], np.cumsum([len(request) for request in requests])]).astype(np.int64)
+        return cls(blocks, starts, num_bytes, num_tokens)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -62,13 +69,8 @@ def from_accesses(accesses: Iterable[Access]) -> Accesses:
         else:
             sizes[number] = size
         requests.setdefault(access.request, []).append(number)
-    lengths = [len(blocks) for blocks in requests.values()]
-    return Accesses(
-        np.array([number for blocks in requests.values() for number in blocks], dtype=np.int64),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        np.array([size for size, _ in sizes], dtype=np.int64),
-        np.array([tokens for _, tokens in sizes], dtype=np.int64),
-    )
+    num_bytes, num_tokens = np.array(sizes, dtype=np.int64).reshape(-1, 2).T
+    return Accesses.of(requests.values(), num_bytes, num_tokens)
 
 
 @dataclass(frozen=True)
@@ -136,12 +138,7 @@ def generated(workload: Workload) -> Accesses:
     names = random.permutation(workload.blocks)
     drawn = names[drawn % workload.blocks]
     requests = _requests(workload, drawn.reshape(workload.requests, -1).tolist(), random)
-    return Accesses(
-        np.array([block for request in requests for block in request], dtype=np.int64),
-        np.concatenate([[0], np.cumsum([len(request) for request in requests])]).astype(np.int64),
-        num_tokens * workload.bytes_per_token,
-        num_tokens,
-    )
+    return Accesses.of(requests, num_tokens * workload.bytes_per_token, num_tokens)
 
 
 def _requests(workload: Workload, fresh: list[list[int]], random: np.random.Generator) -> list[list[int]]:
