@@ -224,7 +224,7 @@ def check_least(name: str, value: float, least: float) -> None:
 
 @contextmanager
 def translate_os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the operating system's write errors into store errors that name `path`.
+    """Translate the operating system's write errors into store errors that name `path`.
 
     Raises StoreFullError (ENOSPC, EDQUOT) and StoreReadOnlyError (EROFS, EACCES, EPERM); others pass through.
     """

@@ -116,7 +116,7 @@ def load_questions(path: Path) -> list[DemoQuestion]:
 
 
 def choose(questions: Sequence[DemoQuestion], count: int) -> list[DemoQuestion]:
-    """`count` questions from all over the list, single-hop and two-hop in turn as long as there are both."""
+    """`count` questions from all over the list, single-hop and two-hop alternating while there are both."""
     single = _spread([question for question in questions if question.hops == 1], count)
     several = _spread([question for question in questions if question.hops > 1], count)
     pairs = min(len(single), len(several))

@@ -61,7 +61,7 @@ def quantise(numbers: Tensor, dim: int, size: int, levels: int, dtype: torch.dty
 
 
 def restore(out: Tensor, dim: int, size: int, scales: Tensor, zeros: Tensor) -> None:
-    """Turn codes in `out` (float32) into numbers, in place. scales, zeros: float32, as `quantise` shapes them."""
+    """Replace the codes in `out` (float32) by numbers. scales, zeros: float32, as `quantise` shapes them."""
     whole = out.shape[dim] // size
     if whole:
         grouped = torch.unflatten(out.narrow(dim, 0, whole * size), dim, (whole, size))

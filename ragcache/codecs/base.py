@@ -12,7 +12,7 @@ from ragcache.kv.block import KVBlock
 
 
 class Codec(ABC):
-    """Turns a KV block into named tensors and back.
+    """Encodes a KV block as named tensors, and decodes them.
 
     name:    what the registry and every file call it
     version: counts up whenever files written before could no longer be decoded by the code; a file of a higher

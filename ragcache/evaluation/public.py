@@ -30,8 +30,9 @@ class PublicSettings:
     """How a set is read.
 
     split:       folder of the questions below the directory
-    positions:   where the gold passage goes: "each" in turn (those that the set names, where it names some), "0/4/9",
-                 or "given" to leave the order alone; "" is "each" for sets that name positions and "given" for others
+    positions:   where the gold passage goes: "each" place, one after another (those that the set names, if
+                 any), "0/4/9", or "given" to leave the order alone; "" is "each" for sets that name positions and
+                 "given" for others
     passages:    passages a question, gold ones included; 0: all that the set brings, and 10 of a corpus
     distractors: of a corpus set, the others: "near" the question by BM25, or "random"
     seed:        of random distractors and of the order of corpus passages

@@ -23,7 +23,7 @@ class Optimum(NamedTuple):
 
 
 def optimum(trace: Accesses, budget_bytes: int) -> Optimum:
-    """For one tier of so many bytes that is empty at first and may turn newcomers away."""
+    """For one tier of so many bytes that is empty at first and may refuse newcomers."""
     following = next_uses(trace.blocks)
     hits = _belady(trace, following, budget_bytes)
     if trace.equal_sizes:

@@ -27,7 +27,7 @@ from ragcache.server.work import Work, stopping
 T = TypeVar("T")
 THREADS = 8
 WARM_TOKENS = 16
-# Requests for embeddings that take turns at the embedder; they leave the slots of questions, and most threads, alone.
+# Requests for embeddings that share the embedder; they leave the slots of questions, and most threads, alone.
 EMBEDDING_SLOTS = 4
 
 

@@ -72,7 +72,7 @@ class DiskBudget:
         self._ledger = Ledger(budget_bytes, policy, is_pinned)
         self._leaving: set[str] = set()
         self._lock = threading.Lock()  # of the ledger; never held while files are touched, but for the first walk
-        self._turn = threading.Lock()  # threads wait here, as the file lock can only be polled
+        self._one_thread = threading.Lock()  # threads wait here, as the file lock can only be polled
         self._file_lock = FileLock(files.root / ".budget.lock", thread_local=False)
         self._counter = files.root / BOOKS
         self._indexed = self._counted = False
@@ -187,7 +187,7 @@ class DiskBudget:
     @contextmanager
     def _alone(self) -> Iterator[_Books]:
         """The books, with no other thread or process at them."""
-        with self._turn, translate_os_errors(self._files.root):
+        with self._one_thread, translate_os_errors(self._files.root):
             make_directory(self._files.root)
             try:
                 self._file_lock.acquire(timeout=BUSY_AFTER_S, poll_interval=0.002)

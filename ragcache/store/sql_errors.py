@@ -52,8 +52,8 @@ _POSTGRES: dict[str, _Translation] = {
 
 @contextmanager
 def translate_sql_errors(where: str) -> Iterator[None]:
-    """Turn the SQL engine's errors into store errors that name `where`. IntegrityError passes through: whoever writes
-    knows what collides."""
+    """Translate the SQL engine's errors into store errors that name `where`. IntegrityError passes through: the
+    writer knows what collides."""
     try:
         yield
     except IntegrityError:

@@ -96,5 +96,5 @@ def joined(words: list[str]) -> str:
 
 
 def with_article(text: str) -> str:
-    """Turn "a architect" into "an architect"."""
+    """Write "an architect" for "a architect"."""
     return re.sub(r" a (?=[aeio])", " an ", text)
