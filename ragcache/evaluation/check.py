@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ragcache.engine.asking.verdict import FULL, MethodVerdict, Verdict
 from ragcache.errors import ConfigError, RagCacheError
 from ragcache.evaluation.case import Case
-from ragcache.evaluation.journal import Score, ScoreTable
+from ragcache.evaluation.journal import Ledger, Score
 from ragcache.evaluation.methods import MethodSpec
 from ragcache.evaluation.reading import PromptReader
 from ragcache.evaluation.report import Row, summarise
@@ -91,7 +91,7 @@ class Check:
         return [spec for spec in self.specs if spec.key not in self.refused]
 
     def scores(self) -> Iterator[Score]:
-        for score in self.runner.run(self.cases, self.running, ScoreTable()):
+        for score in self.runner.run(self.cases, self.running, Ledger()):
             self._scores.append(score)
             yield score
 

@@ -67,7 +67,7 @@ class Score:
         return Key(self.case, self.digest, self.method)
 
 
-class ScoreTable:
+class Ledger:
     """Scores by key, in memory."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class ScoreTable:
         self.done[score.key] = score
 
 
-class Journal(ScoreTable):
+class Journal(Ledger):
     """The file of a run. Opened again with the same settings it knows what is done.
 
     Raises ConfigError when the file belongs to other settings, or holds something else.

@@ -11,7 +11,7 @@ from torch import Tensor
 from ragcache.errors import ContextTooLongError, check_choice, check_least
 from ragcache.evaluation.case import Case
 from ragcache.evaluation.divergence import kl_divergence, top1_agrees
-from ragcache.evaluation.journal import Key, Score, ScoreTable
+from ragcache.evaluation.journal import Key, Ledger, Score
 from ragcache.evaluation.methods import FULL, MethodSpec
 from ragcache.evaluation.metrics import contains_answer, exact_match, rouge_l, share_contained, token_f1
 from ragcache.evaluation.reading import PromptReader, Written, forced_logits, write_answer
@@ -79,7 +79,7 @@ class Runner:
             **asdict(self.settings),
         }
 
-    def run(self, cases: Sequence[Case], specs: Sequence[MethodSpec], journal: ScoreTable) -> Iterator[Score]:
+    def run(self, cases: Sequence[Case], specs: Sequence[MethodSpec], journal: Ledger) -> Iterator[Score]:
         """Scores of all cases: for each the no-passages baseline, then the methods in order. What the journal holds
         is not measured again.
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ragcache.planning.accesses import Accesses
 from ragcache.planning.rates import MachineRates
-from ragcache.store.accounting import Ledger
+from ragcache.store.accounting import ByteLedger
 from ragcache.store.eviction import LRU, PGDSF, Entry, EvictionPolicy, TinyLFU, get_policy
 from ragcache.store.eviction.admission import CountMinSketch
 
@@ -21,7 +21,7 @@ class SimulatedTier:
 
     def __init__(self, name: str, budget_bytes: int | None, policy: EvictionPolicy) -> None:
         self.name = name
-        self.ledger = Ledger(sys.maxsize, LRU()) if budget_bytes is None else Ledger(budget_bytes, policy)
+        self.ledger = ByteLedger(sys.maxsize, LRU()) if budget_bytes is None else ByteLedger(budget_bytes, policy)
         self.hits = self.read_bytes = self.written_bytes = 0
 
     def get(self, entry: Entry) -> bool:

@@ -35,7 +35,7 @@ class _Holding:
     gone: bool = False
 
 
-class Ledger:
+class ByteLedger:
     """The bytes of one tier under a budget. Not thread-safe, but for what `lease` returns: used under the tier's lock.
 
     used_bytes counts what is held, what is claimed for newcomers, what is leaving until it has left, and what was

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from ragcache.codecs.atomic import is_leftover, make_directory
 from ragcache.codecs.container import peek_metadata
 from ragcache.errors import ConfigError, StoreBusyError, translate_os_errors
-from ragcache.store.accounting import Ledger, never
+from ragcache.store.accounting import ByteLedger, never
 from ragcache.store.block_files import BlockFile, BlockFiles
 from ragcache.store.eviction import Entry, EvictionPolicy
 
@@ -69,7 +69,7 @@ class DiskBudget:
         self.budget_bytes = budget_bytes
         self._files = files
         self._weighs_tokens = policy.weighs_tokens
-        self._ledger = Ledger(budget_bytes, policy, is_pinned)
+        self._ledger = ByteLedger(budget_bytes, policy, is_pinned)
         self._leaving: set[str] = set()
         self._lock = threading.Lock()  # of the ledger; never held while files are touched, but for the first walk
         self._one_thread = threading.Lock()  # threads wait here, as the file lock can only be polled

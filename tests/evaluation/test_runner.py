@@ -11,7 +11,7 @@ from families import block_diagonal, oracle_logits, oracle_model
 
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.evaluation.case import Case, Passage
-from ragcache.evaluation.journal import Journal, Score, ScoreTable
+from ragcache.evaluation.journal import Journal, Ledger, Score
 from ragcache.evaluation.methods import MethodSpec, default_methods, parse_methods
 from ragcache.evaluation.report import markdown, summarise
 from ragcache.evaluation.runner import NO_PASSAGES, Runner, RunSettings
@@ -44,7 +44,7 @@ def numpy_kl(reference: torch.Tensor, other: torch.Tensor) -> np.ndarray:
 def test_distances_along_the_reference_answer_against_plain_transformers(runner, tiny_directory):
     """Law 1's oracle, for every prefix of the answer: the answer's tokens are more of the suffix."""
     case = CASES[0]
-    score = list(runner.run([case], parse_methods(["reposition"]), ScoreTable()))[-1]
+    score = list(runner.run([case], parse_methods(["reposition"]), Ledger()))[-1]
     model = oracle_model(str(tiny_directory))
     prompt = case.prompt(runner.lm.tokenizer, runner.form)
     answer = encode_text(runner.lm.tokenizer, " on the mat")[:6]
@@ -71,7 +71,7 @@ def greedy(model, ids: list[int], count: int) -> list[int]:
 
 
 def test_predictions_are_greedy_answers_and_the_baseline_reads_no_passage(runner, tiny_directory):
-    none, full = runner.run([CASES[0]], parse_methods(["full"]), ScoreTable())
+    none, full = runner.run([CASES[0]], parse_methods(["full"]), Ledger())
     model, tokenizer = oracle_model(str(tiny_directory)), runner.lm.tokenizer
     prompt = CASES[0].prompt(tokenizer, runner.form)
     assert full.prediction == tokenizer.decode(greedy(model, prompt.ids, 6)).strip()
@@ -83,7 +83,7 @@ def test_predictions_are_greedy_answers_and_the_baseline_reads_no_passage(runner
 
 def test_costs_are_counted(runner):
     specs = parse_methods(["reposition", "epic:first_tokens=2"])
-    _, full, reposition, epic = runner.run([CASES[0]], specs, ScoreTable())
+    _, full, reposition, epic = runner.run([CASES[0]], specs, Ledger())
     prompt = CASES[0].prompt(runner.lm.tokenizer, runner.form)
     assert full.computed_share == full.kept_share == 1.0
     assert reposition.computed_share == pytest.approx(len(prompt.suffix_ids) / prompt.num_tokens)
@@ -93,7 +93,7 @@ def test_costs_are_counted(runner):
 
 def test_one_chunk_behind_the_prefix_is_full_prefill(runner):
     """Law 2, as the harness sees it: CASES[2] has one passage and no gold answer."""
-    score = list(runner.run([CASES[2]], parse_methods(["reposition:recipe=prefix"]), ScoreTable()))[-1]
+    score = list(runner.run([CASES[2]], parse_methods(["reposition:recipe=prefix"]), Ledger()))[-1]
     assert score.kl_answer == pytest.approx(0.0, abs=1e-6)
     assert score.same_answer
     assert score.accuracy is None
@@ -145,10 +145,10 @@ def test_other_settings_are_refused(runner, tiny, tmp_path):
 def test_questions_that_do_not_fit(tiny, runner):
     long = Case("long", "Q?", (Passage("word " * 800),), ("x",))
     with pytest.raises(ContextTooLongError, match="long: prompt and answer take"):
-        list(runner.run([long], parse_methods(["full"]), ScoreTable()))
+        list(runner.run([long], parse_methods(["full"]), Ledger()))
     skipping = Runner(tiny, runner.form, RunSettings(max_tokens=6, on_overflow="skip"))
     specs = parse_methods(["reposition"])
-    scores = list(skipping.run([long, CASES[0]], specs, ScoreTable()))
+    scores = list(skipping.run([long, CASES[0]], specs, Ledger()))
     rows = summarise(scores, {spec.key: spec.label for spec in specs})
     assert [(row.questions, row.skipped) for row in rows] == [(1, 1), (1, 1)]
     assert "(1 skipped)" in markdown("t", {}, rows)
@@ -157,7 +157,7 @@ def test_questions_that_do_not_fit(tiny, runner):
 def test_reports_break_down_by_cell(runner):
     cases = [replace(case, cell={"gold_position": rank}) for rank, case in enumerate(CASES[:2])]
     specs = parse_methods(["moved=reposition"])
-    scores = list(runner.run(cases, specs, ScoreTable()))
+    scores = list(runner.run(cases, specs, Ledger()))
     rows = summarise(scores, {spec.key: spec.label for spec in specs})
     assert [(row.method, dict(row.cell)) for row in rows] == [
         ("full", {}),
@@ -209,7 +209,7 @@ def test_default_methods_leave_out_what_wants_training(tiny):
 def test_eviction_changes_what_is_kept_but_not_the_first_token(runner):
     specs = parse_methods(["reposition,few=reposition:evict=4,all=reposition:evict=999,full:evict=4"])
     assert [spec.label for spec in specs] == ["full", "reposition", "few", "all", "full:evict=4"]
-    _, full, whole, few, everything, full_few = runner.run([CASES[0]], specs, ScoreTable())
+    _, full, whole, few, everything, full_few = runner.run([CASES[0]], specs, Ledger())
     assert few.kl_first == pytest.approx(whole.kl_first, abs=1e-9)
     assert few.kl_answer != pytest.approx(whole.kl_answer, rel=1e-3)
     assert few.kept_share < whole.kept_share == everything.kept_share == 1.0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
-from ragcache.store.accounting import Claim, Ledger, never
+from ragcache.store.accounting import ByteLedger, Claim, never
 from ragcache.store.eviction import Entry, EvictionPolicy
 from ragcache.store.leases import leased
 from ragcache.store.tiers.base import Tier, TierUsage
@@ -51,7 +51,7 @@ class BudgetedTier(Tier):
         if budget_bytes < 0:
             raise ConfigError(f"a {self.name} budget of {budget_bytes} bytes: give 0 (keep nothing) or more")
         self.demote = demote
-        self._ledger = Ledger(budget_bytes, policy, is_pinned)
+        self._ledger = ByteLedger(budget_bytes, policy, is_pinned)
         self._blocks: dict[str, KVBlock] = {}
         self._leaving: dict[str, dict[str, KVBlock]] = {}  # and with which others
         self._lock = threading.Lock()
