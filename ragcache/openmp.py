@@ -64,7 +64,7 @@ def end_team() -> None:
 
 @contextmanager
 def team_ends() -> Iterator[None]:
-    """Behind it, or behind a function that it decorates, the calling thread has no team."""
+    """End the calling thread's team on leaving, or when a decorated function returns."""
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ class Threads:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ragcache-async")
 
     async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """What the function returns. It is run with the caller's context variables."""
+        """The function's result. It is run with the caller's context variables."""
         context = contextvars.copy_context()
         return await asyncio.get_running_loop().run_in_executor(
             self._pool, lambda: context.run(function, *args, **options)
@@ -47,7 +47,7 @@ class Threads:
             raise
 
     async def iterate(self, function: Callable[..., Iterator[T]], *args: Any, **options: Any) -> AsyncIterator[T]:
-        """What the iterator gives that the function returns; `cancelled` as for `call_cancellable`, set when the caller
+        """Items of the iterator that the function returns; `cancelled` as for `call_cancellable`, set when the caller
         stops early."""
         cancelled = options.pop("cancelled", None) or threading.Event()
         loop = asyncio.get_running_loop()

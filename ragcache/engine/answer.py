@@ -1,4 +1,4 @@
-"""What the engine gives back."""
+"""Answers of the engine, and the events of a stream."""
 
 from __future__ import annotations
 

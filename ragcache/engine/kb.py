@@ -207,7 +207,7 @@ class RagCache(Library, AsyncTwins):
         return report
 
     def estimate_kv(self, inputs: Inputs) -> KVEstimate:
-        """What the KV of files, folders and Document objects will take on disk, from a sample of their text."""
+        """Estimate the disk space for the KV of files, folders and Document objects, from a sample of their text."""
         longest = self._parts.ingestor.chunker.settings["max_tokens"]
         return estimate_kv(_listed(inputs), self.lm, self.config.codec, longest)
 
@@ -304,12 +304,12 @@ class RagCache(Library, AsyncTwins):
         return super().rates() if loader is None else loader.rates.figures()
 
     def load_counts(self) -> LoadCounts:
-        """What came of choosing between loading and computing, since the store was opened."""
+        """Counts of choices between loading and computing, since the store was opened."""
         loader = self._parts.loader
         return LoadCounts() if loader is None else loader.counts()
 
     def prefix_stats(self) -> PrefixStats:
-        """What the prefix tree holds, and what was found in it since the store was opened."""
+        """Contents of the prefix tree, and hits in it since the store was opened."""
         return self._reader.prefixes.stats()
 
     def close(self) -> None:

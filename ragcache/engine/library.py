@@ -81,7 +81,7 @@ class Library:
         return deleted
 
     def _open_index(self) -> Retriever | None:
-        """What keeps the vector index up to date; None where nothing was embedded yet."""
+        """The object that keeps the vector index up to date; None where nothing was embedded yet."""
         from ragcache.retrieval.retriever import Retriever
 
         absent = AbsentEmbedder.of(self.store.documents)
@@ -90,7 +90,7 @@ class Library:
         return Retriever.open(self.store.documents, self.store.layout.index, absent, kind=self.config.index)
 
     def _forget_deleted(self) -> None:
-        """What was deleted, by another process too, may be in this one's memory still (law 10)."""
+        """Drop deleted blocks: those that another process deleted may be in this one's memory still (law 10)."""
         self.store.kv.refresh()
 
     def pin(self, ids: Iterable[str] | str) -> list[str]:

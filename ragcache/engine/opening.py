@@ -114,7 +114,7 @@ def assemble(store: Store, config: StoreConfig, lm: LanguageModel, retriever: Re
 
 
 def open_loader(store: Store, config: StoreConfig, lm: LanguageModel) -> BlockLoader | None:
-    """What chooses between loading and computing a block; None where there is no choice."""
+    """The chooser between loading and computing a block; None where there is no choice."""
     if config.load == ALWAYS:
         return None
     rates = open_rates(store.rates, store.kv.root, lm, get_codec(config.codec), config.measure_s)

@@ -107,5 +107,5 @@ def check_names(given: Iterable[str], options: type) -> None:
 
 
 def retrieval(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that say which passages are found."""
+    """Select the options that say which passages are found."""
     return {name: options[name] for name in names(RetrieveOptions) if name in options}

@@ -1,4 +1,4 @@
-"""What a store's directory holds, opened. No model is needed for it."""
+"""A store's directory, opened. No model is needed for it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StoreConfig:
 
 
 class Store(NamedTuple):
-    """What one directory holds, opened."""
+    """The parts of one directory, opened."""
 
     layout: StoreLayout
     documents: DocumentStore
@@ -79,7 +79,7 @@ class Store(NamedTuple):
 
     @property
     def rates(self) -> RatesFile:
-        """What was measured of this machine."""
+        """Rates measured on this machine."""
         return RatesFile(self.layout.root / "rates.json")
 
     def close(self) -> None:

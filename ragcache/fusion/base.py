@@ -220,11 +220,11 @@ class FusionMethod:
         )
 
     def layout(self, lm: LanguageModel, parts: Sequence[Part], recipe: Recipe) -> Layout:
-        """Where every token of the prompt stands. recipe: how passages are encoded"""
+        """Lay out the prompt: the position of every token. recipe: how passages are encoded"""
         return lay_out(parts, recipe, self.added_to(lm, parts), separate=self.reuses_blocks)
 
     def prefix_ids(self, lm: LanguageModel, prompt: Prompt) -> list[int]:
-        """What stands before the first passage: the text that `Job.exact` holds for a method that reads blocks."""
+        """Ids before the first passage: the text that `Job.exact` holds for a method that reads blocks."""
         return [*prompt.prefix_ids, *self.added_to(lm, prompt.parts).behind_prefix]
 
     def check(self, lm: LanguageModel, prompt: Prompt) -> None:

@@ -269,7 +269,7 @@ def _recipe(lm: LanguageModel, method: FusionMethod, recipe: str | Recipe | None
 
 
 def _recipe_of(blocks: Sequence[KVBlock]) -> Recipe | None:
-    """What the blocks say; None where they say nothing. Raises StaleBlockError when they differ from each other."""
+    """The recipe stated by the blocks; None where none is. Raises StaleBlockError when they differ from each other."""
     found = list(dict.fromkeys(block.recipe for block in blocks if block.recipe is not None))
     if len(found) > 1:
         raise StaleBlockError(f"blocks of recipe {found[0]} and of {found[1]} were given; encode them alike")

@@ -17,7 +17,7 @@ Select = Callable[[int, Projected], Tensor]
 
 
 class Gather:
-    """What sparse methods place with: they keep few tokens, and other ones in each layer.
+    """Placing for sparse methods, which keep few tokens, and other ones in each layer.
 
     A token's slot is its rank among the prefix's and all blocks' tokens. Of the blocks only the tokens asked for are
     copied and rotated, and only they leave the device that a block lies on.

@@ -1,4 +1,4 @@
-"""Where every token of a prompt stands: data only, no tensor and no model.
+"""The layout of a prompt, each token with its position: data only, no tensor and no model.
 
     parts   Text(prefix)     Passages(A, B)              Text(question)
     pieces  prefix KV-START  [A] links  [B] links        KV-END question     each with the position of its first token
@@ -37,7 +37,7 @@ _FIRST, _REST = 1 << 32, 2 << 32
 
 @dataclass(frozen=True)
 class Additions:
-    """What a method adds to each group of passages, and where these stand. A prompt without chunks gets no token.
+    """A method's tokens in each group of passages, and the passages' positions. A prompt without chunks gets no token.
 
     behind_prefix: behind the prefix, and part of its block
     markers:       in front of and behind every chunk, and part of its block
@@ -58,7 +58,7 @@ class Additions:
 
     @classmethod
     def trained(cls, spec: ReuseSpec) -> Additions:
-        """What a checkpoint was trained with."""
+        """The additions that a checkpoint was trained with."""
         start, end = spec.doc_start_id, spec.doc_end_id
         return cls(
             behind_prefix=() if spec.kv_start_id is None else (spec.kv_start_id,),
@@ -135,7 +135,7 @@ class Layout:
 
     @property
     def elements(self) -> list[int]:
-        """What a prefix tree knows the tokens by."""
+        """Elements by which a prefix tree knows the tokens."""
         found: list[int] = []
         for piece in self.pieces:
             if self._is_placed(piece):

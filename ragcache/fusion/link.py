@@ -57,7 +57,7 @@ class Link(FusionMethod):
         return NO_ADDITIONS if spec is None else Additions.trained(spec)
 
     def _training(self, lm: LanguageModel) -> ReuseSpec | None:
-        """What the link tokens of this model are; None for K = 0. Raises ConfigError where it has none."""
+        """The link tokens of this model; None for K = 0. Raises ConfigError where it has none."""
         if self.link_tokens == 0:
             return None
         stated = lm.reuse

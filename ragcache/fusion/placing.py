@@ -16,7 +16,7 @@ from ragcache.models.lm import LanguageModel
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one block goes.
+    """The place of one block.
 
     rotate_from: position to which the block's first key is rotated; its other keys follow consecutively
     """

@@ -26,7 +26,7 @@ from ragcache.models.lm import LanguageModel
 
 @dataclass(frozen=True)
 class Context:
-    """What a recompute method chooses from. Slots number the tokens in a cache: prefix, chunks, then all other text.
+    """Tokens that a recompute method chooses from. Slots number tokens in a cache: prefix, chunks, then all other text.
 
     prefix_tokens:  tokens of the prefix, whose KV is exact and never runs again
     chunk_starts:   slot of each chunk's first token

@@ -1,4 +1,4 @@
-"""What SamKV looks at and what it keeps: blocks, query vectors, scores (sections 3.1 and 3.2)."""
+"""SamKV's selection: blocks, query vectors, scores (sections 3.1 and 3.2)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 from ragcache.kv.block import KVBlock
 from ragcache.kv.exact import Exact
@@ -17,32 +16,8 @@ ReadPrefix = Callable[[Sequence[int]], AbstractContextManager[Exact | None]]
 OnEncoded = Callable[[int, float, int], None]  # tokens of the longest chunk, seconds, chunks
 
 
-class BlockEncoder(Protocol):
-    """Makes KV blocks. Ingestion knows nothing else of models and recipes."""
-
-    @property
-    def batch_tokens(self) -> int:
-        """Padded tokens that are best encoded together."""
-        ...
-
-    def check(self, token_ids: Sequence[int], where: str) -> None:
-        """Raises PromptError or ContextTooLongError when the model cannot read this chunk; where: of which document."""
-        ...
-
-    def key(self, token_ids: Sequence[int]) -> str:
-        """The block key of a chunk."""
-        ...
-
-    def encode(self, chunks: Sequence[Sequence[int]], wanted: Callable[[], bool] | None = None) -> list[KVBlock]:
-        """One block a chunk, in order; the chunks run together as one batch.
-
-        wanted: asked now and then; once it says no, AbandonedSignal is raised and nothing is returned
-        """
-        ...
-
-
 class ModelEncoder:
-    """Blocks of one language model under one recipe, prefix and tenant."""
+    """Blocks of one language model under one recipe, prefix and tenant: all that ingestion knows of models."""
 
     def __init__(
         self,
@@ -69,16 +44,23 @@ class ModelEncoder:
 
     @property
     def batch_tokens(self) -> int:
+        """Padded tokens that are best encoded together."""
         return self.lm.batch_tokens
 
     def check(self, token_ids: Sequence[int], where: str) -> None:
+        """Raises PromptError or ContextTooLongError when the model cannot read this chunk; where: of which document."""
         ids = [*self.prefix_ids, *self.recipe.marked(token_ids)]
         self.lm.check_ids(ids, f"{where}: a chunk{' (behind the shared prefix)' if self.prefix_ids else ''}")
 
     def key(self, token_ids: Sequence[int]) -> str:
+        """The block key of a chunk."""
         return self.lm.block_key(token_ids, self.recipe, self.prefix_ids, self.tenant)
 
     def encode(self, chunks: Sequence[Sequence[int]], wanted: Callable[[], bool] | None = None) -> list[KVBlock]:
+        """One block a chunk, in order; the chunks run together as one batch.
+
+        wanted: asked now and then; once it says no, AbandonedSignal is raised and nothing is returned
+        """
         longest = max(map(len, chunks), default=1)
         with self._read_prefix(self.prefix_ids) if self.prefix_ids else nullcontext() as prefix:
             started = time.perf_counter()

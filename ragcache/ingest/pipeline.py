@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
-from ragcache.ingest.encoder import BlockEncoder
+from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.isolated import IsolatedReader
 from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.report import IngestReport, Progress
@@ -60,7 +60,7 @@ class Ingestor:
         kv: KVStore,
         retriever: Retriever,
         chunker: Chunker,
-        encoder: BlockEncoder,
+        encoder: ModelEncoder,
         config: IngestConfig | None = None,
     ) -> None:
         self.layout = layout

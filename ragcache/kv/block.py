@@ -55,7 +55,7 @@ class KVBlock:
 
     @property
     def num_bytes(self) -> int:
-        """What the block takes where it is held."""
+        """Bytes that the block takes where it is held."""
         return self.keys.nbytes + self.values.nbytes
 
     @property

@@ -24,7 +24,7 @@ _ROUND = 256
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model needs of a cache: one (heads, key width, value width) for all layers."""
+    """The shape of a model's cache: one (heads, key width, value width) for all layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -36,7 +36,7 @@ class CacheShape:
 
 @dataclass(frozen=True, eq=False)
 class KVBuffers:
-    """By layer: keys and values [1, num_kv_heads, capacity, dim]; positions of the keys, int64 [capacity]."""
+    """Buffers by layer: keys and values [1, num_kv_heads, capacity, dim]; positions of the keys, int64 [capacity]."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -138,7 +138,7 @@ class SharedContext:
 
 
 class CacheMark(NamedTuple):
-    """What a cache held at one moment, by layer: tokens, tokens that had run, whether the context was placed."""
+    """Contents of a cache at one moment, by layer: tokens, tokens that had run, whether the context was placed."""
 
     lengths: tuple[int, ...]
     ran: tuple[int, ...]
@@ -223,7 +223,7 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     @property
     def computed_tokens(self) -> tuple[int, ...]:
-        """By layer, tokens that the model ran into this cache; those only projected to see their keys count too."""
+        """Tokens by layer that the model ran into this cache; those only projected to see their keys count too."""
         return tuple(max(ran, projected) for ran, projected in zip(self._ran, self._projected, strict=True))
 
     def reserve(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:

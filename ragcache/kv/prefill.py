@@ -18,7 +18,7 @@ class PrefillRate:
 
     @classmethod
     def of(cls, tokens_s: float, attention_share: float = 0.0) -> Self:
-        """From tokens per second, of which a share at 1,000 tokens grows with the square of the length."""
+        """Make a rate from tokens per second, of which a share at 1,000 tokens grows with the square of the length."""
         return cls((1 - attention_share) / tokens_s, attention_share / tokens_s / 1000)
 
     def seconds(self, num_tokens: float) -> float:

@@ -434,7 +434,7 @@ class PrefixTree:
 
 
 def read_cache(cache: FusedCache | SharedContext) -> Read:
-    """What `PrefixTree.insert` reads, out of a cache whose layers hold the positions 0 to n - 1, in any order."""
+    """Input of `PrefixTree.insert`, from a cache whose layers hold the positions 0 to n - 1, in any order."""
     order: dict[int, Tensor] = {}
 
     def read(layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -482,6 +482,6 @@ def _reaching(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
 
 
 def _clip(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
-    """What lies in [start, stop), counted from start."""
+    """The part in [start, stop), counted from start."""
     parts = (Owned(max(one.start, start) - start, min(one.stop, stop) - start, one.owner) for one in owned)
     return [part for part in parts if part.start < part.stop]

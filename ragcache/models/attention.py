@@ -67,7 +67,7 @@ class EncodePass:
 
 
 class Projected(NamedTuple):
-    """What a layer's attention would work with, query and key rotated.
+    """Inputs of a layer's attention, query and key rotated.
 
     query:      [1, num_heads, num_rows, head_dim]
     key, value: [1, num_kv_heads, num_rows, head_dim] of the same tokens
@@ -365,7 +365,7 @@ def _spans(
 
 
 def _mask(current: FusedPass, layer: int, positions: Tensor, start: int, end: int, window: int | None) -> Tensor:
-    """What the running rows from `start` to `end` see of all that the layer holds; see `visible`."""
+    """The mask of the running rows from `start` to `end` over all that the layer holds; see `visible`."""
     _, _, key_positions = current.cache.layer_state(layer)
     mask = visible(positions[start:end], key_positions, window)
     if current.ordered:
@@ -376,7 +376,7 @@ def _mask(current: FusedPass, layer: int, positions: Tensor, start: int, end: in
 
 
 def attention_received(projected: Projected, key: Tensor, key_positions: Tensor) -> Tensor:
-    """What each key gets of the projected rows' attention, summed over rows and heads: float32 [length].
+    """Attention that each key gets from the projected rows, summed over rows and heads: float32 [length].
 
     key: [1, num_kv_heads, length, head_dim], rotated; the rows' own keys are among them. A few rows at a time, so that
     the weights of a long suffix never stand in memory at once.

@@ -1,4 +1,4 @@
-"""From a filled cache to an answer: greedy and sampled decoding, stop strings, streaming, cancellation."""
+"""Decoding over a filled cache: greedy and sampled, stop strings, streaming, cancellation."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class TextStream:
         return self._emit(self._text(), final=False)
 
     def finish(self) -> str:
-        """What is still held back."""
+        """The text that is still held back."""
         return "" if self.stopped else self._emit(self._text(), final=True)
 
     def _text(self) -> str:

@@ -18,7 +18,7 @@ LEAST_POLL_S = 0.005
 
 @dataclass(frozen=True, eq=False)
 class Limit:
-    """When a request ends without an answer.
+    """Conditions under which a request ends without an answer.
 
     cancelled: the caller sets it to give up
     deadline:  on the clock of `time.perf_counter`; None: none

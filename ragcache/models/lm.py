@@ -36,7 +36,7 @@ DEFAULT_POOL_BYTES = 2 << 30
 
 
 class LanguageModel:
-    """What `rc.load_lm` returns. Thread-safe: passes carry their own state, and runs of several threads share passes.
+    """A model from `rc.load_lm`. Thread-safe: passes carry their own state, and runs of several threads share passes.
 
     model, tokenizer: transformers' own objects
     rope:          rotates keys of any layer to any positions

@@ -75,5 +75,5 @@ def pack(model: nn.Module, packed: bool | None = None) -> int:
 
 
 def _memory_bytes() -> int:
-    """Of the machine; 0 where the system does not say."""
+    """Memory of the machine; 0 where the system does not say."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0

@@ -1,4 +1,4 @@
-"""What waits for the model and runs in its passes: the tokens of callers, and the sequences that are decoded."""
+"""Requests that wait for the model and run in its passes: the tokens of callers, and the sequences that are decoded."""
 
 from __future__ import annotations
 

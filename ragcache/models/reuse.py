@@ -36,7 +36,7 @@ _LLAMA3_FIRST_LINK, _LLAMA3_KV_START, _LLAMA3_KV_END = 128011, 128254, 128255
 
 @dataclass(frozen=True)
 class ReuseSpec:
-    """What a checkpoint was trained for.
+    """The way of reuse that a checkpoint was trained for.
 
     method:      "link" (KVLink), "markers" (TurboRAG) or "reposition" (Block-Attention)
     recipe:      name of the recipe that its chunks are encoded under
@@ -119,7 +119,7 @@ class ReuseSpec:
         return cls("link", "isolated", link_tokens, slots, _LLAMA3_FIRST_LINK, _LLAMA3_KV_START, _LLAMA3_KV_END)
 
     def section(self) -> dict[str, Any]:
-        """What goes into config.json under "ragcache"."""
+        """The section "ragcache" of config.json."""
         own = {name: getattr(self, name) for name in _FIELDS[self.method]}
         common = {"version": VERSION, "method": self.method, "recipe": self.recipe}
         return {**common, **{name: value for name, value in own.items() if value is not None}}

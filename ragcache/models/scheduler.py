@@ -42,7 +42,7 @@ LEAST_PIECE = 16
 
 @dataclass(frozen=True)
 class PassStats:
-    """What the passes were so far.
+    """Counts of the passes so far.
 
     passes:  how many
     tokens:  that ran in them
@@ -249,7 +249,7 @@ class Scheduler:
                 self._finish(request, error=error)
 
     def _shares(self, first: Request) -> list[tuple[Request, int]]:
-        """What runs, with how many tokens: next tokens of sequences always, then others by arrival, long runs last."""
+        """Runs, with how many tokens: next tokens of sequences always, then others by arrival, long runs last."""
         run = first.run
         if first.alone is not None or not self.sharing:
             return [(first, run.left)]

@@ -66,7 +66,7 @@ def _rope_types(config: PreTrainedConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Inspected:
-    """What the probes found out about a model."""
+    """Findings of the probes about a model."""
 
     rope: Rope
     shape: CacheShape
@@ -149,7 +149,7 @@ def _probe_ids(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 def _run_probe(
     model: PreTrainedModel, name: str
 ) -> tuple[dict[int, tuple[Tensor, Tensor]], dict[int, nn.Module], dict[int, int | None]]:
-    """What a plain pass gives by layer: rotated keys and values, the attention module, its sliding window."""
+    """Results of a plain pass by layer: rotated keys and values, the attention module, its sliding window."""
     modules: dict[int, nn.Module] = {}
     handles = [
         module.register_forward_pre_hook(lambda m, args: modules.__setitem__(m.layer_idx, m))

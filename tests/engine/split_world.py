@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from ragcache.engine.loading.rates import Rates
-from ragcache.engine.loading.split import Part, Split
+from ragcache.engine.loading.split import BlockSize, Split
 from ragcache.kv.prefill import PrefillRate
 
 TIER = "disk"
@@ -48,14 +48,14 @@ class World:
         self.rates.set_prefill(PrefillRate(1 / tokens_s, 0.0))
         return self
 
-    def run(self, parts: Sequence[Part], *, batch_tokens: int = 1, readers: int = 8) -> float:
+    def run(self, parts: Sequence[BlockSize], *, batch_tokens: int = 1, readers: int = 8) -> float:
         """Seconds until all parts are there. Raises AssertionError after an hour of the clock."""
         self.read, self.computed = [], []
         return _Run(self, parts, batch_tokens, readers).seconds()
 
 
 class _Run:
-    def __init__(self, world: World, parts: Sequence[Part], batch_tokens: int, readers: int) -> None:
+    def __init__(self, world: World, parts: Sequence[BlockSize], batch_tokens: int, readers: int) -> None:
         self.world, self.parts = world, parts
         self.split = Split(parts, world.rates, TIER, batch_tokens=batch_tokens, readers=readers)
         self.queue: deque[tuple[int, int]] = deque()  # rank, number in the rates

@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_world import World, best_s
 
-from ragcache.engine.loading.split import MIN_GAIN_S, Part
+from ragcache.engine.loading.split import MIN_GAIN_S, BlockSize
 
 MB = 10**6
-TEN = [Part(500, 23 * MB)] * 10
+TEN = [BlockSize(500, 23 * MB)] * 10
 # What the clock's steps and polls add to any figure.
 STEPS_S = 0.05
 
 part_lists = st.lists(
     st.tuples(st.integers(20, 800), st.one_of(st.none(), st.integers(100_000, 40 * MB))), min_size=1, max_size=8
-).map(lambda pairs: [Part(*pair) for pair in pairs])
+).map(lambda pairs: [BlockSize(*pair) for pair in pairs])
 rates = st.floats(5.5, 9.5).map(lambda power: 10**power)
 speeds = st.floats(2, 4.5).map(lambda power: 10**power)
 
 
-def alone(parts: list[Part], bytes_s: float, tokens_s: float) -> tuple[list[float], list[float]]:
+def alone(parts: list[BlockSize], bytes_s: float, tokens_s: float) -> tuple[list[float], list[float]]:
     loads = [math.inf if part.num_bytes is None else part.num_bytes / bytes_s for part in parts]
     return loads, [part.num_tokens / tokens_s for part in parts]
 
@@ -138,6 +138,6 @@ def test_damaged_blocks_are_computed(seed):
 def test_a_disk_and_a_model_that_both_take_minutes():
     """A hundred tokens in ten seconds: what is begun is waited for, whichever side began it."""
     world = World(lambda now: 1e6, 10.0)
-    parts = [Part(100, 30 * MB)] * 4
+    parts = [BlockSize(100, 30 * MB)] * 4
     assert world.run(parts) <= min(120, 40) * 1.6
     assert world.run(parts) <= best_s(*alone(parts, 1e6, 10.0)) * 1.1 + 10

@@ -12,7 +12,7 @@ from ragcache.models.limits import Limit
 
 
 class Contexts:
-    """What stands before the suffixes of the answers in progress, by what it holds. Thread-safe.
+    """Contexts before the suffixes of the answers in progress, by what they hold. Thread-safe.
 
     A context is known as long as some answer reads it; it costs no memory of its own.
     """
@@ -28,7 +28,7 @@ class Contexts:
 
     @contextmanager
     def making(self, key: Hashable, limit: Limit) -> Iterator[SharedContext | Callable[[SharedContext], None]]:
-        """What is known under this key; or, for the only caller that makes it at a time, the function to tell it.
+        """The context known under this key; or, for the only caller that makes it at a time, the function to tell it.
 
         Others that want it wait. Raises what `limit` raises while it waits.
         """

@@ -23,7 +23,7 @@ SPACES = ("\u2581", "\u0120")
 
 @dataclass(frozen=True)
 class Earlier:
-    """What a conversation has read before this turn's passages: texts as ids, and groups of passages, in order.
+    """Everything read before this turn's passages in a conversation: texts as ids, and groups of passages, in order.
 
     again: of the passages of this turn, those that are in here already
     """
@@ -46,7 +46,7 @@ class Earlier:
         return parts
 
     def without_oldest(self) -> Earlier | None:
-        """Without the passages of the oldest turn that has any; None when none has."""
+        """Drop the passages of the oldest turn that has any; None when none has."""
         for place, part in enumerate(self.parts):
             if part and isinstance(part[0], Hit):
                 return replace(self, parts=self.parts[:place] + self.parts[place + 1 :])
@@ -59,15 +59,15 @@ class Earlier:
         return replace(self, again=again), [hit for hit in hits if tuple(hit.chunk.token_ids) not in held]
 
 
-class Turn(NamedTuple):
-    """What one answer was read from and what it was: (vector id, score) of the passages, and ids."""
+class KeptTurn(NamedTuple):
+    """One answer and its sources: (vector id, score) of the passages, and ids."""
 
     passages: tuple[tuple[int, float], ...]
     answer_ids: tuple[int, ...]
 
 
 class TurnMemory:
-    """By conversation up to an answer: that answer's passages and ids. Holds no text. Thread-safe.
+    """Passages and ids of answers, by the conversation up to each. Holds no text. Thread-safe.
 
     A conversation is known by its tenant, the filter its passages were found under, and the texts of its turns: who can
     say them and search under that filter could have found the same passages. The oldest are forgotten.
@@ -76,23 +76,23 @@ class TurnMemory:
     def __init__(self, documents: DocumentStore, tenant: str) -> None:
         self._documents = documents
         self._tenant = tenant
-        self._turns: OrderedDict[str, Turn] = OrderedDict()
+        self._turns: OrderedDict[str, KeptTurn] = OrderedDict()
         self._lock = threading.Lock()
 
-    def remember(self, key: str, turn: Turn) -> None:
+    def remember(self, key: str, turn: KeptTurn) -> None:
         with self._lock:
             self._turns[key] = turn
             self._turns.move_to_end(key)
             while len(self._turns) > REMEMBERED_TURNS:
                 self._turns.popitem(last=False)
 
-    def find(self, key: str) -> Turn | None:
+    def find(self, key: str) -> KeptTurn | None:
         with self._lock:
             if key in self._turns:
                 self._turns.move_to_end(key)
             return self._turns.get(key)
 
-    def hits(self, turn: Turn) -> list[Hit]:
+    def hits(self, turn: KeptTurn) -> list[Hit]:
         """The passages that are in the store still."""
         scores = dict(turn.passages)
         return [
@@ -130,7 +130,7 @@ class KeptConversation:
     def read(
         self, pieces: Sequence[str | Slot | Said], given: Mapping[int, Sequence[Hit]]
     ) -> tuple[Earlier, list[int]]:
-        """What stands before this turn's passages, and the ids behind them.
+        """Everything before this turn's passages, and the ids behind them.
 
         pieces: the rendered conversation; given: passages of the turns that state their own, by turn
         """
@@ -168,11 +168,11 @@ class KeptConversation:
         """The answer to the last turn, for the next one."""
         key = self._memory.keys([*self._turns, ("assistant", answer)], self._where, self._system)[-1]
         passages = tuple((hit.chunk.vector_id, hit.score) for hit in hits if hit.chunk.is_stored)
-        self._memory.remember(key, Turn(passages, tuple(answer_ids)))
+        self._memory.remember(key, KeptTurn(passages, tuple(answer_ids)))
 
 
 def _leading_space(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """That the text of these tokens begins with. Some decoders leave the first one out; the token itself shows it, in
+    """White space that begins the tokens' text. Some decoders leave the first one out; the token itself shows it, in
     SentencePiece's spelling or in that of byte-level BPE."""
     text = str(tokenizer.decode(ids))
     written = str(tokenizer.convert_ids_to_tokens(ids[0]))

@@ -116,7 +116,7 @@ class Prefixes:
         return Prefix(context, len(ids) - (known.num_tokens if known else 0), time.perf_counter() - started)
 
     def match(self, method: FusionMethod, path: Path, most: int) -> Lease | None:
-        """What is known of the prompt's first tokens, `most` of them at most; None where nothing is kept."""
+        """Known KV of the prompt's first tokens, `most` of them at most; None where nothing is kept."""
         if not self._tree.budget_bytes:
             return None
         lease = self._tree.match(self._namespace(method), path.layout.elements)

@@ -34,7 +34,7 @@ Given = Sequence[Hit | Passage]
 
 
 class Questions:
-    """What is asked of one store. Options are checked at the call, and the work begins with the first event.
+    """Questions to one store. Options are checked at the call, and the work begins with the first event.
     Thread-safe."""
 
     def __init__(self, parts: Parts) -> None:
@@ -94,7 +94,7 @@ class Questions:
         return self._read(ends, find, reading)
 
     def drop_deleted(self) -> None:
-        """What was deleted, by another process too, may be in this one's memory still (law 10)."""
+        """Drop deleted blocks: those that another process deleted may be in this one's memory still (law 10)."""
         store = self._parts.store
         generation = store.documents.generation()
         if generation != self._generation:

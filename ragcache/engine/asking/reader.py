@@ -25,7 +25,7 @@ from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.fusion.layout import Additions
-from ragcache.ingest.encoder import BlockEncoder, ModelEncoder
+from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.cache import SharedContext
 from ragcache.kv.exact import Exact
 from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
@@ -63,7 +63,7 @@ class Reading:
                 raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
 
     def limit(self, started: float) -> Limit:
-        """When to give up on a question that was asked at `started`."""
+        """The limit of a question that was asked at `started`."""
         return Limit.of(self.cancelled, self.timeout_s, started)
 
 
@@ -300,7 +300,7 @@ class Reader:
         return text, made, finish
 
     def _said(self, text: str, made: list[int], stopped: bool) -> list[int]:
-        """What the next turn reads as this answer: its tokens, where they are its text and nothing else."""
+        """Ids that the next turn reads as this answer: its tokens, where they are its text and nothing else."""
         specials = control_tokens(self.lm.tokenizer, special_only=True)
         return encode_text(self.lm.tokenizer, text) if stopped or not specials.keys().isdisjoint(made) else made
 
@@ -375,7 +375,7 @@ class Reader:
         if base is not None or not method.reuses_blocks:
             handles = [own.key(hit.chunk.token_ids) for hit in hits]
             return LoadedBlocks([], handles, [UNUSED if base is None else SHARED] * len(hits), 0.0, 0.0, 0)
-        encoder: BlockEncoder = own
+        encoder: ModelEncoder = own
         ids = method.prefix_ids(self.lm, prompt)
         if passing := own.recipe.sees_prefix and ids != own.prefix_ids:
             encoder = ModelEncoder(
@@ -451,7 +451,7 @@ class _Asked:
 
     @cached_property
     def context_key(self) -> Hashable | None:
-        """What stands before the suffix; None where other questions cannot share it."""
+        """Key of everything before the suffix; None where other questions cannot share it."""
         prompt, reading = self.prompt, self.reading
         if self.kept is not None or reading.evict is not None or not reading.method.shares_context:
             return None

@@ -53,7 +53,7 @@ class MethodVerdict:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found for one model.
+    """Findings of a check for one model.
 
     source, questions: what was asked, and how many
     thresholds: that a method had to stay inside
@@ -75,7 +75,7 @@ class Verdict:
         return min(safe, key=_cost, default=None)
 
     def of(self, method: FusionMethod) -> MethodVerdict | None:
-        """What was found about this method with these options."""
+        """The verdict on this method with these options."""
         return next((found for found in self.methods if found.is_about(method)), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def save_verdict(root: Path, verdict: Verdict) -> Path:
 
 
 def load_verdict(root: Path, fingerprint: str) -> Verdict | None:
-    """What was found about this model; None when it was not checked, or the file cannot be read (with a warning)."""
+    """The verdict on this model; None when it was not checked, or the file cannot be read (with a warning)."""
     found = _read(root / FILE).get(fingerprint)
     if found is None:
         return None

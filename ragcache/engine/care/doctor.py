@@ -16,7 +16,7 @@ from ragcache.store.garbage import collect_garbage
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What was looked at and what was done about it.
+    """Checks that the doctor made, and repairs.
 
     blocks:   verified byte by byte
     damaged:  keys of blocks that were dropped; they are computed again on first use

@@ -1,4 +1,4 @@
-"""What an ingestion's KV will take on disk, from the size of its text and a sample of it. Nothing is encoded."""
+"""Estimate of an ingestion's KV on disk, from the size of its text and a sample of it. Nothing is encoded."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def stored_bytes_per_token(lm: LanguageModel, codec: str, block_tokens: int) -> 
 
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:
-    """By the beginnings of some of the inputs, spread over all of them."""
+    """Estimate from the beginnings of some of the inputs, spread over all of them."""
     heads = [_head(one) for one in known[:: max(1, len(known) // SAMPLES)]]
     texts = [head.decode("utf-8", "ignore") for head in heads]
     sampled = sum(len(text.encode("utf-8", "ignore")) for text in texts)

@@ -12,10 +12,10 @@ from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
 
 if TYPE_CHECKING:  # heavy: a store without models pins too
-    from ragcache.ingest.encoder import BlockEncoder
+    from ragcache.ingest.encoder import ModelEncoder
 
 
-def pin(documents: DocumentStore, kv: KVStore, encoder: BlockEncoder | None, ids: Iterable[str]) -> list[str]:
+def pin(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder | None, ids: Iterable[str]) -> list[str]:
     """Pin the blocks of these documents and chunks; returns their keys.
 
     encoder: computes what no tier has; None (a store without its models) computes nothing
@@ -37,7 +37,7 @@ def pin(documents: DocumentStore, kv: KVStore, encoder: BlockEncoder | None, ids
     return list(dict.fromkeys(keys))
 
 
-def unpin(documents: DocumentStore, kv: KVStore, encoder: BlockEncoder | None, ids: Iterable[str]) -> list[str]:
+def unpin(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder | None, ids: Iterable[str]) -> list[str]:
     """Let go of the blocks of these documents and chunks; returns the keys that were pinned."""
     chunks = find_chunks(documents, ids)
     named = {chunk.handle for chunk in chunks if chunk.handle is not None}
@@ -58,7 +58,7 @@ def find_chunks(documents: DocumentStore, ids: Iterable[str]) -> list[Chunk]:
     return found
 
 
-def _key(chunk: Chunk, encoder: BlockEncoder | None) -> str:
+def _key(chunk: Chunk, encoder: ModelEncoder | None) -> str:
     if encoder is not None:
         return encoder.key(chunk.token_ids)
     if chunk.handle is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ragcache.errors import NoSuchDocumentError, StoreBusyError, StoreFullError, StoreReadOnlyError
-from ragcache.ingest.encoder import BlockEncoder
+from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.encoding import AbandonedSignal, plan_batches
 from ragcache.models.limits import LIMIT
@@ -92,7 +92,7 @@ class Keeper:
             self._kv.delete(handle)
 
 
-def compute(encoder: BlockEncoder, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
+def compute(encoder: ModelEncoder, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
     """Blocks of one batch. Raises what the question's limit raises, amid the batch too."""
     limit = LIMIT.get()
     limit.check()
@@ -104,7 +104,7 @@ def compute(encoder: BlockEncoder, chunks: Sequence[Sequence[int]]) -> list[KVBl
 
 
 def load_or_compute(
-    encoder: BlockEncoder,
+    encoder: ModelEncoder,
     kv_store: KVStore,
     documents: DocumentStore,
     chunks: Sequence[Chunk],
@@ -132,7 +132,7 @@ def load_or_compute(
 
 
 def _load_all(
-    encoder: BlockEncoder, keeper: Keeper, kv_store: KVStore, chunks: Sequence[Chunk], handles: Sequence[str]
+    encoder: ModelEncoder, keeper: Keeper, kv_store: KVStore, chunks: Sequence[Chunk], handles: Sequence[str]
 ) -> LoadedBlocks:
     started = time.perf_counter()
     found = kv_store.get_many(handles)

@@ -14,9 +14,9 @@ import torch
 from ragcache.engine.loading.blocks import COMPUTED, Keeper, LoadedBlocks, compute
 from ragcache.engine.loading.policy import AUTO, LOADS, NEVER
 from ragcache.engine.loading.rates import Rates
-from ragcache.engine.loading.split import Part, Split
+from ragcache.engine.loading.split import BlockSize, Split
 from ragcache.errors import ConfigError
-from ragcache.ingest.encoder import BlockEncoder
+from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.limits import LIMIT
 from ragcache.openmp import work_alone
@@ -71,7 +71,7 @@ class BlockLoader:
 
     def load(
         self,
-        encoder: BlockEncoder,
+        encoder: ModelEncoder,
         keeper: Keeper,
         chunks: Sequence[Chunk],
         handles: Sequence[str],
@@ -198,7 +198,7 @@ class _Question:
     def __init__(
         self,
         loader: BlockLoader,
-        encoder: BlockEncoder,
+        encoder: ModelEncoder,
         keeper: Keeper,
         chunks: Sequence[Chunk],
         handles: Sequence[str],
@@ -259,7 +259,10 @@ class _Question:
         if self._loader.policy == NEVER:
             sizes = [None] * len(sizes)
         self._split = Split(
-            [Part(len(self._chunks[handle].token_ids), size) for handle, size in zip(self._slow, sizes, strict=True)],
+            [
+                BlockSize(len(self._chunks[handle].token_ids), size)
+                for handle, size in zip(self._slow, sizes, strict=True)
+            ],
             self._loader.rates,
             self._kv.durable_tier,
             batch_tokens=self._encoder.batch_tokens,

@@ -1,4 +1,4 @@
-"""When a block that a tier has is loaded, and when it is computed."""
+"""The choice between loading a block that a tier has and computing it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from ragcache.engine.loading.rates import Rates
 MIN_GAIN_S = 0.01
 
 
-class Part(NamedTuple):
+class BlockSize(NamedTuple):
     """One block: its tokens, and the bytes that reading it moves; None where no tier has it."""
 
     num_tokens: int
@@ -40,7 +40,7 @@ class Split:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[BlockSize],
         rates: Rates,
         tier: str,
         *,
@@ -120,7 +120,7 @@ class Split:
         return batch
 
     def _taken_batch(self) -> list[int]:
-        """From the end of the row, as far as computing ends before reading would."""
+        """Take chunks from the end of the row, as far as computing ends before reading would."""
         batch: list[int] = []
         left = list(self._waiting)
         while left and self._fits(batch, left[-1]):
