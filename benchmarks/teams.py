@@ -23,7 +23,7 @@ from benchmarks.report import Goal, Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Timing, Variant, alternate, ratio, summarise
 from ragcache.codecs import get_codec
-from ragcache.kv.block import KVBlock
+from ragcache.codecs.sizes import example_block
 from ragcache.models.lm import LanguageModel
 from ragcache.openmp import end_team, work_alone
 
@@ -85,11 +85,9 @@ class Others:
 class Work:
     def __init__(self, lm: LanguageModel, settings: Settings) -> None:
         self._lm, self._steps = lm, settings.steps
-        shape = lm.shape
-        size = (shape.num_layers, shape.num_kv_heads, settings.tokens, shape.key_dim)
         codec = get_codec("int8")
-        self._block = codec.decode(codec.encode(KVBlock(torch.randn(size), torch.randn(size))))
-        self._place = torch.empty(size[1:])
+        self._block = codec.decode(codec.encode(example_block(lm.shape.layers, settings.tokens, torch.float32)))
+        self._place = torch.empty_like(self._block.layer_keys(0))
 
     def decode_tokens(self) -> None:
         cache = self._lm.new_cache(self._steps)

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from ragcache.kv.block import KVBlock
+from ragcache.kv.block import KVBlock, MixedBlock
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -21,3 +21,21 @@ def make_block(seed: int, *, num_tokens: int = 5, dtype: torch.dtype = torch.flo
     shape = (layers, 2, num_tokens, 4)
     keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     return KVBlock(keys, values)
+
+
+# Layers 0, 2 and 4 are of the first part, [3 layers, 2 heads, n, 6 and 4]; 1 and 3 of the second, [2, 1, n, 10 and 10].
+PART_OF = (0, 1, 0, 1, 0)
+
+
+def make_mixed_block(seed: int, *, num_tokens: int = 5, dtype: torch.dtype = torch.float32) -> MixedBlock:
+    """Random keys and values in layers that differ in heads and in widths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    parts = [
+        KVBlock(numbers(3, 2, num_tokens, 6), numbers(3, 2, num_tokens, 4)),
+        KVBlock(numbers(2, 1, num_tokens, 10), numbers(2, 1, num_tokens, 10)),
+    ]
+    return MixedBlock(parts, PART_OF)

@@ -90,6 +90,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _rope("default"),
         },
     ),
+    # The last two have layers that differ, in heads and widths.
+    "gemma4": (
+        "gemma4_text",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "sliding_window": 9,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+    ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "v_head_dim": 8,
+            "sliding_window": 9,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
 }
 
 
@@ -176,4 +204,11 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours / scale, theirs / scale, atol=2e-5, rtol=0)
 
 
-TYPED_MASKS = {"cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen2", "qwen3", "smollm3"}
+# For tests of one method: the traits that a method could meet, once each.
+METHOD_FAMILIES = [
+    "llama", "qwen3", "phi3", "mixtral", "mistral-window", "gemma2", "gemma3", "glm4", "smollm3", "gpt_oss", "gemma4",
+]  # fmt: skip
+TYPED_MASKS = {
+    "cohere2", "exaone4", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "mimo_v2_flash", "olmo3", "qwen2", "qwen3",
+    "smollm3",
+}  # fmt: skip

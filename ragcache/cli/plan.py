@@ -91,7 +91,7 @@ def plan(
 def _print_plan(found: Plan, asked: Demand) -> None:
     shape = found.shape
     rows = [
-        ("model", f"{shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.dtype}"),
+        ("model", str(shape)),
         ("raw KV", f"{shape.bytes_per_token:,} bytes a token, {shape.bytes_per_token / 1000:,.1f} MB for 1,000 tokens"),
         ("corpus", f"{found.corpus_tokens:,} tokens in {found.chunks:,} passages"),
         ("precomputation", f"{_duration(found.precompute_s)}, {found.precompute_cost:,.2f} once"),

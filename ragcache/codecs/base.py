@@ -6,9 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from ragcache.kv.block import KVBlock
+from ragcache.errors import DamagedBlockError, UnencodableBlockError
+from ragcache.kv.block import KVBlock, MixedBlock
+
+_PART_OF = "part_of"
 
 
 class Codec(ABC):
@@ -18,21 +22,58 @@ class Codec(ABC):
     version: counts up whenever files written before could no longer be decoded by the code; a file of a higher
              version than the code's is refused, one of a lower version has to be decoded still
 
-    A codec is stateless: what `decode` needs beside the tensors has to be one of the tensors. `decode` may return views
+    A codec is stateless: what `decode` needs beside the tensors has to be one of the tensors. Decoding may return views
     of its input and never writes to it: the tensors may alias a mapped file.
+
+    Subclasses write what becomes of layers that are alike. A block whose layers differ is encoded part by part: tensors
+    `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers].
     """
 
     name: ClassVar[str]
     version: ClassVar[int]
 
     @abstractmethod
-    def encode(self, block: KVBlock) -> dict[str, Tensor]:
+    def encode_alike(self, block: KVBlock) -> dict[str, Tensor]:
         """The tensors to store. They may be views of the block's."""
 
     @abstractmethod
-    def decode(self, tensors: Mapping[str, Tensor]) -> KVBlock:
-        """The block that `encode`'s tensors stand for, in the dtype it had. Raises DamagedBlockError when it can't."""
+    def decode_alike(self, tensors: Mapping[str, Tensor]) -> KVBlock:
+        """The block that `encode_alike`'s tensors stand for, in its dtype. Raises DamagedBlockError when it can't."""
 
     @abstractmethod
+    def bound_alike(self, block: KVBlock) -> float:
+        """The largest absolute difference that a decoded block may have from this one (law 6); 0.0 if lossless."""
+
+    def encode(self, block: KVBlock) -> dict[str, Tensor]:
+        """The tensors to store, of any block. Raises UnencodableBlockError."""
+        if not isinstance(block, MixedBlock):
+            return self.encode_alike(block)
+        tensors = {_PART_OF: torch.tensor(block.part_of, dtype=torch.int64)}
+        for number, part in enumerate(block.parts):
+            try:
+                encoded = self.encode_alike(part)
+            except UnencodableBlockError as error:
+                layers = [layer for layer, own in enumerate(block.part_of) if own == number]
+                raise UnencodableBlockError(f"counting layers {layers} alone, {error}") from error
+            tensors |= {f"{number}.{name}": tensor for name, tensor in encoded.items()}
+        return tensors
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> KVBlock:
+        """The block that `encode`'s tensors stand for, in the dtype it had. Raises DamagedBlockError when it can't."""
+        if _PART_OF not in tensors:
+            return self.decode_alike(tensors)
+        part_of = tensors[_PART_OF]
+        if part_of.dim() != 1 or part_of.dtype != torch.int64 or not part_of.numel():
+            raise DamagedBlockError("a block of layers that differ says by an int64 a layer which part holds it")
+        parts: dict[str, dict[str, Tensor]] = {str(number): {} for number in sorted(set(part_of.tolist()))}
+        for name, tensor in tensors.items():
+            number, _, own = name.partition(".")
+            if number in parts:
+                parts[number][own] = tensor
+            elif name != _PART_OF:
+                raise DamagedBlockError(f"no layer of a block is in the part that {name!r} belongs to")
+        return MixedBlock([self.decode_alike(part) for part in parts.values()], part_of.tolist())
+
     def error_bound(self, block: KVBlock) -> float:
-        """The largest absolute difference that decode(encode(block)) may have from block (law 6); 0.0 if lossless."""
+        """`bound_alike` of any block."""
+        return max(map(self.bound_alike, block.parts)) if isinstance(block, MixedBlock) else self.bound_alike(block)

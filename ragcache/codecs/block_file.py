@@ -12,9 +12,9 @@ from ragcache.codecs.container import Claim, read_container, write_container
 from ragcache.codecs.layered import EncodedBlock
 from ragcache.codecs.raw import RawCodec
 from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
-from ragcache.kv.block import KVBlock
+from ragcache.kv.block import KVBlock, MixedBlock
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # of blocks whose layers differ; all others are written in 1, which older versions read
 _WAY_OUT = "use the version that wrote it, or delete the block's document and ingest it again"
 
 
@@ -26,7 +26,7 @@ def write_block(path: Path, key: str, block: KVBlock, codec: Codec, *, claim: Cl
     """
     tensors = encode_block(key, block, codec)
     metadata = {
-        "format_version": str(FORMAT_VERSION),
+        "format_version": str(FORMAT_VERSION if isinstance(block, MixedBlock) else 1),
         "key": key,
         "codec": codec.name,
         "codec_version": str(codec.version),
@@ -38,6 +38,8 @@ def write_block(path: Path, key: str, block: KVBlock, codec: Codec, *, claim: Cl
 
 def codec_of(block: KVBlock) -> Codec:
     """The codec in whose tensors a block that was stored is held: encoding with it changes no bit."""
+    if isinstance(block, MixedBlock):
+        return codec_of(block.parts[0])
     return block.codec if isinstance(block, EncodedBlock) else RawCodec()
 
 

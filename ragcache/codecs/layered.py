@@ -93,7 +93,7 @@ class LayerCodec(Codec):
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
         """The largest error of what these tensors decode to, rounding to the block's dtype included."""
 
-    def encode(self, block: KVBlock) -> dict[str, Tensor]:
+    def encode_alike(self, block: KVBlock) -> dict[str, Tensor]:
         """A block that this codec has encoded already is given as it is.
 
         Raises UnencodableBlockError for NaN, infinities, numbers beyond 2^126 and dtypes that are no float.
@@ -105,11 +105,11 @@ class LayerCodec(Codec):
             found |= {f"{part}.{name}": tensor for name, tensor in tensors.items()}
         return found
 
-    def decode(self, tensors: Mapping[str, Tensor]) -> KVBlock:
+    def decode_alike(self, tensors: Mapping[str, Tensor]) -> KVBlock:
         return EncodedBlock(self, tensors)
 
-    def error_bound(self, block: KVBlock) -> float:
-        encoded = EncodedBlock(self, self.encode(block))
+    def bound_alike(self, block: KVBlock) -> float:
+        encoded = EncodedBlock(self, self.encode_alike(block))
         steps = torch.finfo(block.dtype)  # below the smallest normal number they are as wide as there
         least = steps.smallest_normal * steps.eps / 2
         return least + max(self.part_bound(part, encoded.part(part), block.dtype) for part in PARTS)

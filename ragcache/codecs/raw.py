@@ -18,13 +18,13 @@ class RawCodec(Codec):
     name: ClassVar[str] = "raw"
     version: ClassVar[int] = 1
 
-    def encode(self, block: KVBlock) -> dict[str, Tensor]:
+    def encode_alike(self, block: KVBlock) -> dict[str, Tensor]:
         return {"keys": block.keys, "values": block.values}
 
-    def decode(self, tensors: Mapping[str, Tensor]) -> KVBlock:
+    def decode_alike(self, tensors: Mapping[str, Tensor]) -> KVBlock:
         if tensors.keys() != {"keys", "values"}:
             raise DamagedBlockError(f"a raw block holds the tensors keys and values, not {sorted(tensors)}")
         return KVBlock(tensors["keys"], tensors["values"])
 
-    def error_bound(self, block: KVBlock) -> float:
+    def bound_alike(self, block: KVBlock) -> float:
         return 0.0

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from ragcache.codecs.base import Codec
-from ragcache.kv.block import KVBlock
+from ragcache.kv.block import KVBlock, empty_block
+from ragcache.kv.shape import CacheShape, LayerShape
 
 
-def example_block(key_size: Sequence[int], value_size: Sequence[int], dtype: torch.dtype) -> KVBlock:
-    """A block of normally distributed numbers, always the same ones; sizes as `KVBlock` has them."""
+def example_block(layers: Sequence[LayerShape], num_tokens: int, dtype: torch.dtype) -> KVBlock:
+    """A block of normally distributed numbers, always the same ones."""
     generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(tuple(size), generator=generator).to(dtype) for size in (key_size, value_size))
-    return KVBlock(keys, values)
+    shape = CacheShape(tuple(layers), dtype, torch.device("cpu"))
+    # Drawn in float32: some dtypes have no generator of their own, and all are to hold the same numbers.
+    return empty_block(shape, num_tokens).map(lambda held: torch.randn(held.shape, generator=generator).to(dtype))
 
 
 def encoded_bytes_per_token(codec: Codec, example: KVBlock) -> float:

@@ -19,7 +19,8 @@ from ragcache.errors import PromptError
 from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, lay_out
 from ragcache.fusion.placing import Placement, Placer
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import Adjust, FusedCache, SharedContext
+from ragcache.kv.buffers import SharedContext
+from ragcache.kv.cache import Adjust, FusedCache
 from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe
 from ragcache.models.layerwise import BeforeLayer

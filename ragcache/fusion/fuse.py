@@ -15,7 +15,8 @@ from ragcache.fusion.base import FusionMethod, Job, PhaseTimes, Prefilled
 from ragcache.fusion.eviction import Ballot, SnapKV
 from ragcache.fusion.layout import Additions, Layout
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import FusedCache, SharedContext
+from ragcache.kv.buffers import SharedContext
+from ragcache.kv.cache import FusedCache
 from ragcache.kv.exact import Exact, ExactBlock
 from ragcache.kv.identity import Recipe
 from ragcache.models.attention import observing
@@ -311,14 +312,8 @@ def _check_blocks(lm: LanguageModel, chunks: Sequence[Sequence[int]], blocks: Se
 
 
 def _check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int) -> None:
-    shape = lm.shape
-    layers, heads, tokens, width = block.key_shape
-    if (layers, heads, width, block.value_shape[3]) != (
-        shape.num_layers,
-        shape.num_kv_heads,
-        shape.key_dim,
-        shape.value_dim,
-    ):
+    if block.layers != lm.shape.layers:
         raise StaleBlockError(f"the block of {what} was made by another model; encode it with {lm.name}")
-    if tokens != num_tokens:
-        raise StaleBlockError(f"the block of {what} holds {tokens} tokens and its text has {num_tokens}; encode it")
+    if block.num_tokens != num_tokens:
+        held = block.num_tokens
+        raise StaleBlockError(f"the block of {what} holds {held} tokens and its text has {num_tokens}; encode it")

@@ -50,8 +50,8 @@ class Gather:
         known, keys = self._job.known, self.keys(layer, self.slots[self._job.known :])
         if self._job.exact is None:
             return keys
-        size = (self._lm.shape.num_kv_heads, known)
-        exact, values = (keys.new_empty(*size, width) for width in (self._lm.shape.key_dim, self._lm.shape.value_dim))
+        heads, *widths = self._lm.shape.layers[layer]
+        exact, values = (keys.new_empty(heads, known, width) for width in widths)
         self._job.exact.copy_layer(layer, exact, values)
         return torch.cat([exact, keys], dim=1)
 

@@ -10,7 +10,7 @@ import torch
 
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache
-from ragcache.kv.rope import Angles
+from ragcache.kv.rope import Angles, Kind
 from ragcache.models.lm import LanguageModel
 
 
@@ -41,18 +41,19 @@ class Placer:
         self.positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=lm.device)
         joined = all(end == start for (_, end), (start, _) in pairwise(ranges))
         self._first = ranges[0][0] if ranges and joined else None
-        self._angles: dict[str | None, Angles | None] = {}
-        # One layer's keys side by side: it stays in the processor's cache from the copy to the rotation.
-        size = (lm.shape.num_kv_heads, self.positions.shape[0], lm.shape.key_dim)
-        self._scratch = torch.empty(size, dtype=lm.dtype, device=lm.device)
+        self._angles: dict[Kind, Angles | None] = {}
+        # One layer's keys side by side: they stay in the processor's cache from the copy to the rotation.
+        widest = max(layer.num_kv_heads * layer.key_dim for layer in lm.shape.layers)
+        self._scratch = torch.empty(widest * self.positions.shape[0], dtype=lm.dtype, device=lm.device)
 
     def place(self, cache: FusedCache, layer: int) -> None:
         if not self._blocks:
             return
         keys, values = cache.reserve(layer, self.positions)
-        for block, place in zip(self._blocks, torch.split(self._scratch, self._lengths, dim=1), strict=True):
+        scratch = self._scratch[: keys.numel()].view(keys.shape[1:])
+        for block, place in zip(self._blocks, torch.split(scratch, self._lengths, dim=1), strict=True):
             block.copy_keys(layer, place)
-        self._lm.rope.turn(self._scratch[None], self._angles_of(layer), keys)
+        self._lm.rope.turn(scratch[None], self._angles_of(layer), keys)
         for block, place in zip(self._blocks, torch.split(values[0], self._lengths, dim=1), strict=True):
             block.copy_values(layer, place)
 
@@ -60,7 +61,7 @@ class Placer:
         rope = self._lm.rope
         if not rope.rotated[layer]:
             return None
-        kind = rope.layer_type(layer)
+        kind = rope.kind(layer)
         if kind not in self._angles:
             consecutive = self._first is not None
             where = self._first if self._first is not None else self.positions

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.identity import Recipe
+from ragcache.kv.shape import CacheShape, LayerShape
 
 
 @dataclass(frozen=True, eq=False)
 class KVBlock:
-    """Keys before RoPE and values of one chunk.
+    """Keys before RoPE and values of one chunk, in layers that are alike; see MixedBlock for layers that differ.
 
     keys:   [num_layers, num_kv_heads, num_tokens, head_dim], final (after k_norm where there is one) but not rotated
     values: [num_layers, num_kv_heads, num_tokens, head_dim]
@@ -44,6 +46,12 @@ class KVBlock:
     @property
     def value_shape(self) -> torch.Size:
         return self.values.shape
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """What a token takes in each layer."""
+        num_layers, heads, _, width = self.key_shape
+        return (LayerShape(heads, width, self.value_shape[3]),) * num_layers
 
     @property
     def num_layers(self) -> int:
@@ -80,6 +88,97 @@ class KVBlock:
         """The same block over other tensors of the same content: `change` copies or moves each that is held."""
         return replace(self, keys=change(self.keys), values=change(self.values))
 
+    def made_by(self, recipe: Recipe) -> KVBlock:
+        """The same block, which says how it was encoded."""
+        return replace(self, recipe=recipe)
+
     def equal(self, other: KVBlock) -> bool:
         """Bit for bit."""
-        return torch.equal(self.keys, other.keys) and torch.equal(self.values, other.values)
+        return (self.layers, self.num_tokens) == (other.layers, other.num_tokens) and all(
+            torch.equal(self.layer_keys(layer), other.layer_keys(layer))
+            and torch.equal(self.layer_values(layer), other.layer_values(layer))
+            for layer in range(self.num_layers)
+        )
+
+
+class MixedBlock(KVBlock):
+    """A block of a model whose layers differ: one block a group of layers that are alike.
+
+    parts:   hold the layers of a group each, in ascending order
+    part_of: by layer, the index of its part
+
+    It has no `keys` and `values` of all layers, nor their shapes. Raises DamagedBlockError where the parts are not one
+    block's.
+    """
+
+    def __init__(self, parts: Sequence[KVBlock], part_of: Sequence[int], recipe: Recipe | None = None) -> None:
+        held = [part.num_layers for part in parts]
+        if not held or Counter(part_of) != dict(enumerate(held)):
+            raise DamagedBlockError(f"parts of {held} layers do not make up the {len(part_of)} layers {list(part_of)}")
+        if len({(part.num_tokens, part.dtype) for part in parts}) > 1:
+            raise DamagedBlockError("the parts of a block differ in their tokens or dtypes")
+        ranks = [iter(range(part.num_layers)) for part in parts]
+        self.parts = tuple(parts)
+        self.part_of = tuple(part_of)
+        self._places = [(parts[part], next(ranks[part])) for part in part_of]
+        object.__setattr__(self, "recipe", recipe)  # the block's field is frozen
+
+    def __repr__(self) -> str:
+        return f"MixedBlock({list(self.parts)}, {self.part_of})"
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        return tuple(part.layers[index] for part, index in self._places)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.part_of)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.parts[0].num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def layer_keys(self, layer: int) -> Tensor:
+        part, index = self._places[layer]
+        return part.layer_keys(index)
+
+    def layer_values(self, layer: int) -> Tensor:
+        part, index = self._places[layer]
+        return part.layer_values(index)
+
+    def copy_keys(self, layer: int, out: Tensor) -> None:
+        part, index = self._places[layer]
+        part.copy_keys(index, out)
+
+    def copy_values(self, layer: int, out: Tensor) -> None:
+        part, index = self._places[layer]
+        part.copy_values(index, out)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
+        return MixedBlock([part.map(change) for part in self.parts], self.part_of, self.recipe)
+
+    def made_by(self, recipe: Recipe) -> KVBlock:
+        return MixedBlock(self.parts, self.part_of, recipe)
+
+
+def empty_block(shape: CacheShape, num_tokens: int) -> KVBlock:
+    """A block of a model's shape to be written to, layer by layer."""
+
+    def empty(layers: int, heads: int, width: int) -> Tensor:
+        return torch.empty(layers, heads, num_tokens, width, dtype=shape.dtype, device=shape.device)
+
+    counts = Counter(shape.layers)
+    parts = [
+        KVBlock(empty(count, alike.num_kv_heads, alike.key_dim), empty(count, alike.num_kv_heads, alike.value_dim))
+        for alike, count in counts.items()
+    ]
+    kinds = list(counts)
+    return parts[0] if len(parts) == 1 else MixedBlock(parts, [kinds.index(layer) for layer in shape.layers])

@@ -7,134 +7,17 @@ time a layer is touched, so placing (and waiting for) a layer's blocks happens j
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from ragcache.kv.buffers import BufferPool, KVBuffers, Loan, SharedContext
+
 Adjust = Callable[[Tensor, Tensor], Tensor]
 Merge = Callable[[Tensor, Tensor], Tensor]
-_ROUND = 256
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """The shape of a model's cache: one (heads, key width, value width) for all layers."""
-
-    num_layers: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True, eq=False)
-class KVBuffers:
-    """Buffers by layer: keys and values [1, num_kv_heads, capacity, dim]; positions of the keys, int64 [capacity]."""
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    positions: tuple[Tensor, ...]
-
-    @classmethod
-    def allocate(cls, shape: CacheShape, capacity: int) -> KVBuffers:
-        def empty(width: int) -> tuple[Tensor, ...]:
-            size = (shape.num_layers, 1, shape.num_kv_heads, capacity, width)
-            return torch.empty(size, dtype=shape.dtype, device=shape.device).unbind(0)
-
-        positions = torch.empty(shape.num_layers, capacity, dtype=torch.int64, device=shape.device)
-        return cls(empty(shape.key_dim), empty(shape.value_dim), positions.unbind(0))
-
-    @property
-    def capacity(self) -> int:
-        return self.positions[0].shape[0]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for part in (self.keys, self.values, self.positions) for tensor in part)
-
-    def copy_from(self, other: KVBuffers, count: int) -> None:
-        """Take over the first `count` tokens that `other` holds in every layer."""
-        for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
-            mine[:, :, :count] = theirs[:, :, :count]
-        for mine, theirs in zip(self.positions, other.positions, strict=True):
-            mine[:count] = theirs[:count]
-
-
-def capacity_for(num_tokens: int) -> int:
-    """Tokens that fresh buffers for so many hold."""
-    return -(-num_tokens // _ROUND) * _ROUND
-
-
-class BufferPool:
-    """Keeps buffers of finished requests: fresh pages cost more than the copy into them. Thread-safe.
-
-    max_bytes: idle buffers beyond this are freed, the oldest first.
-    """
-
-    def __init__(self, shape: CacheShape, max_bytes: int) -> None:
-        self.shape = shape
-        self.max_bytes = max_bytes
-        self._idle: list[KVBuffers] = []
-        # Re-entrant: the garbage collector may finalise a cache, and so call give(), inside take() or give().
-        self._lock = threading.RLock()
-
-    def take(self, capacity: int) -> KVBuffers:
-        """The smallest idle buffers that hold `capacity` tokens, or new ones."""
-        with self._lock:
-            fitting = [b for b in self._idle if b.capacity >= capacity]
-            if fitting:
-                best = min(fitting, key=lambda b: b.capacity)
-                self._idle = [b for b in self._idle if b is not best]
-                return best
-        return KVBuffers.allocate(self.shape, capacity_for(capacity))
-
-    def give(self, buffers: KVBuffers) -> None:
-        with self._lock:
-            self._idle.append(buffers)
-            while self._idle and sum(b.num_bytes for b in self._idle) > self.max_bytes:
-                self._idle.pop(0)
-
-
-class Loan:
-    """Buffers out of a pool, which get back when nobody holds the loan any more."""
-
-    def __init__(self, pool: BufferPool, buffers: KVBuffers) -> None:
-        self.buffers = buffers
-        weakref.finalize(self, pool.give, buffers)
-
-
-class SharedContext:
-    """The first tokens of a cache, for others to stand on: never written to again, and there as long as one needs it.
-
-    num_tokens: in every layer
-    """
-
-    def __init__(self, loan: Loan, num_tokens: int) -> None:
-        self._loan = loan
-        self.num_tokens = num_tokens
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the cache's buffers, unused room included."""
-        return self._loan.buffers.num_bytes
-
-    def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """keys and values, [1, num_kv_heads, num_tokens, head_dim], and key positions, int64 [num_tokens]."""
-        buffers, end = self._loan.buffers, self.num_tokens
-        return buffers.keys[layer][:, :, :end], buffers.values[layer][:, :, :end], buffers.positions[layer][:end]
-
-    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write one layer's to [num_kv_heads, num_tokens, head_dim] each."""
-        own_keys, own_values, _ = self.layer_state(layer)
-        keys.copy_(own_keys[0])
-        values.copy_(own_values[0])
 
 
 class CacheMark(NamedTuple):

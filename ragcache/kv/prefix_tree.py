@@ -19,12 +19,14 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ragcache.errors import ConfigError
-from ragcache.kv.cache import CacheShape, FusedCache, SharedContext
+from ragcache.kv.block import KVBlock, empty_block
+from ragcache.kv.buffers import SharedContext
+from ragcache.kv.cache import FusedCache
+from ragcache.kv.shape import CacheShape
 
 Elements = NDArray[np.int64]
 Read = Callable[[int, int, int], tuple[Tensor, Tensor]]
@@ -58,18 +60,13 @@ class PrefixStats:
 
 @dataclass(eq=False)
 class _Page:
-    """One allocation: [num_layers, num_kv_heads, num_tokens, head_dim]. Never written to once it is in the tree.
+    """Rotated keys and values of some tokens in all layers. Never written to once it is in the tree.
 
     uses: slices of it that nodes and leases hold; its bytes are free when there are none
     """
 
-    keys: Tensor
-    values: Tensor
+    held: KVBlock
     uses: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
 
 
 class _Slice(NamedTuple):
@@ -123,8 +120,8 @@ class Lease:
             count = min(stop - start, self.num_tokens - end)
             if count <= 0:
                 return
-            keys[:, end : end + count].copy_(page.keys[layer, :, start : start + count])
-            values[:, end : end + count].copy_(page.values[layer, :, start : start + count])
+            keys[:, end : end + count].copy_(page.held.layer_keys(layer)[:, start : start + count])
+            values[:, end : end + count].copy_(page.held.layer_values(layer)[:, start : start + count])
             end += count
 
     def release(self) -> None:
@@ -153,8 +150,7 @@ class PrefixTree:
     def __init__(self, shape: CacheShape, budget_bytes: int, *, page_tokens: int = PAGE_TOKENS) -> None:
         self.shape = shape
         self.budget_bytes = budget_bytes
-        width = shape.key_dim + shape.value_dim
-        self.token_bytes = shape.num_layers * shape.num_kv_heads * width * shape.dtype.itemsize
+        self.token_bytes = shape.token_bytes
         if budget_bytes < 0 or 0 < budget_bytes < self.token_bytes:
             raise ConfigError(
                 f"a prefix budget of {budget_bytes} bytes: one token of this model takes {self.token_bytes}; give 0 "
@@ -307,7 +303,7 @@ class PrefixTree:
         for one in slices:
             one.page.uses -= 1
             if not one.page.uses:
-                self._used_bytes -= one.page.num_bytes
+                self._used_bytes -= one.page.held.num_bytes
 
     def _reserve(self, num_tokens: int) -> list[int]:
         """Take pages of so many tokens from the budget, evicting for them; fewer where that is not enough.
@@ -364,25 +360,20 @@ class PrefixTree:
         """New pages of these sizes with the sequence's KV from `start` on."""
         pages = []
         for size in sizes:
-            page = _Page(self._empty(size, self.shape.key_dim), self._empty(size, self.shape.value_dim))
+            page = _Page(empty_block(self.shape, size))
             for layer in range(self.shape.num_layers):
                 keys, values = read(layer, start, start + size)
-                page.keys[layer].copy_(keys)
-                page.values[layer].copy_(values)
+                page.held.layer_keys(layer).copy_(keys)
+                page.held.layer_values(layer).copy_(values)
             pages.append(page)
             start += size
         return pages
-
-    def _empty(self, num_tokens: int, width: int) -> Tensor:
-        shape = self.shape
-        size = (shape.num_layers, shape.num_kv_heads, num_tokens, width)
-        return torch.empty(size, dtype=shape.dtype, device=shape.device)
 
     def _attach(
         self, namespace: str, wanted: Elements, start: int, pages: Sequence[_Page], owned: Sequence[Owned]
     ) -> int:
         """Hang the pages, which hold the KV from `start` on, below what the tree has by now. Returns tokens held."""
-        slices = [_Slice(page, 0, page.keys.shape[2]) for page in pages]
+        slices = [_Slice(page, 0, page.held.num_tokens) for page in pages]
         for one in slices:  # held here, so that those that nobody needs are given back below
             one.page.uses += 1
         root = self._roots.setdefault(namespace, _Node(wanted[:0], [], [], None))

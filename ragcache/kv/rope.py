@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Kind = tuple[str | None, int]
 _TABLE_STEP = 1024
 
 
@@ -40,7 +41,7 @@ class Rope:
     apply:       the family's apply_rotary_pos_emb(q, k, cos, sin)
     layer_types: one string a layer where the module wants it (Gemma 3), else None
     rotated:     whether layer i rotates at all (SmolLM3 has layers that do not)
-    head_dim:    width of a key
+    key_dims:    width of a key by layer
     """
 
     def __init__(
@@ -49,20 +50,24 @@ class Rope:
         apply: Apply,
         layer_types: Sequence[str] | None,
         rotated: Sequence[bool],
-        head_dim: int,
+        key_dims: Sequence[int],
     ) -> None:
         self.rotary = rotary
         self.apply = apply
         self.rotated = tuple(rotated)
-        self.head_dim = head_dim
         by_type = takes_layer_type(rotary) and layer_types is not None
         self._types: tuple[str | None, ...] = tuple(layer_types or ()) if by_type else (None,) * len(self.rotated)
-        self._tables: dict[str | None, Angles] = {}
+        self._kinds = tuple(zip(self._types, key_dims, strict=True))
+        self._tables: dict[Kind, Angles] = {}
         self._lock = threading.Lock()
 
     def layer_type(self, layer: int) -> str | None:
         """The type under which the rotary module knows this layer; None where all layers share one table."""
         return self._types[layer]
+
+    def kind(self, layer: int) -> Kind:
+        """Layers of one kind have the same angles, where they rotate."""
+        return self._kinds[layer]
 
     def angles(self, layer: int, positions: Tensor | int, count: int = 0) -> Angles | None:
         """Angles at int64 positions, or at `count` places from an int on; None for a layer that does not rotate."""
@@ -103,7 +108,7 @@ class Rope:
 
     def _table(self, layer: int, end: int) -> Angles:
         """Angles of positions 0 to at least end - 1, kept by layer type."""
-        kind = self._types[layer]
+        kind = self._kinds[layer]
         with self._lock:
             table = self._tables.get(kind)
             if table is None or table.cos.shape[0] < end:
@@ -112,13 +117,14 @@ class Rope:
         return table
 
     @torch.no_grad()
-    def _compute(self, kind: str | None, end: int) -> Angles:
+    def _compute(self, kind: Kind, end: int) -> Angles:
+        layer_type, key_dim = kind
         device = next(self.rotary.buffers()).device
         positions = torch.arange(end, device=device)[None]
         x = torch.zeros(1, dtype=torch.float32, device=device)
-        args: tuple[Any, ...] = (x, positions) if kind is None else (x, positions, kind)
+        args: tuple[Any, ...] = (x, positions) if layer_type is None else (x, positions, layer_type)
         cos, sin = (part[0] for part in self.rotary(*args))
-        half = _pairs_halves(self.apply, self.head_dim, cos.shape[-1], device)
+        half = _pairs_halves(self.apply, key_dim, cos.shape[-1], device)
         if half is not None:
             cos, sin = cos[:, :half].contiguous(), sin[:, :half].contiguous()
         return Angles(cos, sin, half)

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from ragcache.kv.cache import FusedCache, SharedContext
+from ragcache.kv.buffers import SharedContext
+from ragcache.kv.cache import FusedCache
 from ragcache.kv.rope import Rope
 from ragcache.models.attend import (
     Part,

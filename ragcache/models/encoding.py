@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import CacheShape
+from ragcache.kv.block import KVBlock, empty_block
 from ragcache.kv.rope import Rope
-from ragcache.models.attention import CURRENT, EncodePass
+from ragcache.kv.shape import CacheShape
+from ragcache.models.attention import CURRENT, EncodePass, FusedPass
+from ragcache.models.layerwise import BeforeLayer, walking
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, max_items: int = sys.maxsize) -> Iterator[list[int]]:
@@ -47,7 +48,7 @@ class Recorder(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         self.skip = skip
         self.wanted = wanted
-        self.blocks = [_empty_block(shape, length - skip) for length in lengths]
+        self.blocks = [empty_block(shape, length - skip) for length in lengths]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -56,20 +57,12 @@ class Recorder(Cache):  # type: ignore[misc]
             raise AbandonedSignal
         for row, block in enumerate(self.blocks):
             kept = slice(self.skip, self.skip + block.num_tokens)
-            block.keys[layer_idx].copy_(key_states[row, :, kept])
-            block.values[layer_idx].copy_(value_states[row, :, kept])
+            block.layer_keys(layer_idx).copy_(key_states[row, :, kept])
+            block.layer_values(layer_idx).copy_(value_states[row, :, kept])
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
-
-
-def _empty_block(shape: CacheShape, num_tokens: int) -> KVBlock:
-    def empty(width: int) -> Tensor:
-        size = (shape.num_layers, shape.num_kv_heads, num_tokens, width)
-        return torch.empty(size, dtype=shape.dtype, device=shape.device)
-
-    return KVBlock(empty(shape.key_dim), empty(shape.value_dim))
 
 
 @torch.inference_mode()
@@ -101,10 +94,18 @@ def encode_batch(
     return recorder.blocks
 
 
-def run_decoder(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: Cache, current: EncodePass) -> Any:
+def run_decoder(
+    model: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    cache: Cache,
+    current: EncodePass | FusedPass,
+    before_layer: BeforeLayer | None = None,
+) -> Any:
     """The model without its head: encoding needs no logits."""
     token = CURRENT.set(current)
     try:
-        return model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        with walking(before_layer):
+            return model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     finally:
         CURRENT.reset(token)

@@ -1,8 +1,9 @@
 """Run tokens layer by layer, with a say before each layer over which of them go on.
 
 Recompute methods drop tokens on the way up, or take up tokens that stood aside below. A hook in front of every decoder
-layer narrows what transformers hands to it: hidden states, rotary angles and positions. Nothing of a family is known
-here but that its layers take the hidden states first and those others by name, as all of transformers' do.
+layer narrows what transformers hands to it: hidden states, rotary angles, positions and inputs that a layer has of its
+own. Nothing of a family is known here but that its layers take the hidden states first and name those others as
+transformers does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from transformers import PreTrainedModel
 from ragcache.errors import ConfigError
 from ragcache.models.attention import CURRENT, FusedPass, Projected, ProjectedSignal
 
-BY_TOKEN = ("position_embeddings", "position_ids", "cache_position")
+BY_TOKEN = ("position_embeddings", "position_ids", "cache_position", "per_layer_input")
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +31,10 @@ class _Call:
     """One decoder layer and what transformers called it with, hidden states left out."""
 
     layer: nn.Module
-    args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     def __call__(self, hidden: Tensor, rows: Tensor | None, num_tokens: int) -> Any:
-        return self.layer.forward(hidden, *self.args, **narrowed(self.kwargs, rows, num_tokens))
+        return self.layer.forward(hidden, **narrowed(self.kwargs, rows, num_tokens))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +98,8 @@ WALK: ContextVar[_Walk | None] = ContextVar("ragcache_walk", default=None)
 def hook_layers(layers: Sequence[nn.Module]) -> None:
     """Let `walking` narrow the tokens before each of these decoder layers. Does nothing in other passes."""
     for index, layer in enumerate(layers):
-        layer.register_forward_pre_hook(partial(_before, index), with_kwargs=True)
+        names = list(signature(layer.forward).parameters)[1:]
+        layer.register_forward_pre_hook(partial(_before, index, names), with_kwargs=True)
 
 
 def decoder_layers(model: PreTrainedModel, attention: Mapping[int, nn.Module]) -> list[nn.Module]:
@@ -120,12 +122,13 @@ def walking(before_layer: BeforeLayer | None) -> Iterator[None]:
         WALK.reset(token)
 
 
-def _before(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _before(index: int, names: Sequence[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     walk = WALK.get()
     if walk is None:
         return None
-    hidden, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
-    call = _Call(module, rest, {name: value for name, value in kwargs.items() if name != "hidden_states"})
+    hidden = args[0] if args else kwargs["hidden_states"]
+    others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    call = _Call(module, {**dict(zip(names, args[1:], strict=False)), **others})
     walk.calls.append(call)
     if walk.embedded is None:
         walk.embedded = hidden
@@ -136,7 +139,7 @@ def _before(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         hidden = _with_rows(walk, index, hidden, rows, kept)
         rows = kept
         _set_rows(current, rows)
-    return (hidden, *rest), narrowed(call.kwargs, rows, walk.num_tokens)
+    return (hidden,), narrowed(call.kwargs, rows, walk.num_tokens)
 
 
 def _with_rows(walk: _Walk, index: int, hidden: Tensor, rows: Tensor, kept: Tensor) -> Tensor:

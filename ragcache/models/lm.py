@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,10 +10,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import BufferPool, CacheShape, FusedCache, SharedContext
+from ragcache.kv.buffers import BufferPool, SharedContext
+from ragcache.kv.cache import FusedCache
 from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe, block_key
 from ragcache.kv.rope import Rope
+from ragcache.kv.shape import CacheShape
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
 from ragcache.models.encoding import encode_batch, plan_batches
 from ragcache.models.joint import Run, run_pieces
@@ -40,7 +41,7 @@ class LanguageModel:
 
     model, tokenizer: transformers' own objects
     rope:          rotates keys of any layer to any positions
-    shape:         layers, KV heads, head width, dtype and device of the KV
+    shape:         KV heads and their widths by layer, dtype and device of the KV
     fingerprint:   SHA-256 that names the model in block keys
     max_positions: longest prompt the model takes, in tokens
     reuse:         what the checkpoint was trained for; None for one that was not trained for reuse
@@ -101,8 +102,7 @@ class LanguageModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        shape = self.shape
-        return shape.num_layers * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * self.dtype.itemsize
+        return self.shape.token_bytes
 
     def check_ids(self, ids: Sequence[int], what: str) -> None:
         """Raises PromptError for ids outside the vocabulary, ContextTooLongError for too many."""
@@ -156,7 +156,7 @@ class LanguageModel:
             members = [rows[rank] for rank in batch]
             done = encode_batch(self.model, self.rope, self.shape, members, layers, skip, wanted)
             for rank, block in zip(batch, done, strict=True):
-                blocks[rank] = replace(block, recipe=recipe)
+                blocks[rank] = block.made_by(recipe)
         return [block for block in blocks if block is not None]
 
     def _read_before(self, recipe: Recipe) -> tuple[list[int], int]:

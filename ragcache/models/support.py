@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,11 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from ragcache.errors import UnsupportedModelError
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import CacheShape
+from ragcache.kv.buffers import BufferPool
+from ragcache.kv.cache import FusedCache
 from ragcache.kv.rope import Apply, Rope, takes_layer_type
-from ragcache.models.attention import EncodePass, hook_rotary
+from ragcache.kv.shape import CacheShape, LayerKind, LayerShape, refuse_unbuilt
+from ragcache.models.attention import EncodePass, FusedPass, hook_rotary
 from ragcache.models.encoding import encode_batch, run_decoder
 from ragcache.models.layerwise import decoder_layers, hook_layers
 
@@ -36,32 +38,41 @@ _PROBE_TOKENS = 5
 
 def refuse_by_config(config: PreTrainedConfig, name: str) -> None:
     """Raises UnsupportedModelError for obstacles that the configuration states, before any weights are read."""
-    reason = _config_reason(config)
-    if reason is not None:
-        raise UnsupportedModelError(f"{name} ({config.model_type}) is not supported: {reason}")
-
-
-def _config_reason(config: PreTrainedConfig) -> str | None:
+    what = f"{name} ({config.model_type})"
     if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder model; ragcache needs a causal language model"
-    config = config.get_text_config(decoder=True)
-    others = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - ATTENTION_LAYERS
-    if others:
-        return f"layers of type {', '.join(sorted(others))} keep a state or a pattern that cannot be moved"
+        reason = "it is an encoder-decoder model; ragcache needs a causal language model"
+        raise UnsupportedModelError(f"{what} is not supported: {reason}")
+    text = config.get_text_config(decoder=True)
+    refuse_unbuilt(what, _layer_kinds(text))
+    if moves := _position_reason(text):
+        raise UnsupportedModelError(f"{what} is not supported: {moves}")
+
+
+def _layer_kinds(config: PreTrainedConfig) -> dict[str, LayerKind]:
+    """Kinds of the layers, by the name of their type."""
+    types = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    kinds = {kind: LayerKind.KV if kind in ATTENTION_LAYERS else LayerKind.STATE for kind in types}
     if getattr(config, "kv_lora_rank", None):
-        return "multi-head latent attention keeps a joint latent, not keys and values by head"
+        kinds["multi-head latent attention"] = LayerKind.LATENT
+    return kinds
+
+
+def _position_reason(config: PreTrainedConfig) -> str | None:
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         return "ALiBi adds a bias by distance to the scores; there is no rotation to move"
-    for kind in _rope_types(config):
+    for parameters in _rope_parameters(config):
+        kind = str(parameters.get("rope_type", "default"))
         if kind in MOVING_ROPE:
             return MOVING_ROPE[kind]
+        if parameters.get("llama_4_scaling_beta"):
+            return "its queries grow with their position in the prompt, which a chunk that is read alone does not know"
     return None
 
 
-def _rope_types(config: PreTrainedConfig) -> list[str]:
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """One dictionary for all layers, or one a layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    return [str(p.get("rope_type", "default")) for p in nested]
+    return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
 
 
 @dataclass(frozen=True)
@@ -89,25 +100,34 @@ class _Probe(Cache):  # type: ignore[misc]
         return 0
 
 
+class _Call(NamedTuple):
+    """An attention module and the arguments that its layer called it with, by name."""
+
+    module: nn.Module
+    given: dict[str, object]
+
+
 @torch.inference_mode()
 def inspect(model: PreTrainedModel, name: str) -> Inspected:
     """Run a few tokens and learn the model's rotation. Raises UnsupportedModelError naming what stands in the way."""
     rotary = _rotary_module(model, name)
-    true_keys, modules, windows = _run_probe(model, name)
+    true_keys, calls, windows = _run_probe(model, name)
     layers = sorted(true_keys)
     num_layers = int(text_config(model).num_hidden_layers)
     if layers != list(range(num_layers)):
         raise _unsupported(model, name, f"only {len(layers)} of {num_layers} layers keep keys and values")
     _check_windows(model, name, windows)
+    modules = {layer: call.module for layer, call in calls.items()}
     apply = _rotation_function(model, name, modules[0])
-    rotated = [_rotates(model, name, modules[layer], rotary, layer) for layer in layers]
+    rotated = [_rotates(model, name, calls[layer], rotary, layer) for layer in layers]
     if not any(rotated):
         raise _unsupported(model, name, "no layer rotates its keys: its positions are not rotary")
     hook_rotary(rotary)
     hook_layers(decoder_layers(model, modules))
     shape = _shape(model, name, true_keys)
-    rope = Rope(rotary, apply, _layer_types(model), rotated, shape.key_dim)
+    rope = Rope(rotary, apply, _layer_types(model), rotated, [layer.key_dim for layer in shape.layers])
     _verify(model, name, rope, shape, true_keys)
+    _verify_narrowing(model, name, shape, true_keys)
     return Inspected(rope, shape)
 
 
@@ -148,11 +168,16 @@ def _probe_ids(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 def _run_probe(
     model: PreTrainedModel, name: str
-) -> tuple[dict[int, tuple[Tensor, Tensor]], dict[int, nn.Module], dict[int, int | None]]:
-    """Results of a plain pass by layer: rotated keys and values, the attention module, its sliding window."""
-    modules: dict[int, nn.Module] = {}
+) -> tuple[dict[int, tuple[Tensor, Tensor]], dict[int, _Call], dict[int, int | None]]:
+    """Results of a plain pass by layer: rotated keys and values, the call of its attention, its sliding window."""
+    calls: dict[int, _Call] = {}
+
+    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = dict(zip(signature(module.forward).parameters, args, strict=False))
+        calls[module.layer_idx] = _Call(module, {**named, **kwargs})
+
     handles = [
-        module.register_forward_pre_hook(lambda m, args: modules.__setitem__(m.layer_idx, m))
+        module.register_forward_pre_hook(keep, with_kwargs=True)
         for module in model.modules()
         if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "is_causal")
     ]
@@ -165,7 +190,7 @@ def _run_probe(
     finally:
         for handle in handles:
             handle.remove()
-    if not probe.seen or set(modules) != set(probe.seen):
+    if not probe.seen or set(calls) != set(probe.seen):
         raise _unsupported(model, name, "its layers do not hand keys and values to transformers' cache")
     if set(plain.windows) != set(probe.seen):
         raise _unsupported(model, name, "its layers do not call transformers' attention interface")
@@ -173,7 +198,7 @@ def _run_probe(
         received = plain.received[layer]
         if not (torch.equal(received[0], keys) and torch.equal(received[1], values)):
             raise _unsupported(model, name, f"layer {layer} attends to other keys or values than its cache gives it")
-    return probe.seen, modules, plain.windows
+    return probe.seen, calls, plain.windows
 
 
 def _check_windows(model: PreTrainedModel, name: str, windows: dict[int, int | None]) -> None:
@@ -185,9 +210,11 @@ def _check_windows(model: PreTrainedModel, name: str, windows: dict[int, int | N
 
 
 def _rotation_function(model: PreTrainedModel, name: str, module: nn.Module) -> Apply:
-    apply: Apply | None = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     if apply is None:
         raise _unsupported(model, name, "its modelling file has no apply_rotary_pos_emb")
+    if list(signature(apply).parameters)[1] == "cos":  # one tensor a call (Gemma 4)
+        return _with_partial(lambda query, key, cos, sin: (apply(query, cos, sin), apply(key, cos, sin)))
     return _with_partial(apply)
 
 
@@ -210,20 +237,19 @@ def _with_partial(apply: Apply) -> Apply:
     return rotate
 
 
-def _rotates(model: PreTrainedModel, name: str, module: nn.Module, rotary: nn.Module, layer: int) -> bool:
-    """Call one attention module on the same input at two positions: its keys differ where it rotates."""
-    takes = signature(module.forward).parameters
-    cache_name = next((n for n in ("past_key_values", "layer_past", "past_key_value") if n in takes), "past_key_values")
-    hidden = torch.randn(1, 1, text_config(model).hidden_size, generator=torch.Generator().manual_seed(layer))
-    hidden = hidden.to(device=model.device, dtype=model.dtype)
+def _rotates(model: PreTrainedModel, name: str, call: _Call, rotary: nn.Module, layer: int) -> bool:
+    """Call a layer's attention as it was called, all its tokens at one position: its keys differ where it rotates."""
+    given = {**call.given, "attention_mask": None}
+    cache_name = next((n for n, value in given.items() if isinstance(value, Cache)), "past_key_values")
+    like = torch.zeros(1, dtype=model.dtype, device=model.device)
     keys = []
     for position in (0, 3):
         probe = _Probe()
-        at = torch.full((1, 1), position, device=model.device)
+        at = torch.full((1, _PROBE_TOKENS), position, device=model.device)
         kinds = _layer_types(model)
-        angles = rotary(hidden, at, kinds[layer]) if takes_layer_type(rotary) and kinds else rotary(hidden, at)
+        angles = rotary(like, at, kinds[layer]) if takes_layer_type(rotary) and kinds else rotary(like, at)
         try:
-            module(hidden_states=hidden, position_embeddings=angles, attention_mask=None, **{cache_name: probe})
+            call.module(**{**given, "position_embeddings": angles, cache_name: probe})
             keys.append(probe.seen[layer][0])
         except Exception as error:  # see _run_probe
             raise _unsupported(model, name, f"layer {layer}'s attention has another signature ({error})") from error
@@ -231,13 +257,12 @@ def _rotates(model: PreTrainedModel, name: str, module: nn.Module, rotary: nn.Mo
 
 
 def _shape(model: PreTrainedModel, name: str, seen: dict[int, tuple[Tensor, Tensor]]) -> CacheShape:
-    sizes = {(k.shape[1], k.shape[3], v.shape[1], v.shape[3], k.dtype) for k, v in seen.values()}
-    if len(sizes) > 1:
-        raise _unsupported(model, name, "its layers have different numbers or widths of KV heads")
-    heads, key_dim, value_heads, value_dim, dtype = sizes.pop()
-    if heads != value_heads:
-        raise _unsupported(model, name, "its keys and values have different numbers of heads")
-    return CacheShape(len(seen), heads, key_dim, value_dim, dtype, seen[0][0].device)
+    shapes = []
+    for layer, (keys, values) in sorted(seen.items()):
+        if keys.shape[1] != values.shape[1]:
+            raise _unsupported(model, name, f"keys and values of layer {layer} have different numbers of heads")
+        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
+    return CacheShape(tuple(shapes), seen[0][0].dtype, seen[0][0].device)
 
 
 def _verify(
@@ -258,6 +283,35 @@ def _verify(
     ]
     for block in _encoded(model, name, rope, shape, [ids[2:], ids[2:4]], prefix):
         _compare(model, name, rope, block, true, 2, "prefix")
+
+
+def _verify_narrowing(
+    model: PreTrainedModel, name: str, shape: CacheShape, true: dict[int, tuple[Tensor, Tensor]]
+) -> None:
+    """Run the last tokens over the others' keys, with two that stand aside, as recompute methods run what they choose.
+
+    A family whose layers take more by token than what is narrowed fails here.
+    """
+    ids, positions = _probe_ids(model)
+    cache, held = FusedCache(BufferPool(shape, 0), _PROBE_TOKENS), _PROBE_TOKENS - 2
+    cache.begin(positions[0, :held])
+    run_decoder(model, ids[:, :held], positions[:, :held], cache, FusedPass(cache, positions[0, :held], True))
+    aside = torch.tensor([held, held], device=model.device)  # any tokens at all, in front of the last two
+    ids, positions = (
+        torch.cat([ids[:, aside], ids[:, held:]], 1),
+        torch.cat([positions[:, aside], positions[:, held:]], 1),
+    )
+    last = torch.tensor([2, 3], device=model.device)
+    cache.begin(positions[0])
+    try:
+        current = FusedPass(cache, positions[0], True)
+        run_decoder(model, ids, positions, cache, current, lambda point: None if point.layer else last)
+    except Exception as error:  # see _run_probe
+        raise _unsupported(model, name, f"its layers cannot run some of the tokens alone ({error})") from error
+    for layer, (keys, values) in true.items():
+        own = cache.layer_state(layer)
+        if not (_alike(own[0][0], keys[0]) and _alike(own[1][0], values[0])):
+            raise _unsupported(model, name, f"layer {layer} runs some of the tokens alone to other keys or values")
 
 
 def _encoded(

@@ -12,7 +12,7 @@ import pytest
 import ragcache as rc
 from ragcache.engine.asking.admission import Admission, default_budget, kv_bytes
 from ragcache.errors import AnswerTooLargeError, CancelledError, ConfigError, PromptError, TimedOutError
-from ragcache.kv.cache import KVBuffers
+from ragcache.kv.buffers import KVBuffers
 from ragcache.models.encoding import AbandonedSignal
 from ragcache.models.limits import NO_LIMIT, Limit
 

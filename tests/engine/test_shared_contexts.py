@@ -11,7 +11,7 @@ import pytest
 import ragcache as rc
 from ragcache.engine.asking.contexts import Contexts
 from ragcache.errors import CancelledError
-from ragcache.kv.cache import KVBuffers, SharedContext
+from ragcache.kv.buffers import KVBuffers, SharedContext
 from ragcache.models.limits import NO_LIMIT, Limit
 
 QUESTIONS = [

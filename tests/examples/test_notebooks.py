@@ -95,9 +95,10 @@ def test_a_block_is_what_the_model_says(fused_prefill):
     assert prefix + suffix < total < 1000
     shape = rc.load_lm("mini").shape
     layers, heads, tokens, width = re.search(r"\((\d+), (\d+), (\d+), (\d+)\)", fused_prefill.printed("block")).groups()
-    assert (int(layers), int(heads), int(width)) == (shape.num_layers, shape.num_kv_heads, shape.key_dim)
+    assert (int(layers), int(heads), int(width)) == (shape.num_layers, *shape.layers[0][:2])
     assert 0 < int(tokens) < total
-    floats = shape.num_layers * shape.num_kv_heads * (shape.key_dim + shape.value_dim)
+    num_kv_heads, key_dim, value_dim = shape.layers[0]
+    floats = shape.num_layers * num_kv_heads * (key_dim + value_dim)
     assert f"bytes a token: {4 * floats}\n" in fused_prefill.printed("block")
     assert float(re.search(r"differ by (\S+)", fused_prefill.printed("any-rank"))[1]) < 1e-4
 

@@ -8,7 +8,7 @@ from families import block_diagonal, load_tiny, random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
-from ragcache.kv.cache import BufferPool, KVBuffers
+from ragcache.kv.buffers import BufferPool, KVBuffers
 
 
 @pytest.fixture(scope="module")

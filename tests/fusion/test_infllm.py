@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import block_diagonal, random_prompt, save_tiny
+from families import METHOD_FAMILIES, block_diagonal, random_prompt, save_tiny
 from formula_oracle import Plan, formula_model, planned_logits
 
 import ragcache as rc
 from ragcache.errors import ConfigError
 
-NAMES = ["llama", "qwen3", "phi3", "mixtral", "mistral-window", "gemma2", "gemma3", "glm4", "smollm3", "gpt_oss"]
 OPTIONS = {"block_size": 4, "top_blocks": 3, "representative_tokens": 2, "initial_tokens": 3, "local_tokens": 6}
 ANSWER = [5, 77, 31]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=METHOD_FAMILIES)
 def family(request, tmp_path_factory):
     directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
     return rc.load_lm(directory), formula_model(directory)

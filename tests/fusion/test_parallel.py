@@ -6,17 +6,16 @@ from functools import partial
 
 import pytest
 import torch
-from families import block_diagonal, random_prompt, save_tiny
+from families import METHOD_FAMILIES, block_diagonal, random_prompt, save_tiny
 from formula_oracle import Plan, formula_model, planned_logits, softmax
 
 import ragcache as rc
 from ragcache.errors import ConfigError
 
-NAMES = ["llama", "qwen3", "phi3", "mixtral", "mistral-window", "gemma2", "gemma3", "glm4", "smollm3", "gpt_oss"]
 ANSWER = [5, 77, 31]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=METHOD_FAMILIES)
 def family(request, tmp_path_factory):
     directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
     return rc.load_lm(directory), formula_model(directory)

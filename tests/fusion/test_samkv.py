@@ -6,20 +6,19 @@ import math
 
 import pytest
 import torch
-from families import block_diagonal, random_prompt, save_tiny
+from families import METHOD_FAMILIES, block_diagonal, random_prompt, save_tiny
 from formula_oracle import Plan, formula_model, planned_logits
 
 import ragcache as rc
 from ragcache.errors import ConfigError
 
-NAMES = ["llama", "qwen3", "phi3", "mixtral", "mistral-window", "gemma2", "gemma3", "glm4", "smollm3", "gpt_oss"]
 CHUNKS = (25, 38, 11, 31)
 SIZES = {"block_size": 3, "initial_blocks": 1, "local_blocks": 2}
 EVERYTHING = {**SIZES, "top_p": 1, "cross_filter": False}
 ANSWER = [5, 77, 31]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=METHOD_FAMILIES)
 def family(request, tmp_path_factory):
     directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
     return rc.load_lm(directory), formula_model(directory)

@@ -33,7 +33,7 @@ def test_law_1_on_the_device(models, device, family):
     lm, _, oracle = models(family)
     prompt = random_prompt(1, prefix=4)
     blocks = rc.encode(lm, prompt, recipe="isolated")
-    assert {block.keys.device.type for block in blocks} == {device.type}
+    assert {block.layer_keys(0).device.type for block in blocks} == {device.type}
     fused = rc.fuse(lm, prompt, method="reposition", blocks=blocks)
     assert_same(fused.next_logits.cpu(), oracle_logits(oracle, prompt, block_diagonal(prompt)))
     assert_same(

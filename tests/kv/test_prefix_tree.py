@@ -16,12 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.errors import ConfigError
-from ragcache.kv.cache import CacheShape
 from ragcache.kv.prefix_tree import Owned, PrefixTree
+from ragcache.kv.shape import CacheShape, LayerShape
 
-SHAPE = CacheShape(
-    num_layers=2, num_kv_heads=2, key_dim=3, value_dim=2, dtype=torch.float32, device=torch.device("cpu")
-)
+SHAPE = CacheShape((LayerShape(num_kv_heads=2, key_dim=3, value_dim=2),) * 2, torch.float32, torch.device("cpu"))
 TOKEN_BYTES = 2 * 2 * (3 + 2) * 4
 PLENTY = 10_000 * TOKEN_BYTES
 

@@ -14,10 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ragcache as rc
-from ragcache.models import attention
+from ragcache.models import attention, layerwise
 
 # What must not be lost: a change that makes the probes refuse everything would pass all else.
-EXACT = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma3_text", "phi3", "glm4"}
+EXACT = {
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "mimo_v2_flash",
+    "phi3", "glm4",
+}  # fmt: skip
 LEAST_EFFECT = 1e-3  # of the mask on the logits, to be seen beside rounding
 
 
@@ -91,8 +94,31 @@ def test_a_model_that_changes_what_its_cache_gives_out_is_refused(tmp_path, name
         rc.load_lm(tmp_path, dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gemma3n_text", "layers cannot run some of the tokens alone"),  # they pass on four hidden states a token
+        ("ministral3", "queries grow with their position"),
+        ("deepseek_v32", "latent attention keep a joint latent.*; layers of type indexed_attention keep a state"),
+    ],
+)
+def test_what_no_probe_of_short_prompts_or_whole_passes_shows_is_refused(tmp_path, name, reason):
+    causal_model(name).save_pretrained(tmp_path)
+    with pytest.raises(rc.UnsupportedModelError, match=reason):
+        rc.load_lm(tmp_path)
+
+
+def test_layers_that_take_more_by_token_than_is_narrowed_are_refused(tmp_path, monkeypatch):
+    """Recompute methods would run a chosen token with another one's input."""
+    causal_model("gemma4_text").save_pretrained(tmp_path)
+    assert len(set(rc.load_lm(tmp_path).shape.layers)) == 2
+    monkeypatch.setattr(layerwise, "BY_TOKEN", tuple(set(layerwise.BY_TOKEN) - {"per_layer_input"}))
+    with pytest.raises(rc.UnsupportedModelError, match="layers cannot run some of the tokens alone"):
+        rc.load_lm(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "gemma4_text", "gemma2", "mixtral", "qwen3_moe"])
 def test_coarse_rounding_is_no_reason_to_refuse(tmp_path, name, dtype):
     causal_model(name).save_pretrained(tmp_path)
     assert rc.load_lm(tmp_path, dtype=dtype).shape.num_layers == 2

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from ragcache.errors import CancelledError, TimedOutError
-from ragcache.kv.cache import BufferPool, CacheShape, FusedCache
+from ragcache.kv.buffers import BufferPool
+from ragcache.kv.cache import FusedCache
+from ragcache.kv.shape import CacheShape, LayerShape
 from ragcache.models import scheduler as scheduler_module
 from ragcache.models.joint import Run
 from ragcache.models.limits import NO_LIMIT, Limit, limited
 from ragcache.models.scheduler import Scheduler
 
-SHAPE = CacheShape(1, 1, 4, 4, torch.float32, torch.device("cpu"))
+SHAPE = CacheShape((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 WAIT_S = 20.0  # for what must happen; nothing is measured
 
 

@@ -9,7 +9,9 @@ import torch
 from families import VOCAB, assert_same, load_tiny, oracle_logits_of
 
 import ragcache as rc
-from ragcache.kv.cache import BufferPool, CacheShape, FusedCache
+from ragcache.kv.buffers import BufferPool
+from ragcache.kv.cache import FusedCache
+from ragcache.kv.shape import CacheShape, LayerShape
 from ragcache.models.joint import Piece, Run, run_pieces
 
 FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt_neox", "smollm3", "mistral-window", "cohere2")
@@ -126,7 +128,7 @@ def test_methods_that_replace_run_over_a_copy(models):
 
 
 def test_buffers_go_back_when_the_last_user_has_gone():
-    shape = CacheShape(1, 1, 4, 4, torch.float32, torch.device("cpu"))
+    shape = CacheShape((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
     pool = BufferPool(shape, 1 << 20)
     owner = FusedCache(pool, 4)
     owner.reserve(0, torch.arange(3))

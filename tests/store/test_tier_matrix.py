@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocks import make_block, make_key
+from blocks import make_block, make_key, make_mixed_block
 
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.kv.block import KVBlock
@@ -35,8 +35,13 @@ def held_bytes(tier: Tier, root: Path) -> int:
     return sum(path.stat().st_size for path in root.rglob("*") if path.suffix in (".safetensors", ".tmp"))
 
 
+def made(number: int) -> KVBlock:
+    """Every third block is one whose layers differ."""
+    return (make_block if number % 3 else make_mixed_block)(number, num_tokens=20 + number % 5)
+
+
 def recoded(codec: Codec, number: int) -> KVBlock:
-    return codec.decode(codec.encode(make_block(number, num_tokens=20 + number % 5)))
+    return codec.decode(codec.encode(made(number)))
 
 
 @pytest.mark.parametrize(("tier_name", "policy", "codec_name"), list(product(TIERS, sorted(POLICIES), sorted(CODECS))))
@@ -51,9 +56,7 @@ def test_the_same_bits_within_the_budget(tier_name: str, policy: str, codec_name
         key = make_key(number)
         got = tier.get(key)
         if got is None:
-            given = (
-                expected[number] if isinstance(tier, BudgetedTier) else make_block(number, num_tokens=20 + number % 5)
-            )
+            given = expected[number] if isinstance(tier, BudgetedTier) else made(number)
             got = tier.put(key, given)
         else:
             served += 1

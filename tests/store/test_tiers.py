@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocks import DTYPES, make_block, make_key
+from blocks import DTYPES, make_block, make_key, make_mixed_block
 from flushes import needs_proc, record_calls, unflushed
 from shared_tier import SharedTier
 
@@ -42,10 +42,13 @@ def settle(tier: Tier) -> None:
         tier.flush()
 
 
+@pytest.mark.parametrize("make", [make_block, make_mixed_block])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 50])
-def test_a_block_comes_back_bit_for_bit(tier: Tier, dtype: torch.dtype, num_tokens: int) -> None:
-    block = make_block(1, num_tokens=num_tokens, dtype=dtype)
+def test_a_block_comes_back_bit_for_bit(
+    tier: Tier, dtype: torch.dtype, num_tokens: int, make: Callable[..., KVBlock]
+) -> None:
+    block = make(1, num_tokens=num_tokens, dtype=dtype)
     held = tier.put(make_key(1), block)
     assert held is not None
     assert held.equal(block)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from ragcache.errors import AnswerTooLargeError
-from ragcache.kv.cache import capacity_for
+from ragcache.kv.buffers import capacity_for
 from ragcache.models.limits import Limit
 from ragcache.models.lm import LanguageModel
 

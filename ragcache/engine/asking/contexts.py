@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
-from ragcache.kv.cache import SharedContext
+from ragcache.kv.buffers import SharedContext
 from ragcache.models.limits import Limit
 
 

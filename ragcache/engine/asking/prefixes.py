@@ -12,7 +12,8 @@ from typing import NamedTuple
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
 from ragcache.fusion.layout import Layout, Piece
-from ragcache.kv.cache import FusedCache, SharedContext
+from ragcache.kv.buffers import SharedContext
+from ragcache.kv.cache import FusedCache
 from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe, digest
 from ragcache.kv.prefix_tree import Lease, Owned, PrefixStats, PrefixTree, read_cache

@@ -26,7 +26,7 @@ from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.fusion.layout import Additions
 from ragcache.ingest.encoder import ModelEncoder
-from ragcache.kv.cache import SharedContext
+from ragcache.kv.buffers import SharedContext
 from ragcache.kv.exact import Exact
 from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
 from ragcache.models.limits import Limit, limited

@@ -58,9 +58,7 @@ def estimate_kv(inputs: Iterable[Input], lm: LanguageModel, codec: str, block_to
 
 
 def stored_bytes_per_token(lm: LanguageModel, codec: str, block_tokens: int) -> float:
-    shape = lm.shape
-    of_token = [shape.num_layers, shape.num_kv_heads, min(block_tokens, EXAMPLE_TOKENS)]
-    example = example_block([*of_token, shape.key_dim], [*of_token, shape.value_dim], shape.dtype)
+    example = example_block(lm.shape.layers, min(block_tokens, EXAMPLE_TOKENS), lm.dtype)
     return encoded_bytes_per_token(get_codec(codec), example)
 
 

@@ -332,8 +332,9 @@ class _Question:
     def _keep_all(self, batch: Sequence[int], made: Sequence[KVBlock], started: float) -> dict[int, KVBlock]:
         """Keep what was computed, and learn how long it took: to the block as it would have been read. A codec's
         encoding belongs to that, writing to the disk does not."""
-        if made[0].keys.is_cuda:
-            torch.cuda.synchronize(made[0].keys.device)  # a GPU has only been told so far
+        computed = made[0].layer_keys(0)
+        if computed.is_cuda:
+            torch.cuda.synchronize(computed.device)  # a GPU has only been told so far
         taken_s = time.perf_counter() - started
         kept = {}
         for rank, block in zip(batch, made, strict=True):

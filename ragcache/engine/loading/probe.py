@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from ragcache.codecs import Codec
+from ragcache.codecs.sizes import example_block
 from ragcache.engine.loading.rates import Rates
 from ragcache.engine.loading.rates_file import RatesFile, machine_key
-from ragcache.kv.block import KVBlock
 from ragcache.kv.prefill import PrefillRate
 from ragcache.models.lm import LanguageModel
 
@@ -61,9 +61,8 @@ def probe_prefill(lm: LanguageModel, budget_s: float) -> PrefillRate:
 
 def _encode_s(lm: LanguageModel, num_tokens: int) -> float:
     started = time.perf_counter()
-    blocks = lm.encode([[1 + rank % min(100, lm.vocab_size - 1) for rank in range(num_tokens)]])
-    if blocks[0].keys.is_cuda:
-        torch.cuda.synchronize(blocks[0].keys.device)
+    lm.encode([[1 + rank % min(100, lm.vocab_size - 1) for rank in range(num_tokens)]])
+    lm.finish()
     return time.perf_counter() - started
 
 
@@ -121,20 +120,16 @@ def probe_memory() -> float:
 
 
 def probe_decode(lm: LanguageModel, codec: Codec) -> float:
-    """Bytes/s of decoded KV that one layer of a block gives in its place."""
-    shape = lm.shape
-    size = (1, shape.num_kv_heads, DECODED_TOKENS)
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn((*size, shape.key_dim), generator=generator).to(shape.dtype)
-    values = torch.randn((*size, shape.value_dim), generator=generator).to(shape.dtype)
-    block = codec.decode(codec.encode(KVBlock(keys, values)))
-    key_place, value_place = torch.empty_like(keys[0]), torch.empty_like(values[0])
+    """Bytes/s of decoded KV that the first layer of a block gives in its place."""
+    example = example_block(lm.shape.layers[:1], DECODED_TOKENS, lm.dtype)
+    block = codec.decode(codec.encode(example))
+    key_place, value_place = torch.empty_like(example.keys[0]), torch.empty_like(example.values[0])
 
     def place() -> None:
         block.copy_keys(0, key_place)
         block.copy_values(0, value_place)
 
-    return (keys.nbytes + values.nbytes) / _fastest_s(place)
+    return example.num_bytes / _fastest_s(place)
 
 
 def _fastest_s(work: Callable[[], object]) -> float:

@@ -1,0 +1,70 @@
+"""Shapes of KV: everything that a layer of a model keeps of the tokens that it has read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from ragcache.errors import UnsupportedModelError
+
+
+class LayerKind(Enum):
+    """Kinds of layers by what they keep. A kind that is built has a shape type for `CacheShape.layers`.
+
+    KV:     keys and values by head: `LayerShape`
+    LATENT: one latent for all heads, from which keys and values are made (multi-head latent attention); not built
+    STATE:  a state that each token changes (recurrent layers), or keys that a pattern of its own picks; not built
+    """
+
+    KV = "keep keys and values by head"
+    LATENT = "keep a joint latent, not keys and values by head"
+    STATE = "keep a state or a pattern that cannot be moved"
+
+
+def refuse_unbuilt(model: str, kinds: Mapping[str, LayerKind]) -> None:
+    """Raises UnsupportedModelError naming the layers that keep what no cache here holds.
+
+    model: how the error calls it
+    kinds: of all its layers, by the name of the layer's type
+    """
+    unbuilt = {kind: sorted(name for name, own in kinds.items() if own is kind) for kind in LayerKind}
+    del unbuilt[LayerKind.KV]
+    reasons = [f"layers of type {', '.join(names)} {kind.value}" for kind, names in unbuilt.items() if names]
+    if reasons:
+        raise UnsupportedModelError(f"{model} is not supported: {'; '.join(reasons)}")
+
+
+class LayerShape(NamedTuple):
+    """Keys and values of one token in one layer: [num_kv_heads, key_dim] and [num_kv_heads, value_dim]."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that a token takes."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The shape of a model's cache, layer by layer."""
+
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return sum(layer.numbers for layer in self.layers) * self.dtype.itemsize
