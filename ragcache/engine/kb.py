@@ -229,11 +229,11 @@ class RagCache(Library, AsyncTwins):
     def pin(self, ids: Iterable[str] | str) -> list[str]:
         """`Library.pin`, which computes what is not there yet. Raises MissingBlockError where no tier has room."""
         given = [ids] if isinstance(ids, str) else ids
-        return pin(self.store.documents, self.store.kv, self._reader.encoder, given)
+        return pin(self.store.documents, self.store.kv, self._reader.prompts.encoder, given)
 
     def unpin(self, ids: Iterable[str] | str) -> list[str]:
         given = [ids] if isinstance(ids, str) else ids
-        return unpin(self.store.documents, self.store.kv, self._reader.encoder, given)
+        return unpin(self.store.documents, self.store.kv, self._reader.prompts.encoder, given)
 
     def _open_index(self) -> Retriever:
         return self.retriever

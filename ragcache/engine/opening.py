@@ -9,10 +9,13 @@ from typing import Any
 
 from ragcache.codecs import get_codec
 from ragcache.engine.asking.admission import Admission, default_budget
+from ragcache.engine.asking.contexts import Contexts
 from ragcache.engine.asking.estimate import PrefillEstimate
 from ragcache.engine.asking.kept import TurnMemory
 from ragcache.engine.asking.prefixes import Prefixes
+from ragcache.engine.asking.prompts import Prompts
 from ragcache.engine.asking.reader import Reader
+from ragcache.engine.asking.supply import Supply
 from ragcache.engine.asking.verdict import choose_method
 from ragcache.engine.loading.loader import BlockLoader
 from ragcache.engine.loading.policy import ALWAYS
@@ -105,7 +108,14 @@ def assemble(store: Store, config: StoreConfig, lm: LanguageModel, retriever: Re
         loader=loader,
         admission=admission,
         estimate=estimate,
-        reader=Reader(lm, encoder, text, kv, documents, prefixes, admission, estimate, loader),
+        reader=Reader(
+            lm,
+            Prompts(lm, encoder, text, prefixes),
+            Supply(lm, encoder, kv, documents, prefixes, loader),
+            prefixes,
+            Contexts(admission, tree),
+            estimate,
+        ),
         ingestor=Ingestor(store.layout, documents, kv, retriever, cut, encoder, chosen.ingest),
         whole=WholeTexts(lm.tokenizer, lm.max_positions),
         turns=TurnMemory(documents, tenant),

@@ -27,8 +27,8 @@ class StoreConfig:
     codec, eviction, admission, trace: see KVStore
     index:        "flat" (exact) or "hnsw"
     read_only:    nothing is written, not even computed blocks
-    prefix_bytes: budget of exact KV on the model's device: of earlier prompts, answers and system prompts; 0: nothing
-                  is kept, each question reads its prefix
+    prefix_bytes: budget of KV on the model's device that stays for later questions: exact KV of prompts, answers and
+                  system prompts, and placed contexts; 0: nothing is kept, each question reads its prefix
     answer_bytes: KV that all answers in progress may hold together; None: half of the memory of the model's device
     load:         "auto": of loading a block and computing it the faster one, by measured rates; "always" load what a
                   tier has; "never": compute all that is not in memory

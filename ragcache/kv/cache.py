@@ -192,16 +192,22 @@ class FusedCache(Cache):  # type: ignore[misc]
 
         Positions are int64 [length], or [num_kv_heads, length] where the heads hold different tokens.
         """
-        keys, values = self.own_state(layer)
-        positions = self._buffers.positions[layer][: self.lengths[layer] - self._base_tokens]
-        if self.base is not None:
-            below = self.base.layer_state(layer)
+        parts = self.parts(layer)
+        keys, values, positions = parts[-1]
+        if len(parts) > 1:
+            below = parts[0]
             keys, values = torch.cat([below[0], keys], dim=2), torch.cat([below[1], values], dim=2)
             positions = torch.cat([below[2], positions])
         if layer in self._head_positions:
             retained = self._head_positions[layer]
             positions = torch.cat([retained, positions[retained.shape[1] :].expand(retained.shape[0], -1)], dim=1)
         return keys, values, positions
+
+    def parts(self, layer: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Keys, values and key positions of a layer: of its `base`, where it has one, then of the tokens behind it."""
+        below = [] if self.base is None else [self.base.layer_state(layer)]
+        keys, values = self.own_state(layer)
+        return [*below, (keys, values, self._buffers.positions[layer][: keys.shape[2]])]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object

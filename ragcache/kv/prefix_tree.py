@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -425,17 +426,31 @@ class PrefixTree:
 
 
 def read_cache(cache: FusedCache | SharedContext) -> Read:
-    """Input of `PrefixTree.insert`, from a cache whose layers hold the positions 0 to n - 1, in any order."""
+    """Input of `PrefixTree.insert`, from a cache whose layers hold the positions 0 to n - 1, in any order.
+
+    What the cache stands on is read where it is: joined with its own tokens it would be copied for every page.
+    """
     order: dict[int, Tensor] = {}
 
     def read(layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        keys, values, positions = cache.layer_state(layer)
+        parts = [cache.layer_state(layer)] if isinstance(cache, SharedContext) else cache.parts(layer)
         if layer not in order:
-            order[layer] = positions.argsort()
+            order[layer] = torch.cat([positions for _, _, positions in parts]).argsort()
         index = order[layer][start:stop]
-        return keys[0].index_select(1, index), values[0].index_select(1, index)
+        return _gathered([keys[0] for keys, _, _ in parts], index), _gathered([v[0] for _, v, _ in parts], index)
 
     return read
+
+
+def _gathered(parts: Sequence[Tensor], index: Tensor) -> Tensor:
+    """Tokens by index into parts that stand one behind the other, each [num_kv_heads, num_tokens, head_dim]."""
+    out = parts[-1].new_empty(parts[-1].shape[0], index.shape[0], parts[-1].shape[2])
+    start = 0
+    for part in parts:
+        here = (index >= start) & (index < start + part.shape[1])
+        out[:, here] = part.index_select(1, index[here] - start)
+        start += part.shape[1]
+    return out
 
 
 def _common(one: Elements, other: Elements) -> int:

@@ -62,7 +62,8 @@ class Metrics:
             ("slots", "Questions that can be answered at the same time", lambda: slots.slots),
             ("answer_bytes", "KV that answers in progress have reserved", lambda: admission.reserved_bytes),
             ("answers_waiting", "Questions in a slot that wait for memory", lambda: admission.waiting),
-            ("prefix_bytes", "Exact KV of earlier prompts and answers", lambda: prefixes().num_bytes),
+            ("prefix_bytes", "KV of earlier prompts and answers", lambda: prefixes().num_bytes),
+            ("prefix_lent_bytes", "Of these, placed contexts", lambda: prefixes().lent_bytes),
         ):
             self._gauge(name, help).set_function(value)
         self.registry.register(_Passes(scheduler))

@@ -109,6 +109,7 @@ def test_a_store_behind_a_prefix_keeps_passages_there(open_kb, tmp_path, oracle)
     kb.ingest(rc.Document("cats", CATS))
     turns = [user("One?"), {"role": "assistant", "content": "Yes."}, user("The cat?")]
     kb.chat(turns, k=1, sampling=SHORT)
+    kb._reader.contexts.forget()
     answer = kb.chat(turns, k=1, sampling=SHORT)
     head = f"{bos(oracle)}[system]Be brief.[end][user]"
     tail = "Question: One?[end][assistant]Yes.[end][user]Question: The cat?[end][assistant]"
@@ -121,7 +122,9 @@ def test_blocks_behind_another_prefix_are_computed_for_it(open_kb, tmp_path, ora
     kb = open_kb(tmp_path / "prefixed", recipe="prefix", system="Be brief.")
     kb.ingest(rc.Document("cats", CATS))
     turns = [{"role": "system", "content": "Shout."}, user("The cat?")]
-    first, second = (kb.chat(turns, k=1, sampling=SHORT) for _ in range(2))
+    first = kb.chat(turns, k=1, sampling=SHORT)
+    kb._reader.contexts.forget()
+    second = kb.chat(turns, k=1, sampling=SHORT)
     expected = reading(
         oracle, [f"{bos(oracle)}[system]Shout.[end][user]", CATS, "Question: The cat?[end][assistant]"], causal=True
     )
@@ -165,6 +168,7 @@ def test_a_passage_is_found_by_its_text_id_or_handle(kb):
         "unknown id": rc.Passage(DOGS, id="mine"),
     }
     for name, passage in given.items():
+        kb._reader.contexts.forget()
         source = kb.ask("Where?", hits=[passage], sampling=SHORT).hits[0]
         assert (source.handle, source.kv) == (chunk.handle, "memory"), name
         assert source.chunk.text.strip() == DOGS.strip()
@@ -181,7 +185,9 @@ def test_an_altered_text_is_what_is_read(kb, oracle):
 
 def test_a_passage_from_outside_is_kept_in_memory_only(kb):
     on_disk = set(kb.store.kv.keys())
-    first, second = (kb.ask("Where?", hits=[rc.Passage(NEW)], sampling=SHORT) for _ in range(2))
+    first = kb.ask("Where?", hits=[rc.Passage(NEW)], sampling=SHORT)
+    kb._reader.contexts.forget()
+    second = kb.ask("Where?", hits=[rc.Passage(NEW)], sampling=SHORT)
     assert first.text == second.text
     assert (first.hits[0].kv, second.hits[0].kv) == ("computed", "memory")
     tokens = len(first.hits[0].chunk.token_ids)
@@ -195,6 +201,7 @@ def test_an_evicted_block_is_computed_again_and_a_deleted_passage_read_from_its_
     hit = kb.retrieve("Where do dogs bark?", 1)[0]
     expected = kb.ask("Where?", hits=[hit], sampling=SHORT).text
     kb.store.kv.delete(hit.handle)
+    kb._reader.contexts.forget()
     again = kb.ask("Where?", hits=[rc.Passage(DOGS, hit.chunk.id, hit.handle)], sampling=SHORT)
     assert (again.text, again.hits[0].kv) == (expected, "computed")
     assert hit.handle in set(kb.store.kv.keys())

@@ -57,7 +57,7 @@ def test_answers_are_the_same_whatever_the_budgets(open_kb, tmp_path) -> None:
 
 
 def test_hot_keeps_from_the_second_retrieval_on(open_kb) -> None:
-    config = rc.StoreConfig(load="always")
+    config = rc.StoreConfig(load="always", prefix_bytes=0)
     with open_kb(store=config) as kb:
         report = kb.ingest(documents(), kv="hot")
         assert (report.computed_tokens, kb.info().blocks) == (0, 0)
@@ -75,7 +75,7 @@ def test_hot_keeps_from_the_second_retrieval_on(open_kb) -> None:
 
 
 def test_the_store_says_what_ingest_does_where_it_is_not_told(open_kb) -> None:
-    with open_kb(store=rc.StoreConfig(load="always", kv="hot", hot_after=1)) as kb:
+    with open_kb(store=rc.StoreConfig(load="always", kv="hot", hot_after=1, prefix_bytes=0)) as kb:
         assert kb.ingest(documents()).computed_tokens == 0
         assert [origins(kb), origins(kb)] == [["computed"], ["memory"]], "hot after one"
         with pytest.raises(ConfigError, match="hot_after is 0"):

@@ -84,7 +84,9 @@ def test_streaming_that_is_left_early_keeps_what_was_computed(kb):
 def test_blocks_and_evicted_caches_stay_out(kb):
     kb.ask("Where do dogs bark?", k=3, sampling=SHORT)
     kb.ask("Where do dogs bark?", k=3, method="full", evict=4, sampling=SHORT)
-    assert tree(kb).stats().tokens == len(kb._reader.format.prefix_ids), "of blocks only what stands before them"
+    assert tree(kb).stats().tokens == len(kb._reader.prompts.format.prefix_ids), (
+        "of blocks only what stands before them"
+    )
     whole = ask(kb, "Where do dogs bark?", evict=4)
     ask(kb, "Where do dogs bark?")
     voted = ask(kb, "Where do dogs bark?", evict=4)
@@ -113,7 +115,7 @@ def test_a_prefix_serves_every_method(open_kb, tmp_path, first):
         kb.ingest([rc.Document("dogs", "Dogs bark at night.\n"), rc.Document("cats", "Cats sleep all day.\n")])
         asked = [first, *(method for method in methods if method != first)]
         answers[name] = [kb.ask("Where do dogs bark?", k=2, method=method, sampling=SHORT) for method in asked]
-    prefix_tokens = len(kb._reader.format.prefix_ids)
+    prefix_tokens = len(kb._reader.prompts.format.prefix_ids)
     assert prefix_tokens > len(system)
     for off, on in zip(answers["off"][1:], answers["on"][1:], strict=True):
         assert on.text == off.text
@@ -146,8 +148,8 @@ def test_prefixes_of_methods_that_read_blocks_are_within_the_budget(open_kb, tmp
         computed.append(answers[1].usage.created_tokens)
         stats = one.prefix_stats()
         assert stats.num_bytes <= budget
-        assert stats.tokens == (len(one._reader.format.prefix_ids) if budget else 0)
-        assert one._reader.encoder._prefix is None
+        assert stats.tokens == (len(one._reader.prompts.format.prefix_ids) if budget else 0)
+        assert one._reader.supply.encoder._prefix is None
     assert len(set(texts)) == 1
     assert computed[0] >= len(system) > computed[1] == 0
 

@@ -91,7 +91,10 @@ def oracle_answer(directory, spec, question, texts, count):
 def test_the_models_own_method_answers(open_trained, directories, name):
     kb = open_trained(name)
     kb.ask(QUESTION, k=3, sampling=SHORT)  # computes the prefix's block
-    answers = [kb.ask(QUESTION, k=3, sampling=SHORT) for _ in range(2)]
+    answers = []
+    for _ in range(2):
+        kb._reader.contexts.forget()
+        answers.append(kb.ask(QUESTION, k=3, sampling=SHORT))
     texts = [hit.chunk.text for hit in answers[0].hits]
     expected, size = oracle_answer(directories[name], SPECS[name], QUESTION, texts, SHORT.max_tokens)
     suffix = len(kb.lm.tokenizer(f"Question: {QUESTION}\nAnswer:", add_special_tokens=False)["input_ids"])
@@ -102,6 +105,8 @@ def test_the_models_own_method_answers(open_trained, directories, name):
         assert (answer.usage.prompt_tokens, answer.usage.cached_tokens) == (size, size - computed)
         assert answer.usage.computed_tokens == computed
         assert {source.kv for source in answer.hits} == {"memory"}
+    shared = kb.ask(QUESTION, k=3, sampling=SHORT)
+    assert (shared.text, shared.usage.computed_tokens) == (expected, suffix)
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -9,6 +9,8 @@ from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_lo
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS, get_method
+from ragcache.kv.cache import FusedCache
+from ragcache.kv.prefix_tree import PrefixTree, read_cache
 from ragcache.models.decoding import Sampling, decode
 
 LINKS = [[20, 21], [], [22], [23, 24, 25]]
@@ -77,3 +79,24 @@ def test_a_context_of_something_else_is_refused(tmp_path):
         with pytest.raises(ValueError, match="can be shared"):
             dropped.share()
     assert torch.isfinite(rc.fuse(lm, prompt, base=base).next_logits).all()
+
+
+def test_the_tree_reads_a_base_where_it_is(family, monkeypatch):
+    """What `full` computed over a shared context is kept page by page, and nothing of the context is joined."""
+    lm, _ = family
+    first = random_prompt(5, prefix=4)
+    second = another(first, 7, 9, 11)
+    wanted = rc.fuse(lm, second, "full").cache
+    cache = rc.fuse(lm, second, "full", base=rc.fuse(lm, first, "full").share()).cache
+    tree = PrefixTree(lm.shape, 1 << 24, page_tokens=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedCache, "layer_state", None)
+        assert tree.insert("full", second.ids, read_cache(cache)) == second.num_tokens
+    held = lm.new_cache(second.num_tokens)
+    with tree.match("full", second.ids) as lease:
+        for layer in range(lm.shape.num_layers):
+            keys, values = held.reserve(layer, torch.arange(second.num_tokens))
+            lease.copy_layer(layer, keys[0], values[0])
+            expected = wanted.layer_state(layer)
+            torch.testing.assert_close(keys, expected[0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(values, expected[1], atol=1e-4, rtol=1e-4)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -20,19 +21,27 @@ DEFAULT_SHARE = 2
 UNKNOWN_BYTES = 1 << 62  # where the system does not say how much it has
 
 
+class Size(NamedTuple):
+    """What a question's KV takes at most."""
+
+    num_tokens: int
+    num_bytes: int
+
+
 class Admission:
     """Bytes of KV that all answers in progress may hold together. First come, first served; thread-safe.
 
-    Who does not fit waits, and whoever comes later waits behind: a large answer is not overtaken for ever.
+    A large request is never starved: whatever comes later waits behind it.
 
     budget_bytes: never exceeded
+    changed:      the lock of all its state, and of what decides about sizes
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self._reserved = 0
         self._queue: deque[object] = deque()
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
 
     @property
     def reserved_bytes(self) -> int:
@@ -44,37 +53,52 @@ class Admission:
 
     @contextmanager
     def hold(self, num_bytes: int, num_tokens: int, limit: Limit) -> Iterator[None]:
-        """Within, so many bytes are reserved; `num_tokens`, of prompt and answer, are for the message.
-
-        Raises AnswerTooLargeError when they can never fit, and what `limit` raises while they do not fit yet.
-        """
-        if num_bytes > self.budget_bytes:
-            raise AnswerTooLargeError(
-                f"prompt and answer have up to {num_tokens} tokens, whose KV takes {num_bytes} bytes, and all answers "
-                f"together may take {self.budget_bytes}; ask for a shorter answer (max_tokens) or fewer passages (k), "
-                "or raise answer_bytes"
-            )
-        self._reserve(num_bytes, limit)
+        """`reserve`, until the block ends."""
+        self.reserve(lambda: Size(num_tokens, num_bytes), limit)
         try:
             yield
         finally:
-            with self._changed:
-                self._reserved -= num_bytes
-                self._changed.notify_all()
+            self.release(num_bytes)
 
-    def _reserve(self, num_bytes: int, limit: Limit) -> None:
+    def reserve(self, size: Callable[[], Size], limit: Limit) -> int:
+        """Wait until there is room, and take it until `release`; returns the bytes taken.
+
+        size: what is needed, asked whenever there may be room: it may change while others come and go
+
+        Raises AnswerTooLargeError when it can never fit, and what `limit` raises while it does not fit yet.
+        """
         ticket = object()
-        with self._changed:
+        with self.changed:
             self._queue.append(ticket)
             try:
-                while self._queue[0] is not ticket or self._reserved + num_bytes > self.budget_bytes:
+                self._check(size())
+                while self._queue[0] is not ticket or not self._fits(size()):
                     limit.check()
-                    self._changed.wait(limit.poll_s())
+                    self.changed.wait(limit.poll_s())
                 limit.check()
+                num_bytes = size().num_bytes
                 self._reserved += num_bytes
+                return num_bytes
             finally:
                 self._queue.remove(ticket)
-                self._changed.notify_all()
+                self.changed.notify_all()
+
+    def _fits(self, size: Size) -> bool:
+        self._check(size)
+        return self._reserved + size.num_bytes <= self.budget_bytes
+
+    def _check(self, size: Size) -> None:
+        if size.num_bytes > self.budget_bytes:
+            raise AnswerTooLargeError(
+                f"prompt and answer have up to {size.num_tokens} tokens, whose KV takes {size.num_bytes} bytes, and "
+                f"all answers together may take {self.budget_bytes}; ask for a shorter answer (max_tokens) or fewer "
+                "passages (k), or raise answer_bytes"
+            )
+
+    def release(self, num_bytes: int) -> None:
+        with self.changed:
+            self._reserved -= num_bytes
+            self.changed.notify_all()
 
 
 def default_budget(lm: LanguageModel) -> int:

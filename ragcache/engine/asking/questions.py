@@ -17,7 +17,7 @@ from ragcache.engine.asking.kept import KeptConversation, inline_passages
 from ragcache.engine.asking.mini_notice import MiniNotice
 from ragcache.engine.asking.passage import Passage, find_passages
 from ragcache.engine.asking.plain_text import PlainTextWatch
-from ragcache.engine.asking.reader import Clock, Kept, Reading
+from ragcache.engine.asking.reading import Clock, Kept, Reading
 from ragcache.engine.asking.verdict import choose_method
 from ragcache.engine.loading.loader import Ahead
 from ragcache.engine.opening import Parts
@@ -60,7 +60,7 @@ class Questions:
         reading = self._reading(options)
         self._look([question], reading)
         find = partial(self._find, options.get("hits"), question, k, options, reading)
-        return self._read(partial(self._parts.reader.question_ends, question), find, reading)
+        return self._read(partial(self._parts.reader.prompts.question_ends, question), find, reading)
 
     def complete(self, parts: str | Sequence[str | Hit | Passage], options: ReadOptions) -> Iterator[Event]:
         reading = self._reading(options)
@@ -89,8 +89,8 @@ class Questions:
             return self._read(lambda: written, lambda: inline, reading)
         count = DEFAULT_K if k is None else k
         find = partial(self._find, passages, conversation.question, count, options, reading)
-        first = reader.encoder.recipe.sees_prefix
-        ends = partial(conversation.around_passages, tokenizer, reader.format, system, first=first)
+        first = reader.prompts.encoder.recipe.sees_prefix
+        ends = partial(conversation.around_passages, tokenizer, reader.prompts.format, system, first=first)
         return self._read(ends, find, reading)
 
     def drop_deleted(self) -> None:
@@ -108,7 +108,7 @@ class Questions:
     def _reading(self, options: ReadOptions) -> Reading:
         parts = self._parts
         method = self._method(options.get("method"), options.get("method_options") or {})
-        parts.reader.check(method)
+        parts.reader.prompts.check(method)
         evict = options.get("evict")
         return Reading(
             method,
@@ -126,7 +126,7 @@ class Questions:
         own, store = self._parts.method, self._parts.store
         if name is None and not options:
             return own
-        recipe = self._parts.reader.encoder.recipe
+        recipe = self._parts.reader.prompts.encoder.recipe
         return choose_method(store.layout.root, self._parts.lm, name or own.name, options, recipe)[0]
 
     def _look(self, prompt: Iterable[str], reading: Reading) -> None:
@@ -149,7 +149,7 @@ class Questions:
         parts = self._parts
         with _timed(reading) as clock:
             ends = ends_of()
-            parts.reader.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
+            parts.reader.prompts.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
             hits = find_passages(find(), parts.store.documents, parts.whole)
             clock.retrieve_s = time.perf_counter() - clock.started
             self._mini_notice.look(hits)
@@ -160,20 +160,20 @@ class Questions:
     ) -> Iterator[Event]:
         parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.lm.tokenizer
         with _timed(reading) as clock:
-            reader.check_keeps(reading)
+            reader.prompts.check_keeps(reading)
             self.drop_deleted()
-            pieces = conversation.in_pieces(tokenizer, None if k is None else reader.format, parts.system)
+            pieces = conversation.in_pieces(tokenizer, None if k is None else reader.prompts.format, parts.system)
             talk = KeptConversation(conversation, parts.turns, tokenizer, options.get("filter"), parts.system)
             inline = inline_passages(conversation).items()
             given = {turn: find_passages(own, parts.store.documents, parts.whole) for turn, own in inline}
             earlier, suffix_ids = talk.read(pieces, given)
-            reader.prompt(reader.fit(earlier, suffix_ids, [], reading)[0], [], reading)
+            reader.prompts.prompt(reader.prompts.fit(earlier, suffix_ids, [], reading)[0], [], reading)
             hits = given.get(conversation.asking, [])
             if k is not None:
                 hits = self.retrieve(conversation.question, k, retrieval(options), reading.ahead)
             clock.retrieve_s = time.perf_counter() - clock.started
             self._mini_notice.look(hits)
-            ends, earlier, new = reader.fit(earlier, suffix_ids, hits, reading)
+            ends, earlier, new = reader.prompts.fit(earlier, suffix_ids, hits, reading)
             yield from reader.stream(ends, new, reading, clock, Kept(earlier, talk.remember))
 
 

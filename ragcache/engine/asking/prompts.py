@@ -1,0 +1,151 @@
+"""Prompts of questions: what goes into them, and what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from ragcache.engine.asking.admission import Size, kv_bytes
+from ragcache.engine.asking.contexts import Need
+from ragcache.engine.asking.kept import Earlier
+from ragcache.engine.asking.ordering import ReadCounts, relevance_hint, shared_order
+from ragcache.engine.asking.prefixes import Prefixes
+from ragcache.engine.asking.reading import Reading
+from ragcache.errors import ConfigError, ContextTooLongError
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.fuse import block_recipe
+from ragcache.fusion.layout import Additions
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.models.lm import LanguageModel
+from ragcache.prompt import Prompt, PromptEnds, PromptFormat, encode_text
+from ragcache.retrieval.retriever import Hit
+
+
+class Prompts:
+    """Builds the prompts of one store's questions. Thread-safe."""
+
+    def __init__(
+        self, lm: LanguageModel, encoder: ModelEncoder, prompt_format: PromptFormat, prefixes: Prefixes
+    ) -> None:
+        self.lm = lm
+        self.encoder = encoder
+        self.format = prompt_format
+        self._prefixes = prefixes
+        self._read_counts = ReadCounts()
+
+    def check(self, method: FusionMethod) -> None:
+        """Raises ConfigError when the method cannot read the blocks that this store's encoder makes."""
+        if not method.reuses_blocks:
+            return
+        own = self.encoder
+        recipe = block_recipe(self.lm, method, own.recipe)
+        prefix_ids = [*self.format.prefix_ids, *method.additions(self.lm).behind_prefix] if recipe.sees_prefix else []
+        if recipe != own.recipe or prefix_ids != own.prefix_ids:
+            other = f"{own.recipe}" if recipe != own.recipe else "blocks behind another prefix"
+            raise ConfigError(
+                f"method {method.name!r} needs blocks of recipe {recipe} and the store was opened for {other}; open it "
+                f"with method={method.name!r}"
+            )
+
+    def question_ends(self, question: str) -> PromptEnds:
+        """Raises PromptError (empty question)."""
+        return PromptEnds(self.format.prefix_ids, self.format.suffix_ids(self.lm.tokenizer, question))
+
+    def prompt(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> tuple[Prompt, int]:
+        """The prompt over as many hits as fit, and how many were left out.
+
+        Raises PromptError (more passages than the method can read under "error"), ContextTooLongError (too long under
+        "error", or without any passage).
+        """
+        method = reading.method
+        room = self.lm.max_positions - len(ends.prefix_ids) - len(ends.suffix_ids)
+        if room < 0:
+            raise ContextTooLongError(
+                f"the question has {len(ends.suffix_ids)} tokens, {len(ends.prefix_ids)} come before it, and "
+                f"{self.lm.name} takes {self.lm.max_positions}; ask a shorter one"
+            )
+        whole = Prompt(ends.prefix_ids, [hit.chunk.token_ids for hit in hits], ends.suffix_ids)
+        if hits and reading.on_overflow == "error":
+            method.check(self.lm, whole)
+        added = method.additions(self.lm)
+        kept = _fitting([len(chunk) for chunk in whole.chunk_ids], room, added)
+        if kept < len(hits) and reading.on_overflow == "error":
+            total = whole.num_tokens + len(added.ids(len(hits)))
+            raise ContextTooLongError(
+                f"{len(hits)} passages make a prompt of {total} tokens and {self.lm.name} takes "
+                f'{self.lm.max_positions}; ask for fewer (k={kept}) or pass on_overflow="trim"'
+            )
+        return replace(whole, chunk_ids=whole.chunk_ids[:kept]), len(hits) - kept
+
+    def check_keeps(self, reading: Reading) -> None:
+        """Raises ConfigError where a conversation's context cannot be kept this way."""
+        method = reading.method
+        if not method.keeps_context:
+            raise ConfigError(
+                f"method {method.name!r} cannot keep the context of earlier turns; choose full, reposition or link, or "
+                'leave out context="keep"'
+            )
+        if method.reuses_blocks and self.encoder.recipe.sees_prefix:
+            raise ConfigError(
+                'context="keep" needs blocks of recipe isolated: those behind a prefix stay behind it; open the store '
+                'with recipe="isolated"'
+            )
+        if reading.evict is not None:
+            raise ConfigError('evict and context="keep" exclude each other: one drops what the other keeps')
+
+    def fit(
+        self, earlier: Earlier, suffix_ids: Sequence[int], hits: Sequence[Hit], reading: Reading
+    ) -> tuple[PromptEnds, Earlier, list[Hit]]:
+        """A kept conversation's prompt: everything before this turn's passages as its prefix, and the passages that are
+        not in it yet. While prompt and answer do not fit the model, passages of the oldest turn that has any go."""
+        added = reading.method.additions(self.lm)
+        while True:
+            earlier, new = earlier.knowing(hits)
+            prefix_ids = reading.method.layout(self.lm, earlier.prompt_parts(), self.encoder.recipe).ids
+            passages = sum(hit.chunk.num_tokens for hit in new) + len(added.ids(len(new)))
+            total = len(prefix_ids) + passages + len(suffix_ids) + reading.sampling.max_tokens
+            fewer = earlier.without_oldest() if total > self.lm.max_positions else None
+            if fewer is None:
+                return PromptEnds(prefix_ids, suffix_ids), earlier, new
+            earlier = fewer
+
+    def ordered(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> tuple[PromptEnds, Sequence[Hit]]:
+        """Order passages as shares most with the prefix tree, each once, followed by the hint, if order="shared".
+
+        Methods that read blocks ignore the order: a block is reusable at any position.
+        """
+        if reading.order != "shared" or not reading.method.takes_exact:
+            return ends, hits
+        once = list({tuple(hit.chunk.token_ids): hit for hit in hits}.values())
+        if reading.on_overflow == "trim":
+            once = once[: len(once) - self.prompt(ends, once, reading)[1]]
+        passages = [tuple(hit.chunk.token_ids) for hit in once]
+        known = partial(self._prefixes.count, reading.method)
+        order = shared_order(known, self._read_counts, tuple(ends.prefix_ids), passages)
+        self._read_counts.count(passages)
+        hint = encode_text(self.lm.tokenizer, relevance_hint(order)) if reading.hint else []
+        return PromptEnds(ends.prefix_ids, [*hint, *ends.suffix_ids]), [once[rank] for rank in order]
+
+    def need(self, prompt: Prompt, reading: Reading) -> Need:
+        """Memory for the prompt, what the method adds, and the longest answer; and for what stands behind the passages
+        alone."""
+        added = reading.method.additions(self.lm).ids(len(prompt.chunk_ids)) if prompt.chunk_ids else ()
+        read = prompt.num_tokens + len(added)
+        room = self.room(read, reading)
+        whole, own = (
+            Size(tokens, kv_bytes(self.lm, tokens)) for tokens in (read + room, len(prompt.suffix_ids) + room)
+        )
+        return Need(whole, own)
+
+    def room(self, prompt_tokens: int, reading: Reading) -> int:
+        """For the longest answer that there can be."""
+        return max(0, min(reading.sampling.max_tokens, self.lm.max_positions - prompt_tokens))
+
+
+def _fitting(lengths: Sequence[int], room: int, added: Additions) -> int:
+    """How many of the best passages fit, whole, with what the method adds to them."""
+    count = len(lengths) if added.max_chunks is None else min(len(lengths), added.max_chunks)
+    while count and sum(lengths[:count]) + len(added.ids(count)) > room:
+        count -= 1
+    return count

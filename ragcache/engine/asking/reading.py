@@ -1,0 +1,113 @@
+"""A question: how it is read, what it asks for, and how long each phase took."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, get_args
+
+from ragcache.engine.answer import Timings
+from ragcache.engine.asking.kept import Earlier
+from ragcache.engine.loading.blocks import LoadedBlocks
+from ragcache.engine.loading.loader import Ahead
+from ragcache.engine.options import Order, Overflow
+from ragcache.errors import ConfigError
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.eviction import SnapKV
+from ragcache.fusion.fuse import Fused
+from ragcache.models.decoding import Sampling
+from ragcache.models.limits import Limit
+from ragcache.prompt import Prompt
+from ragcache.retrieval.retriever import Hit
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How one prompt is read and answered; see `ReadOptions`."""
+
+    method: FusionMethod
+    evict: SnapKV | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    on_overflow: Overflow = "error"
+    cancelled: threading.Event | None = None
+    timeout_s: float | None = None
+    ahead: Ahead | None = None
+    order: Order = "relevance"
+    hint: bool = True
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; it must be above 0")
+        for name, known in (("order", get_args(Order)), ("on_overflow", get_args(Overflow))):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
+
+    def limit(self, started: float) -> Limit:
+        """The limit of a question that was asked at `started`."""
+        return Limit.of(self.cancelled, self.timeout_s, started)
+
+
+class Kept(NamedTuple):
+    """A conversation that keeps its context.
+
+    answered: is told this turn's new passages, the answer and its ids, before the answer is given out
+    """
+
+    earlier: Earlier
+    answered: Callable[[Sequence[Hit], str, Sequence[int]], None]
+
+
+@dataclass(frozen=True)
+class OpenQuestion:
+    """One question that is being answered, and how many of its passages had to be left out."""
+
+    prompt: Prompt
+    hits: Sequence[Hit]
+    dropped: int
+    reading: Reading
+    clock: Clock
+    limit: Limit
+    kept: Kept | None
+
+    @cached_property
+    def context_key(self) -> Hashable | None:
+        """Key of everything before the suffix; None where other questions cannot share it."""
+        prompt, reading = self.prompt, self.reading
+        if self.kept is not None or reading.evict is not None or not reading.method.shares_context:
+            return None
+        if not prompt.prefix_ids and not prompt.chunk_ids:
+            return None
+        return repr(reading.method), tuple(prompt.prefix_ids), tuple(map(tuple, prompt.chunk_ids))
+
+
+@dataclass
+class Clock:
+    """Collects the phases of one question."""
+
+    started: float
+    retrieve_s: float = 0.0
+    queue_s: float = 0.0
+    _ttft_s: float | None = None
+    _phases: dict[str, float] = field(default_factory=dict)
+
+    def read(self, loaded: LoadedBlocks, fused: Fused, prefix_s: float) -> None:
+        times = fused.timings
+        self._phases = {
+            "load_s": loaded.load_s,
+            "encode_s": prefix_s + loaded.encode_s + times.encode_s,
+            "place_s": times.place_s,
+            "prefill_s": times.prefill_s,
+        }
+
+    def first_token(self) -> None:
+        if self._ttft_s is None:
+            self._ttft_s = time.perf_counter() - self.started
+
+    def timings(self) -> Timings:
+        total_s = time.perf_counter() - self.started
+        ttft_s = total_s if self._ttft_s is None else self._ttft_s
+        phases = {"queue_s": self.queue_s, "retrieve_s": self.retrieve_s, **self._phases}
+        return Timings(**phases, ttft_s=ttft_s, total_s=total_s)

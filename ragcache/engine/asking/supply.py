@@ -1,0 +1,174 @@
+"""The KV that is at hand for a prompt, and what has to be loaded or computed before it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+from ragcache.engine.answer import Source
+from ragcache.engine.asking.prefixes import Path, Prefix, Prefixes
+from ragcache.engine.asking.reading import OpenQuestion
+from ragcache.engine.loading.blocks import LoadedBlocks, load_or_compute
+from ragcache.engine.loading.loader import BlockLoader
+from ragcache.fusion.fuse import Fused
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.kv.buffers import SharedContext
+from ragcache.models.lm import LanguageModel
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore
+from ragcache.store.records import Chunk
+
+UNUSED = "unused"
+EXACT = "exact"
+SHARED = "shared"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a prompt is read from.
+
+    path:    the prompt as the prefix tree knows it; None where it is of no use to the method
+    prefix:  exact KV of its first tokens
+    base:    all that stands before its suffix, as another question placed it
+    loaded:  its passages' blocks
+    sources: its passages, with where their KV came from
+    """
+
+    path: Path | None
+    prefix: Prefix
+    base: SharedContext | None
+    loaded: LoadedBlocks
+    sources: list[Source]
+
+
+class Supply:
+    """Brings what prompts are read from. Thread-safe."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        encoder: ModelEncoder,
+        kv: KVStore,
+        documents: DocumentStore,
+        prefixes: Prefixes,
+        loader: BlockLoader | None,
+    ) -> None:
+        self.lm = lm
+        self.encoder = encoder
+        self._kv = kv
+        self._documents = documents
+        self._prefixes = prefixes
+        self._loader = loader
+
+    @contextmanager
+    def ready(self, asked: OpenQuestion, base: SharedContext | None) -> Iterator[Ready]:
+        """Everything that the prompt is read from, which stays until the block ends. base: as in `Ready`
+
+        Raises CancelledError and TimedOutError within `limits.limited`.
+        """
+        path = self._path(asked)
+        with self._prefix(asked, path, base) as prefix:
+            if base is not None or not (path or asked.reading.method.reuses_blocks):
+                loaded = self._nothing(asked, UNUSED if base is None else SHARED)
+                sources = _sources(asked, loaded)
+            elif path is None:
+                loaded = self._blocks(asked, prefix)
+                sources = _sources(asked, loaded)
+            else:
+                known = 0 if prefix.exact is None else prefix.exact.num_tokens
+                loaded = self._rest(asked, path, known)
+                sources = self._along(asked, path, loaded, known)
+            yield Ready(path, prefix, base, loaded, sources)
+
+    def keep(self, asked: OpenQuestion, ready: Ready, answer_ids: Sequence[int], fused: Fused) -> None:
+        """Remember the KV of the prompt and its answer, where the prefix tree can hold it."""
+        path, reading = ready.path, asked.reading
+        if path is not None and reading.evict is None and (reading.method.reuses_blocks or reading.method.takes_exact):
+            self._prefixes.keep(reading.method, path, answer_ids, fused)
+
+    def _path(self, asked: OpenQuestion) -> Path | None:
+        method, kept = asked.reading.method, asked.kept
+        if kept is None and (method.reuses_blocks or not method.takes_exact):
+            return None
+        parts = asked.prompt.parts
+        if kept is not None:
+            parts = (*kept.earlier.prompt_parts(), *parts[1:])
+        layout = method.layout(self.lm, parts, self.encoder.recipe)
+        hits = [*(kept.earlier.hits if kept else ()), *asked.hits]
+        return Path(parts, layout, hits, len(asked.hits), self._prefixes.drops)
+
+    @contextmanager
+    def _prefix(self, asked: OpenQuestion, path: Path | None, base: SharedContext | None) -> Iterator[Prefix]:
+        """The KV of the prompt's first tokens: of its prefix for a method that reads blocks; else of what the tree has,
+        all but the last token at most, and nothing of the suffix where its rows vote on what is evicted."""
+        prompt, reading = asked.prompt, asked.reading
+        method = reading.method
+        if base is not None or not (method.reuses_blocks or method.takes_exact):
+            yield Prefix()
+        elif path is None:
+            with self._prefixes.text(method.prefix_ids(self.lm, prompt)) as prefix:
+                yield prefix
+        else:
+            most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
+            with self._prefixes.match(method, path, most) or nullcontext() as lease:
+                yield Prefix(lease)
+
+    def _nothing(self, asked: OpenQuestion, origin: str) -> LoadedBlocks:
+        handles = [self.encoder.key(hit.chunk.token_ids) for hit in asked.hits]
+        return LoadedBlocks([], handles, [origin] * len(handles), 0.0, 0.0, 0)
+
+    def _blocks(self, asked: OpenQuestion, prefix: Prefix) -> LoadedBlocks:
+        """Blocks of all passages."""
+        own, chunks = self.encoder, [hit.chunk for hit in asked.hits]
+        ids = asked.reading.method.prefix_ids(self.lm, asked.prompt)
+        if not own.recipe.sees_prefix or ids == own.prefix_ids:
+            return self._load(asked, chunks)
+        encoder = ModelEncoder(
+            self.lm,
+            own.recipe,
+            ids,
+            own.tenant,
+            read_prefix=lambda _: nullcontext(prefix.exact),
+            on_encoded=own.on_encoded,
+        )
+        return self._load(asked, chunks, encoder)
+
+    def _rest(self, asked: OpenQuestion, path: Path, known: int) -> LoadedBlocks:
+        """Blocks of the passages that are not known; of none for a method that reads text."""
+        chunks = [path.hits[piece.passage].chunk for piece in path.layout.placed(known) if piece.passage is not None]
+        return self._load(asked, chunks) if chunks else LoadedBlocks([], [], [], 0.0, 0.0, 0)
+
+    def _load(self, asked: OpenQuestion, chunks: Sequence[Chunk], passing: ModelEncoder | None = None) -> LoadedBlocks:
+        """passing: encodes behind a prefix that is not the store's own"""
+        return load_or_compute(
+            passing or self.encoder,
+            self._kv,
+            self._documents,
+            chunks,
+            passing=passing is not None,
+            loader=self._loader,
+            ahead=asked.reading.ahead,
+        )
+
+    def _along(self, asked: OpenQuestion, path: Path, loaded: LoadedBlocks, known: int) -> list[Source]:
+        """This turn's passages, and those of them that were read before, with where their KV came from."""
+        fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
+        sources = []
+        for piece, hit in path.passages:
+            if path.layout.separate and piece.end > known:
+                handle, origin = next(fresh)
+            else:
+                handle, origin = self.encoder.key(hit.chunk.token_ids), EXACT if piece.end <= known else UNUSED
+            sources.append(Source(hit.chunk, hit.score, handle, origin))
+        by_ids = {tuple(source.chunk.token_ids): source for source in sources}
+        again = asked.kept.earlier.again if asked.kept else ()
+        return [
+            *sources[len(sources) - path.asked :],
+            *(replace(by_ids[tuple(hit.chunk.token_ids)], chunk=hit.chunk, score=hit.score) for hit in again),
+        ]
+
+
+def _sources(asked: OpenQuestion, loaded: LoadedBlocks) -> list[Source]:
+    rows = zip(asked.hits, loaded.handles, loaded.origins, strict=True)
+    return [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
