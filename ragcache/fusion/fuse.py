@@ -123,11 +123,7 @@ def fuse(
     """
     chosen = get_method(method, **options)
     parts = _parts(lm, chosen, prompt, evict)
-    chunks = [chunk for part in parts if isinstance(part, Passages) for chunk in part.chunk_ids]
-    added, stated = chosen.added_to(lm, parts), _recipe_of(blocks or ())
-    recipe = _recipe(lm, chosen, recipe if recipe is not None else stated, added if chunks else None)
-    if stated not in (None, recipe):
-        raise StaleBlockError(f"blocks of recipe {stated} were given for {recipe}; encode them alike")
+    recipe = _used_recipe(lm, chosen, parts, recipe, blocks)
     layout = chosen.layout(lm, parts, recipe)
     prefix_ids = chosen.prefix_ids(lm, prompt) if isinstance(prompt, Prompt) else []
     suffix_tokens = parts[-1].num_tokens
@@ -141,7 +137,7 @@ def fuse(
     lm.check_ids(layout.ids, "the prompt")
     job, encoded = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens), 0
     if layout.separate and base is None:
-        job, encoded = _with_blocks(job, chunks, recipe, prefix_ids, blocks)
+        job, encoded = _with_blocks(job, _chunks(parts), recipe, prefix_ids, blocks)
     done = chosen.prefill(job) if ballot is None else _prefill_and_evict(chosen, job, ballot)
     return Fused(
         prompt=prompt,
@@ -153,8 +149,28 @@ def fuse(
         kept_tokens=done.kept_tokens,
         encoded_tokens=encoded,
         next_position=done.next_position,
-        reserved_ids=added.reserved,
+        reserved_ids=chosen.added_to(lm, parts).reserved,
     )
+
+
+def _chunks(parts: Sequence[Part]) -> list[Sequence[int]]:
+    return [chunk for part in parts if isinstance(part, Passages) for chunk in part.chunk_ids]
+
+
+def _used_recipe(
+    lm: LanguageModel,
+    method: FusionMethod,
+    parts: Sequence[Part],
+    recipe: str | Recipe | None,
+    blocks: Sequence[KVBlock] | None,
+) -> Recipe:
+    """The recipe asked for, or what the blocks say, or the method's own. Raises StaleBlockError where these differ."""
+    stated = _recipe_of(blocks or ())
+    added = method.added_to(lm, parts) if _chunks(parts) else None
+    used = _recipe(lm, method, recipe if recipe is not None else stated, added)
+    if stated not in (None, used):
+        raise StaleBlockError(f"blocks of recipe {stated} were given for {used}; encode them alike")
+    return used
 
 
 def _prefill_and_evict(method: FusionMethod, job: Job, ballot: Ballot) -> Prefilled:

@@ -23,7 +23,8 @@ from ragcache.ingest.readers import SourceFile, find_files
 from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, ProgressEvent
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.block import KVBlock
-from ragcache.models.encoding import AbandonedSignal, plan_batches
+from ragcache.models.batches import plan_batches
+from ragcache.models.encoding import AbandonedSignal
 from ragcache.models.limits import LIMIT, POLL_S, Limit, limited
 from ragcache.openmp import work_alone
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion

@@ -14,32 +14,34 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ragcache.errors import ConfigError
-from ragcache.kv.block import KVBlock, empty_block
+from ragcache.kv.block import empty_block
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.cache import FusedCache
+from ragcache.kv.prefix_nodes import (
+    Elements,
+    Node,
+    Owned,
+    Page,
+    Slice,
+    clip,
+    common_length,
+    first_tokens,
+    reaching,
+    rest_of,
+)
 from ragcache.kv.shape import CacheShape
 
-Elements = NDArray[np.int64]
 Read = Callable[[int, int, int], tuple[Tensor, Tensor]]
 PAGE_TOKENS = 128
-
-
-class Owned(NamedTuple):
-    """Elements [start, stop) of a sequence belong to something that may be deleted: `owner` names it."""
-
-    start: int
-    stop: int
-    owner: int
 
 
 @dataclass(frozen=True)
@@ -59,52 +61,13 @@ class PrefixStats:
     lent_bytes: int
 
 
-@dataclass(eq=False)
-class _Page:
-    """Rotated keys and values of some tokens in all layers. Never written to once it is in the tree.
-
-    uses: slices of it that nodes and leases hold; its bytes are free when there are none
-    """
-
-    held: KVBlock
-    uses: int = 0
-
-
-class _Slice(NamedTuple):
-    """Tokens [start, stop) of a page. A node that is split shares the page of the cut between its halves."""
-
-    page: _Page
-    start: int
-    stop: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(eq=False)
-class _Node:
-    """An edge and what hangs below it.
-
-    elements: of the edge, int64 [n]; slices: their KV, in order; owned: within the edge
-    leases:   askers that are reading down to here
-    """
-
-    elements: Elements
-    slices: list[_Slice]
-    owned: list[Owned]
-    parent: _Node | None
-    children: dict[int, _Node] = field(default_factory=dict)
-    leases: int = 0
-
-
 class Lease:
     """The KV of the first `num_tokens` elements of a sequence, which stays until it is released. Use it as a context.
 
     Deleting what it was computed over takes it out of the tree at once; its bytes count until the release.
     """
 
-    def __init__(self, tree: PrefixTree, node: _Node | None, slices: list[_Slice]) -> None:
+    def __init__(self, tree: PrefixTree, node: Node | None, slices: list[Slice]) -> None:
         self._tree = tree
         self._node = node
         self._slices = slices
@@ -158,13 +121,14 @@ class PrefixTree:
                 "(keep nothing) or more than that"
             )
         self._page_tokens = page_tokens
-        self._roots: dict[str, _Node] = {}
+        self._roots: dict[str, Node] = {}
         # Oldest first. Whatever uses a node uses its ancestors after it, so that a node is always older than its
         # ancestors: the first one is a leaf.
-        self._order: OrderedDict[_Node, None] = OrderedDict()
+        self._order: OrderedDict[Node, None] = OrderedDict()
         self._used_bytes = 0  # held and reserved
         self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        # Re-entrant: the garbage collector may close an abandoned stream, and so release its lease, within it.
+        self._lock = threading.RLock()
 
     def match(self, namespace: str, elements: Sequence[int] | Elements) -> Lease:
         """The longest prefix of the sequence that is held; it may end within an edge, and have no tokens."""
@@ -263,14 +227,14 @@ class PrefixTree:
 
     # Everything below runs under the lock, `_copied` and `_release` apart.
 
-    def _walk(self, namespace: str, wanted: Elements) -> Iterator[tuple[_Node, int]]:
+    def _walk(self, namespace: str, wanted: Elements) -> Iterator[tuple[Node, int]]:
         """Nodes from the root's child on, each with how many of its elements the sequence shares (at least one)."""
         node, at = self._roots.get(namespace), 0
         while node is not None and at < len(wanted):
             node = node.children.get(int(wanted[at]))
             if node is None:
                 return
-            shared = _common(node.elements, wanted[at:])
+            shared = common_length(node.elements, wanted[at:])
             yield node, shared
             if shared < len(node.elements):
                 return
@@ -278,9 +242,9 @@ class PrefixTree:
 
     def _lease(self, namespace: str, wanted: Elements) -> Lease:
         path = list(self._walk(namespace, wanted))
-        slices: list[_Slice] = []
+        slices: list[Slice] = []
         for node, shared in path:
-            slices += _first(node.slices, shared)
+            slices += first_tokens(node.slices, shared)
         for one in slices:
             one.page.uses += 1
         for node, _ in reversed(path):
@@ -300,7 +264,7 @@ class PrefixTree:
         self._let_go(lease._slices)
         lease._node, lease._slices = None, []
 
-    def _let_go(self, slices: Sequence[_Slice]) -> None:
+    def _let_go(self, slices: Sequence[Slice]) -> None:
         for one in slices:
             one.page.uses -= 1
             if not one.page.uses:
@@ -329,7 +293,7 @@ class PrefixTree:
             self._truncate(victim, len(victim.elements) - lost)
             self._counts["evicted"] += lost
 
-    def _truncate(self, node: _Node, keep: int) -> None:
+    def _truncate(self, node: Node, keep: int) -> None:
         """Cut an edge behind its first `keep` elements, with everything below; all of the node when there are none."""
         below = [node.children.popitem()[1] for _ in range(len(node.children))]
         while below:
@@ -342,26 +306,26 @@ class PrefixTree:
                 del node.parent.children[int(node.elements[0])]
             self._forget(node)
             return
-        kept = _first(node.slices, keep)
+        kept = first_tokens(node.slices, keep)
         for one in kept:
             one.page.uses += 1
         self._let_go(node.slices)
         self._counts["tokens"] -= len(node.elements) - keep
         node.slices = kept
         node.elements = node.elements[:keep].copy()
-        node.owned = _clip(node.owned, 0, keep)
+        node.owned = clip(node.owned, 0, keep)
 
-    def _forget(self, node: _Node) -> None:
+    def _forget(self, node: Node) -> None:
         del self._order[node]
         self._let_go(node.slices)
         self._counts["tokens"] -= len(node.elements)
         node.parent, node.slices = None, []
 
-    def _copied(self, sizes: Sequence[int], start: int, read: Read) -> list[_Page]:
+    def _copied(self, sizes: Sequence[int], start: int, read: Read) -> list[Page]:
         """New pages of these sizes with the sequence's KV from `start` on."""
         pages = []
         for size in sizes:
-            page = _Page(empty_block(self.shape, size))
+            page = Page(empty_block(self.shape, size))
             for layer in range(self.shape.num_layers):
                 keys, values = read(layer, start, start + size)
                 page.held.layer_keys(layer).copy_(keys)
@@ -371,21 +335,21 @@ class PrefixTree:
         return pages
 
     def _attach(
-        self, namespace: str, wanted: Elements, start: int, pages: Sequence[_Page], owned: Sequence[Owned]
+        self, namespace: str, wanted: Elements, start: int, pages: Sequence[Page], owned: Sequence[Owned]
     ) -> int:
         """Hang the pages, which hold the KV from `start` on, below what the tree has by now. Returns tokens held."""
-        slices = [_Slice(page, 0, page.held.num_tokens) for page in pages]
+        slices = [Slice(page, 0, page.held.num_tokens) for page in pages]
         for one in slices:  # held here, so that those that nobody needs are given back below
             one.page.uses += 1
-        root = self._roots.setdefault(namespace, _Node(wanted[:0], [], [], None))
+        root = self._roots.setdefault(namespace, Node(wanted[:0], [], [], None))
         path = list(self._walk(namespace, wanted))
         at = sum(shared for _, shared in path)
         if start <= at < len(wanted):  # what was found at first may have been deleted meanwhile: nothing fits then
             above = self._split(*path[-1]) if path else root
-            new = _Node(
+            new = Node(
                 elements=wanted[at:].copy(),
-                slices=_rest(slices, at - start),
-                owned=_reaching(owned, at, len(wanted)),
+                slices=rest_of(slices, at - start),
+                owned=reaching(owned, at, len(wanted)),
                 parent=above,
             )
             for one in new.slices:
@@ -398,12 +362,12 @@ class PrefixTree:
         self._let_go(slices)
         return at
 
-    def _touch(self, node: _Node | None) -> None:
+    def _touch(self, node: Node | None) -> None:
         while node is not None and node.parent is not None:
             self._order.move_to_end(node)
             node = node.parent
 
-    def _split(self, node: _Node, at: int) -> _Node:
+    def _split(self, node: Node, at: int) -> Node:
         """The node whose edge ends behind `at` elements of this one: itself, or a new one above it. Nothing is copied.
 
         The old object stays below: whoever leased it reads on.
@@ -411,12 +375,12 @@ class PrefixTree:
         if at == len(node.elements):
             return node
         parent = node.parent
-        above = _Node(node.elements[:at].copy(), _first(node.slices, at), _clip(node.owned, 0, at), parent)
-        below = _rest(node.slices, at)
+        above = Node(node.elements[:at].copy(), first_tokens(node.slices, at), clip(node.owned, 0, at), parent)
+        below = rest_of(node.slices, at)
         for one in (*above.slices, *below):
             one.page.uses += 1
         self._let_go(node.slices)
-        node.owned = _clip(node.owned, at, len(node.elements))
+        node.owned = clip(node.owned, at, len(node.elements))
         node.elements, node.slices, node.parent = node.elements[at:].copy(), below, above
         above.children[int(node.elements[0])] = node
         if parent is not None:
@@ -451,43 +415,3 @@ def _gathered(parts: Sequence[Tensor], index: Tensor) -> Tensor:
         out[:, here] = part.index_select(1, index[here] - start)
         start += part.shape[1]
     return out
-
-
-def _common(one: Elements, other: Elements) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(one), len(other))
-    differing = np.flatnonzero(one[:length] != other[:length])
-    return int(differing[0]) if len(differing) else length
-
-
-def _first(slices: Sequence[_Slice], count: int) -> list[_Slice]:
-    """The first `count` tokens."""
-    found = []
-    for page, start, stop in slices:
-        if count <= 0:
-            break
-        found.append(_Slice(page, start, min(stop, start + count)))
-        count -= stop - start
-    return found
-
-
-def _rest(slices: Sequence[_Slice], skip: int) -> list[_Slice]:
-    """All but the first `skip` tokens."""
-    found = []
-    for page, start, stop in slices:
-        if skip < stop - start:
-            found.append(_Slice(page, start + max(0, skip), stop))
-        skip -= stop - start
-    return found
-
-
-def _reaching(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
-    """Like `_clip`, and what ends before `start` owns the first element: all was computed over it, and the tokens above
-    may be known as another owner's alone."""
-    return _clip([Owned(one.start, max(one.stop, start + 1), one.owner) for one in owned], start, stop)
-
-
-def _clip(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
-    """The part in [start, stop), counted from start."""
-    parts = (Owned(max(one.start, start) - start, min(one.stop, stop) - start, one.owner) for one in owned)
-    return [part for part in parts if part.start < part.stop]

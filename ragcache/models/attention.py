@@ -313,14 +313,7 @@ def _attend_fused(
     num_tokens, length = positions.shape[0], key.shape[2]
     if window is not None and int(positions.max()) < window:
         window = None
-    observer = OBSERVER.get()
-    if observer is not None:
-
-        def weights(rows: int) -> Tensor:
-            mask = additive(_mask(current, layer, positions, num_tokens - rows, num_tokens, window), torch.float32)
-            return attention_weights(query[:, :, -rows:], key, mask, False, scoring)[0]
-
-        observer(Attended(layer, query, positions, weights))
+    _observe(current, layer, query, key, window, scoring)
     if current.ordered and window is None:
         causal = num_tokens == length and num_tokens > 1
         if causal or num_tokens == 1 or (positions.is_cuda and scoring.plain):
@@ -339,6 +332,20 @@ def _attend_fused(
         for span in _spans(current, layer, positions, length, window, query.dtype)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _observe(current: FusedPass, layer: int, query: Tensor, key: Tensor, window: int | None, scoring: Scoring) -> None:
+    """Tell the observer of this attention; the weights are computed when it asks for them."""
+    observer, positions = OBSERVER.get(), current.running
+    if observer is None:
+        return
+
+    def weights(rows: int) -> Tensor:
+        total = positions.shape[0]
+        mask = additive(_mask(current, layer, positions, total - rows, total, window), torch.float32)
+        return attention_weights(query[:, :, -rows:], key, mask, False, scoring)[0]
+
+    observer(Attended(layer, query, positions, weights))
 
 
 def _spans(

@@ -17,7 +17,8 @@ from ragcache.kv.identity import Recipe, block_key
 from ragcache.kv.rope import Rope
 from ragcache.kv.shape import CacheShape
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
-from ragcache.models.encoding import encode_batch, plan_batches
+from ragcache.models.batches import plan_batches
+from ragcache.models.encoding import encode_batch
 from ragcache.models.joint import Run, run_pieces
 from ragcache.models.layerwise import BeforeLayer, walking
 from ragcache.models.reuse import ReuseSpec

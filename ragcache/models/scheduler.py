@@ -203,12 +203,16 @@ class Scheduler:
     def _work(self) -> None:
         with torch.inference_mode():
             while self._await_work():
-                members = self._take()
-                try:
-                    if members:
-                        self._execute(members)
-                finally:
-                    self._end(members)
+                self._work_once()
+
+    def _work_once(self) -> None:
+        """Run one pass. What it held is let go of before the thread waits: an idle model keeps nobody's cache."""
+        members = self._take()
+        try:
+            if members:
+                self._execute(members)
+        finally:
+            self._end(members)
 
     def _await_work(self) -> bool:
         """Wait for a request; False when the thread has ended."""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import EmbedderError, check_least
-from ragcache.models.encoding import plan_batches
+from ragcache.models.batches import plan_batches
 from ragcache.models.limits import LIMIT
 from ragcache.openmp import team_ends
 from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock

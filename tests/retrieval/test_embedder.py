@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from ragcache.errors import CancelledError, ConfigError, EmbedderError
-from ragcache.models.encoding import plan_batches
+from ragcache.models.batches import plan_batches
 from ragcache.models.limits import Limit, limited
 from ragcache.retrieval import embedder as embedders
 from ragcache.retrieval.embedder import BoundedEmbedder, load_embedder

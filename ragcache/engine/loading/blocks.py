@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from ragcache.errors import NoSuchDocumentError, StoreBusyError, StoreFullError, StoreReadOnlyError
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
-from ragcache.models.encoding import AbandonedSignal, plan_batches
+from ragcache.models.batches import plan_batches
+from ragcache.models.encoding import AbandonedSignal
 from ragcache.models.limits import LIMIT
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
