@@ -18,7 +18,8 @@ from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
-from ragcache.kv.prefix_tree import PrefixTree, read_cache
+from ragcache.kv.exact import read_cache
+from ragcache.kv.prefix_tree import PrefixTree
 from ragcache.models.decoding import Sampling, decode
 from ragcache.store.kv_store import KVStore
 

@@ -129,15 +129,13 @@ def fuse(
     suffix_tokens = parts[-1].num_tokens
     if prefix_block is not None and layout.separate:
         exact = _exact_block(lm, prefix_block, len(prefix_ids), exact)
-    if isinstance(prompt, Prompt) and exact is not None:
-        _check_prefix(chosen, exact, len(prefix_ids))
+    _check_prefix(chosen, prompt, exact, len(prefix_ids))
     _check_exact(layout, exact, 1 if evict is None else suffix_tokens)
     _check_base(chosen, layout, base, suffix_tokens)
-    ballot = None if evict is None else _ballot(SnapKV.of(evict), layout, len(prefix_ids), suffix_tokens)
     lm.check_ids(layout.ids, "the prompt")
-    job, encoded = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens), 0
-    if layout.separate and base is None:
-        job, encoded = _with_blocks(job, _chunks(parts), recipe, prefix_ids, blocks)
+    job = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens)
+    job, encoded = _with_blocks(job, _chunks(parts), recipe, prefix_ids, blocks)
+    ballot = None if evict is None else _ballot(SnapKV.of(evict), layout, len(prefix_ids), suffix_tokens)
     done = chosen.prefill(job) if ballot is None else _prefill_and_evict(chosen, job, ballot)
     return Fused(
         prompt=prompt,
@@ -213,8 +211,12 @@ def _exact_block(lm: LanguageModel, block: KVBlock, prefix_tokens: int, exact: E
     return ExactBlock(block, lm.rope)
 
 
-def _check_prefix(method: FusionMethod, exact: Exact, prefix_tokens: int) -> None:
-    """Raises ConfigError for exact KV that the method cannot go on from."""
+def _check_prefix(
+    method: FusionMethod, prompt: Prompt | Sequence[Part], exact: Exact | None, prefix_tokens: int
+) -> None:
+    """Raises ConfigError for exact KV of a Prompt that the method cannot go on from."""
+    if exact is None or not isinstance(prompt, Prompt):
+        return
     if method.reuses_blocks and exact.num_tokens != prefix_tokens:
         raise ConfigError(
             f"method {method.name!r} reads blocks and goes on from exact KV of the prefix's {prefix_tokens} tokens "

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ragcache.kv.block import KVBlock
+from ragcache.kv.buffers import SharedContext
+from ragcache.kv.cache import FusedCache
 from ragcache.kv.rope import Rope
+
+Read = Callable[[int, int, int], tuple[Tensor, Tensor]]
+"""Gives a layer's rotated keys and values of tokens [start, stop): [num_kv_heads, stop - start, head_dim] each."""
 
 
 class Exact(Protocol):
@@ -35,3 +42,31 @@ class ExactBlock:
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self.rope.rotate(self.block.layer_keys(layer).to(keys.device, keys.dtype), layer, 0, out=keys)
         self.block.copy_values(layer, values)
+
+
+def read_cache(cache: FusedCache | SharedContext) -> Read:
+    """Give what `PrefixTree.insert` reads, from a cache whose layers hold positions 0 to n - 1, in any order.
+
+    What the cache stands on is read where it is: joined with its own tokens it would be copied for every page.
+    """
+    order: dict[int, Tensor] = {}
+
+    def read(layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        parts = [cache.layer_state(layer)] if isinstance(cache, SharedContext) else cache.parts(layer)
+        if layer not in order:
+            order[layer] = torch.cat([positions for _, _, positions in parts]).argsort()
+        index = order[layer][start:stop]
+        return _gathered([keys[0] for keys, _, _ in parts], index), _gathered([v[0] for _, v, _ in parts], index)
+
+    return read
+
+
+def _gathered(parts: Sequence[Tensor], index: Tensor) -> Tensor:
+    """Tokens by index into parts that stand one behind the other, each [num_kv_heads, num_tokens, head_dim]."""
+    out = parts[-1].new_empty(parts[-1].shape[0], index.shape[0], parts[-1].shape[2])
+    start = 0
+    for part in parts:
+        here = (index >= start) & (index < start + part.shape[1])
+        out[:, here] = part.index_select(1, index[here] - start)
+        start += part.shape[1]
+    return out

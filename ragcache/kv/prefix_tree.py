@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigError
 from ragcache.kv.block import empty_block
-from ragcache.kv.buffers import SharedContext
-from ragcache.kv.cache import FusedCache
+from ragcache.kv.exact import Read
 from ragcache.kv.prefix_nodes import (
     Elements,
     Node,
@@ -40,7 +38,6 @@ from ragcache.kv.prefix_nodes import (
 )
 from ragcache.kv.shape import CacheShape
 
-Read = Callable[[int, int, int], tuple[Tensor, Tensor]]
 PAGE_TOKENS = 128
 
 
@@ -387,31 +384,3 @@ class PrefixTree:
             parent.children[int(above.elements[0])] = above
         self._order[above] = None
         return above
-
-
-def read_cache(cache: FusedCache | SharedContext) -> Read:
-    """Input of `PrefixTree.insert`, from a cache whose layers hold the positions 0 to n - 1, in any order.
-
-    What the cache stands on is read where it is: joined with its own tokens it would be copied for every page.
-    """
-    order: dict[int, Tensor] = {}
-
-    def read(layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        parts = [cache.layer_state(layer)] if isinstance(cache, SharedContext) else cache.parts(layer)
-        if layer not in order:
-            order[layer] = torch.cat([positions for _, _, positions in parts]).argsort()
-        index = order[layer][start:stop]
-        return _gathered([keys[0] for keys, _, _ in parts], index), _gathered([v[0] for _, v, _ in parts], index)
-
-    return read
-
-
-def _gathered(parts: Sequence[Tensor], index: Tensor) -> Tensor:
-    """Tokens by index into parts that stand one behind the other, each [num_kv_heads, num_tokens, head_dim]."""
-    out = parts[-1].new_empty(parts[-1].shape[0], index.shape[0], parts[-1].shape[2])
-    start = 0
-    for part in parts:
-        here = (index >= start) & (index < start + part.shape[1])
-        out[:, here] = part.index_select(1, index[here] - start)
-        start += part.shape[1]
-    return out

@@ -11,7 +11,8 @@ from families import assert_same, load_tiny, oracle_logits_of, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
-from ragcache.kv.prefix_tree import PrefixTree, read_cache
+from ragcache.kv.exact import read_cache
+from ragcache.kv.prefix_tree import PrefixTree
 
 
 @pytest.fixture(scope="module")

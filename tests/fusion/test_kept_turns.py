@@ -11,7 +11,8 @@ import ragcache as rc
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import get_method
 from ragcache.fusion.layout import lay_out
-from ragcache.kv.prefix_tree import PrefixTree, read_cache
+from ragcache.kv.exact import read_cache
+from ragcache.kv.prefix_tree import PrefixTree
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import Passages, Text
 

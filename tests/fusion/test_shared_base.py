@@ -10,7 +10,8 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS, get_method
 from ragcache.kv.cache import FusedCache
-from ragcache.kv.prefix_tree import PrefixTree, read_cache
+from ragcache.kv.exact import read_cache
+from ragcache.kv.prefix_tree import PrefixTree
 from ragcache.models.decoding import Sampling, decode
 
 LINKS = [[20, 21], [], [22], [23, 24, 25]]

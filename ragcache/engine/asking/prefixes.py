@@ -14,10 +14,10 @@ from ragcache.fusion.fuse import Fused
 from ragcache.fusion.layout import Layout, Piece
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.cache import FusedCache
-from ragcache.kv.exact import Exact
+from ragcache.kv.exact import Exact, read_cache
 from ragcache.kv.identity import Recipe, digest
 from ragcache.kv.prefix_nodes import Owned
-from ragcache.kv.prefix_tree import Lease, PrefixStats, PrefixTree, read_cache
+from ragcache.kv.prefix_tree import Lease, PrefixStats, PrefixTree
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Part
 from ragcache.retrieval.retriever import Hit
