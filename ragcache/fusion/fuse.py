@@ -303,6 +303,8 @@ def _with_blocks(
     blocks: Sequence[KVBlock] | None,
 ) -> tuple[Job, int]:
     """The job with its prefix and blocks, and how many tokens had to be encoded for them."""
+    if not job.layout.separate or job.base is not None:
+        return job, 0
     lm = job.lm
     started, encoded = time.perf_counter(), 0
     if job.exact is None and prefix_ids:

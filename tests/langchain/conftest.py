@@ -67,9 +67,13 @@ def open_store(tmp_path, mini) -> Iterator[Callable[..., rc.RagCache]]:
 
 
 @pytest.fixture
-def registry(open_store, minilm) -> rc.RagCache:
-    """A store of its own for each test, with one document a line of the registry."""
-    kb = open_store("registry", embedder=minilm)
+def registry(open_store, mini, minilm) -> rc.RagCache:
+    """A store of its own for each test, with one document a line of the registry.
+
+    It keeps the prefix and no placed context: a question that is asked again is read as it was at first.
+    """
+    config = rc.StoreConfig(prefix_bytes=16 * mini.kv_bytes_per_token)
+    kb = open_store("registry", embedder=minilm, store=config)
     RagCacheVectorStore(kb).add_documents(registry_documents())
     kb.ask(QUESTION, 1, sampling=rc.Sampling(1))  # the prefix's own block is computed at the first question
     return kb
