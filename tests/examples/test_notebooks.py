@@ -140,9 +140,10 @@ def test_phases_are_timed_and_drawn(fused_prefill):
 
 
 def test_the_next_process_reads_blocks_from_disk(fused_prefill):
-    first, second = fused_prefill.printed("tiers").splitlines()
+    first, second, third = fused_prefill.printed("tiers").splitlines()
     assert first == "Petra Elley now lives in East Thornbury, which lies on the Wild Sema. KV from disk"
     assert second == first.replace("disk", "memory")
+    assert third == first.replace("disk", "shared")
 
 
 def table(printed: str) -> dict[str, tuple[int, int, float]]:
