@@ -4,7 +4,8 @@
     ├── ConfigError                     an argument or option is out of range or unknown (also a ValueError)
     ├── PromptError                     a question or prompt that cannot be run
     │   ├── ContextTooLongError
-    │   └── AnswerTooLargeError         its KV would take more memory than all answers together may
+    │   ├── AnswerTooLargeError         its KV would take more memory than all answers together may
+    │   └── LayoutError                 a request's layout that does not add up to its prompt (vLLM)
     ├── ModelError
     │   ├── ModelNotFoundError          not a directory or hub id of a model
     │   └── UnsupportedModelError       a model whose keys cannot be moved exactly
@@ -69,6 +70,10 @@ class ContextTooLongError(PromptError):
 
 class AnswerTooLargeError(PromptError):
     """Prompt and answer need more memory for their KV than all answers together may take."""
+
+
+class LayoutError(PromptError):
+    """A request's layout names tokens that its prompt does not have, or not in that order."""
 
 
 class ModelError(RagCacheError):

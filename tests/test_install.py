@@ -62,6 +62,7 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
         "ragcache_chatbot",
         "langchain_ragcache",
         "llama_index",
+        "ragcache_vllm",
     }
 
 

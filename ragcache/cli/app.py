@@ -17,12 +17,14 @@ from ragcache.cli.plan import plan
 from ragcache.cli.serve import serve
 from ragcache.cli.simulate import simulate
 from ragcache.cli.train import train
+from ragcache.cli.vllm import vllm
 
 COMMANDS = {
     "ingest": ingest,
     "ask": ask,
     "chat": chat,
     "serve": serve,
+    "vllm": vllm,
     "list": list_documents,
     "delete": delete,
     "pin": pin,

@@ -1,0 +1,69 @@
+"""The command that starts vLLM over a store."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ragcache.errors import StoreNotFoundError
+
+WORKERS = {"cpu": "ragcache_vllm.worker.RagCacheCPUWorker", "cuda": "ragcache_vllm.worker.RagCacheGPUWorker"}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How vLLM is started.
+
+    store:   the store's directory
+    device:  which worker runs the model
+    load:    "step": blocks are loaded within the step that needs them, layer by layer; "ahead": by threads, while other
+             requests go on
+    more:    further arguments of vLLM's own server, which win over those that are made here
+    """
+
+    store: Path
+    host: str = "127.0.0.1"
+    port: int = 8100
+    device: Literal["cpu", "cuda"] = "cpu"
+    load: Literal["step", "ahead"] = "step"
+    more: Sequence[str] = ()
+
+
+def vllm_command(settings: EngineSettings, bound: Mapping[str, Any], model: str) -> list[str]:
+    """vLLM's server with the connector, the store's model and all that these need.
+
+    bound: what the store is bound to (`DocumentStore.properties`); model: the model's directory or hub id
+
+    Raises StoreNotFoundError for a store that nothing was encoded into.
+    """
+    if "fingerprint" not in bound:
+        raise StoreNotFoundError(
+            f"{settings.store}: no model has encoded anything into this store; ingest documents first"
+        )
+    transfer = {
+        "kv_connector": "RagCacheConnector",
+        "kv_connector_module_path": "ragcache_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "store": str(settings.store.resolve()),
+            "fingerprint": bound["fingerprint"],
+            "load": settings.load,
+        },
+    }
+    options = {
+        "--model": model,
+        "--served-model-name": str(bound.get("model_name", model)),
+        "--dtype": str(bound.get("model_dtype", "auto")),
+        "--host": settings.host,
+        "--port": str(settings.port),
+        "--worker-cls": WORKERS[settings.device],
+        "--kv-transfer-config": json.dumps(transfer),
+    }
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    pairs = [part for pair in options.items() for part in pair]
+    return [*server, *pairs, "--disable-hybrid-kv-cache-manager", *settings.more]

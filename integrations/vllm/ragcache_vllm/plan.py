@@ -1,0 +1,77 @@
+"""What a request loads and what it computes, by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ragcache.kv.identity import Recipe, block_key
+from ragcache_vllm.layout import RequestLayout, Span
+
+
+class Stretch(NamedTuple):
+    """Consecutive tokens whose KV one block holds.
+
+    key:    of the block
+    tokens: where they stand in the prompt
+    offset: of the first one within the block
+    """
+
+    key: str
+    tokens: Span
+    offset: int
+
+    def within(self, start: int, stop: int) -> Stretch:
+        """The part that holds tokens [start, stop) of the prompt; it may be empty."""
+        first = max(start, self.tokens.start)
+        return Stretch(self.key, Span(first, min(stop, self.tokens.stop)), self.offset + first - self.tokens.start)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request's prompt.
+
+    stretches: what is loaded, in order
+    computed:  what the model runs, in order; the last span reaches to the prompt's end
+    """
+
+    stretches: tuple[Stretch, ...]
+    computed: tuple[Span, ...]
+
+    @property
+    def keys(self) -> list[str]:
+        return list(dict.fromkeys(stretch.key for stretch in self.stretches))
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether some computed tokens stand before loaded ones."""
+        return len(self.computed) > 1
+
+    def computed_behind(self, start: int, num_tokens: int) -> list[Span]:
+        """What runs of a sequence of `num_tokens` (a preempted request's answer runs again) whose first `start` tokens
+        are in vLLM's cache."""
+        spans = [*self.computed[:-1], Span(self.computed[-1].start, num_tokens)]
+        return [Span(max(span.start, start), span.stop) for span in spans if span.stop > start]
+
+    def loaded_within(self, start: int, stop: int) -> list[Stretch]:
+        """What is loaded of tokens [start, stop) of the prompt."""
+        parts = (stretch.within(start, stop) for stretch in self.stretches)
+        return [part for part in parts if part.tokens.num_tokens > 0]
+
+
+def make_plan(ids: Sequence[int], layout: RequestLayout, fingerprint: str) -> Plan:
+    """Name the blocks that a request loads. ids: its prompt. Raises LayoutError."""
+    layout.check(len(ids))
+    prefix_ids = list(ids[: layout.prefix])
+    keys = {block: _key(ids, block, layout, prefix_ids, fingerprint) for block in layout.blocks}
+    stretches = [Stretch(keys[block], span, span.start - block.start) for block, span in layout.loaded()]
+    return Plan(tuple(stretches), layout.computed(len(ids)))
+
+
+def _key(ids: Sequence[int], block: Span, layout: RequestLayout, prefix_ids: list[int], fingerprint: str) -> str:
+    own = list(ids[block.start : block.stop])
+    if block.start == 0 and layout.prefix:
+        return block_key(fingerprint, Recipe(), [], own, layout.tenant)
+    chunk = own if layout.recipe.markers is None else own[1:-1]
+    return block_key(fingerprint, layout.recipe, prefix_ids, chunk, layout.tenant)

@@ -1,0 +1,57 @@
+"""A model's rotation without its weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ragcache.errors import UnsupportedModelError
+from ragcache.kv.rope import Rope
+from ragcache.models.attention import NAME, register
+from ragcache.models.support import inspect, refuse_by_config
+
+_SMALL = 16
+
+
+def rope_of(config: PreTrainedConfig, name: str, device: torch.device) -> Rope:
+    """Learn how a model rotates keys from one of the same family, depth, head width and RoPE parameters, of random
+    weights and next to no width otherwise: how keys are rotated depends on nothing else.
+
+    Raises UnsupportedModelError naming the reason.
+    """
+    refuse_by_config(config, name)
+    register()
+    try:
+        model = AutoModelForCausalLM.from_config(_narrowed(config), attn_implementation=NAME).eval()
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}) is not supported: no small model of its kind could be made ({error})"
+        ) from error
+    rope = inspect(model, name).rope
+    rope.rotary.to(device)
+    return rope
+
+
+def _narrowed(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same configuration with one narrow head."""
+    narrow = copy.deepcopy(config)
+    text: Any = narrow.get_text_config(decoder=True)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sizes = {
+        "head_dim": head_dim,
+        "hidden_size": head_dim,
+        "intermediate_size": _SMALL,
+        "moe_intermediate_size": _SMALL,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "vocab_size": _SMALL,
+        "pad_token_id": None,
+        "dtype": torch.float32,
+    }
+    for name, value in sizes.items():
+        if getattr(text, name, None) is not None:
+            setattr(text, name, value)
+    return narrow

@@ -1,0 +1,268 @@
+"""The connector in vLLM's scheduler: which tokens of a request are loaded, and under which name its KV is cached.
+
+vLLM's prefix cache hashes tokens, not how their KV was made. A request with a layout therefore gets a name space of its
+own there (`cache_salt`): its KV is approximate, and a later plain request over the same tokens must never hit it.
+
+Nothing here reads a block. Blocks are verified by threads before anything is promised; a request whose blocks are not
+all there, or damaged, becomes an ordinary one, which vLLM computes exactly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from ragcache.errors import LayoutError, MissingBlockError
+from ragcache_vllm.layout import PARAMS, RequestLayout, Span
+from ragcache_vllm.plan import Plan, Stretch, make_plan
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.ragcache")
+VERIFIERS = 4
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a worker places for one request.
+
+    stretches:  of stored blocks, in order
+    page_ids:   the request's pages in vLLM's cache, in order
+    computed:   what the model runs, in order; empty where that is the sequence's end, as vLLM expects it
+    num_tokens: of the sequence
+    is_async:   whether the request waits for it while other requests go on; False: the step waits for it
+    """
+
+    request_id: str
+    stretches: list[Stretch]
+    page_ids: list[int]
+    computed: list[Span]
+    num_tokens: int
+    is_async: bool
+
+
+@dataclass
+class Loads(KVConnectorMetadata):  # type: ignore[misc]
+    """What changes for the workers in one step.
+
+    loads: that begin
+    plain: requests whose tokens run as vLLM expects it from now on, whatever was said of them before
+    """
+
+    loads: list[Load] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Served:
+    """A request with a layout, until it is finished.
+
+    salt:      the caller's own `cache_salt`
+    verified:  ends with None, or with why the blocks cannot be served
+    local:     tokens that were in vLLM's cache when it was last scheduled
+    page_ids:  its pages once they are allocated
+    placed:    tokens at its beginning whose stored KV is on its pages, or on its way there
+    complete:  whether its whole prompt has been computed, or given to a step that runs before the next one
+    loaded:    tokens that were loaded for it, over all its loads
+    reason:    why it is answered without stored blocks; None while it is not
+    """
+
+    request: Request
+    plan: Plan
+    salt: str | None
+    verified: Future[str | None]
+    local: int = 0
+    page_ids: list[int] = field(default_factory=list)
+    placed: int = 0
+    complete: bool = False
+    loaded: int = 0
+    reason: str | None = None
+
+    @property
+    def lacks_tokens(self) -> bool:
+        """Whether tokens are still to be computed that stand between loaded ones, which vLLM takes for computed."""
+        return self.plan.is_scattered and bool(self.page_ids) and not self.complete
+
+
+class SchedulerSide:
+    """Plans requests, verifies their blocks and tells the workers what to load.
+
+    verify:   raises RagCacheError when the block of a key cannot be served; called by several threads
+    page_tokens: tokens of one page of vLLM's cache
+    is_async: whether vLLM goes on with other requests while blocks are loaded; False: they are loaded within the step
+              that needs them, layer by layer
+    """
+
+    def __init__(self, fingerprint: str, verify: Callable[[str], None], page_tokens: int, *, is_async: bool) -> None:
+        self._fingerprint = fingerprint
+        self._verify = verify
+        self._page_tokens = page_tokens
+        self._is_async = is_async
+        self._served: dict[str, _Served] = {}
+        self._beginning: list[Load] = []
+        self._plain: list[str] = []
+        self._threads = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="ragcache-verify")
+        self._pages: KVCacheManager | None = None
+
+    def bind(self, pages: KVCacheManager) -> None:
+        """Take vLLM's cache manager, which forgets what was cached too early."""
+        self._pages = pages
+
+    def on_new_request(self, request: Request) -> None:
+        """Plan a request and name its KV in vLLM's prefix cache by its layout."""
+        try:
+            layout = RequestLayout.from_params(request.kv_transfer_params)
+            if layout is None or not layout.blocks:
+                return
+            plan = make_plan(request.prompt_token_ids or [], layout, self._fingerprint)
+        except LayoutError as error:  # an exception here would end the engine; the answer is exact without blocks
+            log.error("request %s is answered without stored blocks: %s", request.request_id, error)
+            return
+        verified = self._threads.submit(self._why_not, plan.keys)
+        self._served[request.request_id] = _Served(request, plan, request.cache_salt, verified)
+        _rename(request, layout.salt(self._fingerprint, request.cache_salt))
+
+    def count_loaded(self, request: Request, num_local: int) -> tuple[int | None, bool]:
+        """Tokens to load beyond the first `num_local`, which are in vLLM's cache; None: ask again.
+
+        vLLM schedules as many tokens as are then left. That they may stand between the loaded ones is the worker's
+        affair (`ragcache_vllm.worker`).
+        """
+        served = self._served.get(request.request_id)
+        if served is None or served.reason is not None:
+            return 0, False
+        if not served.verified.done() or self._is_being_computed(served):
+            return None, False
+        if (reason := served.verified.result()) is not None:
+            self._give_up(served, reason)
+            return None, False  # its exact hashes may hit pages that the salted ones did not
+        left = sum(span.num_tokens for span in served.plan.computed_behind(num_local, request.num_tokens))
+        more = max(0, request.num_tokens - left - num_local)  # after preemption the hit may reach into the answer
+        served.local = num_local
+        return more, self._is_async and more > 0
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_loaded: int) -> None:
+        """Begin the load of a request that has its pages."""
+        served = self._served.get(request.request_id)
+        if served is None or served.reason is not None:
+            return
+        if num_loaded:
+            served.complete = False
+            served.loaded += num_loaded
+            served.placed = served.local
+        elif not served.page_ids:  # vLLM's own cache has all that is not computed: after preemption, above all
+            self._plain.append(request.request_id)
+            return
+        if num_loaded or served.lacks_tokens:  # after an asynchronous load, its remaining pages
+            (served.page_ids,) = (list(ids) for ids in blocks.get_block_ids())
+            self._load_onto_pages(served, is_async=self._is_async and num_loaded > 0)
+
+    def begin(self, output: SchedulerOutput) -> Loads:
+        """What the workers have to know before this step."""
+        for name in output.preempted_req_ids or ():
+            self._forget_pages(name)
+            if name in self._served:
+                self._served[name].page_ids = []
+        cached = output.scheduled_cached_reqs
+        for name, page_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            served = self._served.get(name)
+            resumes = name in cached.resumed_req_ids  # `allocated` was told of all its pages
+            if served is not None and served.reason is None and served.lacks_tokens and page_ids and not resumes:
+                served.page_ids += page_ids[0]
+                self._load_onto_pages(served, is_async=False)
+        for name, count in output.num_scheduled_tokens.items():
+            if (served := self._served.get(name)) is not None:
+                request = served.request
+                served.complete |= request.num_computed_tokens + count >= request.num_prompt_tokens
+        told = Loads(self._beginning, self._plain)
+        self._beginning, self._plain = [], []
+        return told
+
+    def failed(self, page_ids: Iterable[int]) -> None:
+        """Answer the requests that these pages belong to without stored blocks: their load failed."""
+        gone = set(page_ids)
+        for served in self._served.values():
+            if served.reason is None and not gone.isdisjoint(served.page_ids):
+                self._evict(served.page_ids)
+                self._give_up(served, "a stored block could not be read when it was loaded")
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """What is told of a request with its answer, as `kv_transfer_params`."""
+        self._forget_pages(request.request_id)
+        served = self._served.pop(request.request_id, None)
+        if served is None:
+            return None
+        served.verified.cancel()
+        return {PARAMS: {"loaded_tokens": served.loaded if served.reason is None else 0, "reason": served.reason}}
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _why_not(self, keys: Iterable[str]) -> str | None:
+        """Why these blocks cannot all be served, in words that a client may read; None: they can."""
+        for key in keys:
+            try:
+                self._verify(key)
+            except MissingBlockError:
+                return f"block {key[:12]} is not stored"
+            except Exception as error:  # whatever it is: a thread's error would reach nobody
+                log.warning("block %s cannot be served: %s", key, error)
+                return f"block {key[:12]} is damaged or cannot be read"
+        return None
+
+    def _load_onto_pages(self, served: _Served, *, is_async: bool) -> None:
+        """Load what has a page by now.
+
+        vLLM gives a long prompt its pages step by step, counting computed tokens from the front; what is loaded may
+        stand further back than so many tokens. No token that runs before such a page is there sees it.
+        """
+        plan, total = served.plan, served.request.num_tokens
+        end = min(total, len(served.page_ids) * self._page_tokens)
+        stretches = plan.loaded_within(served.placed, end)
+        computed = plan.computed_behind(served.local, total) if plan.is_scattered else []
+        served.placed = max(served.placed, end)
+        if stretches:
+            load = Load(served.request.request_id, stretches, list(served.page_ids), computed, total, is_async)
+            self._beginning.append(load)
+
+    def _is_being_computed(self, served: _Served) -> bool:
+        """Whether another request is computing tokens that stand between loaded ones, under the same name.
+
+        vLLM counts computed tokens from the front, so it takes pages for complete that still lack such tokens.
+        """
+        return any(
+            other is not served and other.lacks_tokens and other.request.cache_salt == served.request.cache_salt
+            for other in self._served.values()
+        )
+
+    def _forget_pages(self, name: str) -> None:
+        """Take pages that lack tokens out of vLLM's prefix cache: their request ended, or lost its place, too early."""
+        served = self._served.get(name)
+        if served is not None and served.lacks_tokens:
+            self._evict(served.page_ids)
+
+    def _evict(self, page_ids: Iterable[int]) -> None:
+        if self._pages is not None:
+            self._pages.evict_blocks(set(page_ids))
+
+    def _give_up(self, served: _Served, reason: str) -> None:
+        log.warning("request %s is answered without stored blocks: %s", served.request.request_id, reason)
+        served.reason = reason
+        self._plain.append(served.request.request_id)
+        if served.request.num_computed_tokens == 0:
+            _rename(served.request, served.salt)
+
+
+def _rename(request: Request, salt: str | None) -> None:
+    """Cache a request's KV under another name: the salt enters its first page's hash, and by the chain all others."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()

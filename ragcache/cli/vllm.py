@@ -1,0 +1,60 @@
+"""vllm: vLLM's server over a store's blocks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ragcache.cli.command import command
+from ragcache.cli.opening import open_for_care
+from ragcache.cli.options import StoreOptions, option
+from ragcache.cli.output import say
+from ragcache.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How vLLM is started."""
+
+    host: Annotated[str, option("--host", "Address that vLLM listens on.")] = "127.0.0.1"
+    port: Annotated[int, option("--port", "Port that vLLM listens on.", min=1, max=65535)] = 8100
+    device: Annotated[Literal["cpu", "cuda"], option("--device", "Where vLLM runs the model.")] = "cpu"
+    load_in: Annotated[
+        Literal["step", "ahead"], option("--load-in", "Load blocks within the step that needs them, or ahead of it.")
+    ] = "step"
+    only_print: Annotated[bool, option("--print", "Print the command and start nothing.")] = False
+
+
+@command
+def vllm(
+    store: StoreOptions,
+    engine: EngineOptions,
+    more: Annotated[list[str] | None, typer.Argument(help="Further arguments of vLLM's server, behind --.")] = None,
+) -> None:
+    """Start vLLM with this store's blocks in place of prefill."""
+    from ragcache.models.loading import resolve
+
+    if importlib.util.find_spec("ragcache_vllm") is None:
+        raise ConfigError("the vLLM connector is not installed: pip install 'ragcache-kv[vllm]'")
+    from ragcache_vllm.command import EngineSettings, vllm_command
+
+    with open_for_care(store, read_only=True) as library:
+        bound = library.store.documents.properties()
+    settings = EngineSettings(
+        Path(store.store), engine.host, engine.port, engine.device, engine.load_in, tuple(more or ())
+    )
+    made = vllm_command(settings, bound, resolve(str(bound.get("model_name", ""))))
+    if engine.only_print:
+        say(shlex.join(made))
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed: pip install 'ragcache-kv[vllm]', or --print the command for elsewhere"
+        )
+    os.execv(made[0], made)

@@ -1,0 +1,54 @@
+"""`ragcache vllm`: the command that starts vLLM over a store. No vLLM is needed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from itertools import pairwise
+
+import pytest
+from ragcache_vllm.command import EngineSettings, vllm_command
+from typer.testing import CliRunner
+
+from ragcache.cli.app import build_app
+from ragcache.errors import StoreNotFoundError
+
+
+def options_of(command: list[str]) -> dict[str, str]:
+    return {name: value for name, value in pairwise(command) if name.startswith("--")}
+
+
+def test_the_command_names_the_stores_model_and_the_connector(open_kb, model_directory, tmp_path):
+    kb = open_kb()
+    kb.close()
+    result = CliRunner().invoke(build_app(), ["vllm", "--store", str(tmp_path / "kb"), "--print", "--port", "8123"])
+    assert result.exit_code == 0, result.output
+    given = options_of(shlex.split(result.output))
+    assert given["--model"] == given["--served-model-name"] == str(model_directory)
+    assert given["--dtype"] == "float32"
+    assert (given["--host"], given["--port"]) == ("127.0.0.1", "8123")
+    transfer = json.loads(given["--kv-transfer-config"])
+    assert transfer["kv_connector_module_path"] == "ragcache_vllm.connector"
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert transfer["kv_connector_extra_config"] == {
+        "store": str(tmp_path / "kb"),
+        "fingerprint": kb.lm.fingerprint,
+        "load": "step",
+    }
+
+
+def test_a_users_own_arguments_come_last(tmp_path):
+    bound = {"fingerprint": "f", "model_name": "m"}
+    command = vllm_command(EngineSettings(tmp_path, more=("--max-model-len", "4096")), bound, "m")
+    assert command[-2:] == ["--max-model-len", "4096"]
+
+
+def test_a_store_without_blocks_names_the_way_out(tmp_path):
+    with pytest.raises(StoreNotFoundError, match="ingest documents first"):
+        vllm_command(EngineSettings(tmp_path), {}, "m")
+
+
+def test_a_store_that_is_not_there_is_one_line(tmp_path):
+    result = CliRunner().invoke(build_app(), ["vllm", "--store", str(tmp_path / "none"), "--print"])
+    assert result.exit_code == 1
+    assert "no store here" in result.output
