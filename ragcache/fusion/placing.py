@@ -10,7 +10,7 @@ import torch
 
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache
-from ragcache.kv.rope import Angles, Kind
+from ragcache.kv.rope import AnglesAt
 from ragcache.models.lm import LanguageModel
 
 
@@ -40,8 +40,8 @@ class Placer:
         parts = [torch.arange(start, end, device=lm.device) for start, end in ranges]
         self.positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=lm.device)
         joined = all(end == start for (_, end), (start, _) in pairwise(ranges))
-        self._first = ranges[0][0] if ranges and joined else None
-        self._angles: dict[Kind, Angles | None] = {}
+        first = ranges[0][0] if ranges and joined else self.positions
+        self._angles = AnglesAt(lm.rope, first, self.positions.shape[0])
         # One layer's keys side by side: they stay in the processor's cache from the copy to the rotation.
         widest = max(layer.num_kv_heads * layer.key_dim for layer in lm.shape.layers)
         self._scratch = torch.empty(widest * self.positions.shape[0], dtype=lm.dtype, device=lm.device)
@@ -53,17 +53,6 @@ class Placer:
         scratch = self._scratch[: keys.numel()].view(keys.shape[1:])
         for block, place in zip(self._blocks, torch.split(scratch, self._lengths, dim=1), strict=True):
             block.copy_keys(layer, place)
-        self._lm.rope.turn(scratch[None], self._angles_of(layer), keys)
+        self._lm.rope.turn(scratch[None], self._angles.of(layer), keys)
         for block, place in zip(self._blocks, torch.split(values[0], self._lengths, dim=1), strict=True):
             block.copy_values(layer, place)
-
-    def _angles_of(self, layer: int) -> Angles | None:
-        rope = self._lm.rope
-        if not rope.rotated[layer]:
-            return None
-        kind = rope.kind(layer)
-        if kind not in self._angles:
-            consecutive = self._first is not None
-            where = self._first if self._first is not None else self.positions
-            self._angles[kind] = rope.angles(layer, where, self.positions.shape[0] if consecutive else 0)
-        return self._angles[kind]

@@ -130,6 +130,28 @@ class Rope:
         return Angles(cos, sin, half)
 
 
+class AnglesAt:
+    """Angles at the same positions in every layer, looked up once for layers of one kind.
+
+    positions, count: as for `Rope.angles`
+    """
+
+    def __init__(self, rope: Rope, positions: Tensor | int, count: int = 0) -> None:
+        self._rope = rope
+        self._positions = positions
+        self._count = count
+        self._known: dict[Kind, Angles | None] = {}
+
+    def of(self, layer: int) -> Angles | None:
+        """None for a layer that does not rotate."""
+        if not self._rope.rotated[layer]:
+            return None
+        kind = self._rope.kind(layer)
+        if kind not in self._known:
+            self._known[kind] = self._rope.angles(layer, self._positions, self._count)
+        return self._known[kind]
+
+
 def takes_layer_type(rotary: nn.Module) -> bool:
     """Whether the rotary module computes different angles for different layer types (Gemma 3)."""
     return "layer_type" in inspect.signature(rotary.forward).parameters

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ragcache.errors import RagCacheError
 from ragcache.kv.block import KVBlock
-from ragcache.kv.rope import Angles, Rope
+from ragcache.kv.rope import AnglesAt, Rope
 from ragcache_vllm.plan import Stretch
 from ragcache_vllm.scheduling import Load
 
@@ -72,19 +71,22 @@ class _Placing:
 
     def __init__(self, load: Load, blocks: Mapping[str, KVBlock], rope: Rope, shard: Shard, page_tokens: int) -> None:
         self._stretches = [(blocks[stretch.key], stretch) for stretch in load.stretches]
-        self._page_ids = load.page_ids
         self._rope = rope
         self._shard = shard
-        self._page_tokens = page_tokens
-        self._angles: dict[str | None, Angles | None] = {}
+        spans = [stretch.tokens for _, stretch in self._stretches]
+        positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+        pages = torch.tensor(load.page_ids)[positions // page_tokens]
+        device = next(rope.rotary.buffers()).device
+        self._slots = (pages * page_tokens + positions % page_tokens).to(device)
+        self._angles = AnglesAt(rope, positions.to(device))
 
     @torch.inference_mode()
     def place(self, paged: PagedLayer, dtype: torch.dtype) -> None:
         keys = self._gathered([block.layer_keys(paged.index) for block, _ in self._stretches], paged.device)
         values = self._gathered([block.layer_values(paged.index) for block, _ in self._stretches], paged.device)
         rotated = torch.empty(values.shape[:2] + keys.shape[2:], dtype=dtype, device=paged.device)
-        self._rope.turn(keys.transpose(0, 1)[None], self._angles_of(paged.index), rotated.transpose(0, 1)[None])
-        paged.write(rotated, values.to(dtype), self._slots.to(paged.device))
+        self._rope.turn(keys.transpose(0, 1)[None], self._angles.of(paged.index), rotated.transpose(0, 1)[None])
+        paged.write(rotated, values.to(dtype), self._slots)
 
     def _gathered(self, blocks: Sequence[Tensor], device: torch.device) -> Tensor:
         """This rank's heads of all stretches, one behind the other: [num_tokens, num_kv_heads, head_dim]."""
@@ -94,25 +96,6 @@ class _Placing:
             for block, (_, stretch) in zip(blocks, self._stretches, strict=True)
         ]
         return torch.cat(parts).to(device, non_blocking=True)
-
-    @cached_property
-    def _positions(self) -> Tensor:
-        spans = [stretch.tokens for _, stretch in self._stretches]
-        return torch.cat([torch.arange(span.start, span.stop) for span in spans])
-
-    @cached_property
-    def _slots(self) -> Tensor:
-        pages = torch.tensor(self._page_ids)
-        return pages[self._positions // self._page_tokens] * self._page_tokens + self._positions % self._page_tokens
-
-    def _angles_of(self, layer: int) -> Angles | None:
-        if not self._rope.rotated[layer]:
-            return None
-        kind = self._rope.layer_type(layer)
-        if kind not in self._angles:
-            device = next(self._rope.rotary.buffers()).device
-            self._angles[kind] = self._rope.angles(layer, self._positions.to(device))
-        return self._angles[kind]
 
 
 class WorkerSide:
