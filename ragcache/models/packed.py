@@ -8,11 +8,12 @@ measured for all linear layers of the 135M shape on two busy cores: one row 40 m
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ragcache.models.memory import machine_bytes
 
 # Without a word of the user's: the share of the machine's memory that packed weights may take.
 DEFAULT_SHARE = 8
@@ -66,14 +67,9 @@ def pack(model: nn.Module, packed: bool | None = None) -> int:
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
     num_bytes = sum(layer.weight.nbytes for layer in layers)
     if packed is None:
-        packed = num_bytes <= _memory_bytes() // DEFAULT_SHARE
+        packed = num_bytes <= (machine_bytes() or 0) // DEFAULT_SHARE
     if not packed or not can_pack(model):
         return 0
     for layer in layers:
         PackedLinear.take_over(layer)
     return num_bytes
-
-
-def _memory_bytes() -> int:
-    """Memory of the machine; 0 where the system does not say."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 import ragcache as rc
-from ragcache.engine.asking.admission import Admission, default_budget, kv_bytes
+from ragcache.engine.asking.admission import Admission, Size, default_budget, kv_bytes
 from ragcache.errors import AnswerTooLargeError, CancelledError, ConfigError, PromptError, TimedOutError
 from ragcache.kv.buffers import KVBuffers
 from ragcache.models.encoding import AbandonedSignal
@@ -221,16 +221,25 @@ def test_a_question_waits_for_memory_and_every_way_out_frees_it(kb, open_kb, lm,
     assert (tight.admission.reserved_bytes, tight.admission.waiting) == (0, 0)
 
 
+@contextmanager
+def held(admission, num_bytes, num_tokens, limit):
+    admission.reserve(lambda: Size(num_tokens, num_bytes), limit)
+    try:
+        yield
+    finally:
+        admission.release(num_bytes)
+
+
 def test_a_large_answer_is_not_overtaken():
     """Budget 10: while 6 are held, 8 wait; 2 that come later would fit, and wait behind."""
     admission, order = Admission(10), []
 
     def hold(size):
-        with admission.hold(size, size, NO_LIMIT):
+        with held(admission, size, size, NO_LIMIT):
             order.append(size)
 
     with ThreadPoolExecutor(2) as pool:
-        with admission.hold(6, 6, NO_LIMIT):
+        with held(admission, 6, 6, NO_LIMIT):
             jobs = [pool.submit(hold, 8)]
             until(lambda: admission.waiting == 1)
             jobs.append(pool.submit(hold, 2))
@@ -245,18 +254,18 @@ def test_a_large_answer_is_not_overtaken():
 def test_the_budget_holds_to_the_byte():
     """All of it can be held, at once or in parts; one byte more is refused, or waits."""
     admission = Admission(10)
-    with admission.hold(10, 1, NO_LIMIT):
+    with held(admission, 10, 1, NO_LIMIT):
         assert admission.reserved_bytes == 10
 
     def soon():
         return Limit.of(None, 0.01, time.perf_counter())
 
-    with pytest.raises(AnswerTooLargeError, match="11 bytes"), admission.hold(11, 1, soon()):
+    with pytest.raises(AnswerTooLargeError, match="11 bytes"), held(admission, 11, 1, soon()):
         pass
-    with admission.hold(6, 1, NO_LIMIT):
-        with admission.hold(4, 1, Limit.of(None, WAIT_S, time.perf_counter())):
+    with held(admission, 6, 1, NO_LIMIT):
+        with held(admission, 4, 1, Limit.of(None, WAIT_S, time.perf_counter())):
             assert admission.reserved_bytes == 10
-        with pytest.raises(TimedOutError), admission.hold(5, 1, soon()):
+        with pytest.raises(TimedOutError), held(admission, 5, 1, soon()):
             pass
     assert (admission.reserved_bytes, admission.waiting) == (0, 0)
 
@@ -266,7 +275,7 @@ def test_the_budget_is_never_exceeded_whatever_comes():
 
     def work(number):
         for step in range(20):
-            with admission.hold(1 + (7 * number + 13 * step) % 60, 1, NO_LIMIT):
+            with held(admission, 1 + (7 * number + 13 * step) % 60, 1, NO_LIMIT):
                 most.append(admission.reserved_bytes)
 
     with ThreadPoolExecutor(8) as pool:

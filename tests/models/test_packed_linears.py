@@ -60,7 +60,7 @@ def test_packing_can_be_refused_and_is_not_part_of_the_model(tmp_path):
 
 def test_what_does_not_fit_the_memory_stays_plain(tmp_path, monkeypatch):
     saved = save_tiny("llama", str(tmp_path))
-    monkeypatch.setattr("ragcache.models.packed._memory_bytes", lambda: 1000)
+    monkeypatch.setattr("ragcache.models.packed.machine_bytes", lambda: 1000)
     assert not any(isinstance(layer, PackedLinear) for layer in layers_of(rc.load_lm(saved)))
     assert all(isinstance(layer, PackedLinear) for layer in layers_of(rc.load_lm(saved, packed=True)))
 

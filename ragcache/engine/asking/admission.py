@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,6 +13,7 @@ from ragcache.errors import AnswerTooLargeError
 from ragcache.kv.buffers import capacity_for
 from ragcache.models.limits import Limit
 from ragcache.models.lm import LanguageModel
+from ragcache.models.memory import machine_bytes
 
 # Without a figure of the user's: the share of the device's memory that all answers may take together.
 DEFAULT_SHARE = 2
@@ -50,15 +49,6 @@ class Admission:
     @property
     def waiting(self) -> int:
         return len(self._queue)
-
-    @contextmanager
-    def hold(self, num_bytes: int, num_tokens: int, limit: Limit) -> Iterator[None]:
-        """`reserve`, until the block ends."""
-        self.reserve(lambda: Size(num_tokens, num_bytes), limit)
-        try:
-            yield
-        finally:
-            self.release(num_bytes)
 
     def reserve(self, size: Callable[[], Size], limit: Limit) -> int:
         """Wait until there is room, and take it until `release`; returns the bytes taken.
@@ -105,9 +95,8 @@ def default_budget(lm: LanguageModel) -> int:
     """Half of the memory of the model's device."""
     if lm.device.type == "cuda":
         return int(torch.cuda.mem_get_info(lm.device)[1]) // DEFAULT_SHARE
-    if not hasattr(os, "sysconf"):
-        return UNKNOWN_BYTES
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // DEFAULT_SHARE
+    found = machine_bytes()
+    return UNKNOWN_BYTES if found is None else found // DEFAULT_SHARE
 
 
 def kv_bytes(lm: LanguageModel, num_tokens: int) -> int:
