@@ -50,6 +50,7 @@ import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 
 class RagCacheError(Exception):
@@ -219,6 +220,11 @@ def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
     """Raises ConfigError that names the choices when the value is none of them."""
     if value not in (known := list(choices)):
         raise ConfigError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}")
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether the value is an int; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_least(name: str, value: float, least: float) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, highest
 from ragcache.models.attention import attention_received
 
@@ -39,7 +39,7 @@ class A3(RecomputeMethod):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        if isinstance(self.pool_tokens, bool) or not isinstance(self.pool_tokens, int) or self.pool_tokens < 1:
+        if not is_whole(self.pool_tokens) or self.pool_tokens < 1:
             raise ConfigError(f"pool_tokens is {self.pool_tokens!r}; choose an odd number of tokens, 1 for no pooling")
         if self.pool_tokens % 2 == 0:
             raise ConfigError(f"pool_tokens is {self.pool_tokens}, which has no middle; choose an odd number")

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.recompute import Context, RecomputeMethod
 
 
@@ -31,7 +31,7 @@ class Epic(RecomputeMethod):
     summary: ClassVar[str] = "runs the first tokens of each chunk again"
 
     def __post_init__(self) -> None:
-        if isinstance(self.first_tokens, bool) or not isinstance(self.first_tokens, int) or self.first_tokens < 0:
+        if not is_whole(self.first_tokens) or self.first_tokens < 0:
             raise ConfigError(f"first_tokens is {self.first_tokens!r}; choose a number of tokens, 0 or more")
 
     def candidates(self, context: Context) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, is_whole
 from ragcache.kv.cache import FusedCache
 from ragcache.models.attention import Attended
 
@@ -39,13 +39,13 @@ class SnapKV:
     pooling: str = "avg"
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.budget) or self.budget < 1:
+        if not is_whole(self.budget) or self.budget < 1:
             raise ConfigError(
                 f"the eviction budget is {self.budget!r}; give the tokens that each layer and KV head keeps, at least 1"
             )
-        if self.window is not None and (not _is_whole(self.window) or self.window < 1):
+        if self.window is not None and (not is_whole(self.window) or self.window < 1):
             raise ConfigError(f"the observation window is {self.window!r}; give rows of the suffix, at least 1")
-        if not _is_whole(self.kernel) or self.kernel < 1 or self.kernel % 2 == 0:
+        if not is_whole(self.kernel) or self.kernel < 1 or self.kernel % 2 == 0:
             raise ConfigError(f"the pooling kernel is {self.kernel!r}; give an odd number of tokens, 1 for no pooling")
         if self.pooling not in POOLINGS:
             raise ConfigError(f"pooling {self.pooling!r} is unknown; choose one of {', '.join(POOLINGS)}")
@@ -108,7 +108,3 @@ class Ballot:
         best = order[:, : self.choice.budget].sort(dim=1).values + self._before
         always = torch.arange(votes.shape[1], device=votes.device).expand(votes.shape[0], -1)
         return torch.cat([always[:, : self._before], best, always[:, end:]], dim=1)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

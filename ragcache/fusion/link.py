@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.layout import NO_ADDITIONS, Additions
 from ragcache.models.lm import LanguageModel
@@ -37,7 +37,7 @@ class Link(FusionMethod):
     needs_training: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.link_tokens is not None and (not _is_whole(self.link_tokens) or self.link_tokens < 0):
+        if self.link_tokens is not None and (not is_whole(self.link_tokens) or self.link_tokens < 0):
             raise ConfigError(f"link_tokens is {self.link_tokens!r}; give the number of link tokens behind each chunk")
         if self.link_ids is None:
             return
@@ -97,10 +97,6 @@ def _lists_of_ids(given: object) -> tuple[tuple[int, ...], ...]:
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise wrong
     for one in given:
-        if not isinstance(one, Sequence) or not all(_is_whole(id) for id in one):
+        if not isinstance(one, Sequence) or not all(is_whole(id) for id in one):
             raise wrong
     return tuple(tuple(int(id) for id in one) for one in given)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ragcache.errors import ConfigError, PromptError
+from ragcache.errors import ConfigError, PromptError, is_whole
 from ragcache.kv.identity import RECIPE_NAMES
 
 SECTION, VERSION = "ragcache", 1
@@ -74,7 +74,7 @@ class ReuseSpec:
     def _check_numbers(self) -> None:
         for name in (*_FIELDS["link"], "doc_start_id", "doc_end_id"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            if value is not None and (not is_whole(value) or value < 0):
                 raise _bad(f"{name} is {value!r}; it is a whole number of at least 0")
 
     def _check_link(self) -> None:

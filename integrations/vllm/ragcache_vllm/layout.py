@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
-from ragcache.errors import ConfigError, LayoutError
+from ragcache.errors import ConfigError, LayoutError, is_whole
 from ragcache.kv.identity import Recipe, digest
 
 PARAMS = "ragcache"
@@ -159,7 +159,7 @@ def _spans(given: Sequence[Sequence[int]]) -> tuple[Span, ...]:
 
 
 def _whole(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_whole(value):
         raise TypeError(f"{value!r} is no whole number")
     return value
 
