@@ -123,7 +123,8 @@ def fuse(
     """
     chosen = get_method(method, **options)
     parts = _parts(lm, chosen, prompt, evict)
-    recipe = _used_recipe(lm, chosen, parts, recipe, blocks)
+    added, chunks = chosen.added_to(lm, parts), _chunks(parts)
+    recipe = _used_recipe(lm, chosen, recipe, blocks, added if chunks else None)
     layout = chosen.layout(lm, parts, recipe)
     prefix_ids = chosen.prefix_ids(lm, prompt) if isinstance(prompt, Prompt) else []
     suffix_tokens = parts[-1].num_tokens
@@ -134,7 +135,7 @@ def fuse(
     _check_base(chosen, layout, base, suffix_tokens)
     lm.check_ids(layout.ids, "the prompt")
     job = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens)
-    job, encoded = _with_blocks(job, _chunks(parts), recipe, prefix_ids, blocks)
+    job, encoded = _with_blocks(job, chunks, recipe, prefix_ids, blocks)
     ballot = None if evict is None else _ballot(SnapKV.of(evict), layout, len(prefix_ids), suffix_tokens)
     done = chosen.prefill(job) if ballot is None else _prefill_and_evict(chosen, job, ballot)
     return Fused(
@@ -147,7 +148,7 @@ def fuse(
         kept_tokens=done.kept_tokens,
         encoded_tokens=encoded,
         next_position=done.next_position,
-        reserved_ids=chosen.added_to(lm, parts).reserved,
+        reserved_ids=added.reserved,
     )
 
 
@@ -158,13 +159,12 @@ def _chunks(parts: Sequence[Part]) -> list[Sequence[int]]:
 def _used_recipe(
     lm: LanguageModel,
     method: FusionMethod,
-    parts: Sequence[Part],
     recipe: str | Recipe | None,
     blocks: Sequence[KVBlock] | None,
+    added: Additions | None,
 ) -> Recipe:
     """The recipe asked for, or what the blocks say, or the method's own. Raises StaleBlockError where these differ."""
     stated = _recipe_of(blocks or ())
-    added = method.added_to(lm, parts) if _chunks(parts) else None
     used = _recipe(lm, method, recipe if recipe is not None else stated, added)
     if stated not in (None, used):
         raise StaleBlockError(f"blocks of recipe {stated} were given for {used}; encode them alike")
