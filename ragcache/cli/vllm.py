@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -46,9 +45,7 @@ def vllm(
 
     with open_for_care(store, read_only=True) as library:
         bound = library.store.documents.properties()
-    settings = EngineSettings(
-        Path(store.store), engine.host, engine.port, engine.device, engine.load_in, tuple(more or ())
-    )
+    settings = EngineSettings(store.store, engine.host, engine.port, engine.device, engine.load_in, tuple(more or ()))
     made = vllm_command(settings, bound, resolve(str(bound.get("model_name", ""))))
     if engine.only_print:
         say(shlex.join(made))

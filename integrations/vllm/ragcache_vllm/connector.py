@@ -62,16 +62,12 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         layout = StoreLayout(root)
         layout.check()
         self._kv = KVStore(layout.kv, memory_bytes=0, read_only=True)
-        self._dtype = vllm_config.model_config.dtype
-        self._static = vllm_config.compilation_config.static_forward_context
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._begun: KVConnectorMetadata | None = None
         if role == KVConnectorRole.SCHEDULER:
             page_tokens, is_async = vllm_config.cache_config.block_size, load == "ahead"
             self._scheduler = SchedulerSide(fingerprint, self._kv.verify, page_tokens, is_async=is_async)
-        else:
-            self._vllm_config = vllm_config
 
     # Scheduler
 
@@ -107,7 +103,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._vllm_config
-        layers = {name: PagedLayer(extract_layer_index(name), self._static[name]) for name in kv_caches}
+        static = config.compilation_config.static_forward_context
+        layers = {name: PagedLayer(extract_layer_index(name), static[name]) for name in kv_caches}
         device = next(iter(layers.values())).device
         model = config.model_config
         self._worker = WorkerSide(
@@ -116,7 +113,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             Shard(get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size),
             config.cache_config.block_size,
         )
-        self._worker.register(layers, self._dtype)
+        self._worker.register(layers, model.dtype)
 
     def _fetch(self, key: str) -> Any:
         found = self._kv.get(key)
