@@ -21,7 +21,7 @@ OUTSIDE = 10**6  # number of the first passage that no stream holds
 class Run:
     """Everything that was seen under one dtype.
 
-    answers: by cell and row, by number of the question; apart: answers of askers at the same moment, likewise
+    answers: by cell and row, by number of the question; together: by cell and row, by number of the burst of askers
     missing: why a peer was not run, or not to the end
     same:    by row: first tokens and all tokens of the check prompts that are transformers', and how many there were
     """
@@ -29,7 +29,7 @@ class Run:
     dtype: str
     about: dict[str, Any] = field(default_factory=dict)
     answers: dict[str, dict[str, dict[int, Answer]]] = field(default_factory=dict)
-    together: dict[str, dict[str, list[Answer]]] = field(default_factory=dict)
+    together: dict[str, dict[str, dict[int, list[Answer]]]] = field(default_factory=dict)
     read_s: dict[str, float] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     same: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -107,12 +107,16 @@ class Table:
                 self.run.answers.setdefault(cell, {}).setdefault(row, {})[number] = answers[0]
         _say(f"{self.run.dtype}: {cell} {number + 1}")
 
-    def ask_together(self, cell: str, questions: Sequence[Question], *, leave_out: Sequence[str] = ()) -> None:
-        for row, name, variant in self.rows(leave_out=leave_out):
+    def ask_together(
+        self, cell: str, number: int, questions: Sequence[Question], *, leave_out: Sequence[str] = ()
+    ) -> None:
+        rows = self.rows(leave_out=leave_out)
+        first = number % max(1, len(rows))
+        for row, name, variant in [*rows[first:], *rows[:first]]:
             answers = self._ask(row, name, variant, questions, self._asked.answer)
             if answers:
-                self.run.together.setdefault(cell, {})[row] = answers
-        _say(f"{self.run.dtype}: {cell}")
+                self.run.together.setdefault(cell, {}).setdefault(row, {})[number] = answers
+        _say(f"{self.run.dtype}: {cell}, askers {number + 1}")
 
     def _check(self, row: str, name: str, variant: str, questions: Sequence[Question]) -> None:
         answers = [self._ask(row, name, variant, [question], CHECK_TOKENS) for question in questions]

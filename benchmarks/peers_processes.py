@@ -32,16 +32,18 @@ class PeerError(RagCacheError):
 class PeerSpec:
     """module: under benchmarks.peer_workers; environment: its directory's name, None for the Python that runs this
     variants: what it is asked for, the one that others are held against first
+    title: in the tables; the name when empty
     """
 
     name: str
     module: str
     environment: str | None
     variants: tuple[str, ...] = ("",)
+    title: str = ""
 
     def labels(self) -> dict[str, str]:
         """Row names by variant."""
-        return {variant: f"{self.name} {variant}".strip() for variant in self.variants}
+        return {variant: f"{self.title or self.name} {variant}".strip() for variant in self.variants}
 
 
 PEERS = {
@@ -50,6 +52,7 @@ PEERS = {
         PeerSpec("ragcache", "ragcache_worker", None, ("reposition", "link", "full")),
         PeerSpec("transformers", "transformers_worker", None),
         PeerSpec("vllm", "vllm_worker", "vllm"),
+        PeerSpec("ragcache-vllm", "ragcache_vllm_worker", "vllm", ("reposition",), "ragcache in vLLM,"),
         PeerSpec("llamacpp", "llamacpp_worker", "llamacpp"),
     )
 }

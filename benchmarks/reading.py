@@ -17,7 +17,7 @@ from benchmarks import plain
 from benchmarks.files import device_read_bytes, drop_page_cache, fresh_kv_store
 from benchmarks.shapes import Built
 from ragcache.errors import MissingBlockError, RagCacheError
-from ragcache.fusion.fuse import fuse
+from ragcache.fusion.fuse import Fused, fuse
 from ragcache.fusion.placing import Placement, Placer
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
@@ -65,6 +65,8 @@ class Bench:
         self.cold_read_bytes: int | None = None
         # The cache of the floor, made by the method that is measured against it.
         self._context = fuse(self.lm, self.prompt, "reposition", self._in_hand, reserve_tokens=0).cache
+        # What an earlier question over the same passages left placed.
+        self._earlier = fuse(self.lm, self.prompt, "reposition", self._in_hand, reserve_tokens=0).share()
         self._plain_cache = DynamicCache()
         self._logits = self.floor_logits()
 
@@ -131,17 +133,18 @@ class Bench:
     def reposition_on_device(self) -> int:
         return self._reposition(self._on_device)
 
+    def reposition_again(self) -> int:
+        return _first_token(self.over_earlier())
+
+    def over_earlier(self) -> Fused:
+        """Another question over passages that an earlier one has placed."""
+        return fuse(self.lm, self.prompt, "reposition", base=self._earlier, reserve_tokens=0)
+
     def full(self) -> int:
-        fused = fuse(self.lm, self.prompt, "full", reserve_tokens=0)
-        token = int(fused.next_logits.argmax())
-        fused.cache.release()
-        return token
+        return _first_token(fuse(self.lm, self.prompt, "full", reserve_tokens=0))
 
     def _reposition(self, blocks: list[KVBlock]) -> int:
-        fused = fuse(self.lm, self.prompt, "reposition", blocks, reserve_tokens=0)
-        token = int(fused.next_logits.argmax())
-        fused.cache.release()
-        return token
+        return _first_token(fuse(self.lm, self.prompt, "reposition", blocks, reserve_tokens=0))
 
     # Plain transformers
 
@@ -186,6 +189,7 @@ def agreement(bench: Bench) -> dict[str, float]:
     found = {
         "reposition_error": _distance(fuse(bench.lm, prompt, blocks=bench.load_disk()).next_logits, masked),
         "floor_error": _distance(bench.floor_logits(), masked),
+        "again_error": _distance(bench.over_earlier().next_logits, masked),
         "plain_reuse_error": _distance(reused, masked),
         "full_error": _distance(fuse(bench.lm, prompt, "full").next_logits, read),
     }
@@ -194,6 +198,12 @@ def agreement(bench: Bench) -> dict[str, float]:
         if not error <= allowed:
             raise RagCacheError(f"{what} is {error:.3g}: what would be timed does not compute what transformers does")
     return found
+
+
+def _first_token(fused: Fused) -> int:
+    token = int(fused.next_logits.argmax())
+    fused.cache.release()
+    return token
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:

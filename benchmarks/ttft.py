@@ -84,6 +84,7 @@ def _variants(bench: Bench, device: torch.device) -> list[Variant]:
         Variant("first token", bench.first_token),
         Variant("floor", bench.floor),
         Variant(f"reposition: {in_hand}", bench.reposition_in_hand),
+        Variant("reposition: context of an earlier question", bench.reposition_again),
         Variant("reposition: memory tier", bench.reposition_memory),
         Variant("reposition: disk, warm page cache", bench.reposition_disk, bench.forget_memory),
         Variant("reposition: disk, cold page cache", bench.reposition_disk, bench.forget_all),
@@ -115,6 +116,7 @@ def _goals(settings: Settings, ratios: dict[str, Ratio]) -> list[Goal]:
     else:
         applies = sizes and (settings.shape, settings.dtype) == ("SmolLM2-135M", "float32")
         wanted = [
+            ("reposition: context of an earlier question / floor", 1.10),
             ("reposition: memory tier / floor", 1.10),
             ("reposition: memory tier / transformers: full prefill", 0.020),
             ("reposition: disk, cold page cache / transformers: full prefill", 0.08),

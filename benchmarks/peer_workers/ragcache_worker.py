@@ -1,10 +1,12 @@
-"""ragcache as a library: block keys, the KV store's memory tier, fused prefill, decoding; prefix tree for `full`."""
+"""ragcache's own engine without its retrieval: the memory tier of the KV store, contexts that questions share, fused
+prefill, decoding; the prefix tree for `full`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,18 @@ import transformers
 
 import ragcache as rc
 from benchmarks.peer_workers.channel import Answer, Prompt, serve
+from ragcache.engine.asking.admission import Admission, Size, default_budget, kv_bytes
+from ragcache.engine.asking.contexts import Contexts, Need
 from ragcache.fusion import get_method
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
+from ragcache.kv.buffers import SharedContext
 from ragcache.kv.exact import read_cache
 from ragcache.kv.prefix_tree import PrefixTree
 from ragcache.models.decoding import Sampling, decode
+from ragcache.models.limits import NO_LIMIT
 from ragcache.store.kv_store import KVStore
 
 LINK_TOKENS = 5
@@ -37,6 +43,7 @@ class RagCacheWorker:
         self._encoder = ModelEncoder(self._lm, block_recipe(self._lm, get_method("reposition")))
         self._store = KVStore(Path(config["directory"]) / "kv", memory_bytes=self._kv_bytes)
         self._tree = PrefixTree(self._lm.shape, self._kv_bytes)
+        self._contexts = Contexts(Admission(default_budget(self._lm)), self._tree)
 
     def about(self) -> dict[str, Any]:
         return {
@@ -69,28 +76,44 @@ class RagCacheWorker:
 
     def _answer(self, variant: str, prompt: Prompt, tokens: int, started: float) -> Answer:
         method = _method(variant, len(prompt.passages))
-        if method.reuses_blocks:
-            fused, reused = self._over_blocks(method, prompt, tokens)
-        else:
-            fused, reused = self._over_prefix(method, prompt, tokens)
-        sampling, ids, first_s = Sampling(max_tokens=tokens), list[int](), 0.0
-        for token in decode(self._lm, fused.cache, fused.next_logits, fused.next_position, sampling):
-            first_s = first_s or time.perf_counter() - started
-            ids.append(token)
-        if not method.reuses_blocks:
-            self._keep_prefix(prompt, ids, fused)
-        fused.cache.release()
+        with ExitStack() as leases:
+            read = self._over_context if method.reuses_blocks else self._over_prefix
+            fused, reused = read(leases, method, prompt, tokens)
+            sampling, ids, first_s = Sampling(max_tokens=tokens), list[int](), 0.0
+            for token in decode(self._lm, fused.cache, fused.next_logits, fused.next_position, sampling):
+                first_s = first_s or time.perf_counter() - started
+                ids.append(token)
+            if not method.reuses_blocks:
+                self._keep_prefix(prompt, ids, fused)
+            fused.cache.release()
         return Answer(first_s, time.perf_counter() - started, ids, reused)
 
-    def _over_blocks(self, method: FusionMethod, prompt: Prompt, tokens: int) -> tuple[Fused, int]:
-        blocks, reused = self._blocks(prompt.passages)
-        return fuse(self._lm, _prompt(prompt), method, blocks, reserve_tokens=tokens), reused
+    def _over_context(self, leases: ExitStack, method: FusionMethod, prompt: Prompt, tokens: int) -> tuple[Fused, int]:
+        """Read over the passages as an earlier question placed them, where one did."""
+        key = (repr(method), tuple(map(tuple, prompt.passages)))
+        seat = leases.enter_context(self._contexts.admit(key, self._need(prompt, tokens), NO_LIMIT, keep=True))
+        with seat.placing(NO_LIMIT) as found:
+            if isinstance(found, SharedContext):
+                return self._fuse(method, prompt, tokens, base=found), len(prompt.ids) - len(prompt.suffix)
+            blocks, reused = self._blocks(prompt.passages)
+            fused = self._fuse(method, prompt, tokens, blocks=blocks)
+            found(fused.share())
+            return fused, reused
 
-    def _over_prefix(self, method: FusionMethod, prompt: Prompt, tokens: int) -> tuple[Fused, int]:
-        with self._tree.match(NAMESPACE, prompt.ids) as known:
-            known.cut(len(prompt.ids) - 1)  # the last token has to run: its logits choose the answer's first
-            exact = known if known.num_tokens else None
-            return fuse(self._lm, _prompt(prompt), method, exact=exact, reserve_tokens=tokens), known.num_tokens
+    def _fuse(self, method: FusionMethod, prompt: Prompt, tokens: int, **over: Any) -> Fused:
+        recipe = self._encoder.recipe
+        return fuse(self._lm, _prompt(prompt), method, recipe=recipe, reserve_tokens=tokens, **over)
+
+    def _need(self, prompt: Prompt, tokens: int) -> Need:
+        links = LINK_TOKENS * len(prompt.passages)
+        whole, own = len(prompt.ids) + links + tokens, len(prompt.suffix) + tokens
+        return Need(Size(whole, kv_bytes(self._lm, whole)), Size(own, kv_bytes(self._lm, own)))
+
+    def _over_prefix(self, leases: ExitStack, method: FusionMethod, prompt: Prompt, tokens: int) -> tuple[Fused, int]:
+        known = leases.enter_context(self._tree.match(NAMESPACE, prompt.ids))
+        known.cut(len(prompt.ids) - 1)  # the last token has to run: its logits choose the answer's first
+        exact = known if known.num_tokens else None
+        return fuse(self._lm, _prompt(prompt), method, exact=exact, reserve_tokens=tokens), known.num_tokens
 
     def _keep_prefix(self, prompt: Prompt, answer: Sequence[int], fused: Fused) -> None:
         """All but the answer's last token has run."""

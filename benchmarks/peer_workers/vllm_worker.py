@@ -25,12 +25,13 @@ class VLLMWorker:
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self._sampling = lambda tokens: SamplingParams(
+        self._sampling = lambda prompt, tokens: SamplingParams(
             max_tokens=tokens,
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.CUMULATIVE,
+            extra_args=self.extra(prompt),
         )
         self._llm = LLM(
             config["model"],
@@ -40,9 +41,18 @@ class VLLMWorker:
             enable_prefix_caching=True,
             disable_log_stats=True,
             seed=0,
+            **self.options(),
         )
         self._threads = len(cores)
         self._asked = 0
+
+    def options(self) -> dict[str, Any]:
+        """Further options of the engine."""
+        return {}
+
+    def extra(self, prompt: Prompt) -> dict[str, Any] | None:
+        """What a request carries beside its tokens."""
+        return None
 
     def about(self) -> dict[str, Any]:
         import torch
@@ -64,14 +74,14 @@ class VLLMWorker:
         return
 
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        engine, sampling = self._llm.llm_engine, self._sampling(tokens)
+        engine = self._llm.llm_engine
         names = [f"{self._asked + rank}" for rank in range(len(prompts))]
         self._asked += len(prompts)
         first: dict[str, float] = {}
         done: dict[str, Answer] = {}
         started = time.perf_counter()
         for name, prompt in zip(names, prompts, strict=True):
-            engine.add_request(name, {"prompt_token_ids": prompt.ids}, sampling)
+            engine.add_request(name, {"prompt_token_ids": prompt.ids}, self._sampling(prompt, tokens))
         while engine.has_unfinished_requests():
             for output in engine.step():
                 now = time.perf_counter() - started

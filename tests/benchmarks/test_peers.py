@@ -31,6 +31,7 @@ TINY = [
     "--turns=2",
     "--pool=4",
     "--askers=2",
+    "--bursts=2",
     "--kv-mib=64",
     "--threads=1",
     "--dtypes=float32",
@@ -100,12 +101,13 @@ def test_rows_that_compute_something_else_are_left_out_of_the_ratios():
     answers = {"new": {"ragcache reposition": {0: Answer(1.0, 2.0, [1], 0)}, "other": {0: Answer(4.0, 5.0, [2], 0)}}}
     run = Run("float32", answers=answers)
     assert {name: found.median for name, found in peers.ratios_of(run)} == {
-        "float32, new: ragcache reposition / other": 0.25
+        "float32, new: ragcache reposition / other": 0.25,
+        "float32, new, answers/s: ragcache reposition / other": 2.5,
     }
     run.same = {"other": {"prompts": 3, "first": 2, "tokens": 24, "common": 20}}
     assert not dict(peers.ratios_of(run))
     half = Run("bfloat16", answers=answers, same=run.same)
-    assert len(dict(peers.ratios_of(half))) == 1  # rounding may tip a token
+    assert len(dict(peers.ratios_of(half))) == 2  # rounding may tip a token
 
 
 def test_answers_are_those_of_plain_transformers(tmp_path: Path):
@@ -168,7 +170,11 @@ def test_a_run_reports_who_was_there_and_who_was_not(tmp_path: Path):
     assert cells["new"]["ragcache reposition"]["reused_tokens"] == cells["new"]["transformers"]["reused_tokens"] == 0
     assert cells["later turn"]["ragcache full"]["reused_tokens"] >= 2 * 24 + 5
     assert figures["together"]["random"]["ragcache reposition"]["askers"] == 2
-    assert {"float32, new: ragcache reposition / transformers"} <= written["ratios"].keys()
+    assert written["ratios"]["float32, new: ragcache reposition / transformers"]["pairs"] == 2
+    assert figures["together"]["again"]["ragcache full"]["bursts"] == 2
+    assert written["ratios"]["float32, again, askers, answers/s: ragcache reposition / ragcache full"]["pairs"] == 2
+    crossed = written["ratios"]["float32, random: ragcache reposition / again: ragcache full"]
+    assert crossed["pairs"] == 1
     assert result.goals == []
     text = (tmp_path / "out" / "peers.md").read_text()
     assert "- vllm, float32: not run (to its end), because its environment was not made" in text
@@ -188,7 +194,7 @@ def test_a_peer_that_fails_says_why(tmp_path: Path):
 def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         peers.parse(["--peers", "ragcache,other"])
-    assert "'other' is none of ragcache, transformers, vllm, llamacpp" in capsys.readouterr().err
+    assert "'other' is none of ragcache, transformers, vllm, ragcache-vllm, llamacpp" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,0 +1,97 @@
+"""vLLM over ragcache's blocks: the engine of `vllm_worker`, with the connector of `ragcache_vllm`.
+
+Runs in the environment that `scripts/peers-environment` makes for vLLM. Blocks come from files of the store, verified
+for every request, as they do behind `ragcache vllm`. What was never read is encoded and stored first, in this process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from ragcache_vllm.layout import RequestLayout, Span
+
+import ragcache as rc
+from benchmarks.peer_workers.channel import Answer, Prompt, serve
+from benchmarks.peer_workers.vllm_worker import VLLMWorker
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.store.kv_store import KVStore
+from ragcache.store.layout import StoreLayout
+
+
+class RagCacheVLLMWorker(VLLMWorker):
+    """Its only variant is `reposition`."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        torch.set_num_threads(config["threads"])
+        self._layout = StoreLayout(Path(config["directory"]) / "store")
+        self._layout.create()
+        self._encoder = ModelEncoder(rc.load_lm(config["model"], dtype=config["dtype"]))
+        self._store = KVStore(self._layout.kv, memory_bytes=0)
+        super().__init__(config)
+
+    def options(self) -> dict[str, Any]:
+        from vllm.config import KVTransferConfig
+
+        transfer = KVTransferConfig(
+            kv_connector="RagCacheConnector",
+            kv_connector_module_path="ragcache_vllm.connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={
+                "store": str(self._layout.root),
+                "fingerprint": self._encoder.lm.fingerprint,
+                "load": "step",
+            },
+        )
+        return {
+            "kv_transfer_config": transfer,
+            "disable_hybrid_kv_cache_manager": True,
+            "worker_cls": "ragcache_vllm.worker.RagCacheCPUWorker",
+        }
+
+    def extra(self, prompt: Prompt) -> dict[str, Any]:
+        ends = accumulate((len(passage) for passage in prompt.passages), initial=0)
+        layout = RequestLayout(tuple(Span(start, stop) for start, stop in pairwise(ends)))
+        return {"kv_transfer_params": layout.to_params()}
+
+    def about(self) -> dict[str, Any]:
+        found = super().about()
+        return {**found, "versions": {"ragcache": rc.__version__, **found["versions"]}}
+
+    def read(self, passages: Sequence[Sequence[int]]) -> None:
+        size = max(1, self._encoder.batch_tokens // max(len(passage) for passage in passages))
+        for start in range(0, len(passages), size):
+            self._keep(passages[start : start + size])
+
+    def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+        if variant != "reposition":
+            raise ValueError(f"{variant!r} is unknown; choose reposition")
+        started = time.perf_counter()
+        new = {tuple(one) for prompt in prompts for one in prompt.passages if self._encoder.key(one) not in self._store}
+        if new:
+            self._keep(list(new))
+        spent = time.perf_counter() - started
+        answers = super().ask(variant, prompts, tokens)
+        return [
+            replace(
+                answer,
+                first_s=spent + answer.first_s,
+                total_s=spent + answer.total_s,
+                reused=answer.reused - sum(len(one) for one in prompt.passages if tuple(one) in new),
+            )
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+    def _keep(self, passages: Sequence[Sequence[int]]) -> None:
+        for ids, block in zip(passages, self._encoder.encode(passages), strict=True):
+            self._store.put(self._encoder.key(ids), block)
+
+
+if __name__ == "__main__":
+    serve(RagCacheVLLMWorker)
