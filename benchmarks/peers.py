@@ -49,6 +49,7 @@ class Settings:
 
     peers, dtypes: comma-separated; the first dtype is asked everything, others `new`, `again` and `random` only
     rounds:   of new and again; questions: of random and zipf; conversations x turns
+    long_rounds: of each, for peers that take long
     pool:     passages known beforehand; zipf: exponent
     askers:   that ask at the same moment, in so many bursts
     kv_mib:   of each peer's cache
@@ -62,8 +63,9 @@ class Settings:
     suffix: int = 30
     answer: int = 16
     rounds: int = 10
+    long_rounds: int = 3
     questions: int = 10
-    conversations: int = 10
+    conversations: int = 4
     turns: int = 3
     pool: int = 20
     zipf: float = 1.0
@@ -106,13 +108,12 @@ def ask_everything(table: Table, settings: Settings, streams: Streams, *, whole:
         table.ask("zipf", number, question, leave_out=[REFERENCE, "ragcache full"])
     for turn, questions in enumerate(streams.conversations(settings.conversations, settings.turns)):
         for number, question in enumerate(questions):
-            at = turn * settings.conversations + number
+            at = number * (settings.turns - 1) + turn - 1 if turn else number
             table.ask("later turn" if turn else "first turn", at, question, leave_out=[REFERENCE])
     ask_together(table, settings, streams)
 
 
 def ask_together(table: Table, settings: Settings, streams: Streams) -> None:
-    """Bursts of askers. Over random passages llama.cpp, which takes minutes, is asked once."""
     last, count = settings.rounds - 1, settings.askers
     for burst in range(settings.bursts):
         askers = range(1 + burst * count, 1 + (burst + 1) * count)
@@ -120,7 +121,7 @@ def ask_together(table: Table, settings: Settings, streams: Streams) -> None:
         table.ask_together("again", burst, over_the_same, leave_out=[REFERENCE, "ragcache link"])
     for burst in range(settings.bursts):
         elsewhere = streams.random(count, f"askers {burst}")
-        left_out = [REFERENCE, "ragcache full", "ragcache link", *(["llamacpp"] if burst else [])]
+        left_out = [REFERENCE, "ragcache full", "ragcache link"]
         table.ask_together("random", burst, elsewhere, leave_out=left_out)
 
 
@@ -290,8 +291,8 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--dtypes", default=default.dtypes, help="comma-separated; the first one is asked everything")
     parser.add_argument("--shape", choices=SHAPES, default=default.shape)
     parser.add_argument("--zipf", type=float, default=default.zipf)
-    numbers = ("passages", "tokens", "suffix", "answer", "rounds", "questions", "conversations", "turns", "pool")
-    add_numbers(parser, default, (*numbers, "askers", "bursts", "kv_mib", "threads", "seed"))
+    sizes = ("passages", "tokens", "suffix", "answer", "rounds", "long_rounds", "questions", "conversations", "turns")
+    add_numbers(parser, default, (*sizes, "pool", "askers", "bursts", "kv_mib", "threads", "seed"))
     parser.add_argument("--environments", type=Path, default=ROOT / ".peers", help="made by scripts/peers-environment")
     add_places(parser, "where the checkpoint and its GGUF file are written; a temporary directory by default")
     given = parser.parse_args(arguments)

@@ -52,6 +52,8 @@ class Asked(Protocol):
     def answer(self) -> int: ...
     @property
     def pool(self) -> int: ...
+    @property
+    def long_rounds(self) -> int: ...
 
 
 class Table:
@@ -73,9 +75,10 @@ class Table:
         else:
             self.run.about[name] = self._peers[name].about
 
-    def rows(self, *, leave_out: Sequence[str] = ()) -> list[tuple[str, str, str]]:
-        """(row, peer, variant) of who is there."""
-        every = [(row, name, variant) for name in self._peers for variant, row in PEERS[name].labels().items()]
+    def rows(self, number: int = 0, *, leave_out: Sequence[str] = ()) -> list[tuple[str, str, str]]:
+        """(row, peer, variant) of who is there and takes part in the round of this number."""
+        due = [name for name in self._peers if number < self._asked.long_rounds or not PEERS[name].long]
+        every = [(row, name, variant) for name in due for variant, row in PEERS[name].labels().items()]
         return [one for one in every if one[0] not in leave_out]
 
     def read_pool(self) -> None:
@@ -99,7 +102,7 @@ class Table:
             self.run.same = {row: _same(ours, theirs) for row, ours in self._checked.items() if row != REFERENCE}
 
     def ask(self, cell: str, number: int, question: Question, *, leave_out: Sequence[str] = ()) -> None:
-        rows = self.rows(leave_out=leave_out)
+        rows = self.rows(number, leave_out=leave_out)
         first = number % max(1, len(rows))
         for row, name, variant in [*rows[first:], *rows[:first]]:
             answers = self._ask(row, name, variant, [question], self._asked.answer)
@@ -110,7 +113,7 @@ class Table:
     def ask_together(
         self, cell: str, number: int, questions: Sequence[Question], *, leave_out: Sequence[str] = ()
     ) -> None:
-        rows = self.rows(leave_out=leave_out)
+        rows = self.rows(number, leave_out=leave_out)
         first = number % max(1, len(rows))
         for row, name, variant in [*rows[first:], *rows[:first]]:
             answers = self._ask(row, name, variant, questions, self._asked.answer)

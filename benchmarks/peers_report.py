@@ -50,7 +50,9 @@ def _sizes(settings: Mapping[str, Any]) -> Iterator[str]:
         f"{settings['suffix']} of question and {settings['answer']} of answer; {settings['rounds']} rounds of new "
         f"passages and of the same again, {settings['questions']} questions each of random and Zipf passages "
         f"(exponent {settings['zipf']:g}) out of {settings['pool']}, {settings['conversations']} conversations of "
-        f"{settings['turns']} turns. {settings['threads']} threads, {settings['kv_mib']:,} MiB of cache each."
+        f"{settings['turns']} turns, {settings['bursts']} bursts of {settings['askers']} askers; transformers and "
+        f"llama.cpp, which take long, the first {settings['long_rounds']} of each. {settings['threads']} threads, "
+        f"{settings['kv_mib']:,} MiB of cache each."
     )
 
 
