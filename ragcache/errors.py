@@ -24,6 +24,7 @@
     │   ├── StoreBusyError              another process is writing
     │   ├── StoreReadOnlyError
     │   ├── StoreFullError              no space left on the device
+    │   ├── StoreUnreachableError       a remote does not answer
     │   ├── PinError                    pinned blocks would fill a tier
     │   ├── BlockError
     │   │   ├── DamagedBlockError       bytes do not match their checksum, or cannot be parsed
@@ -149,6 +150,10 @@ class StoreReadOnlyError(StoreError):
 
 class StoreFullError(StoreError):
     """The device that holds the store has no space left."""
+
+
+class StoreUnreachableError(StoreError):
+    """A remote that holds blocks does not answer, or not in time."""
 
 
 class PinError(StoreError):

@@ -141,6 +141,14 @@ class StoreOptions:
     ttl_s: Annotated[
         float | None, option("--ttl", "Drop blocks that were not used for so many seconds; pinned ones stay.")
     ] = None
+    remote: Annotated[
+        str | None,
+        option(
+            "--remote",
+            "URL of a remote for blocks that machines share, as s3://bucket/prefix or redis://host:6379/0; the store's "
+            "own if not given.",
+        ),
+    ] = None
     index: Annotated[Literal["flat", "hnsw"], option("--index", "Kind of vector index; flat is exact.")] = "flat"
 
     def config(self, *, read_only: bool = False) -> StoreConfig:

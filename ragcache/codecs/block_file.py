@@ -8,7 +8,14 @@ from pathlib import Path
 from torch import Tensor
 
 from ragcache.codecs import CODECS, Codec, get_codec
-from ragcache.codecs.container import Claim, read_container, write_container
+from ragcache.codecs.container import (
+    Claim,
+    Container,
+    pack_container,
+    read_container,
+    unpack_container,
+    write_container,
+)
 from ragcache.codecs.layered import EncodedBlock
 from ragcache.codecs.raw import RawCodec
 from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
@@ -25,15 +32,24 @@ def write_block(path: Path, key: str, block: KVBlock, codec: Codec, *, claim: Cl
     Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError.
     """
     tensors = encode_block(key, block, codec)
-    metadata = {
+    write_container(path, tensors, _metadata(key, block, codec), claim=claim)
+    return codec.decode(tensors)
+
+
+def pack_block(key: str, block: KVBlock, codec: Codec) -> tuple[bytes, KVBlock]:
+    """The bytes that `write_block` would write, and the block as it will be read back. Raises UnencodableBlockError."""
+    tensors = encode_block(key, block, codec)
+    return b"".join(pack_container(tensors, _metadata(key, block, codec))), codec.decode(tensors)
+
+
+def _metadata(key: str, block: KVBlock, codec: Codec) -> dict[str, str]:
+    return {
         "format_version": str(FORMAT_VERSION if isinstance(block, MixedBlock) else 1),
         "key": key,
         "codec": codec.name,
         "codec_version": str(codec.version),
         "num_tokens": str(block.num_tokens),
     }
-    write_container(path, tensors, metadata, claim=claim)
-    return codec.decode(tensors)
 
 
 def codec_of(block: KVBlock) -> Codec:
@@ -57,28 +73,40 @@ def read_block(path: Path, key: str) -> KVBlock:
     Raises MissingBlockError, DamagedBlockError (another block's file included) and SchemaVersionError (written by a
     newer version: intact, but not ours to read).
     """
-    tensors, metadata = read_container(path)
-    codec = _codec_of(path, metadata)
+    return _block_of(str(path), key, read_container(path))
+
+
+def unpack_block(where: str, key: str, data: bytearray) -> KVBlock:
+    """`read_block` of bytes that came from elsewhere; the block's tensors alias them. where: what errors call it
+
+    Raises DamagedBlockError, SchemaVersionError.
+    """
+    return _block_of(where, key, unpack_container(where, data))
+
+
+def _block_of(where: str, key: str, container: Container) -> KVBlock:
+    tensors, metadata = container
+    codec = _codec_of(where, metadata)
     if metadata.get("key") != key:
-        raise DamagedBlockError(f"{path}: holds block {metadata.get('key')}, not {key}")
+        raise DamagedBlockError(f"{where}: holds block {metadata.get('key')}, not {key}")
     block = codec.decode(tensors)
     if metadata.get("num_tokens") != str(block.num_tokens):
-        raise DamagedBlockError(f"{path}: holds {block.num_tokens} tokens, but says {metadata.get('num_tokens')}")
+        raise DamagedBlockError(f"{where}: holds {block.num_tokens} tokens, but says {metadata.get('num_tokens')}")
     return block
 
 
-def _codec_of(path: Path, metadata: Mapping[str, str]) -> Codec:
+def _codec_of(where: str, metadata: Mapping[str, str]) -> Codec:
     """The codec that can decode this file. The checksum was right: an unknown version is a newer one, no damage."""
     name = metadata.get("codec", "")
     if _number(metadata, "format_version") > FORMAT_VERSION or name not in CODECS:
         raise SchemaVersionError(
-            f"{path}: block format {metadata.get('format_version')}, codec {name!r}; this version of ragcache reads "
+            f"{where}: block format {metadata.get('format_version')}, codec {name!r}; this version of ragcache reads "
             f"format {FORMAT_VERSION} with codecs {', '.join(sorted(CODECS))}: {_WAY_OUT}"
         )
     codec = get_codec(name)
     if _number(metadata, "codec_version") > codec.version:
         raise SchemaVersionError(
-            f"{path}: version {metadata.get('codec_version')} of codec {name!r}; this version of ragcache reads up to "
+            f"{where}: version {metadata.get('codec_version')} of codec {name!r}; this version of ragcache reads up to "
             f"{codec.version}: {_WAY_OUT}"
         )
     return codec

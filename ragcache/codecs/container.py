@@ -57,7 +57,7 @@ Claim = Callable[[BinaryIO, int], None]
 
 
 class Container(NamedTuple):
-    """tensors: alias the mapped file (copy on write), and keep the map alive. metadata: without the checksum."""
+    """tensors: alias the bytes (a file's: copy on write), and keep them alive. metadata: without the checksum."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -72,15 +72,21 @@ def write_container(
            writing, with nothing left behind
     Raises StoreFullError, StoreReadOnlyError.
     """
+    buffers = pack_container(tensors, metadata)
+    with atomic_write(path) as file:
+        if claim is not None:
+            claim(file, sum(buffer.nbytes for buffer in buffers))
+        for buffer in buffers:
+            write_all(file, buffer)
+
+
+def pack_container(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
+    """The bytes of a container, in order. They alias the tensors."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     buffers = [_bytes_of(tensor) for _, tensor in ordered]
     header = bytearray(_header(ordered, metadata))
     header[_CHECKSUM] = _checksum(header, *buffers).encode()
-    with atomic_write(path) as file:
-        if claim is not None:
-            claim(file, len(header) + sum(buffer.nbytes for buffer in buffers))
-        for buffer in (memoryview(header), *buffers):
-            write_all(file, buffer)
+    return [memoryview(header), *buffers]
 
 
 def read_container(path: Path) -> Container:
@@ -90,11 +96,19 @@ def read_container(path: Path) -> Container:
     Raises MissingBlockError, DamagedBlockError (whatever byte is wrong, or cut off), StoreError (no permission, no
     descriptors).
     """
-    mapped = _map(path)
-    view = memoryview(mapped)
-    if bytes(view[8 : _CHECKSUM.start]) != _PREFIX or _checksum(view) != _ascii(view[_CHECKSUM]):
-        raise DamagedBlockError(f"{path}: the bytes do not match their checksum; the block has to be computed again")
-    return _parse(path, mapped)
+    return unpack_container(str(path), _map(path))
+
+
+def unpack_container(where: str, data: mmap.mmap | bytearray) -> Container:
+    """Check the checksum of a container's bytes and return views of them. where: what errors call it
+
+    Raises DamagedBlockError (whatever byte is wrong, or cut off).
+    """
+    view = memoryview(data)
+    whole = len(view) >= _CHECKSUM.stop and bytes(view[8 : _CHECKSUM.start]) == _PREFIX
+    if not whole or _checksum(view) != _ascii(view[_CHECKSUM]):
+        raise DamagedBlockError(f"{where}: the bytes do not match their checksum; the block has to be computed again")
+    return _parse(where, data)
 
 
 def peek_metadata(path: Path) -> dict[str, str]:
@@ -174,20 +188,20 @@ def _ascii(view: memoryview) -> str:
     return bytes(view).decode("ascii", errors="replace")
 
 
-def _parse(path: Path, mapped: mmap.mmap) -> Container:
+def _parse(where: str, data: mmap.mmap | bytearray) -> Container:
     """Read a header whose checksum is right: what is wrong now was written wrong."""
     try:
-        (length,) = struct.unpack_from("<Q", mapped)
-        header = json.loads(mapped[8 : 8 + length])
+        (length,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + length])
         metadata = header.pop("__metadata__")
-        tensors = {name: _tensor(mapped, 8 + length, entry) for name, entry in header.items()}
+        tensors = {name: _tensor(data, 8 + length, entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, RuntimeError, struct.error) as error:
-        raise DamagedBlockError(f"{path}: not a block file ({error}); the block has to be computed again") from error
+        raise DamagedBlockError(f"{where}: not a block file ({error}); the block has to be computed again") from error
     del metadata["checksum"]
     return Container(tensors, metadata)
 
 
-def _tensor(mapped: mmap.mmap, data_start: int, entry: dict[str, Any]) -> Tensor:
+def _tensor(data: mmap.mmap | bytearray, data_start: int, entry: dict[str, Any]) -> Tensor:
     dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
     begin, end = entry["data_offsets"]
     count = math.prod(shape)
@@ -195,4 +209,4 @@ def _tensor(mapped: mmap.mmap, data_start: int, entry: dict[str, Any]) -> Tensor
         raise ValueError("a tensor's shape and bytes disagree")
     if count == 0:  # frombuffer takes no empty buffer
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=data_start + begin).view(shape)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=data_start + begin).view(shape)

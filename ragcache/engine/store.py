@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass
+import secrets
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from ragcache.engine.loading.policy import AUTO, LOADS
 from ragcache.engine.loading.rates_file import RatesFile
-from ragcache.errors import ConfigError, StoreNotFoundError
+from ragcache.errors import ConfigError, StoreMismatchError, StoreNotFoundError
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
 from ragcache.store.layout import StoreLayout
+from ragcache.store.remote import Connection, open_blobs
 
 DEFAULT_PREFIX_BYTES = 512 << 20
 DEFAULT_SPECULATIVE_BYTES = 256 << 20
@@ -34,6 +36,8 @@ class StoreConfig:
                   tier has; "never": compute all that is not in memory
     speculative_bytes: of blocks that may be read while retrieval still ranks, held or on their way; 0 reads none
     device_bytes, disk_bytes, write_behind_bytes, ttl_s: see KVStore
+    remote:       URL of a remote that several machines share, such as s3://bucket/prefix or redis://host:6379/0: blocks
+                  are kept there, and copies on this machine's disk, within disk_bytes
     kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
     measure_s:    seconds to spend on measuring this machine at the first opening with a model; later openings measure
                   the disk alone, in a third of them; 0 measures nothing
@@ -56,6 +60,7 @@ class StoreConfig:
     disk_bytes: int | None = None
     write_behind_bytes: int = 0
     ttl_s: float | None = None
+    remote: str | None = field(default=None, repr=False)  # it may hold a password
     kv: str = "eager"
     hot_after: int = 2
 
@@ -88,8 +93,11 @@ class Store(NamedTuple):
 
 
 def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
-    """Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, ConfigError."""
+    """Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, ConfigError, and StoreError where the remote
+    refuses."""
     layout = StoreLayout(path)
+    if config.remote is not None:  # a wrong one is refused before a store is made
+        open_blobs(config.remote).close()
     if create and not config.read_only:
         layout.create()
     elif not layout.exists():
@@ -98,8 +106,12 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
     with ExitStack() as undo:
         documents = DocumentStore.open(config.database or layout.database, read_only=config.read_only)
         undo.callback(documents.close)
+        remote = _connect(documents, config)
+        if remote is not None:
+            undo.callback(remote.close)
         kv = KVStore(
             layout.kv,
+            remote=remote,
             memory_bytes=config.memory_bytes,
             device_bytes=config.device_bytes,
             disk_bytes=config.disk_bytes,
@@ -114,3 +126,34 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
         )
         undo.pop_all()
     return Store(layout, documents, kv)
+
+
+def _connect(documents: DocumentStore, config: StoreConfig) -> Connection | None:
+    """The remote asked for, or the one that the store was made with: its blocks would outlive their documents else.
+
+    It may be shared by the stores of one database alone, whose id is in the remote.
+    Raises StoreMismatchError when the store's blocks are in another one.
+    """
+    bound = documents.properties().get("remote")
+    if config.remote is None and bound is None:
+        return None
+    blobs = open_blobs(config.remote or str(bound))
+    connection = Connection(blobs, _database_id(documents), read_only=config.read_only)
+    try:
+        if bound is not None:
+            documents.bind("remote", blobs.where)
+        connection.check()
+        documents.bind("remote", blobs.where)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _database_id(documents: DocumentStore) -> str:
+    """A random name, made at first use; "" where it is not made, and cannot be."""
+    name = "database_id"
+    if name not in documents.properties():
+        with suppress(StoreMismatchError):  # another process was faster
+            documents.bind(name, secrets.token_hex(16))
+    return str(documents.properties().get(name, ""))

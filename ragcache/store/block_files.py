@@ -16,6 +16,12 @@ SUFFIX = ".safetensors"
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
+def check_key(key: str) -> None:
+    """Raises ConfigError when the key is no block key, so that no name from outside ever becomes a path."""
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"{key!r} is no block key: 64 hex digits are")
+
+
 class BlockFile(NamedTuple):
     """key: None for what is no block, as a temporary file. used_at: Unix seconds, by the file's own time."""
 
@@ -33,10 +39,8 @@ class BlockFiles:
         self.root = root
 
     def path(self, key: str) -> Path:
-        """The block's file, whether it exists or not. Raises ConfigError when the key is no block key, so that no name
-        from outside ever becomes a path."""
-        if not _KEY.fullmatch(key):
-            raise ConfigError(f"{key!r} is no block key: 64 hex digits are")
+        """The block's file, whether it exists or not. Raises ConfigError when the key is no block key."""
+        check_key(key)
         return self.root / key[:2] / key[2:4] / f"{key}{SUFFIX}"
 
     def paths(self) -> Iterator[Path]:

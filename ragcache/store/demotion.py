@@ -40,6 +40,10 @@ class Demotion:
         self._complaints = Complaints(log)
         self._lock = threading.Lock()
 
+    @property
+    def knows_references(self) -> bool:
+        return self._referenced is not None
+
     def demote(self, above: BudgetedTier, below: Tier, key: str, block: KVBlock) -> None:
         """Hand a block down, unless the slower tier has it or somebody works on the key: reads, makes or deletes it."""
         if key in below or (below is self._durable and not self._is_to_be_written(key)):

@@ -23,8 +23,9 @@ from ragcache.store.eviction import EvictionPolicy, get_policy
 from ragcache.store.expiry import Expiry
 from ragcache.store.key_locks import KeyLocks
 from ragcache.store.pins import Pins
-from ragcache.store.tier_stack import TierStack
-from ragcache.store.tiers import DeviceTier, DurableTier, MemoryTier, Tier, get_durable
+from ragcache.store.remote import Connection
+from ragcache.store.tier_stack import Stored, TierStack
+from ragcache.store.tiers import CachedTier, DeviceTier, DurableTier, MemoryTier, RemoteTier, Tier, get_durable
 from ragcache.store.trace import TraceWriter
 from ragcache.store.write_behind import WriteBehind
 
@@ -42,7 +43,8 @@ class KVStore:
     device_bytes: budget of the device tier, which is there from `use_device` on; 0: no such tier
     disk_bytes:   budget of the durable tier; None keeps every block
     write_behind_bytes: of blocks that `put` leaves to a thread to write; 0: `put` writes
-    durable:      name of the durable tier
+    durable:      name of the durable tier on this machine
+    remote:       where blocks are kept beyond this machine; what is on this machine are then copies, within disk_bytes
     ttl_s:        seconds after which a block that was not used is dropped; None keeps it
     codec:        how new blocks are written; blocks of every known codec are read
     eviction:     name of the tiers' policy
@@ -69,6 +71,7 @@ class KVStore:
         disk_bytes: int | None = None,
         write_behind_bytes: int = 0,
         durable: str = "disk",
+        remote: Connection | None = None,
         ttl_s: float | None = None,
         codec: str = "raw",
         eviction: str = "lru",
@@ -84,6 +87,8 @@ class KVStore:
         self._device_bytes = device_bytes
         open_tier, budget = get_durable(durable), None if read_only else disk_bytes
         tier = open_tier(self.root, get_codec(codec), budget, self._new_policy(), self._pins.__contains__)
+        if remote is not None:
+            tier = CachedTier(tier, RemoteTier(remote, get_codec(codec)), fills=not read_only)
         behind = WriteBehind(tier, write_behind_bytes)
         self._durable: DurableTier = behind if write_behind_bytes else tier
         self._expiry = Expiry(ttl_s, self._durable, writable=not read_only)
@@ -206,6 +211,14 @@ class KVStore:
         """Bytes that a read from the fastest tier that has the block moves, or None. Changes and reads nothing."""
         return None if self._is_over(key) else self._tiers.size(key)
 
+    def in_memory(self, key: str) -> bool:
+        """Whether a tier in memory has the block. Asks no disk and no network."""
+        return any(key in tier for tier in self._tiers.volatile) and not self._is_over(key)
+
+    def sizes(self, keys: Sequence[str]) -> dict[str, Stored]:
+        """`locate` and `size` of several blocks, asked together; those that no tier has are left out."""
+        return {key: stored for key, stored in self._tiers.sizes(keys).items() if not self._is_over(key)}
+
     def stored_bytes(self, key: str) -> int:
         """Bytes that the durable tier holds of the block; 0 where it has none. Changes and reads nothing."""
         return self._durable.size(key) or 0
@@ -276,18 +289,13 @@ class KVStore:
         """Let go of blocks that are not in the durable tier (any more); returns how many.
 
         To be called when the document store's generation has moved on: what another process deleted is in this one's
-        memory still. Blocks that were only remembered go too. What the durable tier's budget gave up stays while a
-        chunk refers to it. A block that was written late, after its document was deleted, is deleted as well.
+        memory still, and what another machine deleted on this one's disk. Blocks that were only remembered go too. What
+        the durable tier's budget gave up stays while a chunk refers to it. A block that was written late, after its
+        document was deleted, is deleted as well.
         """
         self._pins.reload()
         self._demotion.delete_late()
-        held = [(tier, key) for tier in self._tiers.volatile for key in list(tier.keys()) if key not in self._durable]
-        kept = self._demotion.wanted(key for _, key in held)
-        gone = [(tier, key) for tier, key in held if key not in kept]
-        for tier, key in gone:
-            tier.delete(key)
-            self._demotion.stays(key)
-        return len(gone)
+        return self._tiers.drop_unwanted(copies=not self.read_only)
 
     def expire(self) -> list[str]:
         """Drop the blocks whose time to live is over from every tier; returns their keys."""

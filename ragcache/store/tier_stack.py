@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,9 +14,17 @@ from ragcache.store.demotion import Demotion
 from ragcache.store.tiers import BudgetedTier, DurableTier, Tier
 
 
+class Stored(NamedTuple):
+    """The fastest tier that has a block, and the bytes that reading it moves."""
+
+    tier: str
+    num_bytes: int
+
+
 class TierStack:
-    """Any number of tiers in memory, fastest first, over a durable one. A block is read from the fastest tier that has
-    it and kept in the faster ones from then on; what a tier evicts, `demotion` hands to the next slower one.
+    """Any number of tiers in memory, fastest first, over a durable one and its caches. A block is read from the fastest
+    tier that has it and kept in the faster ones from then on; what a tier evicts, `demotion` hands to the next slower
+    one.
 
     As safe for several threads as its tiers are. Two calls for one key at once may leave a block in some tiers that was
     deleted from others: the caller locks the key.
@@ -27,11 +36,11 @@ class TierStack:
         self._demotion = demotion
 
     def __iter__(self) -> Iterator[Tier]:
-        return iter((*self.volatile, self.durable))
+        return iter((*self.volatile, *self.durable.caches, self.durable))
 
     def push(self, tier: BudgetedTier) -> None:
         """Make this the fastest tier."""
-        below = next(iter(self))
+        below = self.volatile[0] if self.volatile else self.durable
         tier.demote = lambda key, block: self._demotion.demote(tier, below, key, block)
         self.volatile = (tier, *self.volatile)
 
@@ -71,6 +80,32 @@ class TierStack:
     def size(self, key: str) -> int | None:
         """Bytes that a read from the fastest tier that has the block moves, or None. Changes and reads nothing."""
         return next((size for tier in self if (size := tier.size(key)) is not None), None)
+
+    def sizes(self, keys: Sequence[str]) -> dict[str, Stored]:
+        """`locate` and `size` of several blocks, asked together; those that no tier has are left out."""
+        found: dict[str, Stored] = {}
+        for tier in (*self.volatile, *self.durable.caches):
+            left = [key for key in keys if key not in found]
+            found |= {key: Stored(tier.name, size) for key in left if (size := tier.size(key)) is not None}
+        left = [key for key in dict.fromkeys(keys) if key not in found]
+        kept = self.durable.sizes(left) if left else {}
+        return found | {key: Stored(self.durable.name, size) for key, size in kept.items()}
+
+    def drop_unwanted(self, *, copies: bool) -> int:
+        """Let go of what no chunk refers to: copies on this machine, and in memory what the durable tier does not keep.
+        Returns how many blocks left memory. copies: whether those on disk can be removed"""
+        caches = self.durable.caches if copies and self._demotion.knows_references else ()
+        here = [(tier, key) for tier in caches for key in list(tier.keys())]
+        held = [(tier, key) for tier in self.volatile for key in list(tier.keys())]
+        wanted = self._demotion.wanted(key for _, key in (*here, *held))
+        for cache, key in here:
+            if key not in wanted:
+                cache.delete(key)
+        gone = [(tier, key) for tier, key in held if key not in wanted and key not in self.durable]
+        for tier, key in gone:
+            tier.delete(key)
+            self._demotion.stays(key)
+        return len(gone)
 
     def not_in_memory(self, keys: Sequence[str]) -> list[str]:
         """Keys that only the durable tier may have, each once."""

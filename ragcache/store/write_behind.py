@@ -15,7 +15,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.openmp import work_alone
 from ragcache.store.complaints import Complaints
 from ragcache.store.leases import leased
-from ragcache.store.tiers.base import DurableTier, TierUsage
+from ragcache.store.tiers.base import DurableTier, Tier, TierUsage
 from ragcache.store.tiers.memory import private_copy
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,10 @@ class WriteBehind(DurableTier):
         self._closing = False
         self._writer: threading.Thread | None = None
         self._complaints = Complaints(log)
+
+    @property
+    def caches(self) -> tuple[Tier, ...]:
+        return self.tier.caches
 
     @property
     def evictions(self) -> int:
@@ -135,6 +139,11 @@ class WriteBehind(DurableTier):
     def size(self, key: str) -> int | None:
         waiting = self._pending.get(key)
         return self.tier.size(key) if waiting is None else waiting.num_bytes
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        wanted, waiting = list(keys), dict(self._pending)
+        here = {key: waiting[key].num_bytes for key in wanted if key in waiting}
+        return here | self.tier.sizes([key for key in wanted if key not in here])
 
     def keys(self) -> Iterator[str]:
         with self._changed:

@@ -57,7 +57,8 @@ class World:
 class _Run:
     def __init__(self, world: World, parts: Sequence[BlockSize], batch_tokens: int, readers: int) -> None:
         self.world, self.parts = world, parts
-        self.split = Split(parts, world.rates, TIER, batch_tokens=batch_tokens, readers=readers)
+        placed = [part._replace(tier=TIER) for part in parts]
+        self.split = Split(placed, world.rates, batch_tokens=batch_tokens, readers=readers)
         self.queue: deque[tuple[int, int]] = deque()  # rank, number in the rates
         self.left_bytes = 0.0  # of the first in the queue
 

@@ -6,11 +6,16 @@ import math
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_world import World, best_s
 
-from ragcache.engine.loading.split import MIN_GAIN_S, BlockSize
+from ragcache.codecs import get_codec
+from ragcache.engine.loading.rates import Rates
+from ragcache.engine.loading.split import MIN_GAIN_S, BlockSize, Split
+from ragcache.kv.block import KVBlock
+from ragcache.kv.prefill import PrefillRate
 
 MB = 10**6
 TEN = [BlockSize(500, 23 * MB)] * 10
@@ -141,3 +146,32 @@ def test_a_disk_and_a_model_that_both_take_minutes():
     parts = [BlockSize(100, 30 * MB)] * 4
     assert world.run(parts) <= min(120, 40) * 1.6
     assert world.run(parts) <= best_s(*alone(parts, 1e6, 10.0)) * 1.1 + 10
+
+
+@pytest.mark.parametrize(("codec", "pays_from"), [("raw", 0.74e9), ("int4", 0.21e9)])
+def test_a_network_pays_from_the_rate_at_which_it_brings_tokens_faster_than_they_are_computed(codec, pays_from):
+    """Llama-3-8B in bfloat16 on an A100: 32 layers, 8 KV heads of 128, 5,646 tokens/s (KVLink's figures)."""
+    block = KVBlock(*(torch.randn(32, 8, 256, 128, dtype=torch.bfloat16) for _ in range(2)))
+    stored = sum(tensor.nbytes for tensor in get_codec(codec).encode(block).values())
+    assert codec != "raw" or stored == 256 * 131_072
+    tokens = 25_600  # hundred passages: what a gain of 10 ms is then is nothing
+    for bytes_s in (0.97 * pays_from, 1.03 * pays_from):
+        rates = Rates()
+        rates.set_tier("remote", 1e-6, bytes_s)
+        rates.set_prefill(PrefillRate(1 / 5646, 0.0))
+        split = Split([BlockSize(tokens, 100 * stored, "remote")], rates, batch_tokens=1, readers=8)
+        pays = bytes_s > pays_from
+        assert (split.next_reads(), split.next_batch()) == (([0], ()) if pays else ([], (0,)))
+
+
+def test_a_disk_and_a_network_are_read_side_by_side():
+    """Half the passages from either, each in 1 s: none is computed when that takes 1.5 s, all when it takes 0.5 s."""
+    parts = [BlockSize(500, 10 * MB, tier) for tier in ("disk", "remote") * 4]
+    for tokens_s, computed in ((4000 / 1.5, 0), (4000 / 0.05, 8)):
+        rates = Rates()
+        for tier in ("disk", "remote"):
+            rates.set_tier(tier, 1e-6, 40e6)
+        rates.set_prefill(PrefillRate(1 / tokens_s, 0.0))
+        split = Split(parts, rates, batch_tokens=10_000, readers=8)
+        split.next_reads()
+        assert len(split.next_batch()) == computed

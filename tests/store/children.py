@@ -17,6 +17,7 @@ from blocks import make_block, make_key
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import NewChunk, NewDocument
+from ragcache.store.remote import Connection, open_blobs
 
 NUM_KEYS = 40
 NUM_DOCUMENTS = 7
@@ -30,15 +31,25 @@ def say(line: object) -> None:
 def put_blocks(root: str, start: str) -> None:
     """Put (and sometimes delete) blocks round and round; say each one's number once `put` has returned."""
     with KVStore(Path(root), memory_bytes=0) as store:
-        say("ready")
-        for step in itertools.count(int(start)):
-            number = step % NUM_KEYS
-            if step % 5 == 4:
-                store.delete(make_key(number))
-                say(-number - 1)
-            else:
-                store.put(make_key(number), make_block(number, num_tokens=64))
-                say(number)
+        put_round_and_round(store, int(start))
+
+
+def put_round_and_round(store: KVStore, start: int) -> None:
+    say("ready")
+    for step in itertools.count(start):
+        number = step % NUM_KEYS
+        if step % 5 == 4:
+            store.delete(make_key(number))
+            say(-number - 1)
+        else:
+            store.put(make_key(number), make_block(number, num_tokens=64))
+            say(number)
+
+
+def put_blocks_remotely(root: str, url: str, start: str) -> None:
+    """`put_blocks` of a machine whose blocks are in a remote."""
+    with KVStore(Path(root), memory_bytes=0, remote=Connection(open_blobs(url), "tests")) as store:
+        put_round_and_round(store, int(start))
 
 
 def put_blocks_behind(root: str, start: str) -> None:
@@ -86,7 +97,12 @@ def replace_documents(url: str, start: str) -> None:
                 say(f"{version % NUM_DOCUMENTS} -1 ")
 
 
-JOBS = {"put_blocks": put_blocks, "put_blocks_behind": put_blocks_behind, "replace_documents": replace_documents}
+JOBS = {
+    "put_blocks": put_blocks,
+    "put_blocks_remotely": put_blocks_remotely,
+    "put_blocks_behind": put_blocks_behind,
+    "replace_documents": replace_documents,
+}
 
 
 def fork(job: str, *arguments: str) -> int:

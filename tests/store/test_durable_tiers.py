@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from blocks import make_block, make_key
+from remotes import KINDS, remote_url
 from shared_tier import SharedTier
 
 from ragcache.codecs import Int8Codec, RawCodec
@@ -16,16 +19,33 @@ from ragcache.kv.block import KVBlock
 from ragcache.store import tiers
 from ragcache.store.eviction import LRU
 from ragcache.store.kv_store import KVStore
-from ragcache.store.tiers import DiskTier, DurableTier
+from ragcache.store.remote import Connection, open_blobs
+from ragcache.store.tiers import CachedTier, DiskTier, DurableTier, RemoteTier
 from ragcache.store.write_behind import WriteBehind
 
 ROOMY = 1 << 20
 Open = Callable[[Path], DurableTier]
+
+
+def open_remote(kind: str, path: Path) -> RemoteTier:
+    return RemoteTier(Connection(open_blobs(remote_url(kind, path)), "tests"), Int8Codec())
+
+
+def cached(kind: str, path: Path, disk_bytes: int | None = None) -> CachedTier:
+    """A disk of its own for each instance, as each machine has one."""
+    local = path / secrets.token_hex(8)
+    return CachedTier(DiskTier(local, Int8Codec(), disk_bytes), open_remote(kind, path))
+
+
 DURABLE: dict[str, Open] = {
     "disk": lambda path: DiskTier(path, Int8Codec()),
     "disk with a budget": lambda path: DiskTier(path, Int8Codec(), ROOMY),
     "disk written behind": lambda path: WriteBehind(DiskTier(path, Int8Codec()), ROOMY),
     "shared": lambda path: SharedTier(path, Int8Codec()),
+    **{kind: partial(open_remote, kind) for kind in KINDS},
+    "disk before s3": lambda path: cached("s3", path),
+    "disk with a budget before redis": lambda path: cached("redis", path, ROOMY),
+    "disk before s3, written behind": lambda path: WriteBehind(cached("s3", path), ROOMY),
     "shared, written behind": lambda path: WriteBehind(SharedTier(path, Int8Codec()), ROOMY),
 }
 KEY, OTHER = make_key(1), make_key(2)

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from blocks import DTYPES, make_block, make_key, make_mixed_block
 from flushes import needs_proc, record_calls, unflushed
+from remotes import KINDS, remote_url
 from shared_tier import SharedTier
 
 from ragcache.codecs import RawCodec
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
 from ragcache.store.eviction import LRU
-from ragcache.store.tiers import DeviceTier, DiskTier, DurableTier, MemoryTier, Tier, TierUsage
+from ragcache.store.remote import Connection, open_blobs
+from ragcache.store.tiers import (
+    CachedTier,
+    DeviceTier,
+    DiskTier,
+    DurableTier,
+    MemoryTier,
+    RemoteTier,
+    Tier,
+    TierUsage,
+)
 from ragcache.store.write_behind import WriteBehind
+
+
+def open_remote(kind: str, path: Path) -> RemoteTier:
+    return RemoteTier(Connection(open_blobs(remote_url(kind, path)), "tests"), RawCodec())
+
 
 TIERS: dict[str, Callable[[Path], Tier]] = {
     "device": lambda path: DeviceTier(torch.device("cpu"), 1 << 20, LRU()),
@@ -26,6 +43,8 @@ TIERS: dict[str, Callable[[Path], Tier]] = {
     "disk with a budget": lambda path: DiskTier(path, RawCodec(), 1 << 20),
     "disk written behind": lambda path: WriteBehind(DiskTier(path, RawCodec()), 1 << 20),
     "shared": lambda path: SharedTier(path, RawCodec()),
+    **{f"remote {kind}": partial(open_remote, kind) for kind in KINDS},
+    "remote cached": lambda path: CachedTier(DiskTier(path, RawCodec()), open_remote("s3", path)),
 }
 
 

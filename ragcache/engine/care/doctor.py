@@ -90,12 +90,14 @@ def _verify_blocks(store: Store) -> tuple[list[str], list[str], int]:
 
 
 def _forget_missing(store: Store) -> list[str]:
-    """Chunks whose handle names no block become pending; returns their ids."""
+    """Chunks whose handle names no block become pending; returns their ids. All blocks are listed at once: a remote
+    that cannot be asked raises, and lets none look missing."""
+    kept = set(store.kv.keys())
     missing = [
         chunk.id
         for document in store.documents.documents()
         for chunk in store.documents.chunks_of(document.id)
-        if chunk.handle is not None and chunk.handle not in store.kv
+        if chunk.handle is not None and chunk.handle not in kept and chunk.handle not in store.kv
     ]
     if missing:
         store.documents.set_handles(dict.fromkeys(missing))

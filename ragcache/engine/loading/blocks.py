@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ragcache.errors import NoSuchDocumentError, StoreBusyError, StoreFullError, StoreReadOnlyError
+from ragcache.errors import (
+    NoSuchDocumentError,
+    StoreBusyError,
+    StoreFullError,
+    StoreNotFoundError,
+    StoreReadOnlyError,
+    StoreUnreachableError,
+)
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.batches import plan_batches
@@ -23,6 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 COMPUTED = "computed"
+# What keeping a block may fail with that the next question, or the next day, may find mended.
+NOT_KEPT = (StoreReadOnlyError, StoreFullError, StoreBusyError, StoreUnreachableError, StoreNotFoundError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +91,7 @@ class Keeper:
                 self._forget(handle)
         except NoSuchDocumentError:
             self._forget(handle)
-        except (StoreReadOnlyError, StoreFullError, StoreBusyError) as error:
+        except NOT_KEPT as error:
             log.warning("the block of chunk %s is kept in memory only: %s", chunk.id, error)
             stored = self._kv.remember(handle, block)
         return stored

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from ragcache.openmp import work_alone
 from ragcache.store.access_counts import Loaded
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
+from ragcache.store.tier_stack import Stored
 
 # Reads on their way at once: a solid-state disk wants a deep queue, and threads that wait for it take no core.
 READERS = 8
@@ -94,19 +96,17 @@ class BlockLoader:
 
     # For questions and Ahead
 
-    def read(self, keys: Sequence[str]) -> dict[str, Future[Loaded | None]]:
-        """Begin to read these from the durable tier."""
-        tier = self.kv.durable_tier
-        sizes = {key: self.kv.size(key) or 0 for key in keys}
-        if len(sizes) > 1:  # in a thread: a device with a full queue lets even this wait
-            self._readers.submit(self.kv.read_ahead, list(sizes))
+    def read(self, keys: Mapping[str, Stored]) -> dict[str, Future[Loaded | None]]:
+        """Begin to read these, each from the tier that it was found in."""
+        if len(keys) > 1:  # in a thread: a device with a full queue lets even this wait
+            self._readers.submit(self.kv.read_ahead, list(keys))
         begun = {}
-        for key, num_bytes in sizes.items():
+        for key, (tier, num_bytes) in keys.items():
             number = self.rates.begin_read(tier, num_bytes)
             with self._lock:
                 self._reading[key] += 1
             future = self._readers.submit(self.kv.fetch, key)
-            future.add_done_callback(lambda done, key=key, number=number: self._has_read(done, key, number))  # type: ignore[misc]
+            future.add_done_callback(partial(self._has_read, key=key, tier=tier, number=number))
             begun[key] = future
         return begun
 
@@ -130,8 +130,7 @@ class BlockLoader:
         with self._lock:
             self._ahead_held -= num_bytes
 
-    def _has_read(self, done: Future[Loaded | None], key: str, number: int) -> None:
-        tier = self.kv.durable_tier
+    def _has_read(self, done: Future[Loaded | None], *, key: str, tier: str, number: int) -> None:
         loaded = None if done.cancelled() or done.exception() is not None else done.result()
         self.rates.end_read(tier, number, moved=loaded is not None and loaded.tier == tier)
         with self._lock:
@@ -156,18 +155,17 @@ class Ahead:
         loader = self._loader
         if loader.policy != AUTO:
             return
-        tier = loader.kv.durable_tier
-        expected_s = loader.rates.backlog_s(tier)
-        sizes: dict[str, int] = {}
-        for key in dict.fromkeys(keys):
-            if key in self._reads or loader.kv.locate(key) != tier:
-                continue
-            num_bytes = loader.kv.size(key) or 0
-            expected_s += loader.rates.load_s(tier, num_bytes)
-            if expected_s > AHEAD_S or len(sizes) == READERS or not loader.reserve_ahead(num_bytes):
+        expected_s: dict[str, float] = {}  # by tier
+        begun: dict[str, Stored] = {}
+        new = [key for key in dict.fromkeys(keys) if key not in self._reads and not loader.kv.in_memory(key)]
+        for key, stored in loader.kv.sizes(new).items():
+            before_s = expected_s.get(stored.tier, loader.rates.backlog_s(stored.tier))
+            expected_s[stored.tier] = before_s + loader.rates.load_s(*stored)
+            late = expected_s[stored.tier] > AHEAD_S
+            if late or len(begun) == READERS or not loader.reserve_ahead(stored.num_bytes):
                 break
-            sizes[key] = num_bytes
-        self._reads |= {key: (future, sizes[key]) for key, future in loader.read(list(sizes)).items()}
+            begun[key] = stored
+        self._reads |= {key: (future, begun[key].num_bytes) for key, future in loader.read(begun).items()}
 
     def take(self, keys: Sequence[str]) -> dict[str, Future[Loaded | None]]:
         """The reads of these keys that have begun; what else was begun is read for nothing."""
@@ -244,7 +242,7 @@ class _Question:
 
     def _take_from_memory(self, handle: str) -> bool:
         """Take the block if a fast tier has it: such a block is never computed."""
-        if handle in self._ahead or self._kv.locate(handle) in (None, self._kv.durable_tier):
+        if handle in self._ahead or not self._kv.in_memory(handle):
             return False
         loaded = self._kv.fetch(handle)
         if loaded is None:
@@ -254,17 +252,12 @@ class _Question:
 
     def _load_and_compute(self) -> None:
         begun = {rank: self._ahead[handle] for rank, handle in enumerate(self._slow) if handle in self._ahead}
-        sizes = [self._kv.size(handle) for handle in self._slow]
-        self._absent = {rank for rank, size in enumerate(sizes) if size is None and rank not in begun}
-        if self._loader.policy == NEVER:
-            sizes = [None] * len(sizes)
+        self._stored = self._kv.sizes(self._slow)
+        self._absent = {rank for rank, key in enumerate(self._slow) if key not in self._stored and rank not in begun}
+        readable = self._stored if self._loader.policy != NEVER else {}
         self._split = Split(
-            [
-                BlockSize(len(self._chunks[handle].token_ids), size)
-                for handle, size in zip(self._slow, sizes, strict=True)
-            ],
+            [self._size(handle, readable.get(handle)) for handle in self._slow],
             self._loader.rates,
-            self._kv.durable_tier,
             batch_tokens=self._encoder.batch_tokens,
             readers=READERS,
             reading=list(begun),
@@ -274,6 +267,10 @@ class _Question:
                 self._follow(rank, future)
         while (batch := self._next_batch()) is not None:
             self._compute(batch)
+
+    def _size(self, handle: str, stored: Stored | None) -> BlockSize:
+        num_tokens = len(self._chunks[handle].token_ids)
+        return BlockSize(num_tokens) if stored is None else BlockSize(num_tokens, stored.num_bytes, stored.tier)
 
     def _next_batch(self) -> tuple[int, ...] | None:
         """The ranks to compute now; waits while there are none. None when all blocks are here."""
@@ -291,7 +288,7 @@ class _Question:
 
     def _begin_reads(self) -> None:
         ranks = self._split.next_reads()
-        reads = self._loader.read([self._slow[rank] for rank in ranks])
+        reads = self._loader.read({self._slow[rank]: self._stored[self._slow[rank]] for rank in ranks})
         for rank in ranks:
             self._follow(rank, reads[self._slow[rank]])
 

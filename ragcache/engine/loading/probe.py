@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -27,6 +28,7 @@ MOST_READ_BYTES = 16 << 20
 COPIED_BYTES = 8 << 20
 DECODED_TOKENS = 256
 LOOKED_AT = 8
+PROBED = ("disk", "memory")
 # Shares of the time that may be spent; the rest is for memory and codec.
 MODEL_SHARE, DISK_SHARE = 0.6, 0.3
 
@@ -144,13 +146,14 @@ def _fastest_s(work: Callable[[], object]) -> float:
 def open_rates(kept: RatesFile, kv_root: Path, lm: LanguageModel, codec: Codec, budget_s: float) -> Rates:
     """Estimates for a store that was just opened: what this machine measured before, else what a probe finds.
 
-    The disk is measured at every opening: one that was slow is read from no more, so that no read would correct it.
+    The disk is measured at every opening: one that was slow is read from no more, so that no read would correct it. For
+    that reason, too, a remote's rate is not taken from earlier processes; its first read tells it.
     Nothing is measured in a store without blocks, where there is nothing to choose, nor with a budget of 0.
     """
     rates = Rates()
     known = kept.read(machine_key(lm))
     if known is not None:
-        rates.restore(known)
+        rates.restore(replace(known, tiers={name: known.tiers[name] for name in PROBED if name in known.tiers}))
     block_file = _some_block(kv_root) if budget_s else None
     if block_file is not None and known is None:
         probe(rates, lm, codec, block_file, budget_s)

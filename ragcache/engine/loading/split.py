@@ -12,7 +12,7 @@ the last one begun may end up to its own length after the optimum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ragcache.engine.loading.rates import Rates
@@ -22,17 +22,17 @@ MIN_GAIN_S = 0.01
 
 
 class BlockSize(NamedTuple):
-    """One block: its tokens, and the bytes that reading it moves; None where no tier has it."""
+    """One block: its tokens, the bytes that reading it moves (None where no tier has it), and the tier that has it."""
 
     num_tokens: int
-    num_bytes: int | None
+    num_bytes: int | None = None
+    tier: str = ""
 
 
 class Split:
     """The state of one question. It starts nothing itself and is not thread-safe; whoever does the work tells it what
     came of it. Parts are named by their rank in the question's order.
 
-    tier:         where parts are read from
     batch_tokens: padded tokens that are best computed together
     readers:      reads in progress at most
     reading:      ranks whose reads have begun already, while retrieval still ranked
@@ -42,7 +42,6 @@ class Split:
         self,
         parts: Sequence[BlockSize],
         rates: Rates,
-        tier: str,
         *,
         batch_tokens: int,
         readers: int,
@@ -50,7 +49,6 @@ class Split:
     ) -> None:
         self._parts = parts
         self._rates = rates
-        self._tier = tier
         self._batch_tokens = batch_tokens
         self._readers = readers
         self._reading = set(reading)
@@ -70,19 +68,20 @@ class Split:
     def next_reads(self) -> list[int]:
         """Ranks to read from now on; they count as begun."""
         begun: list[int] = []
-        ahead_s = self._rates.backlog_s(self._tier)
-        while self._waiting and self._may_read(self._waiting[0], ahead_s):
+        ahead = self._backlog_s()
+        while self._waiting and self._may_read(self._waiting[0], ahead):
             rank = self._waiting.pop(0)
-            ahead_s += self._load_s(rank)
+            ahead[self._parts[rank].tier] += self._load_s(rank)
             self._reading.add(rank)
             begun.append(rank)
         return begun
 
-    def _may_read(self, rank: int, ahead_s: float) -> bool:
+    def _may_read(self, rank: int, ahead: Mapping[str, float]) -> bool:
+        tier = self._parts[rank].tier
         # The first read of an unknown tier goes alone: it tells how many more to begin.
-        if len(self._reading) >= (self._readers if self._rates.knows(self._tier) else 1):
+        if len(self._reading) >= (self._readers if self._rates.knows(tier) else 1):
             return False
-        arrives_s = ahead_s + self._load_s(rank)
+        arrives_s = ahead[tier] + self._load_s(rank)
         # Beyond what any computation takes, the model may come first to what is only waiting to be read.
         if self._reading and arrives_s > min(self._compute_s([one]) for one in self._waiting):
             return False
@@ -124,8 +123,7 @@ class Split:
         batch: list[int] = []
         left = list(self._waiting)
         while left and self._fits(batch, left[-1]):
-            reading_s = self._rates.backlog_s(self._tier) + sum(self._load_s(rank) for rank in left)
-            if self._compute_s([*batch, left[-1]]) + MIN_GAIN_S > reading_s:
+            if self._compute_s([*batch, left[-1]]) + MIN_GAIN_S > self._reading_s(left):
                 break
             batch.append(left.pop())
         return batch
@@ -135,6 +133,17 @@ class Split:
         self._computing = ()
 
     # Expectations
+
+    def _backlog_s(self) -> dict[str, float]:
+        """Seconds until the reads in progress have arrived, of all questions, by tier."""
+        return {tier: self._rates.backlog_s(tier) for tier in {self._parts[rank].tier for rank in self._waiting}}
+
+    def _reading_s(self, ranks: Sequence[int]) -> float:
+        """Seconds until these would have been read, after what is in progress. Tiers are read side by side."""
+        ahead = self._backlog_s()
+        for rank in ranks:
+            ahead[self._parts[rank].tier] += self._load_s(rank)
+        return max(ahead.values(), default=0.0)
 
     def _computing_all_s(self) -> float:
         """Seconds until the model alone would have computed all that nobody has begun to read."""
@@ -158,7 +167,7 @@ class Split:
         return self._load_s(rank) / max(self._compute_s([rank]), 1e-12)
 
     def _load_s(self, rank: int) -> float:
-        return self._rates.load_s(self._tier, self._parts[rank].num_bytes or 0)
+        return self._rates.load_s(self._parts[rank].tier, self._parts[rank].num_bytes or 0)
 
     def _compute_s(self, ranks: Sequence[int]) -> float:
         return self._rates.compute_s([self._parts[rank].num_tokens for rank in ranks]) if ranks else 0.0

@@ -98,6 +98,15 @@ class DurableTier(Tier):
 
     writes_late: bool = False
 
+    @property
+    def caches(self) -> tuple[Tier, ...]:
+        """Tiers of copies that `get` asks first, fastest first: whoever asks them before knows where a block was."""
+        return ()
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        """`size` of several blocks, asked together; those that are not here are left out."""
+        return {key: size for key in keys if (size := self.size(key)) is not None}
+
     @abstractmethod
     def put_now(self, key: str, block: KVBlock) -> KVBlock | None:
         """`put`, and a kill or a power cut after it returns loses nothing.

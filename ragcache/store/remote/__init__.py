@@ -1,0 +1,35 @@
+"""Remotes: services that hold blobs by name and that several machines share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ragcache.errors import ConfigError, check_choice
+from ragcache.store.remote.base import Blob as Blob
+from ragcache.store.remote.base import Blobs as Blobs
+from ragcache.store.remote.connection import Connection as Connection
+from ragcache.store.remote.objects import open_objects
+from ragcache.store.remote.redis import open_redis
+
+SCHEMES: dict[str, Callable[[str], Blobs]] = {
+    "s3": open_objects,
+    "gs": open_objects,
+    "az": open_objects,
+    "file": open_objects,
+    "redis": open_redis,
+    "rediss": open_redis,
+}
+
+
+def open_blobs(url: str) -> Blobs:
+    """The remote at a URL such as s3://bucket/prefix or redis://host:6379/0. Asks it nothing yet.
+
+    Raises ConfigError: an unknown scheme, a URL that says too little, or a package that is not installed. No error
+    repeats the URL's credentials.
+    """
+    scheme, sign, _ = url.partition("://")
+    if not sign or not re.fullmatch("[a-z0-9+.-]+", scheme):
+        raise ConfigError("the remote is no URL; write it like s3://bucket/prefix or redis://host:6379/0")
+    check_choice("the remote's scheme", scheme, SCHEMES)
+    return SCHEMES[scheme](url)

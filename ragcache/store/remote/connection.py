@@ -1,0 +1,105 @@
+"""One store's access to a remote, which may be slow, down, or another store's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ragcache.errors import ConfigError, SchemaVersionError, StoreUnreachableError
+from ragcache.store.remote.base import Blobs
+
+log = logging.getLogger(__name__)
+RETRY_AFTER_S = 10.0
+MARKER = "ragcache.json"
+FORMAT_VERSION = 1
+
+
+class Connection:
+    """Lets calls through, unless one has failed a moment ago: nobody waits for a dead service twice.
+
+    owner:     id of the store's database. A remote belongs to one database, as what no document there refers to is
+               deleted; the first store to open it leaves the id in a marker
+    read_only: the marker is read, and not made
+    """
+
+    def __init__(
+        self, blobs: Blobs, owner: str, *, read_only: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.where = blobs.where
+        self.read_only = read_only
+        self._blobs = blobs
+        self._owner = owner
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._is_ours = False
+        self._broken_until = float("-inf")
+
+    @contextmanager
+    def use(self) -> Iterator[Blobs]:
+        """The remote, for one call.
+
+        Raises StoreUnreachableError at once for some seconds after a call has; ConfigError when the remote belongs to
+        another store; SchemaVersionError.
+        """
+        wait_s = self._broken_until - self._clock()
+        if wait_s > 0:
+            raise StoreUnreachableError(
+                f"{self.where}: did not answer a moment ago; it is asked again in {wait_s:.0f} s"
+            )
+        try:
+            self._check_owner()
+            yield self._blobs
+        except StoreUnreachableError:
+            self._broken_until = self._clock() + RETRY_AFTER_S
+            raise
+
+    def check(self) -> None:
+        """Ask once, so that what has to be mended is said at the start. One that does not answer is only warned of.
+
+        Raises what `use` does, and StoreNotFoundError, StoreReadOnlyError, StoreError where the service refuses.
+        """
+        try:
+            with self.use():
+                pass
+        except StoreUnreachableError as error:
+            log.warning("%s; until it answers, blocks that are not on this machine are computed", error)
+
+    def close(self) -> None:
+        self._blobs.close()
+
+    def _check_owner(self) -> None:
+        if self._is_ours:
+            return
+        with self._lock:
+            if self._is_ours:
+                return
+            mark = json.dumps({"format": FORMAT_VERSION, "owner": self._owner, "made_by": "ragcache"}).encode()
+            found = self._blobs.get(MARKER)
+            if found is None and self.read_only:
+                return
+            if found is None and not self._blobs.create(MARKER, mark):
+                found = self._blobs.get(MARKER)
+            if found is not None:
+                self._refuse_other(found)
+            self._is_ours = True
+
+    def _refuse_other(self, found: bytearray) -> None:
+        try:
+            marker = json.loads(found)
+            version, owner = int(marker["format"]), str(marker["owner"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise SchemaVersionError(f"{self.where}: its {MARKER} is not ragcache's; name another prefix") from error
+        if version > FORMAT_VERSION:
+            raise SchemaVersionError(
+                f"{self.where}: remote format {version}; this version of ragcache reads up to {FORMAT_VERSION}: use "
+                "the version that made it, or a later one"
+            )
+        if owner != self._owner:
+            raise ConfigError(
+                f"{self.where}: holds the blocks of another store, and each would delete what only the other one's "
+                "documents refer to; name another prefix, or share that store's database too (PostgreSQL, --database)"
+            )

@@ -1,0 +1,151 @@
+"""Knowledge bases that share a remote: two machines with a database in common, as a fleet has with PostgreSQL."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from remotes import KINDS, remote_url
+
+import ragcache as rc
+from ragcache.errors import ConfigError, StoreMismatchError, StoreUnreachableError
+from ragcache.store.remote import open_blobs
+from ragcache.store.remote.objects import ObjectBlobs
+
+OpenKB = Callable[..., rc.RagCache]
+TEXTS = {"hat": "Jonas Lansen wears a green hat.", "boat": "The boat of Mira Holt is called Petrel."}
+QUESTION = "Who wears a hat?"
+
+
+@pytest.fixture(params=KINDS)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return remote_url(request.param, tmp_path / "kv")
+
+
+@pytest.fixture
+def open_machine(open_kb: OpenKB, url: str, tmp_path: Path) -> OpenKB:
+    def open_one(name: str, remote: str | None = url, **options: object) -> rc.RagCache:
+        config = rc.StoreConfig(
+            database=f"sqlite:///{tmp_path / 'shared.sqlite3'}", remote=remote, load="always", **options
+        )
+        return open_kb(tmp_path / name, store=config)
+
+    return open_one
+
+
+def remote_blocks(url: str) -> list[str]:
+    blobs = open_blobs(url)
+    try:
+        return sorted(blob.name.rpartition("/")[2].removesuffix(".safetensors") for blob in blobs.walk("blocks"))
+    finally:
+        blobs.close()
+
+
+def add(kb: rc.RagCache) -> None:
+    kb.ingest([rc.Document(name, text) for name, text in TEXTS.items()])
+
+
+def test_machines_share_what_one_has_computed(open_machine: OpenKB, url: str) -> None:
+    first = open_machine("a")
+    add(first)
+    expected = first.ask(QUESTION, k=2)
+    second = open_machine("b")
+    answers = [second.ask(QUESTION, k=2) for _ in range(2)]
+    assert [hit.kv for hit in answers[0].hits] == ["remote"] * 2
+    assert [answer.text for answer in answers] == [expected.text] * 2
+    again = open_machine("b", memory_bytes=0)
+    assert [hit.kv for hit in again.ask(QUESTION, k=2).hits] == ["disk"] * 2
+
+
+def test_deleting_a_document_deletes_its_blocks_remotely(open_machine: OpenKB, url: str, tmp_path: Path) -> None:
+    """Law 10, and on the other machine's disk and in its memory with its next question."""
+    first, second = open_machine("a"), open_machine("b")
+    add(first)
+    (gone,) = [hit.handle for hit in second.ask(QUESTION, k=2).hits if hit.chunk.document_id == "hat"]
+    assert len(remote_blocks(url)) == 2
+    assert len(list((tmp_path / "b").rglob(f"{gone}*"))) == 1
+    first.delete("hat")
+    assert gone not in remote_blocks(url)
+    assert len(remote_blocks(url)) == 1
+    assert [hit.chunk.document_id for hit in second.ask(QUESTION, k=2).hits] == ["boat"]
+    assert second.store.kv.locate(gone) is None
+    assert not list(tmp_path.rglob(f"{gone}*"))
+
+
+def test_a_store_knows_its_remote(open_machine: OpenKB, url: str, tmp_path: Path) -> None:
+    """Deleted from a store opened without it, a document's blocks would stay there for ever."""
+    add(open_machine("a"))
+    config = rc.StoreConfig(database=f"sqlite:///{tmp_path / 'shared.sqlite3'}")
+    with rc.Library.open(tmp_path / "a", store=config) as library:
+        assert list(library.info().bytes_by_tier) == ["memory", "disk", "remote"]
+        assert library.doctor().sound
+        library.delete(list(TEXTS))
+    assert remote_blocks(url) == []
+    with pytest.raises(StoreMismatchError, match="made with remote"):
+        open_machine("a", remote=remote_url("folder", tmp_path / "other" / "kv"))
+
+
+def test_a_store_with_other_documents_is_refused(open_machine: OpenKB, url: str, tmp_path: Path) -> None:
+    add(open_machine("a"))
+    with pytest.raises(ConfigError, match=r"blocks of another store"):
+        rc.Library.open(tmp_path / "other", store=rc.StoreConfig(remote=url), create=True)
+    assert len(remote_blocks(url)) == 2
+
+
+def test_the_doctor_repairs_the_remote(open_machine: OpenKB, url: str) -> None:
+    kb = open_machine("a", memory_bytes=0)
+    add(kb)
+    damaged, lost = remote_blocks(url)
+    blobs = open_blobs(url)
+    names = {blob.name for blob in blobs.walk("blocks")}
+    for name in names:
+        data = bytes(blobs.get(name) or b"")
+        if damaged in name:
+            blobs.put(name, data[:-1])
+            stray = name.replace(damaged, damaged[:2] + "0" * 62)
+            blobs.put(stray, data)
+    blobs.close()
+    report = kb.doctor()
+    assert sorted(report.damaged) == sorted([damaged, damaged[:2] + "0" * 62])
+    assert remote_blocks(url) == [lost]
+    assert len(kb.ask(QUESTION, k=2).hits) == 2
+    assert remote_blocks(url) == sorted([damaged, lost]), "computed again, and kept"
+    assert kb.doctor().sound
+
+
+def test_a_remote_that_fails_costs_no_answer(
+    open_machine: OpenKB, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked for a block once, not by each question; what has to be kept elsewhere is refused."""
+    if not url.startswith("file"):
+        pytest.skip("one kind is enough: the fault is ours")
+    first = open_machine("a")
+    add(first)
+    expected = first.ask(QUESTION, k=2).text
+    asked = []
+
+    def fail(*arguments: object) -> None:
+        asked.append(arguments)
+        raise StoreUnreachableError("no answer in time")
+
+    second = open_machine("b", memory_bytes=0)
+    for name in ("get", "look", "put", "delete", "walk"):
+        monkeypatch.setattr(ObjectBlobs, name, fail)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            answer = second.ask(QUESTION, k=2)
+            assert answer.text == expected
+            assert {hit.kv for hit in answer.hits} == {"computed"}
+    assert len(asked) == 1
+    with pytest.raises(StoreUnreachableError):
+        second.ingest(rc.Document("late", "Nobody keeps this."))
+    with pytest.raises(StoreUnreachableError):
+        second.doctor()
+    with pytest.raises(StoreUnreachableError):
+        second.delete("hat")
+    monkeypatch.undo()
+    second.store.kv._durable.shared._connection._broken_until = 0.0
+    assert second.doctor().sound, "what was to be deleted is, and nothing else is missed"
+    assert len(remote_blocks(url)) == 1
