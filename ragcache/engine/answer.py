@@ -14,8 +14,8 @@ class Source:
 
     score:  inner product with the question
     handle: names the chunk's KV block
-    kv:     where its KV came from: "memory", "disk", "remote", "computed" now, "unused" (full prefill reads the text), or
-            "exact" (full prefill had read it at this place before)
+    kv:     where its KV came from: "memory", "disk", "remote", "computed" now, "unused" (full prefill reads the text),
+            or "exact" (full prefill had read it at this place before)
     """
 
     chunk: Chunk

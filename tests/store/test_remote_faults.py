@@ -105,8 +105,8 @@ def refusal(call: Callable[[], object]) -> RagCacheError:
         (0, "", StoreUnreachableError, StoreUnreachableError, "no answer in time"),
         (500, "InternalError", StoreUnreachableError, StoreUnreachableError, "try again later"),
         (503, "SlowDown", StoreUnreachableError, StoreUnreachableError, "try again later"),
-        (403, "AccessDenied", StoreError, StoreReadOnlyError, "check the credentials"),
-        (401, "Unauthorized", StoreError, StoreReadOnlyError, "check the credentials"),
+        (403, "AccessDenied", StoreError, StoreReadOnlyError, "credentials"),
+        (401, "Unauthorized", StoreError, StoreReadOnlyError, "credentials"),
         (400, "AuthorizationHeaderMalformed", StoreError, StoreReadOnlyError, "check the URL, the region"),
         (507, "XMinioStorageFull", StoreFullError, StoreFullError, "no space left"),
     ],
@@ -156,7 +156,7 @@ def test_a_redis_that_hangs_is_unreachable(opened: Callable[[str], Blobs]) -> No
 
 
 def test_a_redis_that_refuses(opened: Callable[[str], Blobs]) -> None:
-    server = redis_server("--requirepass", "another", "--user", f"reader on >{SECRET} ~* +@read +@connection")
+    server = redis_server("--requirepass", "another", *f"--user reader on >{SECRET} ~* +@read +@connection".split())
     host = server.removeprefix("redis://")
     wrong = opened(f"redis://:{SECRET}@{host}/0")
     assert "check user and password" in str(refusal(lambda: wrong.get("x")))
