@@ -149,7 +149,10 @@ class StoreOptions:
             "own if not given.",
         ),
     ] = None
-    index: Annotated[Literal["flat", "hnsw"], option("--index", "Kind of vector index; flat is exact.")] = "flat"
+    index: Annotated[
+        Literal["flat", "hnsw", "ivfpq"],
+        option("--index", "Kind of vector index; flat is exact, ivfpq takes the least memory."),
+    ] = "flat"
 
     def config(self, *, read_only: bool = False) -> StoreConfig:
         from ragcache import StoreConfig

@@ -6,28 +6,23 @@ The index holds nothing that SQL does not: ids are SQL's vector ids, and a lost 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import faiss as untyped_faiss
 import numpy as np
-from numpy.typing import NDArray
 
 from ragcache.errors import ConfigError, DamagedIndexError, check_choice, check_least
+from ragcache.retrieval.id_set import Ids, IdSet
 from ragcache.retrieval.index_file import IndexHeader, read_index, write_index
+from ragcache.retrieval.ivfpq import IvfPq
+from ragcache.retrieval.kinds import Flat, Hnsw, IndexKind, Stored, Vectors
+from ragcache.store.records import VectorBatch
 
-# Its type stubs lack SearchParametersHNSW and the selector.
 faiss: Any = untyped_faiss
 
-Ids = NDArray[np.int64]
-Vectors = NDArray[np.float32]
-
-HNSW_NEIGHBOURS = 32
-HNSW_EF_CONSTRUCTION = 128
-HNSW_EF_SEARCH = 128
-# HNSW cannot delete: removed ids stay in the graph, unfindable, until they are this share of it.
-MAX_REMOVED_SHARE = 0.25
+KINDS: dict[str, type[IndexKind]] = {"flat": Flat, "hnsw": Hnsw, "ivfpq": IvfPq}
 
 
 class SearchResult(NamedTuple):
@@ -37,28 +32,17 @@ class SearchResult(NamedTuple):
     scores: Vectors
 
 
-def _flat(dimension: int) -> Any:
-    return faiss.IndexFlatIP(dimension)
-
-
-def _hnsw(dimension: int) -> Any:
-    index = faiss.IndexHNSWFlat(dimension, HNSW_NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction = HNSW_EF_CONSTRUCTION
-    return index
-
-
-KINDS: dict[str, Callable[[int], Any]] = {"flat": _flat, "hnsw": _hnsw}
-
-
 class VectorIndex:
-    """Vectors under int64 ids. Thread-safe: one lock guards the FAISS structure, which forbids search beside a change.
+    """Vectors under ids of 0 or more. Thread-safe: one lock guards the FAISS structure, which forbids search beside a
+    change.
 
-    kind "flat" is exact. kind "hnsw" is approximate; it still returns as many results as there are to return.
-    embedder and generation travel with the file: they say which model made the vectors and which commit of the SQL
-    store the index reflects (-1: none). saved_generation: of the file last written or read, None without one.
+    kind "flat" is exact. Kinds "hnsw" and "ivfpq" are approximate; they still return as many results as there are to
+    return, with their exact scores. stored: reads vectors of the SQL store; "ivfpq" needs it, and adds only what is
+    there. embedder and generation travel with the file: they say which model made the vectors and which commit of the
+    SQL store the index reflects (-1: none). saved_generation: of the file last written or read, None without one.
     """
 
-    def __init__(self, dimension: int, *, kind: str = "flat", embedder: str = "") -> None:
+    def __init__(self, dimension: int, *, kind: str = "flat", embedder: str = "", stored: Stored | None = None) -> None:
         check_choice("index kind", kind, KINDS)
         check_least("dimension", dimension, 1)
         self.kind = kind
@@ -67,9 +51,8 @@ class VectorIndex:
         self.generation = -1
         self.saved_generation: int | None = None
         self._lock = threading.RLock()
-        self._index = faiss.IndexIDMap2(KINDS[kind](dimension))
-        self._live: set[int] = set()
-        self._removed: set[int] = set()
+        self._index = KINDS[kind](dimension, stored)
+        self._live = IdSet()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -80,44 +63,39 @@ class VectorIndex:
     @property
     def ids(self) -> frozenset[int]:
         with self._lock:
-            return frozenset(self._live)
+            return frozenset(self._live.array().tolist())
+
+    def make_ready(self, coming: Collection[int]) -> None:
+        """Prepare for many ids that will be added, batch by batch, and are in the SQL store already."""
+        with self._lock:
+            self._index.make_ready(np.fromiter(coming, dtype=np.int64, count=len(coming)))
 
     def add(self, ids: Sequence[int] | Ids, vectors: Vectors) -> None:
-        """vectors: [len(ids), dimension]. Raises ConfigError for an id already present, or vectors that are not
-        finite or of another shape; then nothing was added."""
+        """vectors: [len(ids), dimension]. Raises ConfigError for an id already present or below 0, or vectors that are
+        not finite or of another shape; then nothing was added."""
         keys = np.asarray(ids, dtype=np.int64).reshape(-1)
         rows = self._checked(vectors, len(keys))
+        if len(keys) and keys.min() < 0:
+            raise ConfigError(f"vector id {keys.min()} is below 0")
         with self._lock:
-            wanted = set(keys.tolist())
-            present = wanted & self._live
-            if present or len(wanted) != len(keys):
-                raise ConfigError(f"vector ids are given twice or already in the index: {sorted(present)[:5]}")
-            if wanted & self._removed:
-                self._compact()
-            if len(keys):
-                self._index.add_with_ids(rows, keys)
-            self._live |= wanted
+            present = self._live.among(keys)
+            if len(present) or len(np.unique(keys)) != len(keys):
+                raise ConfigError(f"vector ids are given twice or already in the index: {sorted(present.tolist())[:5]}")
+            self._index.add(keys, rows)
+            self._live.add(keys)
 
     def remove(self, ids: Collection[int]) -> int:
         """Forget these ids; absent ones are fine. Returns how many were present."""
         with self._lock:
-            gone = self._live & {int(vector_id) for vector_id in ids}
-            self._live -= gone
-            if not gone:
-                return 0
-            if self.kind == "flat":
-                self._index.remove_ids(_selector(gone))
-            else:
-                self._removed |= gone
-                if len(self._removed) > MAX_REMOVED_SHARE * self._index.ntotal:
-                    self._compact()
+            gone = self._live.discard(np.fromiter(set(ids), dtype=np.int64))
+            if len(gone):
+                self._index.remove(gone)
             return len(gone)
 
     def compact(self) -> None:
-        """Rebuild an HNSW graph without the ids that were removed; nothing to do for a flat index."""
+        """Leave nothing of removed vectors behind: HNSW keeps them in its graph for a while."""
         with self._lock:
-            if self._removed:
-                self._compact()
+            self._index.compact()
 
     def search(self, vector: Vectors, k: int, allowed: Collection[int] | None = None) -> SearchResult:
         """The k ids of largest inner product with `vector` ([dimension]), all of them when there are fewer.
@@ -125,56 +103,63 @@ class VectorIndex:
         allowed: only these ids count. Raises ConfigError when k < 1 or the vector does not fit.
         """
         check_least("k", k, 1)
-        query = self._checked(np.asarray(vector, dtype=np.float32).reshape(1, -1), 1)
+        query = self._checked(np.asarray(vector, dtype=np.float32).reshape(1, -1), 1)[0]
         with self._lock:
-            eligible = self._live if allowed is None else self._live & set(allowed)
+            eligible = self._live if allowed is None else self._allowed(allowed)
             k = min(k, len(eligible))
             if k == 0:
                 return SearchResult(np.empty(0, np.int64), np.empty(0, np.float32))
-            selector = _selector(eligible) if len(eligible) < self._index.ntotal else None
-            scores, ids = self._index.search(query, k, params=self._parameters(selector, k))
-            found = ids[0] >= 0
-            if int(found.sum()) < k:  # the graph search ended early: a narrow filter, or islands left by removals
-                return self._scan(query[0], k, eligible)
-            return _ranked(ids[0][found], scores[0][found])
+            every = len(eligible) == self._index.ntotal
+            ids, scores = self._index.search(query, k, None if every else eligible)
+            if len(ids) < k:  # the search ended early: a narrow filter, or islands in a graph left by removals
+                ids, scores = self._index.scan(query, k, eligible)
+            return _ranked(ids, scores)
 
     def vectors(self, ids: Sequence[int] | Ids) -> Vectors:
         """The vectors of these ids, [len(ids), dimension]. Raises ConfigError for an absent id."""
         keys = np.asarray(ids, dtype=np.int64).reshape(-1)
-        with self._lock:
-            absent = set(keys.tolist()) - self._live
-            if absent:
-                raise ConfigError(f"vector ids are not in the index: {sorted(absent)[:5]}")
-            return self._reconstruct(keys)
+        rows, found = self.vectors_present(keys)
+        if len(rows) < len(keys):
+            absent = np.delete(keys, rows)
+            raise ConfigError(f"vector ids are not in the index: {sorted(absent.tolist())[:5]}")
+        return found
 
     def vectors_present(self, ids: Ids) -> tuple[Ids, Vectors]:
         """Rows of `ids` that are in the index, and their vectors: for ids that may have been removed meanwhile."""
         with self._lock:
-            rows = np.array([row for row, vector_id in enumerate(ids.tolist()) if vector_id in self._live], np.int64)
-            return rows, self._reconstruct(ids[rows])
+            found, vectors = self._index.vectors(self._live.among(ids))
+        at = {id: row for row, id in enumerate(found.tolist())}
+        rows = [row for row, id in enumerate(ids.tolist()) if id in at]
+        return np.array(rows, np.int64), vectors[[at[id] for id in ids[rows].tolist()]]
+
+    def agrees(self, batch: VectorBatch) -> bool:
+        """Whether the index was made of these vectors, as far as it has them."""
+        with self._lock:
+            known = np.isin(batch.ids, self._live.among(batch.ids))
+            return self._index.agrees(batch.ids[known], batch.vectors[known])
 
     def save(self, path: Path) -> None:
         """Write the index to `path`, atomically. Raises StoreFullError, StoreReadOnlyError."""
         with self._lock:
             header = IndexHeader(
-                self.kind, self.dimension, self.embedder, self.generation, tuple(sorted(self._removed))
+                self.kind, self.dimension, self.embedder, self.generation, tuple(sorted(self._index.removed))
             )
-            payload: bytes = faiss.serialize_index(self._index).tobytes()
+            payload = memoryview(faiss.serialize_index(self._index.faiss))
         write_index(path, header, payload)
         self.saved_generation = header.generation
 
     @classmethod
-    def load(cls, path: Path) -> VectorIndex:
+    def load(cls, path: Path, stored: Stored | None = None) -> VectorIndex:
         """The index saved at `path`. Raises DamagedIndexError when it is absent or any byte differs."""
         header, payload = read_index(path)
         try:
-            index = cls(header.dimension, kind=header.kind, embedder=header.embedder)
-            index._index = faiss.deserialize_index(np.frombuffer(payload, dtype=np.uint8))
+            index = cls(header.dimension, kind=header.kind, embedder=header.embedder, stored=stored)
+            saved = faiss.deserialize_index(np.frombuffer(payload, dtype=np.uint8))
         except (ConfigError, RuntimeError) as error:
             raise DamagedIndexError(f"{path}: {error}; it is rebuilt from the store") from error
         index.generation = index.saved_generation = header.generation
-        index._removed = set(header.removed)
-        index._live = set(faiss.vector_to_array(index._index.id_map).tolist()) - index._removed
+        index._index.restore(saved, set(header.removed))
+        index._live.add(index._index.ids())
         return index
 
     def _checked(self, vectors: Vectors, rows: int) -> Vectors:
@@ -185,35 +170,10 @@ class VectorIndex:
             raise ConfigError("a vector has NaN or infinite entries; the embedding model is broken")
         return checked
 
-    def _parameters(self, selector: Any, k: int) -> Any:
-        if self.kind == "hnsw":
-            return faiss.SearchParametersHNSW(sel=selector, efSearch=max(HNSW_EF_SEARCH, 2 * k))
-        return None if selector is None else faiss.SearchParameters(sel=selector)
-
-    def _scan(self, query: Vectors, k: int, eligible: set[int]) -> SearchResult:
-        keys = np.fromiter(sorted(eligible), dtype=np.int64, count=len(eligible))
-        scores = self._reconstruct(keys) @ query
-        best = np.argsort(-scores, kind="stable")[:k]
-        return SearchResult(keys[best], scores[best])
-
-    def _reconstruct(self, keys: Ids) -> Vectors:
-        if len(keys) == 0:
-            return np.empty((0, self.dimension), dtype=np.float32)
-        rows: Vectors = self._index.reconstruct_batch(keys)
-        return rows
-
-    def _compact(self) -> None:
-        """Rebuild the structure without removed ids."""
-        keys = np.fromiter(sorted(self._live), dtype=np.int64, count=len(self._live))
-        rows = self._reconstruct(keys)
-        self._index = faiss.IndexIDMap2(KINDS[self.kind](self.dimension))
-        if len(keys):
-            self._index.add_with_ids(rows, keys)
-        self._removed = set()
-
-
-def _selector(ids: Collection[int]) -> Any:
-    return faiss.IDSelectorBatch(np.fromiter(ids, dtype=np.int64, count=len(ids)))
+    def _allowed(self, allowed: Collection[int]) -> IdSet:
+        eligible = IdSet()
+        eligible.add(self._live.among(np.fromiter(set(allowed), dtype=np.int64)))
+        return eligible
 
 
 def _ranked(ids: Ids, scores: Vectors) -> SearchResult:

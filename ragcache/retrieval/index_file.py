@@ -30,8 +30,8 @@ _BODY = len(MAGIC) + _DIGEST_BYTES
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """kind: "flat" or "hnsw". generation: of the SQL store that the index reflects. removed: ids that are still in the
-    FAISS structure but must not be found (HNSW)."""
+    """kind: "flat", "hnsw" or "ivfpq". generation: of the SQL store that the index reflects. removed: ids that are
+    still in the FAISS structure but must not be found (HNSW)."""
 
     kind: str
     dimension: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError, check_least
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.index import SearchResult, VectorIndex
+from ragcache.retrieval.kinds import Stored
 from ragcache.retrieval.mmr import maximal_marginal_relevance
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
@@ -67,9 +69,10 @@ class Retriever:
     def open(cls, documents: DocumentStore, path: Path, embedder: Embedder, *, kind: str = "flat") -> Retriever:
         """A retriever over the index saved at `path`, brought up to date; rebuilt from SQL when the file is absent,
         damaged, of another kind or embedder. Nothing is written. Raises EmbedderMismatchError, ConfigError (kind)."""
-        index = _saved_index(path, embedder, kind)
+        stored = partial(documents.vectors_by_ids, dimension=embedder.dimension)
+        index = _saved_index(path, embedder, kind, stored)
         if index is None:
-            index = VectorIndex(embedder.dimension, kind=kind, embedder=embedder.name)
+            index = VectorIndex(embedder.dimension, kind=kind, embedder=embedder.name, stored=stored)
         retriever = cls(documents, index, embedder)
         retriever.refresh()
         return retriever
@@ -166,6 +169,7 @@ class Retriever:
         missing = current - known
         if not missing:
             return
+        self.index.make_ready(missing)
         for batch in self.documents.all_vectors(after=min(missing) - 1):
             rows = [row for row, id in enumerate(batch.ids.tolist()) if id in missing]
             self.index.add(batch.ids[rows], batch.vectors[rows])
@@ -217,11 +221,11 @@ def _of_nearest(k: int, foresee: Foresee | None, documents: DocumentStore) -> Ca
     return tell
 
 
-def _saved_index(path: Path, embedder: Embedder, kind: str) -> VectorIndex | None:
+def _saved_index(path: Path, embedder: Embedder, kind: str, stored: Stored) -> VectorIndex | None:
     if not path.exists():
         return None
     try:
-        index = VectorIndex.load(path)
+        index = VectorIndex.load(path, stored)
     except DamagedIndexError as error:
         log.warning("%s", error)
         return None

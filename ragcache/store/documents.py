@@ -246,6 +246,17 @@ class DocumentStore:
         present = [found[id] for id in wanted if id in found]
         return np.stack(present) if present else np.empty((0, dimension), np.float32)
 
+    def vectors_by_ids(self, vector_ids: NDArray[np.int64], dimension: int) -> VectorBatch:
+        """Embeddings of these vector ids, by rising id; an id that is no longer there is left out."""
+        found: list[Any] = []
+        with self._db.read() as connection:
+            for part in _parts(vector_ids.tolist()):
+                query = select(chunks.c.vector_id, chunks.c.embedding).where(chunks.c.vector_id.in_(part))
+                found += connection.execute(query).mappings().all()
+        if not found:
+            return VectorBatch(np.empty(0, np.int64), np.empty((0, dimension), np.float32))
+        return rows.vector_batch(sorted(found, key=lambda row: int(row["vector_id"])))
+
     def all_vectors(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[VectorBatch]:
         """Embeddings of the chunks whose vector id is above `after`, by rising id, all from one state of the database.
 

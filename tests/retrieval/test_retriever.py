@@ -40,7 +40,7 @@ def documents(database):
         yield store
 
 
-@pytest.fixture(params=["flat", "hnsw"])
+@pytest.fixture(params=["flat", "hnsw", "ivfpq"])
 def retriever(request, documents, tmp_path):
     return Retriever.open(documents, tmp_path / "index.faiss", BagOfWords(), kind=request.param)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from ragcache.engine.store import Store
 from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
 from ragcache.retrieval.index import VectorIndex
-from ragcache.store.documents import DocumentStore
+from ragcache.retrieval.kinds import Stored
 from ragcache.store.garbage import collect_garbage
 
 
@@ -109,12 +108,14 @@ def _check_index(store: Store, kind: str) -> str:
     bound = store.documents.properties()
     if "embedder" not in bound or not store.documents.counts().chunks:
         return "absent"
-    reason = _index_fault(store)
+    dimension = int(str(bound["embedding_dim"]))
+    stored = partial(store.documents.vectors_by_ids, dimension=dimension)
+    reason = _index_fault(store, stored)
     if reason is None:
         return "sound"
-    dimension = int(str(bound["embedding_dim"]))
     generation = store.documents.generation()
-    index = VectorIndex(dimension, kind=kind, embedder=str(bound["embedder"]))
+    index = VectorIndex(dimension, kind=kind, embedder=str(bound["embedder"]), stored=stored)
+    index.make_ready(store.documents.vector_ids())
     for batch in store.documents.all_vectors():
         index.add(batch.ids, batch.vectors)
     index.generation = generation
@@ -122,23 +123,16 @@ def _check_index(store: Store, kind: str) -> str:
     return reason
 
 
-def _index_fault(store: Store) -> str | None:
+def _index_fault(store: Store, stored: Stored) -> str | None:
     """Why the saved index has to be rebuilt; None when it says what SQL says."""
     path = store.layout.index
     if not path.exists():
         return "rebuilt: it was absent"
     try:
-        index = VectorIndex.load(path)
+        index = VectorIndex.load(path, stored)
     except DamagedIndexError as error:
         return f"rebuilt: {error}"
     if index.ids != store.documents.vector_ids():
         return "rebuilt: it held other chunks than the documents"
-    return None if _same_vectors(index, store.documents) else "rebuilt: it held other vectors than the documents"
-
-
-def _same_vectors(index: VectorIndex, documents: DocumentStore) -> bool:
-    for batch in documents.all_vectors():
-        rows, vectors = index.vectors_present(batch.ids)
-        if not np.array_equal(vectors, batch.vectors[rows]):
-            return False
-    return True
+    agrees = all(map(index.agrees, store.documents.all_vectors()))
+    return None if agrees else "rebuilt: it held other vectors than the documents"
