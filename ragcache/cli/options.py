@@ -150,8 +150,8 @@ class StoreOptions:
         ),
     ] = None
     index: Annotated[
-        Literal["flat", "hnsw", "ivfpq"],
-        option("--index", "Kind of vector index; flat is exact, ivfpq takes the least memory."),
+        Literal["flat", "hnsw", "ivfpq", "pgvector"],
+        option("--index", "Kind of vector index: flat is exact, ivfpq small, pgvector in a PostgreSQL --database."),
     ] = "flat"
 
     def config(self, *, read_only: bool = False) -> StoreConfig:

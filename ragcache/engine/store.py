@@ -27,7 +27,7 @@ class StoreConfig:
     database:     SQLAlchemy URL; SQLite inside the store's directory when None
     memory_bytes: budget of the host-memory tier
     codec, eviction, admission, trace: see KVStore
-    index:        "flat" (exact), "hnsw", or "ivfpq" for many vectors
+    index:        "flat" (exact), "hnsw", "ivfpq" (many vectors), or "pgvector" (in the PostgreSQL database)
     read_only:    nothing is written, not even computed blocks
     prefix_bytes: budget of KV on the model's device that stays for later questions: exact KV of prompts, answers and
                   system prompts, and placed contexts; 0: nothing is kept, each question reads its prefix

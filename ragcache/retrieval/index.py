@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import faiss as untyped_faiss
 import numpy as np
@@ -18,6 +18,8 @@ from ragcache.retrieval.id_set import Ids, IdSet
 from ragcache.retrieval.index_file import IndexHeader, read_index, write_index
 from ragcache.retrieval.ivfpq import IvfPq
 from ragcache.retrieval.kinds import Flat, Hnsw, IndexKind, Stored, Vectors
+from ragcache.store.documents import DocumentStore
+from ragcache.store.filters import Filter
 from ragcache.store.records import VectorBatch
 
 faiss: Any = untyped_faiss
@@ -30,6 +32,36 @@ class SearchResult(NamedTuple):
 
     ids: Ids
     scores: Vectors
+
+
+class SearchIndex(Protocol):
+    """What a retriever searches: `VectorIndex`, or a table of the documents' own database.
+
+    generation: the commit of the SQL store that it reflects; saved_generation: the same of what `save` wrote last
+    """
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def dimension(self) -> int: ...
+    @property
+    def embedder(self) -> str: ...
+
+    generation: int
+
+    @property
+    def saved_generation(self) -> int | None: ...
+    @property
+    def ids(self) -> frozenset[int]: ...
+    def __len__(self) -> int: ...
+    def follow(self, documents: DocumentStore, /) -> None: ...
+    def take(
+        self, documents: DocumentStore, added: Sequence[int], vectors: Vectors, removed: Collection[int], /
+    ) -> None: ...
+    def find(self, documents: DocumentStore, vector: Vectors, k: int, where: Filter | None, /) -> SearchResult: ...
+    def vectors_present(self, ids: Ids) -> tuple[Ids, Vectors]: ...
+    def compact(self) -> None: ...
+    def save(self, path: Path, /) -> None: ...
 
 
 class VectorIndex:
@@ -70,6 +102,25 @@ class VectorIndex:
         with self._lock:
             self._index.make_ready(np.fromiter(coming, dtype=np.int64, count=len(coming)))
 
+    def follow(self, documents: DocumentStore) -> None:
+        """Hold the vector ids of SQL. A vector never changes under its id, so ids tell all."""
+        current = documents.vector_ids()
+        known = self.ids
+        self.remove(known - current)
+        missing = current - known
+        if not missing:
+            return
+        self.make_ready(missing)
+        for batch in documents.all_vectors(after=min(missing) - 1):
+            rows = [row for row, id in enumerate(batch.ids.tolist()) if id in missing]
+            self.add(batch.ids[rows], batch.vectors[rows])
+
+    def take(self, _documents: DocumentStore, added: Sequence[int], vectors: Vectors, removed: Collection[int]) -> None:
+        """Add and remove what a commit did; ids that are there already are left as they are."""
+        self.remove(removed)
+        fresh = [row for row, id in enumerate(added) if id not in self]
+        self.add([added[row] for row in fresh], vectors[fresh])
+
     def add(self, ids: Sequence[int] | Ids, vectors: Vectors) -> None:
         """vectors: [len(ids), dimension]. Raises ConfigError for an id already present or below 0, or vectors that are
         not finite or of another shape; then nothing was added."""
@@ -97,6 +148,10 @@ class VectorIndex:
         with self._lock:
             self._index.compact()
 
+    def find(self, documents: DocumentStore, vector: Vectors, k: int, where: Filter | None) -> SearchResult:
+        """`search` among the chunks that pass a filter. Raises FilterError."""
+        return self.search(vector, k, documents.vector_ids(where) if where else None)
+
     def search(self, vector: Vectors, k: int, allowed: Collection[int] | None = None) -> SearchResult:
         """The k ids of largest inner product with `vector` ([dimension]), all of them when there are fewer.
 
@@ -113,7 +168,7 @@ class VectorIndex:
             ids, scores = self._index.search(query, k, None if every else eligible)
             if len(ids) < k:  # the search ended early: a narrow filter, or islands in a graph left by removals
                 ids, scores = self._index.scan(query, k, eligible)
-            return _ranked(ids, scores)
+            return ranked(ids, scores)
 
     def vectors(self, ids: Sequence[int] | Ids) -> Vectors:
         """The vectors of these ids, [len(ids), dimension]. Raises ConfigError for an absent id."""
@@ -127,10 +182,7 @@ class VectorIndex:
     def vectors_present(self, ids: Ids) -> tuple[Ids, Vectors]:
         """Rows of `ids` that are in the index, and their vectors: for ids that may have been removed meanwhile."""
         with self._lock:
-            found, vectors = self._index.vectors(self._live.among(ids))
-        at = {id: row for row, id in enumerate(found.tolist())}
-        rows = [row for row, id in enumerate(ids.tolist()) if id in at]
-        return np.array(rows, np.int64), vectors[[at[id] for id in ids[rows].tolist()]]
+            return rows_among(ids, self._index.vectors(self._live.among(ids)))
 
     def agrees(self, batch: VectorBatch) -> bool:
         """Whether the index was made of these vectors, as far as it has them."""
@@ -176,6 +228,14 @@ class VectorIndex:
         return eligible
 
 
-def _ranked(ids: Ids, scores: Vectors) -> SearchResult:
+def rows_among(ids: Ids, found: VectorBatch) -> tuple[Ids, Vectors]:
+    """Rows of `ids` that were found, and their vectors."""
+    at = {id: row for row, id in enumerate(found.ids.tolist())}
+    rows = np.array([row for row, id in enumerate(ids.tolist()) if id in at], np.int64)
+    return rows, found.vectors[[at[id] for id in ids[rows].tolist()]]
+
+
+def ranked(ids: Ids, scores: Vectors) -> SearchResult:
+    """Best first, equal scores by ascending id."""
     order = np.lexsort((ids, -scores))
     return SearchResult(ids[order], scores[order])

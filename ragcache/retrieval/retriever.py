@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError, check_least
+from ragcache.errors import ConfigError, FilterError, PromptError, check_least
 from ragcache.retrieval.embedder import Embedder
-from ragcache.retrieval.index import SearchResult, VectorIndex
-from ragcache.retrieval.kinds import Stored
+from ragcache.retrieval.index import SearchIndex, SearchResult
 from ragcache.retrieval.mmr import maximal_marginal_relevance
+from ragcache.retrieval.opening import open_index
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk
-
-log = logging.getLogger(__name__)
 
 # Of candidates for MMR, per result wanted.
 FETCH_FACTOR = 5
@@ -50,7 +46,7 @@ class Retriever:
     store's generation. The embedding model's name and dimension are recorded in the store at first use.
     """
 
-    def __init__(self, documents: DocumentStore, index: VectorIndex, embedder: Embedder) -> None:
+    def __init__(self, documents: DocumentStore, index: SearchIndex, embedder: Embedder) -> None:
         """Raises EmbedderMismatchError when the store was made with another embedder, ConfigError when the index
         was."""
         if (index.embedder, index.dimension) != (embedder.name, embedder.dimension):
@@ -68,11 +64,11 @@ class Retriever:
     @classmethod
     def open(cls, documents: DocumentStore, path: Path, embedder: Embedder, *, kind: str = "flat") -> Retriever:
         """A retriever over the index saved at `path`, brought up to date; rebuilt from SQL when the file is absent,
-        damaged, of another kind or embedder. Nothing is written. Raises EmbedderMismatchError, ConfigError (kind)."""
-        stored = partial(documents.vectors_by_ids, dimension=embedder.dimension)
-        index = _saved_index(path, embedder, kind, stored)
-        if index is None:
-            index = VectorIndex(embedder.dimension, kind=kind, embedder=embedder.name, stored=stored)
+        damaged, of another kind or embedder. Nothing is written, but the table of kind "pgvector".
+
+        Raises EmbedderMismatchError, ConfigError (kind), StoreNotFoundError.
+        """
+        index = open_index(documents, path, kind, embedder.name, embedder.dimension)
         retriever = cls(documents, index, embedder)
         retriever.refresh()
         return retriever
@@ -141,16 +137,14 @@ class Retriever:
             generation = self.documents.generation()
             if generation == self.index.generation:
                 return False
-            self._synchronise()
+            self.index.follow(self.documents)
             self.index.generation = generation
         return True
 
     def apply(self, added: Sequence[int], vectors: NDArray[np.float32], removed: Collection[int]) -> None:
         """Take in a commit that the caller has just made, while it holds the writer lock; cheaper than `refresh`."""
         with self._refreshing:
-            self.index.remove(removed)
-            fresh = [row for row, id in enumerate(added) if id not in self.index]
-            self.index.add([added[row] for row in fresh], vectors[fresh])
+            self.index.take(self.documents, added, vectors, removed)
             # One commit is one step. After more than one, `refresh` looks at what the others were.
             generation = self.documents.generation()
             if generation == self.index.generation + 1:
@@ -160,19 +154,6 @@ class Retriever:
         """Write the index to `path`, atomically. Raises StoreFullError, StoreReadOnlyError."""
         with self._refreshing:
             self.index.save(path)
-
-    def _synchronise(self) -> None:
-        """Make the index hold the vector ids of SQL. A vector never changes under its id, so ids tell all."""
-        current = self.documents.vector_ids()
-        known = self.index.ids
-        self.index.remove(known - current)
-        missing = current - known
-        if not missing:
-            return
-        self.index.make_ready(missing)
-        for batch in self.documents.all_vectors(after=min(missing) - 1):
-            rows = [row for row, id in enumerate(batch.ids.tolist()) if id in missing]
-            self.index.add(batch.ids[rows], batch.vectors[rows])
 
     def _search(
         self,
@@ -185,13 +166,12 @@ class Retriever:
         that as many come back as there are."""
         for _ in range(MAX_RETRIES):
             self.refresh()
-            allowed = self.documents.vector_ids(where) if where else None
-            found = self.index.search(vector, k, allowed)
+            found = self.index.find(self.documents, vector, k, where)
             found_ids(found.ids.tolist())
             chunks = self.documents.chunks_by_vector_ids(found.ids.tolist())
             if len(chunks) == len(found.ids):
                 break
-        if where and not allowed:
+        if where and not len(found.ids):
             self._refuse_unknown_fields(where)
         return found, chunks
 
@@ -219,18 +199,6 @@ def _of_nearest(k: int, foresee: Foresee | None, documents: DocumentStore) -> Ca
             foresee(documents.handles_by_vector_ids(ids[: min(k, FORESEEN)]))
 
     return tell
-
-
-def _saved_index(path: Path, embedder: Embedder, kind: str, stored: Stored) -> VectorIndex | None:
-    if not path.exists():
-        return None
-    try:
-        index = VectorIndex.load(path, stored)
-    except DamagedIndexError as error:
-        log.warning("%s", error)
-        return None
-    fits = (index.embedder, index.dimension, index.kind) == (embedder.name, embedder.dimension, kind)
-    return index if fits else None
 
 
 def _keep(found: SearchResult, rows: NDArray[np.int64]) -> SearchResult:

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Column, Connection, bindparam, delete, func, insert, select, update
+from sqlalchemy import Column, Connection, RowMapping, bindparam, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ragcache.errors import DuplicateDocumentError, NoSuchDocumentError
@@ -50,6 +50,10 @@ class DocumentStore:
         Raises StoreNotFoundError, SchemaVersionError, StoreReadOnlyError, StoreBusyError, ConfigError.
         """
         return cls(Database(url, read_only=read_only, busy_timeout_s=busy_timeout_s))
+
+    @property
+    def database(self) -> Database:
+        return self._db
 
     def close(self) -> None:
         self._db.close()
@@ -219,13 +223,8 @@ class DocumentStore:
 
     def vector_ids(self, where: Filter | None = None) -> set[int]:
         """Vector ids of the chunks whose metadata (their document's included) pass the filter. Raises FilterError."""
-        query = select(chunks.c.vector_id)
-        if where:
-            source = select(documents.c.source).where(documents.c.id == chunks.c.document_id).scalar_subquery()
-            own = {"source": source, "document_id": chunks.c.document_id}
-            query = query.where(compile_filter(where, chunks.c.metadata, self._db.dialect, own))
         with self._db.read() as connection:
-            return set(connection.scalars(query))
+            return set(connection.scalars(rows.select_vector_ids(where, self._db.dialect)))
 
     def unknown_fields(self, where: Filter) -> tuple[list[str], list[str]]:
         """Fields of the filter that no chunk's metadata has, and all the fields that there are; both sorted."""
@@ -236,23 +235,14 @@ class DocumentStore:
     def vectors(self, chunk_ids: Iterable[str], dimension: int) -> NDArray[np.float32]:
         """Embeddings of `chunks(chunk_ids)`: float32 [n, dimension]."""
         wanted = list(chunk_ids)
-        found: dict[str, NDArray[np.float32]] = {}
-        with self._db.read() as connection:
-            for part in _parts(wanted):
-                query = select(chunks.c.id, chunks.c.vector_id, chunks.c.embedding).where(chunks.c.id.in_(part))
-                read = connection.execute(query).mappings().all()
-                if read:
-                    found.update(zip((row["id"] for row in read), rows.vector_batch(read).vectors, strict=True))
+        read = self._embeddings(chunks.c.id, wanted)
+        found = dict(zip((row["id"] for row in read), rows.vector_batch(read).vectors, strict=True)) if read else {}
         present = [found[id] for id in wanted if id in found]
         return np.stack(present) if present else np.empty((0, dimension), np.float32)
 
     def vectors_by_ids(self, vector_ids: NDArray[np.int64], dimension: int) -> VectorBatch:
         """Embeddings of these vector ids, by rising id; an id that is no longer there is left out."""
-        found: list[Any] = []
-        with self._db.read() as connection:
-            for part in _parts(vector_ids.tolist()):
-                query = select(chunks.c.vector_id, chunks.c.embedding).where(chunks.c.vector_id.in_(part))
-                found += connection.execute(query).mappings().all()
+        found = self._embeddings(chunks.c.vector_id, vector_ids.tolist())
         if not found:
             return VectorBatch(np.empty(0, np.int64), np.empty((0, dimension), np.float32))
         return rows.vector_batch(sorted(found, key=lambda row: int(row["vector_id"])))
@@ -329,6 +319,12 @@ class DocumentStore:
                 query = rows.select_chunks().where(column.in_(part))
                 found.update((row[column.name], rows.chunk(row)) for row in connection.execute(query).mappings())
         return [found[value] for value in wanted if value in found]
+
+    def _embeddings(self, column: Column[Any], wanted: Sequence[Any]) -> list[RowMapping]:
+        query = select(chunks.c.id, chunks.c.vector_id, chunks.c.embedding)
+        with self._db.read() as connection:
+            parts = (connection.execute(query.where(column.in_(part))).mappings() for part in _parts(wanted))
+            return [row for part in parts for row in part]
 
     def _bind(self, connection: Connection, name: str, value: object) -> None:
         bound = properties.read_all(connection)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import RowMapping, Select, func, select
 
+from ragcache.store.filters import Filter, compile_filter
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredDocument, VectorBatch
 from ragcache.store.schema import chunks, documents
 
@@ -41,6 +42,16 @@ def select_chunks() -> Select[Any]:
     """Chunks without their embeddings, with source and title of their documents."""
     columns = [column for column in chunks.c if column.name not in ("embedding", "num_tokens")]
     return select(*columns, documents.c.source, documents.c.title).join_from(chunks, documents)
+
+
+def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
+    """Vector ids of the chunks whose metadata (their document's included) pass the filter. Raises FilterError."""
+    query = select(chunks.c.vector_id)
+    if not where:
+        return query
+    source = select(documents.c.source).where(documents.c.id == chunks.c.document_id).scalar_subquery()
+    own = {"source": source, "document_id": chunks.c.document_id}
+    return query.where(compile_filter(where, chunks.c.metadata, dialect, own))
 
 
 def chunk(row: RowMapping) -> Chunk:

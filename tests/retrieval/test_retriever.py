@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from postgres_server import pgvector_schema
 
 from ragcache.errors import ConfigError, EmbedderMismatchError, FilterError, PromptError
 from ragcache.retrieval.index import VectorIndex
@@ -27,9 +28,18 @@ def put(documents: DocumentStore, id: str, texts: list[str], **metadata: object)
     return documents.replace_document(NewDocument(id, metadata=metadata), chunks)
 
 
+@pytest.fixture(params=["flat", "hnsw", "ivfpq", "pgvector"])
+def kind(request):
+    return request.param
+
+
 @pytest.fixture
-def database(tmp_path):
-    return tmp_path / "store.sqlite3"
+def database(request, tmp_path):
+    """SQLite, but PostgreSQL for the kind that lives there."""
+    if "kind" in request.fixturenames and request.getfixturevalue("kind") == "pgvector":
+        yield from pgvector_schema()
+    else:
+        yield tmp_path / "store.sqlite3"
 
 
 @pytest.fixture
@@ -40,9 +50,9 @@ def documents(database):
         yield store
 
 
-@pytest.fixture(params=["flat", "hnsw", "ivfpq"])
-def retriever(request, documents, tmp_path):
-    return Retriever.open(documents, tmp_path / "index.faiss", BagOfWords(), kind=request.param)
+@pytest.fixture
+def retriever(kind, documents, tmp_path):
+    return Retriever.open(documents, tmp_path / "index.faiss", BagOfWords(), kind=kind)
 
 
 def brute_force(query: str, texts: list[str] = TEXTS) -> list[str]:

@@ -10,7 +10,10 @@ from ragcache.engine.store import Store
 from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
 from ragcache.retrieval.index import VectorIndex
 from ragcache.retrieval.kinds import Stored
+from ragcache.retrieval.pgvector import PgVectorIndex
 from ragcache.store.garbage import collect_garbage
+
+OTHER_VECTORS = "rebuilt: it held other vectors than the documents"
 
 
 @dataclass(frozen=True)
@@ -108,19 +111,30 @@ def _check_index(store: Store, kind: str) -> str:
     bound = store.documents.properties()
     if "embedder" not in bound or not store.documents.counts().chunks:
         return "absent"
-    dimension = int(str(bound["embedding_dim"]))
+    dimension, embedder = int(str(bound["embedding_dim"])), str(bound["embedder"])
     stored = partial(store.documents.vectors_by_ids, dimension=dimension)
+    if kind == PgVectorIndex.kind:
+        return _check_table(store, PgVectorIndex(store.documents.database, dimension, embedder=embedder, stored=stored))
     reason = _index_fault(store, stored)
     if reason is None:
         return "sound"
     generation = store.documents.generation()
-    index = VectorIndex(dimension, kind=kind, embedder=str(bound["embedder"]), stored=stored)
+    index = VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored)
     index.make_ready(store.documents.vector_ids())
     for batch in store.documents.all_vectors():
         index.add(batch.ids, batch.vectors)
     index.generation = generation
     index.save(store.layout.index)
     return reason
+
+
+def _check_table(store: Store, index: PgVectorIndex) -> str:
+    index.follow(store.documents)
+    if all(map(index.agrees, store.documents.all_vectors())):
+        return "sound"
+    index.clear()
+    index.follow(store.documents)
+    return OTHER_VECTORS
 
 
 def _index_fault(store: Store, stored: Stored) -> str | None:
@@ -135,4 +149,4 @@ def _index_fault(store: Store, stored: Stored) -> str | None:
     if index.ids != store.documents.vector_ids():
         return "rebuilt: it held other chunks than the documents"
     agrees = all(map(index.agrees, store.documents.all_vectors()))
-    return None if agrees else "rebuilt: it held other vectors than the documents"
+    return None if agrees else OTHER_VECTORS
