@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +98,11 @@ def replace_documents(url: str, start: str) -> None:
                 store.delete_documents([f"d{version % NUM_DOCUMENTS}"])
                 say(f"{version % NUM_DOCUMENTS} -1 ")
 
+
+# The clients of remotes, which a job would import anew in each child.
+for package in ("obstore.store", "redis"):
+    with suppress(ImportError):
+        import_module(package)
 
 JOBS = {
     "put_blocks": put_blocks,

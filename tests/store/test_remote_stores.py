@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -267,3 +269,16 @@ def test_a_missing_bucket_is_named() -> None:
     with pytest.raises(StoreNotFoundError, match=r"s3://no-such-bucket/prefix: no such bucket.*; make it"):
         connection.check()
     connection.close()
+
+
+@pytest.mark.parametrize(("url", "module"), [("s3://bucket/x", "obstore.store"), ("redis://host/0", "redis")])
+def test_a_missing_package_is_named(url: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=r"pip install 'ragcache-kv\[remote\]'"):
+        open_blobs(url)
+
+
+def test_nothing_of_a_remote_is_imported_without_one() -> None:
+    code = "import sys, ragcache.store.kv_store; print({'obstore', 'redis'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
