@@ -11,6 +11,7 @@ from remotes import KINDS, remote_url
 
 import ragcache as rc
 from ragcache.errors import ConfigError, StoreMismatchError, StoreUnreachableError
+from ragcache.kv.prefill import PrefillRate
 from ragcache.store.remote import open_blobs
 from ragcache.store.remote.objects import ObjectBlobs
 
@@ -150,3 +151,26 @@ def test_a_remote_that_fails_costs_no_answer(
     report = second.doctor()
     assert (report.damaged, report.missing, report.orphans) == ([], [], [])
     assert len(remote_blocks(url)) == 1
+
+
+def test_reads_of_a_remote_are_measured_apart_from_the_disks(open_kb: OpenKB, url: str, tmp_path: Path) -> None:
+    def open_machine(name: str) -> rc.RagCache:
+        config = rc.StoreConfig(
+            database=f"sqlite:///{tmp_path / 'shared.sqlite3'}",
+            remote=url,
+            measure_s=0,
+            memory_bytes=0,
+            prefix_bytes=0,
+            write_behind_bytes=1 << 20,
+        )
+        kb = open_kb(tmp_path / name, store=config)
+        kb._parts.loader.rates.set_prefill(PrefillRate(1.0, 0.0))  # a second a token: everything is worth loading
+        return kb
+
+    add(open_machine("a"))
+    kb = open_machine("b")
+    for tier in ("remote", "disk"):
+        kb.store.kv.flush()
+        assert {hit.kv for hit in kb.ask(QUESTION, k=2).hits} == {tier}
+        assert kb.rates().tiers[tier].measured
+    assert set(kb.rates().tiers) == {"remote", "disk"}
