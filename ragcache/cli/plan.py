@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ragcache.cli.command import command
@@ -28,8 +28,14 @@ class CorpusOptions:
     question_tokens: Annotated[int, option("--question-tokens", "Of them, those that are always run.")] = 30
     zipf: Annotated[float, option("--zipf", "Exponent of the passages' popularity; 0: all are read alike.")] = 0.8
     tier: Annotated[
-        Literal["memory", "disk"], option("--tier", "Where a request's KV comes from, for the estimate.")
+        Literal["memory", "disk", "remote"], option("--tier", "Where a request's KV comes from, for the estimate.")
     ] = "disk"
+    replicas: Annotated[
+        int, option("--replicas", "Machines that answer, each with a memory and a disk; a remote store is shared.")
+    ] = 1
+    network_rate: Annotated[
+        float, option("--network-rate", "Bytes of KV a second from a remote store; never measured.")
+    ] = 1.25e9
     fused_s: Annotated[
         float | None, option("--fused-s", "Seconds to the first token with stored KV, in place of the estimate.")
     ] = None
@@ -42,7 +48,9 @@ class CorpusOptions:
     def demand(self) -> Demand:
         from ragcache.planning.plan import Demand
 
-        return Demand(self.requests, self.request_tokens, self.question_tokens, self.fused_s, self.zipf, self.tier)
+        return Demand(
+            self.requests, self.request_tokens, self.question_tokens, self.fused_s, self.zipf, self.tier, self.replicas
+        )
 
 
 @dataclass(frozen=True)
@@ -51,12 +59,13 @@ class PriceOptions:
 
     gpu_hour: Annotated[float, option("--gpu-hour", "Price of a GPU hour.")] = 1.79
     gb_month: Annotated[float, option("--gb-month", "Price of 10^9 bytes for a month.")] = 0.023
+    gb_transfer: Annotated[float, option("--gb-transfer", "Price of reading 10^9 bytes from a remote store.")] = 0.0
     months: Annotated[float, option("--months", "Months for which precomputed KV is kept.")] = 12.0
 
     def prices(self) -> Prices:
         from ragcache.planning.plan import Prices
 
-        return Prices(self.gpu_hour, self.gb_month, self.months)
+        return Prices(self.gpu_hour, self.gb_month, self.months, self.gb_transfer)
 
 
 @command
@@ -77,7 +86,7 @@ def plan(
     from ragcache.planning.plan import make_plan
 
     shape, wanted, asked, paid = model.shape(), corpus.corpus(), corpus.demand(), prices.prices()
-    speed = rates.rates(model.model)
+    speed = replace(rates.rates(model.model), network_bytes_s=corpus.network_rate)
     found = make_plan(shape, wanted, asked, speed, paid)
     policy = advise_policy(found, wanted, asked, speed, memory)
     if as_json:
@@ -105,7 +114,7 @@ def _print_plan(found: Plan, asked: Demand) -> None:
         say(f"{name:<16}{value}")
     say()
     columns = ["codec", ">bytes/token", ">disk or memory", ">first token", ">GPU hours", ">GPU", ">storage",
-               ">precomputed", ">total", ">pays from", ">hot", ">of hot only"]  # fmt: skip
+               ">transfer", ">precomputed", ">total", ">pays from", ">hot", ">of hot only"]  # fmt: skip
     print_table(columns, [
         (
             one.codec,
@@ -115,6 +124,7 @@ def _print_plan(found: Plan, asked: Demand) -> None:
             f"{one.gpu_hours:,.1f}",
             f"{one.gpu_cost:,.2f}",
             f"{one.storage_cost:,.2f}",
+            f"{one.transfer_cost:,.2f}",
             f"{one.precompute_cost:,.2f}",
             f"{one.total_cost:,.2f}",
             "never" if one.reuses_month is None else f"{one.reuses_month:,.1f} uses/month",

@@ -107,7 +107,7 @@ def _print_outcomes(trace: Accesses, outcomes: list[Outcome]) -> None:
     total = int(trace.num_bytes.sum())
     say(
         f"{trace.requests:,} requests, {len(trace):,} reads of {len(trace.num_bytes):,} blocks, "
-        f"{bytes_text(total)} in all"
+        f"{bytes_text(total)} in all" + (f"; {trace.never_read:,} more are never read" if trace.never_read else "")
     )
     columns = ["memory", "eviction", "admission", ">from memory", ">from disk", ">computed", ">optimum", ">disk read",
                ">p50", ">p95", ">p99"]  # fmt: skip

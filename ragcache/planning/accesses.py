@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import ConfigError, TraceError, check_least
+from ragcache.planning.popularity import EXACT
 from ragcache.store.trace import Access, read_trace
 
 Ints = NDArray[np.int64]
@@ -21,19 +22,23 @@ class Accesses:
     """blocks:     [accesses], the number of the block that was asked for, requests after one another
     starts:     [requests + 1], where each request begins in `blocks`
     num_bytes, num_tokens: [number of blocks]
+    never_read: blocks of the corpus that no request asks for, and that have no number
     """
 
     blocks: Ints
     starts: Ints
     num_bytes: Ints
     num_tokens: Ints
+    never_read: int = 0
 
     @classmethod
-    def of(cls, requests: Collection[Sequence[int]], num_bytes: Ints, num_tokens: Ints) -> Accesses:
+    def of(
+        cls, requests: Collection[Sequence[int]], num_bytes: Ints, num_tokens: Ints, never_read: int = 0
+    ) -> Accesses:
         """requests: the blocks of each."""
         blocks = np.array([block for request in requests for block in request], dtype=np.int64)
         starts = np.concatenate([[0], np.cumsum([len(request) for request in requests])]).astype(np.int64)
-        return cls(blocks, starts, num_bytes, num_tokens)
+        return cls(blocks, starts, num_bytes, num_tokens, never_read)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -125,20 +130,46 @@ DRAWS = 3  # a block drawn twice in a request is left out; so many draws for eac
 
 
 def generated(workload: Workload) -> Accesses:
-    """Draw the workload's accesses. A request has fewer than k blocks where popularity is too steep for k."""
+    """Draw the workload's accesses. A request has fewer than k blocks where popularity is too steep for k.
+
+    Time and memory grow with the requests alone: of more than a million blocks only those are numbered that are drawn.
+    """
     random = np.random.default_rng(workload.seed)
-    num_tokens = random.integers(workload.tokens[0], workload.tokens[1] + 1, workload.blocks)
-    weights = np.arange(1, workload.blocks + 1, dtype=np.float64) ** -workload.zipf
-    cumulated = np.cumsum(weights)
-    wanted = workload.requests * workload.k * DRAWS
-    drawn = np.searchsorted(cumulated, random.random(wanted) * cumulated[-1], side="right").astype(np.int64)
+    few = workload.blocks <= EXACT
+    num_tokens = _lengths(workload, workload.blocks, random) if few else np.empty(0, np.int64)
+    drawn = _drawn_ranks(workload, random.random(workload.requests * workload.k * DRAWS))
     if workload.drift:
         drawn += np.repeat(np.arange(workload.requests) // workload.drift, workload.k * DRAWS)
+    drawn %= workload.blocks
+    if not few:
+        read, drawn = np.unique(drawn, return_inverse=True)
+        num_tokens = _lengths(workload, len(read), random)
     # Popularity is not to follow the blocks' numbers, by which a store is filled.
-    names = random.permutation(workload.blocks)
-    drawn = names[drawn % workload.blocks]
+    drawn = random.permutation(len(num_tokens))[drawn]
     requests = _requests(workload, drawn.reshape(workload.requests, -1).tolist(), random)
-    return Accesses.of(requests, num_tokens * workload.bytes_per_token, num_tokens)
+    never_read = workload.blocks - len(num_tokens)
+    return Accesses.of(requests, num_tokens * workload.bytes_per_token, num_tokens, never_read)
+
+
+def _lengths(workload: Workload, blocks: int, random: np.random.Generator) -> Ints:
+    return random.integers(workload.tokens[0], workload.tokens[1] + 1, blocks)
+
+
+def _drawn_ranks(workload: Workload, shares: NDArray[np.float64]) -> Ints:
+    """Ranks, from 0, below which the shares of all popularity lie. Beyond a million by the integral of r ** -zipf over
+    r - 1/2 ... r + 1/2, which there is its value."""
+    head = min(workload.blocks, EXACT)
+    cumulated = np.cumsum(np.arange(1, head + 1, dtype=np.float64) ** -workload.zipf)
+    first, last, power = head + 0.5, workload.blocks + 0.5, 1 - workload.zipf
+    tail = np.log(last / first) if power == 0 else (last**power - first**power) / power
+    mass = shares * (cumulated[-1] + tail)
+    ranks = np.searchsorted(cumulated, mass, side="right").astype(np.int64)
+    beyond = mass[mass >= cumulated[-1]] - cumulated[-1]
+    if len(beyond) and workload.blocks > head:
+        at = first * np.exp(beyond) if power == 0 else (first**power + power * beyond) ** (1 / power)
+        ranks[mass >= cumulated[-1]] = np.rint(at).astype(np.int64) - 1
+    drawn: Ints = np.minimum(ranks, workload.blocks - 1)
+    return drawn
 
 
 def _requests(workload: Workload, fresh: list[list[int]], random: np.random.Generator) -> list[list[int]]:

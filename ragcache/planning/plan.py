@@ -14,6 +14,7 @@ from ragcache.planning.rates import MachineRates
 from ragcache.planning.shape import KVShape
 
 GB = 1e9
+HOURS_A_MONTH = 730.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Demand:
     question_tokens: of it, what is run even when all passages come from the store
     fused_s:         seconds to the first token with stored KV, where it was measured; else from the rates
     zipf:            exponent of the chunks' popularity
-    tier:            where the KV of a request comes from: "memory" or "disk"
+    tier:            where the KV of a request comes from: "memory", "disk" or "remote"
+    replicas:        machines that answer; each has KV of its own in memory or on disk, and all share a remote store
 
     Raises ConfigError naming the option.
     """
@@ -56,10 +58,12 @@ class Demand:
     fused_s: float | None = None
     zipf: float = 0.8
     tier: str = "disk"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         check_least("--requests", self.requests, 1)
         check_least("--request-tokens", self.request_tokens, 1)
+        check_least("--replicas", self.replicas, 1)
         if not 0 <= self.question_tokens < self.request_tokens:
             raise ConfigError(
                 f"--question-tokens is {self.question_tokens}; give 0 or more, below --request-tokens "
@@ -74,20 +78,29 @@ class Demand:
     def context_tokens(self) -> int:
         return self.request_tokens - self.question_tokens
 
+    @property
+    def copies(self) -> int:
+        """How often a stored chunk is stored."""
+        return 1 if self.tier == "remote" else self.replicas
+
 
 @dataclass(frozen=True)
 class Prices:
-    """gpu_hour and gb_month (10^9 bytes) in one currency; months: how long a precomputed block is kept.
+    """gpu_hour, gb_month and gb_transfer (10^9 bytes, stored for a month and read from a remote store) in one currency;
+    months: how long a precomputed block is kept.
 
-    The defaults are those of KVLink's authors: an A100 at 1.79 USD an hour, object storage at 0.023 USD.
+    The defaults are those of KVLink's authors: an A100 at 1.79 USD an hour, object storage at 0.023 USD. Reading from
+    object storage costs nothing within its region.
     """
 
     gpu_hour: float = 1.79
     gb_month: float = 0.023
     months: float = 12.0
+    gb_transfer: float = 0.0
 
     def __post_init__(self) -> None:
-        for option, value in (("gpu-hour", self.gpu_hour), ("gb-month", self.gb_month)):
+        prices = (("gpu-hour", self.gpu_hour), ("gb-month", self.gb_month), ("gb-transfer", self.gb_transfer))
+        for option, value in prices:
             if not 0 <= value < math.inf:
                 raise ConfigError(f"--{option} is {value:g}; give a price, 0 or more")
         _above_zero("months", self.months)
@@ -99,12 +112,17 @@ class Prices:
         """For a month."""
         return num_bytes / GB * self.gb_month
 
+    def transfer(self, num_bytes: float, tier: str) -> float:
+        return num_bytes / GB * self.gb_transfer if tier == "remote" else 0.0
+
 
 @dataclass(frozen=True)
 class CodecPlan:
     """One codec. Money and GPU hours are for a month of the demand, precomputation spread over the months it is kept.
 
-    corpus_bytes:         KV of all chunks, on disk or, to hold them all, in memory
+    corpus_bytes:         KV of all chunks, once
+    pays_above_bytes_s:   rate of a disk or network above which a chunk is loaded faster than computed; None: none is
+    transfer_cost:        reading the KV of all requests from a remote store
     fused_s, fused_share: seconds to the first token, and that as a share of full prefill
     reuses_time:          uses after which precomputing a chunk has saved GPU time; None: it never does
     reuses_month:         uses a month from which on a stored chunk is cheaper than computing it each time; None: never
@@ -116,11 +134,13 @@ class CodecPlan:
     ratio: float
     bytes_per_token: float
     corpus_bytes: float
+    pays_above_bytes_s: float | None
     fused_s: float
     fused_share: float
     gpu_hours: float
     gpu_cost: float
     storage_cost: float
+    transfer_cost: float
     precompute_cost: float
     total_cost: float
     reuses_time: float | None
@@ -191,7 +211,7 @@ def make_plan(
         codecs=codecs,
         codec=best.codec,
         keep=keep,
-        reasons=_reasons(best, codecs, keep, full_cost, corpus, prices),
+        reasons=[*_reasons(best, codecs, keep, full_cost, corpus), *_rate_reasons(best, demand, rates)],
     )
 
 
@@ -205,32 +225,37 @@ def _codec_plan(size: CodecSize, corpus: Corpus, demand: Demand, rates: MachineR
     uses = demand.requests * demand.context_tokens / chunk_tokens
     saved_s = (full_s - fused_s) * demand.requests / uses
     compute_s = rates.prefill_s(chunk_tokens)
-    kept_for = prices.storage(chunk_bytes) + prices.gpu(compute_s) / prices.months
-    saving = prices.gpu(saved_s)
+    kept_for = demand.copies * prices.storage(chunk_bytes) + prices.gpu(compute_s) / prices.months
+    saving = prices.gpu(saved_s) - prices.transfer(chunk_bytes, demand.tier)
     reuses_month = kept_for / saving if saving > 0 else None
     hot = 0 if reuses_month is None else ranks_above(demand.zipf, corpus.chunks, reuses_month, uses)
     covered = zipf_mass(demand.zipf, hot) / zipf_mass(demand.zipf, corpus.chunks)
     gpu_s = demand.requests * fused_s
     precompute = prices.gpu(corpus.chunks * compute_s) / prices.months
-    storage = prices.storage(corpus_bytes)
+    storage = demand.copies * prices.storage(corpus_bytes)
+    transfer = prices.transfer(demand.requests * demand.context_tokens * size.bytes_per_token, demand.tier)
     return CodecPlan(
         codec=size.name,
         lossless=size.lossless,
         ratio=size.ratio,
         bytes_per_token=size.bytes_per_token,
         corpus_bytes=corpus_bytes,
+        pays_above_bytes_s=rates.pays_above(chunk_bytes, chunk_tokens),
         fused_s=fused_s,
         fused_share=fused_s / full_s,
         gpu_hours=gpu_s / 3600,
         gpu_cost=prices.gpu(gpu_s),
         storage_cost=storage,
+        transfer_cost=transfer,
         precompute_cost=precompute,
-        total_cost=prices.gpu(gpu_s) + storage + precompute,
+        total_cost=prices.gpu(gpu_s) + storage + transfer + precompute,
         reuses_time=compute_s / saved_s if saved_s > 0 else None,
         reuses_month=reuses_month,
         hot_chunks=hot,
         hot_bytes=hot * chunk_bytes,
-        hot_cost=prices.gpu(demand.requests * (full_s - covered * (full_s - fused_s))) + hot * kept_for,
+        hot_cost=prices.gpu(demand.requests * (full_s - covered * (full_s - fused_s)))
+        + covered * transfer
+        + hot * kept_for,
     )
 
 
@@ -242,11 +267,11 @@ def _fused_s(size: CodecSize, demand: Demand, rates: MachineRates) -> float:
     )
 
 
-def _reasons(
-    best: CodecPlan, codecs: Sequence[CodecPlan], keep: str, full_cost: float, corpus: Corpus, prices: Prices
-) -> list[str]:
+def _reasons(best: CodecPlan, codecs: Sequence[CodecPlan], keep: str, full_cost: float, corpus: Corpus) -> list[str]:
     if keep == "none":
-        why = "loading is no faster than computing" if best.reuses_month is None else "no chunk is used often enough"
+        why = "no chunk is used often enough"
+        if best.reuses_month is None:
+            why = "loading is no faster than computing" if best.reuses_time is None else "reading it costs more"
         return [f"keep no KV: full prefill costs {full_cost:,.2f} a month, stored KV {best.least_cost:,.2f}: {why}"]
     found = [f"codec {best.codec}: {best.least_cost:,.2f} a month against {full_cost:,.2f} with full prefill"]
     others = [f"{plan.codec} {plan.least_cost:,.2f}" for plan in codecs if plan is not best]
@@ -265,6 +290,22 @@ def _reasons(
         )
     else:
         found.append("keep KV of all chunks: keeping fewer would cost more GPU time than it saves in storage")
+    return found
+
+
+def _rate_reasons(best: CodecPlan, demand: Demand, rates: MachineRates) -> list[str]:
+    """What the network, and the number of replicas, mean for the plan."""
+    found = []
+    if demand.tier == "remote" and best.pays_above_bytes_s is not None:
+        found.append(
+            f"a remote load of {best.codec} pays above {best.pays_above_bytes_s / GB:.2f} GB/s; --network-rate is "
+            f"{rates.network_bytes_s / GB:.2f}"
+        )
+    if (needed := best.gpu_hours / HOURS_A_MONTH) > demand.replicas:
+        found.append(
+            f"the requests take {needed:,.1f} GPUs all month, even with all KV stored: at least --replicas "
+            f"{math.ceil(needed)}"
+        )
     return found
 
 

@@ -23,21 +23,24 @@ class MachineRates:
     attention_share:  of a prefill of 1,000 tokens, what grows with the square of the length
     memory_bytes_s:   KV that is put in its place from host memory in a second
     disk_bytes_s:     KV that is read from disk in a second
+    network_bytes_s:  KV that comes from a remote store in a second
 
     The defaults are those of an 8B model on an A100: 5,646 tokens/s from KVLink's 246 GPU hours for a million requests
-    of 5,000 tokens, PCIe 4.0, one NVMe disk. Raises ConfigError naming the option.
+    of 5,000 tokens, PCIe 4.0, one NVMe disk, a network of 10 Gbit/s. Raises ConfigError naming the option.
     """
 
     prefill_tokens_s: float = 5646.0
     attention_share: float = 0.0
     memory_bytes_s: float = 24e9
     disk_bytes_s: float = 3e9
+    network_bytes_s: float = 1.25e9
 
     def __post_init__(self) -> None:
         for option, value in (
             ("prefill-rate", self.prefill_tokens_s),
             ("memory-rate", self.memory_bytes_s),
             ("disk-rate", self.disk_bytes_s),
+            ("network-rate", self.network_bytes_s),
         ):
             if not 0 < value < float("inf"):
                 raise ConfigError(f"--{option} is {value:g}; give a rate above 0")
@@ -53,9 +56,17 @@ class MachineRates:
         return self.prefill.seconds(num_tokens)
 
     def load_s(self, num_bytes: float, tier: str) -> float:
-        """Seconds in which so much KV comes from "memory" or "disk" to its place."""
+        """Seconds in which so much KV comes from "memory", "disk" or "remote" to its place."""
         placed = num_bytes / self.memory_bytes_s
-        return placed if tier == "memory" else placed + num_bytes / self.disk_bytes_s
+        if tier == "memory":
+            return placed
+        return placed + num_bytes / (self.disk_bytes_s if tier == "disk" else self.network_bytes_s)
+
+    def pays_above(self, num_bytes: float, num_tokens: float) -> float | None:
+        """Bytes a second of a disk or network above which loading so much KV is faster than computing it; None where
+        putting it in its place alone takes longer."""
+        left_s = self.prefill_s(num_tokens) - num_bytes / self.memory_bytes_s
+        return num_bytes / left_s if left_s > 0 else None
 
 
 def measure_rates(lm: LanguageModel, directory: Path) -> MachineRates:

@@ -70,6 +70,11 @@ def simulate(
                 f"a memory budget of {budget.memory_bytes:,} bytes holds no block: the smallest has {least:,}; give "
                 "more, or 0 for none"
             )
+        if trace.never_read and budget.eager and budget.disk_bytes is not None:
+            raise ConfigError(
+                f"a disk budget that is full of {trace.never_read + len(trace.num_bytes):,} blocks at the start is not "
+                "simulated; give no --disk, --kv lazy, or a million --blocks at most"
+            )
         best = optimum(trace, budget.memory_bytes)
         for policy in policies:
             for admission in admissions:

@@ -25,15 +25,16 @@ def test_plan_is_the_librarys():
     result = invoke(
         "plan", *SHAPE, *CORPUS, "--requests", 10**6, "--request-tokens", 5000, "--tier", "memory", "--zipf", 0.5,
         "--gpu-hour", 2, "--gb-month", 0.1, "--months", 3, "--prefill-rate", 4000, "--memory-rate", 2e10, "--json",
+        "--network-rate", 1e9, "--replicas", 3, "--gb-transfer", 0.01,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     expected = make_plan(
         KVShape(32, 8, 128),
         Corpus(100, 1000),
-        Demand(10**6, 5000, zipf=0.5, tier="memory"),
-        MachineRates(4000.0, memory_bytes_s=2e10),
-        Prices(2.0, 0.1, 3.0),
+        Demand(10**6, 5000, zipf=0.5, tier="memory", replicas=3),
+        MachineRates(4000.0, memory_bytes_s=2e10, network_bytes_s=1e9),
+        Prices(2.0, 0.1, 3.0, 0.01),
     ).to_json()
     assert {name: found[name] for name in expected} == json.loads(json.dumps(expected))
     assert set(found) - set(expected) == {"memory_bytes", "policy", "admission", "memory_share", "reason"}

@@ -121,11 +121,18 @@ def test_planned_bytes_are_those_on_disk(codec, tmp_path):
     zipf=st.sampled_from([0.0, 0.5, 0.8, 1.0, 1.5]),
     gb_month=st.sampled_from([0.0, 0.001, 0.023, 5.0]),
     ratio=st.sampled_from([1.0, 0.25]),
+    remote=st.booleans(),
+    replicas=st.integers(1, 3),
+    gb_transfer=st.sampled_from([0.0, 0.01, 0.09]),
 )
-def test_money_is_what_a_loop_over_all_chunks_adds_up(documents, tokens, requests, zipf, gb_month, ratio):
+def test_money_is_what_a_loop_over_all_chunks_adds_up(
+    documents, tokens, requests, zipf, gb_month, ratio, remote, replicas, gb_transfer
+):
     """Every chunk's uses, savings and storage one by one; a chunk is hot when it saves what it costs."""
-    corpus, prices = Corpus(documents, tokens), Prices(2.0, gb_month, 6.0)
-    demand, rates = Demand(requests, 1280 + 30, zipf=zipf, tier="disk"), MachineRates(5000.0, 0.1, 10e9, 1e9)
+    corpus, prices = Corpus(documents, tokens), Prices(2.0, gb_month, 6.0, gb_transfer)
+    tier, read_rate = ("remote", 5e8) if remote else ("disk", 1e9)
+    demand = Demand(requests, 1280 + 30, zipf=zipf, tier=tier, replicas=replicas)
+    rates = MachineRates(5000.0, 0.1, 10e9, 1e9, 5e8)
     size = CodecSize("some", ratio * 1000, ratio, False)
     plan = make_plan(KVShape(1, 1, 250), corpus, demand, rates, prices, [size])
     found = plan.codecs[0]
@@ -133,16 +140,18 @@ def test_money_is_what_a_loop_over_all_chunks_adds_up(documents, tokens, request
     chunks, chunk = plan.chunks, documents * tokens / plan.chunks
     full = 1310 * 0.9 / 5000 + 1310**2 * 0.1 / 5000 / 1000
     question = 30 * 0.9 / 5000 + 30**2 * 0.1 / 5000 / 1000
-    fused = question + 1280 * size.bytes_per_token * (1 / 10e9 + 1 / 1e9)
+    fused = question + 1280 * size.bytes_per_token * (1 / 10e9 + 1 / read_rate)
+    read = chunk * size.bytes_per_token / 1e9 * gb_transfer if remote else 0.0
     compute = chunk * 0.9 / 5000 + chunk**2 * 0.1 / 5000 / 1000
     weights = [rank**-zipf for rank in range(1, chunks + 1)]
     a_second = 2.0 / 3600
-    month_of_chunk = chunk * size.bytes_per_token / 1e9 * gb_month + compute * a_second / 6
+    copies = 1 if remote else replicas
+    month_of_chunk = copies * chunk * size.bytes_per_token / 1e9 * gb_month + compute * a_second / 6
     everything, hot, count, margin = requests * fused * a_second, requests * full * a_second, 0, math.inf
     for weight in weights:
         uses = requests * 1280 / chunk * weight / sum(weights)
-        saved = uses * (full - fused) / (1280 / chunk) * a_second
-        everything += month_of_chunk
+        saved = uses * ((full - fused) / (1280 / chunk) * a_second - read)
+        everything += month_of_chunk + uses * read
         margin = min(margin, abs(saved / month_of_chunk - 1))
         if saved >= month_of_chunk:
             hot += month_of_chunk - saved
@@ -153,6 +162,38 @@ def test_money_is_what_a_loop_over_all_chunks_adds_up(documents, tokens, request
         assert found.hot_cost == pytest.approx(hot)
     least = min(found.total_cost, found.hot_cost, plan.full_cost)
     assert {"all": found.total_cost, "hot": found.hot_cost, "none": plan.full_cost}[plan.keep] == pytest.approx(least)
+
+
+@pytest.mark.parametrize(("ratio", "gigabytes"), [(1.0, 0.74), (0.281, 0.21)])
+def test_a_remote_load_pays_above_the_rate_at_which_prefill_makes_kv(ratio, gigabytes):
+    """131,072 bytes a token at 5,646 tokens/s, where putting KV in its place takes no time."""
+    rates = MachineRates(PREFILL_TOKENS_S, memory_bytes_s=1e15, network_bytes_s=1e9)
+    size = CodecSize("some", ratio * LLAMA_3_8B.bytes_per_token, ratio, False)
+    plan = make_plan(LLAMA_3_8B, Corpus(1, 256), Demand(10**9, 5000, tier="remote"), rates, sizes=[size])
+    assert round(plan.codecs[0].pays_above_bytes_s / 1e9, 2) == gigabytes
+    assert any(f"pays above {gigabytes} GB/s; --network-rate is 1.00" in reason for reason in plan.reasons)
+    slow = make_plan(LLAMA_3_8B, Corpus(1, 256), Demand(1, 5000), MachineRates(memory_bytes_s=1e8), sizes=[size])
+    assert slow.codecs[0].pays_above_bytes_s is None
+
+
+def test_a_hundred_million_chunks_keep_kv_of_those_that_are_worth_it():
+    corpus, demand = Corpus(100_000_000, 256), Demand(10**9, 5000, tier="remote")
+    raw = make_plan(LLAMA_3_8B, corpus, demand, sizes=[RAW]).codecs[0]
+    assert raw.corpus_bytes == pytest.approx(3.36e15, rel=2e-3)
+    total = sum(float(np.sum(np.arange(low, low + 10**7, dtype=np.float64) ** -0.8)) for low in range(1, 10**8, 10**7))
+    uses = demand.requests * demand.context_tokens / 256 / total
+    assert uses * raw.hot_chunks**-0.8 >= raw.reuses_month * (1 - 1e-9)
+    assert uses * (raw.hot_chunks + 1) ** -0.8 < raw.reuses_month * (1 + 1e-9)
+    assert 0 < raw.hot_chunks < corpus.chunks
+
+
+def test_more_gpus_are_asked_for_than_there_are_hours():
+    few = make_plan(LLAMA_3_8B, Corpus(1, 256), Demand(10**8, 5000), sizes=[RAW])
+    needed = math.ceil(few.advised.gpu_hours / 730)
+    assert needed > 1
+    assert any(f"--replicas {needed}" in reason for reason in few.reasons)
+    enough = make_plan(LLAMA_3_8B, Corpus(1, 256), Demand(10**8, 5000, replicas=needed), sizes=[RAW])
+    assert not any("--replicas" in reason for reason in enough.reasons)
 
 
 def test_all_chunks_are_kept_where_each_pays():
@@ -236,6 +277,9 @@ def test_ranks_above_edges():
         (lambda: Corpus(1, 1, 0), "--chunk-tokens is 0"),
         (lambda: Demand(0, 10), "--requests is 0"),
         (lambda: Demand(1, 0), "--request-tokens is 0"),
+        (lambda: Demand(1, 100, replicas=0), "--replicas is 0"),
+        (lambda: Prices(gb_transfer=-1), "--gb-transfer is -1"),
+        (lambda: MachineRates(network_bytes_s=0), "--network-rate is 0"),
         (lambda: Demand(1, 30, 30), "--question-tokens is 30"),
         (lambda: Demand(1, 100, fused_s=0.0), "--fused-s is 0"),
         (lambda: Demand(1, 100, zipf=-1), "--zipf is -1"),

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.errors import ConfigError, TraceError
+from ragcache.planning import accesses
 from ragcache.planning.accesses import Accesses, Workload, from_accesses, generated, recorded
 from ragcache.planning.optimum import next_uses, optimum
 from ragcache.planning.rates import MachineRates
@@ -240,6 +241,32 @@ def test_popularity_is_zipfs():
     expected = np.arange(1, 9) ** -1.2
     expected /= expected.sum()
     assert (np.abs(shares - expected) < 5 * np.sqrt(expected / 40_000)).all()
+
+
+@pytest.mark.parametrize("zipf", [0.0, 0.8, 1.0, 1.3])
+def test_popularity_is_zipfs_beyond_the_ranks_that_are_summed(zipf, monkeypatch):
+    """Ranks above 40 by the integral; shares of tens of ranks against the sum over all."""
+    monkeypatch.setattr(accesses, "EXACT", 40)
+    workload = Workload(1, 1, 3000, zipf=zipf)
+    shares = np.random.default_rng(1).random(200_000)
+    ranks = accesses._drawn_ranks(workload, shares)
+    weights = np.arange(1, 3001, dtype=np.float64) ** -zipf
+    edges = [0, 1, 10, 39, 40, 41, 50, 100, 1000, 2999, 3000]
+    drawn = np.histogram(ranks, edges)[0] / len(ranks)
+    expected = np.add.reduceat(weights, edges[:-1]) / weights.sum()
+    np.testing.assert_allclose(drawn, expected, atol=0.004)
+
+
+def test_a_hundred_million_blocks_take_no_more_than_what_is_read():
+    trace = generated(Workload(300, 5, 100_000_000, seed=3))
+    assert len(trace) == 1500
+    assert len(np.unique(trace.blocks)) <= len(trace.num_bytes) <= 4500
+    assert trace.never_read == 100_000_000 - len(trace.num_bytes)
+    (outcome,) = simulate(trace, [Budgets(10**9)], ["lru"])
+    assert outcome.hit_rate["memory"] + outcome.hit_rate["disk"] == pytest.approx(1)
+    list(simulate(trace, [Budgets(10**9, 10**10, eager=False)], ["lru"]))
+    with pytest.raises(ConfigError, match="--kv lazy"):
+        list(simulate(trace, [Budgets(10**9, 10**10)], ["lru"]))
 
 
 def test_drift_makes_the_hottest_block_the_coldest():
