@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers import file_id
+from ragcache.ingest.readers import SourceFile, file_id
 from ragcache.store.records import StoredVersion
 
 
@@ -80,6 +80,21 @@ class KnownDocuments:
         self._versions[new_id] = version
         if id != new_id and id in self._earlier_ids:
             self._earlier_ids.remove(id)
+
+    def content_hashes(self, source: SourceFile | Document) -> frozenset[str]:
+        """The content hashes of what is stored from a file, or under a document's id."""
+        if isinstance(source, Document):
+            stored = self._versions.get(source.id)
+            return frozenset() if stored is None else frozenset([stored.content_hash])
+        return self._hashes_by_file.get(source.id, frozenset())
+
+    @cached_property
+    def _hashes_by_file(self) -> dict[str, frozenset[str]]:
+        found: dict[str, list[str]] = {}
+        for version in self._versions.values():
+            if version.file:
+                found.setdefault(version.file, []).append(version.content_hash)
+        return {file: frozenset(hashes) for file, hashes in found.items()}
 
     # Files that have vanished
 

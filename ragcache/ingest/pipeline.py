@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
@@ -23,6 +24,7 @@ from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.run import IngestRun, Input
 from ragcache.ingest.whole import WholeTexts
+from ragcache.ingest.workbench import Workbench, WorkHere
 from ragcache.models.limits import Limit, limited
 from ragcache.retrieval.deletion import delete_documents
 from ragcache.retrieval.retriever import Retriever
@@ -112,10 +114,15 @@ class Ingestor:
             raise ConfigError(f"kv={kv!r} is unknown; choose one of {', '.join(KV_MODES)}")
         if hot_after < 1:
             raise ConfigError(f"hot_after is {hot_after}; a passage is hot after 1 retrieval or more")
-        with nullcontext() if dry_run else self.layout.writer(timeout_s), limited(Limit(cancelled)):
+        with (
+            nullcontext() if dry_run else self.layout.writer(timeout_s),
+            limited(Limit(cancelled)),
+            closing(self._bench(chunker or self.chunker)) as bench,
+        ):
             run = IngestRun(
                 self,
-                chunker or self.chunker,
+                bench,
+                partial(WorkHere, bench),
                 eager=kv == "eager",
                 uses=hot_after if kv == "hot" else 0,
                 sync=sync,
@@ -123,6 +130,17 @@ class Ingestor:
                 progress=progress,
             )
             return run(inputs)
+
+    def _bench(self, chunker: Chunker | WholeTexts) -> Workbench:
+        return Workbench(
+            self.config.reading,
+            self.reader,
+            chunker,
+            self.retriever.embedder,
+            self.encoder,
+            self.kv,
+            self.config.batch_tokens,
+        )
 
     def delete(self, ids: Iterable[str], *, timeout_s: float = 30.0) -> list[str]:
         """Delete documents; see `delete_documents`."""

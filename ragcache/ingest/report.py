@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +56,19 @@ class IngestSeconds:
     commit_s: float = 0.0
     total_s: float = 0.0
 
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time that the block takes to a phase."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, phase, getattr(self, phase) + time.perf_counter() - started)
+
+    def add(self, other: IngestSeconds) -> None:
+        for phase in fields(self):
+            setattr(self, phase.name, getattr(self, phase.name) + getattr(other, phase.name))
+
 
 @dataclass
 class IngestReport:
@@ -82,6 +97,13 @@ class IngestReport:
     removed: list[str] = field(default_factory=list)
     dry_run: bool = False
     seconds: IngestSeconds = field(default_factory=IngestSeconds)
+
+    def add_computed(self, other: IngestReport) -> None:
+        """Take over what another process computed."""
+        self.computed_tokens += other.computed_tokens
+        self.reused_blocks += other.reused_blocks
+        self.kv_bytes += other.kv_bytes
+        self.seconds.add(other.seconds)
 
     @property
     def kv_text(self) -> str:

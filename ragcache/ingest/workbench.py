@@ -1,0 +1,221 @@
+"""The part of an ingestion that needs no stored documents: read, cut, embed, encode.
+
+It runs in the process that commits, or in the actors of a Ray cluster (`cluster.py`): the same code in both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.errors import IngestError, PromptError, ReaderError
+from ragcache.ingest.chunker import Chunker, TextChunk
+from ragcache.ingest.document import Document
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.isolated import IsolatedReader
+from ragcache.ingest.limits import ReadLimits
+from ragcache.ingest.readers import SourceFile
+from ragcache.ingest.report import IngestReport, IngestSeconds
+from ragcache.ingest.whole import WholeTexts
+from ragcache.kv.block import KVBlock
+from ragcache.models.batches import plan_batches
+from ragcache.models.encoding import AbandonedSignal
+from ragcache.models.limits import LIMIT, POLL_S, Limit, limited
+from ragcache.openmp import work_alone
+from ragcache.retrieval.embedder import Embedder
+from ragcache.store.kv_store import KVStore
+
+# Texts that the embedder is given together: cancelling takes effect behind them where it has no say of its own.
+EMBED_TEXTS = 1024
+
+T = TypeVar("T")
+Source = SourceFile | Document
+Vectors = NDArray[np.float32]
+# Told of progress in the thread that computes: "encode" (tokens), "embed" (chunks), or "skip" (tokens that need no
+# encoding: they are stored already).
+Say = Callable[[str, int], None]
+
+
+class Cut(NamedTuple):
+    """A document's chunks and the keys of their blocks."""
+
+    chunks: list[TextChunk]
+    keys: list[str]
+
+
+CutResult = Cut | IngestError | PromptError | None
+
+
+class Record(NamedTuple):
+    """One document of a source, or why it could not be read.
+
+    cut: its chunks, or why it has none, where that is known already
+    """
+
+    found: Document | ReaderError
+    cut: CutResult = None
+
+
+class Job(NamedTuple):
+    """What a window of documents needs computed. texts: for the embedder. wanted: token ids by block key."""
+
+    texts: list[str]
+    wanted: Mapping[str, list[int]]
+
+
+class Work(Protocol):
+    """Where the workbench stands: in this process, or on a cluster."""
+
+    def read(self, sources: Sequence[Source], known: Callable[[Source], frozenset[str]]) -> Iterator[Iterator[Record]]:
+        """The records of each source, in order. known: content hashes that the store has for a source; documents that
+        have one of them need not be cut."""
+        ...
+
+    def compute(self, jobs: Iterable[tuple[T, Job]]) -> Iterator[tuple[T, Vectors]]:
+        """The vectors of each job's texts, in order, once its blocks are flushed; each with what came with the job."""
+        ...
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether jobs behind the one that was handed out last have begun: they may count on blocks that are stored."""
+        ...
+
+
+class Workbench:
+    """Reader, chunker, embedder, encoder and KV store of an ingestion. One reading and one computing call at a time."""
+
+    def __init__(
+        self,
+        limits: ReadLimits,
+        reader: IsolatedReader,
+        chunker: Chunker | WholeTexts,
+        embedder: Embedder,
+        encoder: ModelEncoder,
+        kv: KVStore,
+        batch_tokens: int | None,
+    ) -> None:
+        """batch_tokens: padded tokens that the model reads at once; None: what suits its device"""
+        self.limits = limits
+        self.reader = reader
+        self.chunker = chunker
+        self.embedder = embedder
+        self.encoder = encoder
+        self.kv = kv
+        self.batch_tokens = batch_tokens
+        self._over = threading.Event()
+        self._embedding = ThreadPoolExecutor(1, thread_name_prefix="ragcache-embed")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="ragcache-write", initializer=work_alone)
+
+    def close(self) -> None:
+        self._over.set()
+        self._embedding.shutdown(cancel_futures=True)
+        self._writing.shutdown(cancel_futures=True)
+
+    def read(self, source: Source, seconds: IngestSeconds) -> Iterator[Document | ReaderError]:
+        if isinstance(source, Document):
+            yield source
+            return
+        records = self.reader.read(source)
+        while True:
+            with seconds.timed("read_s"):
+                found = next(records, None)
+            if found is None:
+                return
+            yield found
+
+    def check(self, document: Document) -> None:
+        """Raises IngestError for a document that no store takes."""
+        self.limits.check_text(document.text, document.where)
+        document.check()
+
+    def cut(self, document: Document, seconds: IngestSeconds) -> Cut:
+        """Raises IngestError, PromptError."""
+        with seconds.timed("chunk_s"):
+            chunks = self.chunker.split(document.text)
+        self.limits.check_chunks(len(chunks), document.where)
+        for chunk in chunks:
+            self.encoder.check(chunk.token_ids, document.where)
+        return Cut(chunks, [self.encoder.key(chunk.token_ids) for chunk in chunks])
+
+    def compute(self, job: Job, report: IngestReport, say: Say) -> Vectors:
+        """Embed the texts, and encode the blocks that no tier has; these are flushed on return."""
+        embedding = self._embedding.submit(self._embed, job.texts, report.seconds)
+        self._encode_missing(job.wanted, report, say)
+        vectors = _result(embedding)
+        say("embed", len(vectors))
+        return vectors
+
+    def _embed(self, texts: Sequence[str], seconds: IngestSeconds) -> Vectors:
+        """Vectors of the texts, in order. Runs in a thread of its own."""
+        vectors = np.empty((len(texts), self.embedder.dimension), np.float32)
+        with seconds.timed("embed_s"), limited(Limit(self._over)):
+            for start in range(0, len(vectors), EMBED_TEXTS):
+                LIMIT.get().check()
+                vectors[start : start + EMBED_TEXTS] = self.embedder.embed(texts[start : start + EMBED_TEXTS])
+        return vectors
+
+    def _encode_missing(self, wanted: Mapping[str, list[int]], report: IngestReport, say: Say) -> None:
+        missing = [key for key in wanted if key not in self.kv]
+        report.reused_blocks += len(wanted) - len(missing)
+        say("skip", sum(map(len, wanted.values())) - sum(len(wanted[key]) for key in missing))
+        writes: list[Future[None]] = []
+        together = self.batch_tokens or self.encoder.batch_tokens
+        for batch in plan_batches([len(wanted[key]) for key in missing], together):
+            keys = [missing[rank] for rank in batch]
+            blocks = self._encode([wanted[key] for key in keys], report.seconds)
+            _wait(writes)  # of the batch before: at most two batches are in memory
+            writes = [
+                self._writing.submit(self._write, key, block, report) for key, block in zip(keys, blocks, strict=True)
+            ]
+            tokens = sum(len(wanted[key]) for key in keys)
+            report.computed_tokens += tokens
+            say("encode", tokens)
+        _wait(writes)
+
+    def _encode(self, chunks: list[list[int]], seconds: IngestSeconds) -> list[KVBlock]:
+        limit = LIMIT.get()
+        with seconds.timed("encode_s"):
+            try:
+                return self.encoder.encode(chunks, limit.allows)
+            except AbandonedSignal:
+                limit.check()
+                raise
+
+    def _write(self, key: str, block: KVBlock, report: IngestReport) -> None:
+        with report.seconds.timed("write_s"):
+            self.kv.put(key, block, flushed=True)  # a document is committed when its blocks outlive a kill
+        report.kv_bytes += self.kv.stored_bytes(key)
+
+
+class WorkHere:
+    """Work in this process: one window after the other."""
+
+    is_ahead = False
+
+    def __init__(self, bench: Workbench, report: IngestReport, say: Say) -> None:
+        self._bench, self._report, self._say = bench, report, say
+
+    def read(self, sources: Sequence[Source], known: Callable[[Source], frozenset[str]]) -> Iterator[Iterator[Record]]:
+        for source in sources:
+            yield map(Record, self._bench.read(source, self._report.seconds))
+
+    def compute(self, jobs: Iterable[tuple[T, Job]]) -> Iterator[tuple[T, Vectors]]:
+        for what, job in jobs:
+            yield what, self._bench.compute(job, self._report, self._say)
+
+
+def _result(embedding: Future[Vectors]) -> Vectors:
+    """Wait for the embedding's vectors. Raises CancelledError and TimedOutError while it goes on."""
+    while not wait([embedding], POLL_S).done:
+        LIMIT.get().check()
+    return embedding.result()
+
+
+def _wait(writes: Sequence[Future[None]]) -> None:
+    for write in writes:
+        write.result()
