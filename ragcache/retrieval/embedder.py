@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import EmbedderError, check_least
+from ragcache.errors import EmbedderError, EmbedderMismatchError, check_least
 from ragcache.models.batches import plan_batches
 from ragcache.models.limits import LIMIT
 from ragcache.openmp import team_ends
@@ -86,10 +86,13 @@ class SentenceEmbedder:
 
     The model's tokenizer keeps state while it works, so one lock serialises batches. It is released between batches and
     goes to questions first: a question waits for one batch of an ingestion or of a large request, never for all of it.
+    Pickled it is the call of `load_embedder` that made it: another process loads the model there.
     """
 
-    def __init__(self, name: str, model: SentenceTransformer) -> None:
+    def __init__(self, name: str, model: SentenceTransformer, origin: tuple[str, str] | None = None) -> None:
+        """origin: arguments of `load_embedder`; None: it cannot be pickled"""
         self._name = name
+        self._origin = origin
         self._model = model.eval()
         dimension = model.get_embedding_dimension()
         if dimension is None:
@@ -99,6 +102,11 @@ class SentenceEmbedder:
         self._max_tokens = model.max_seq_length or NO_LIMIT_TOKENS
         self._lengths = _token_counter(model)
         self._batch_tokens = CPU_BATCH_TOKENS if model.device.type == "cpu" else GPU_BATCH_TOKENS
+
+    def __reduce__(self) -> tuple[Callable[..., Embedder], tuple[str, str, str]]:
+        if self._origin is None:
+            raise EmbedderError(f"{self.name}: only an embedder from load_embedder can be sent to another process")
+        return _load_again, (*self._origin, self._name)
 
     @property
     def name(self) -> str:
@@ -168,19 +176,28 @@ def load_embedder(name: str | Path = "minilm", device: str = "cpu") -> Embedder:
     """
     label = str(name)
     if label == "minilm":
-        return _load(label, lambda: _sentence_transformer(_minilm_directory(), device))
+        return _load(label, lambda: _sentence_transformer(_minilm_directory(), device), (label, device))
     if label == "contriever":
-        return _load(label, lambda: _mean_pooled(CONTRIEVER_ID, device))
+        return _load(label, lambda: _mean_pooled(CONTRIEVER_ID, device), (label, device))
     path = Path(name).expanduser()
     if path.is_dir():
-        return _load(_directory_name(path), lambda: _sentence_transformer(path, device))
-    return _load(label, lambda: _sentence_transformer(label, device))
+        origin = str(path.resolve()), device
+        return _load(_directory_name(path), lambda: _sentence_transformer(path, device), origin)
+    return _load(label, lambda: _sentence_transformer(label, device), (label, device))
 
 
-def _load(name: str, build: Callable[[], SentenceTransformer]) -> Embedder:
+def _load_again(name: str, device: str, expected: str) -> Embedder:
+    """`load_embedder` in another process. Raises EmbedderMismatchError where it finds another model."""
+    found = load_embedder(name, device)
+    if found.name != expected:
+        raise EmbedderMismatchError(f"{name}: this is {found.name}, not {expected}; give every machine the same files")
+    return found
+
+
+def _load(name: str, build: Callable[[], SentenceTransformer], origin: tuple[str, str]) -> Embedder:
     """The one boundary where the errors of sentence-transformers and the hub become ours: they raise any kind."""
     try:
-        return SentenceEmbedder(name, build())
+        return SentenceEmbedder(name, build(), origin)
     except EmbedderError:
         raise
     except Exception as error:

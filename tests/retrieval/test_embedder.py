@@ -1,6 +1,7 @@
 """Embedders against their authors' formulas written out, on tiny random models and the packaged MiniLM."""
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from ragcache.errors import CancelledError, ConfigError, EmbedderError
+from ragcache.errors import CancelledError, ConfigError, EmbedderError, EmbedderMismatchError
 from ragcache.models.batches import plan_batches
 from ragcache.models.limits import Limit, limited
 from ragcache.retrieval import embedder as embedders
@@ -134,6 +135,17 @@ def test_a_directory_keeps_its_name_when_moved_and_loses_it_when_retrained(bert_
     torch.manual_seed(1)
     BertModel(BertConfig.from_pretrained(moved)).save_pretrained(moved)
     assert load_embedder(moved).name != load_embedder(bert_directory).name
+
+
+def test_a_pickled_embedder_is_loaded_where_it_arrives(bert_directory, tmp_path):
+    directory = Path(shutil.copytree(bert_directory, tmp_path / "bert"))
+    embedder = load_embedder(directory)
+    sent = pickle.dumps(embedder)
+    assert len(sent) < 1000
+    np.testing.assert_array_equal(pickle.loads(sent).embed(["a town"]), embedder.embed(["a town"]))
+    (directory / "new.txt").write_text("another model")
+    with pytest.raises(EmbedderMismatchError, match="give every machine the same files"):
+        pickle.loads(sent)
 
 
 def test_absent_and_damaged_models_are_typed_errors(bert_directory, tmp_path, monkeypatch):
