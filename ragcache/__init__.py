@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ragcache.fusion.layout import Additions
     from ragcache.fusion.recompute import Context, RecomputeMethod
     from ragcache.ingest.chunker import ChunkerConfig
+    from ragcache.ingest.cluster import RayConfig
     from ragcache.ingest.document import Document
     from ragcache.ingest.pipeline import IngestConfig
     from ragcache.ingest.report import IngestReport, ProgressEvent
@@ -61,6 +62,7 @@ __all__ = [
     "Prompt",
     "RagCache",
     "RagCacheError",
+    "RayConfig",
     "ReadOptions",
     "Recipe",
     "RecomputeMethod",
@@ -100,6 +102,7 @@ _NAMES = {
     "fusion.layout": "Additions",
     "fusion.recompute": "Context RecomputeMethod",
     "ingest.chunker": "ChunkerConfig",
+    "ingest.cluster": "RayConfig",
     "ingest.document": "Document",
     "ingest.pipeline": "IngestConfig",
     "ingest.report": "IngestReport ProgressEvent",

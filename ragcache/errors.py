@@ -14,6 +14,7 @@
     │                                   ImportError)
     ├── CancelledError                  the caller gave up
     ├── TimedOutError                   the time that the caller allowed is over
+    ├── ClusterError                    a Ray cluster that cannot be used, or that lost its actors
     ├── TraceError                      a recorded trace that cannot be read or written: file, line, reason
     ├── StoreError
     │   ├── StoreNotFoundError
@@ -51,7 +52,7 @@ import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import Self, TypeGuard
 
 
 class RagCacheError(Exception):
@@ -104,6 +105,10 @@ class CancelledError(RagCacheError):
 
 class TimedOutError(RagCacheError):
     """The time that the caller allowed is over."""
+
+
+class ClusterError(RagCacheError):
+    """A Ray cluster does not answer, lacks what its actors need, or loses them again and again."""
 
 
 class TraceError(RagCacheError):
@@ -207,6 +212,9 @@ class ReaderError(IngestError):
         self.path = os.fspath(path)
         self.reason = reason
         super().__init__(f"{self.path}: {reason}")
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        return type(self), (self.path, self.reason)
 
 
 class ReaderLimitError(ReaderError):

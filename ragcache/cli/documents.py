@@ -28,8 +28,11 @@ from ragcache.cli.output import on_terminal, print_json, print_table, say, say_e
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ragcache import IngestReport
+    from ragcache import IngestReport, RayConfig
     from ragcache.store.records import StoredDocument
+
+
+LOCAL_RAY = "local"
 
 
 @command
@@ -50,6 +53,17 @@ def ingest(
         bool, option("--sync", "Delete documents whose files have vanished from the given paths, follow renamed ones.")
     ] = False,
     dry_run: Annotated[bool, option("--dry-run", "Say what would be done, and change nothing.")] = False,
+    ray: Annotated[
+        str | None,
+        option(
+            "--ray",
+            "Read, embed and encode on a Ray cluster: HOST:PORT, auto (this machine's), or local (started for this).",
+            metavar="ADDRESS",
+        ),
+    ] = None,
+    ray_actors: Annotated[
+        int | None, option("--ray-actors", "With --ray: models loaded; one for every free CPU or GPU if not given.")
+    ] = None,
     wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
@@ -60,13 +74,15 @@ def ingest(
     """
     from ragcache.ingest.progress_bars import progress_bars
 
+    cluster = ray_config(ray, ray_actors)
     with open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
         if not as_json:
             say_note(kb.estimate_kv(paths))
         with progress_bars() if on_terminal() else nullcontext() as bars:
             report = kb.ingest(
-                paths, kv=kv, hot_after=hot_after, sync=sync, dry_run=dry_run, progress=bars, timeout_s=wait
-            )
+                paths, kv=kv, hot_after=hot_after, sync=sync, dry_run=dry_run, ray=cluster,
+                progress=bars, timeout_s=wait,
+            )  # fmt: skip
     if as_json:
         print_json(report_to_json(report))
     else:
@@ -75,6 +91,17 @@ def ingest(
         say_error(failure.error)
     if report.failed:
         raise typer.Exit(FAILED)
+
+
+def ray_config(address: str | None, actors: int | None) -> RayConfig | None:
+    """Raises ConfigError."""
+    if address is None:
+        if actors is not None:
+            raise ConfigError("--ray-actors needs --ray: say where they run")
+        return None
+    from ragcache import RayConfig
+
+    return RayConfig(None if address == LOCAL_RAY else address, actors)
 
 
 def report_to_json(report: IngestReport) -> dict[str, Any]:

@@ -26,12 +26,13 @@ from ragcache.engine.loading.rates import RateFigures
 from ragcache.engine.loading.rates_file import machine_key
 from ragcache.engine.opening import Choices, Parts, assemble, open_model, open_retriever
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions, check_names
-from ragcache.engine.store import StoreConfig, open_store
+from ragcache.engine.store import StoreConfig, open_kv_to_fill, open_store
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.ingest.chunker import ChunkerConfig
+from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.pipeline import IngestConfig
 from ragcache.ingest.readers import SourceFile
@@ -169,6 +170,7 @@ class RagCache(Library, AsyncTwins):
         split: bool = True,
         sync: bool = False,
         dry_run: bool = False,
+        ray: RayConfig | str | bool | None = None,
         progress: Progress | bool | None = None,
         timeout_s: float = 30.0,
         cancelled: threading.Event | None = None,
@@ -179,11 +181,13 @@ class RagCache(Library, AsyncTwins):
         split:    False makes every document one passage, kept as it is, whose chunk's id is the document's
         sync:     delete documents whose files have vanished from the given files and folders, and follow renames
         dry_run:  change nothing; the report says what would be
+        ray:      read, embed and encode on a Ray cluster: its address, a RayConfig, or True for a local Ray that is
+                  started for this call; this process stores the documents
         progress: a callback of ProgressEvents, or True for bars on the terminal, with what the KV takes on disk: about,
                   before, and exactly, afterwards
         cancelled: set it to stop
         """
-        given = _listed(inputs)
+        given, chosen = _listed(inputs), RayConfig.of(ray)
         run = partial(
             self._parts.ingestor.ingest,
             given,
@@ -192,6 +196,7 @@ class RagCache(Library, AsyncTwins):
             chunker=None if split else self._parts.whole,
             sync=sync,
             dry_run=dry_run,
+            cluster=None if chosen is None else self._cluster(chosen),
             timeout_s=timeout_s,
             cancelled=cancelled,
         )
@@ -205,6 +210,14 @@ class RagCache(Library, AsyncTwins):
         if not dry_run:
             say_line(report.kv_text)
         return report
+
+    def _cluster(self, chosen: RayConfig) -> Cluster:
+        if "remote" in self.store.documents.properties():
+            raise ConfigError(
+                "this store keeps its blocks in a remote, which the actors of a Ray cluster cannot write to; ingest "
+                "without ray (--ray), or into a store on a file system that all nodes share"
+            )
+        return Cluster(chosen, partial(open_kv_to_fill, self.store.layout.kv.absolute(), self.config))
 
     def estimate_kv(self, inputs: Inputs) -> KVEstimate:
         """Estimate the disk space for the KV of files, folders and Document objects, from a sample of their text."""

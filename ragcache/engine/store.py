@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,23 +110,41 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
         remote = _connect(documents, config)
         if remote is not None:
             undo.callback(remote.close)
-        kv = KVStore(
-            layout.kv,
-            remote=remote,
-            memory_bytes=config.memory_bytes,
-            device_bytes=config.device_bytes,
-            disk_bytes=config.disk_bytes,
-            write_behind_bytes=config.write_behind_bytes,
-            ttl_s=config.ttl_s,
-            referenced=documents.referenced,
-            codec=config.codec,
-            eviction=config.eviction,
-            admission=config.admission,
-            trace=config.trace,
-            read_only=config.read_only,
-        )
+        kv = open_kv(layout.kv, config, remote, referenced=documents.referenced)
         undo.pop_all()
     return Store(layout, documents, kv)
+
+
+def open_kv(
+    root: Path,
+    config: StoreConfig,
+    remote: Connection | None = None,
+    referenced: Callable[[Iterable[str]], set[str]] | None = None,
+) -> KVStore:
+    """Raises ConfigError."""
+    return KVStore(
+        root,
+        remote=remote,
+        memory_bytes=config.memory_bytes,
+        device_bytes=config.device_bytes,
+        disk_bytes=config.disk_bytes,
+        write_behind_bytes=config.write_behind_bytes,
+        ttl_s=config.ttl_s,
+        referenced=referenced,
+        codec=config.codec,
+        eviction=config.eviction,
+        admission=config.admission,
+        trace=config.trace,
+        read_only=config.read_only,
+    )
+
+
+def open_kv_to_fill(root: Path, config: StoreConfig) -> KVStore:
+    """The store's KV in a process that only writes blocks: it keeps none in memory, and traces nothing."""
+    alone = replace(
+        config, database=None, remote=None, memory_bytes=0, device_bytes=0, write_behind_bytes=0, trace=None
+    )
+    return open_kv(root, alone)
 
 
 def _connect(documents: DocumentStore, config: StoreConfig) -> Connection | None:

@@ -18,6 +18,7 @@ from functools import partial
 
 from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
+from ragcache.ingest.cluster import Cluster
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.isolated import IsolatedReader
 from ragcache.ingest.limits import ReadLimits
@@ -87,6 +88,7 @@ class Ingestor:
         chunker: Chunker | WholeTexts | None = None,
         sync: bool = False,
         dry_run: bool = False,
+        cluster: Cluster | None = None,
         progress: Progress | None = None,
         timeout_s: float = 30.0,
         cancelled: threading.Event | None = None,
@@ -104,11 +106,13 @@ class Ingestor:
             vanished are deleted at the end, and one whose content is found at another path under them moves there, with
             its KV and embeddings. What failed to be read has not vanished
         dry_run: change nothing; the report says what would be
+        cluster: where files are read and the models run; None: here. This process stores the documents, in order
         timeout_s: how long to wait for another writer
         cancelled: set it to stop: looked at between and within batches, so within a second or two
 
-        Raises CancelledError, StoreBusyError, StoreReadOnlyError, StoreFullError, ConfigError; what was committed
-        stays. With sync, ReaderError for a given path that is not there or cannot be read; then nothing was changed.
+        Raises CancelledError, StoreBusyError, StoreReadOnlyError, StoreFullError, ClusterError, ConfigError; what was
+        committed stays. With sync, ReaderError for a given path that is not there or cannot be read; then nothing was
+        changed.
         """
         if kv not in KV_MODES:
             raise ConfigError(f"kv={kv!r} is unknown; choose one of {', '.join(KV_MODES)}")
@@ -118,11 +122,12 @@ class Ingestor:
             nullcontext() if dry_run else self.layout.writer(timeout_s),
             limited(Limit(cancelled)),
             closing(self._bench(chunker or self.chunker)) as bench,
+            nullcontext(partial(WorkHere, bench)) if cluster is None else cluster.work(bench) as work,
         ):
             run = IngestRun(
                 self,
                 bench,
-                partial(WorkHere, bench),
+                work,
                 eager=kv == "eager",
                 uses=hot_after if kv == "hot" else 0,
                 sync=sync,

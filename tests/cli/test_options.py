@@ -60,6 +60,9 @@ def test_an_option_wins_over_the_environment(store):
     ("arguments", "status", "message"),
     [
         (["ask", ""], 1, "the question is empty"),
+        (["ingest", "docs", "--ray-actors", "2"], 2, "needs --ray"),
+        (["ingest", "--ray", "docs/", "more"], 2, "'docs/' is not HOST:PORT"),
+        (["ingest", "docs", "--ray", "local", "--ray-actors", "0"], 2, "actors is 0"),
         (["ask", "hi", "--k", "0"], 2, "k is 0"),
         (["ask", "hi", "--evict", "0"], 2, "the eviction budget is 0"),
         (["ask", "hi", "--method", "telepathy"], 2, "telepathy"),

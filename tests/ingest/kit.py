@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
 from ragcache.ingest.chunker import Chunker
+from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
@@ -26,6 +29,15 @@ class CountingEmbedder(BagOfWords):
 
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> np.ndarray:
         self.texts += len(texts)
+        return super().embed(texts)
+
+
+class DyingEmbedder(BagOfWords):
+    """Takes its process with it."""
+
+    def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> np.ndarray:
+        if any("poison" in text for text in texts):
+            os._exit(1)
         return super().embed(texts)
 
 
@@ -79,6 +91,10 @@ class Kit:
 
     def texts(self) -> dict[str, list[str]]:
         return {id: [chunk.text for chunk in self.documents.chunks_of(id)] for id in self.ids()}
+
+    def cluster(self, actors: int = 2) -> Cluster:
+        """A local Ray whose actors write to this store."""
+        return Cluster(RayConfig(actors=actors), partial(KVStore, self.layout.kv, memory_bytes=0))
 
     def check(self) -> None:
         """Everything visible verifies: blocks against the model's shapes, the index against SQL."""

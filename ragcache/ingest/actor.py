@@ -1,0 +1,158 @@
+"""An ingestion's workbench in a Ray actor. Nothing here imports Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import ragcache
+from ragcache.errors import IngestError, ModelMismatchError, PromptError, ReaderError
+from ragcache.ingest.chunker import Chunker
+from ragcache.ingest.document import Document
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.isolated import IsolatedReader
+from ragcache.ingest.limits import ReadLimits
+from ragcache.ingest.report import IngestReport, IngestSeconds
+from ragcache.ingest.whole import WholeTexts
+from ragcache.ingest.workbench import CutResult, Job, Record, Source, Vectors, Workbench
+from ragcache.kv.identity import Recipe
+from ragcache.models.loading import load_lm
+from ragcache.retrieval.embedder import Embedder
+from ragcache.store.kv_store import KVStore
+
+# A part of what was read is sent once it has so many characters.
+PART_CHARS = 1 << 20
+
+
+class Item(NamedTuple):
+    """source: None where nothing is to be done. known: content hashes of documents that need not be cut."""
+
+    source: Source | None
+    known: frozenset[str]
+
+
+@dataclass
+class Part:
+    """Records that were read, each with the rank of its item, and whether they are the last ones of the batch."""
+
+    records: list[tuple[int, Record]] = field(default_factory=list)
+    is_last: bool = False
+    seconds: IngestSeconds = field(default_factory=IngestSeconds)
+
+
+class Computed(NamedTuple):
+    """What came of a job: never KV, which is in the store. said: progress, in order."""
+
+    vectors: Vectors
+    report: IngestReport
+    said: list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that a workbench is made from in another process; it can be pickled, where the embedder can.
+
+    folder:  current one of the ingestion, for relative paths
+    open_kv: opens the store's KV
+    """
+
+    folder: str
+    model: str
+    dtype: str
+    device: str
+    fingerprint: str
+    recipe: Recipe
+    prefix_ids: list[int]
+    tenant: str
+    embedder: Embedder
+    chunker: Chunker | WholeTexts
+    open_kv: Callable[[], KVStore]
+    limits: ReadLimits
+    batch_tokens: int | None
+
+    def build(self) -> Workbench:
+        """Raises ModelMismatchError where the model has other weights here, and what loading raises."""
+        with contextlib.suppress(OSError):  # a file that is not there is reported by its path
+            os.chdir(self.folder)
+        lm = load_lm(self.model, dtype=self.dtype, device=self.device)
+        if lm.fingerprint != self.fingerprint:
+            raise ModelMismatchError(
+                f"{self.model}: the model that an actor finds under this name is another one; give every node of the "
+                "cluster the same files"
+            )
+        encoder = ModelEncoder(lm, self.recipe, self.prefix_ids, self.tenant)
+        kv = self.open_kv()
+        kv.use_device(lm.device)
+        reader = IsolatedReader(self.limits)
+        return Workbench(self.limits, reader, self.chunker, self.embedder, encoder, kv, self.batch_tokens)
+
+
+class Actor:
+    """Reads in one thread and computes in another. Made anew after it died, it goes on where it was."""
+
+    def __init__(self, setup: bytes) -> None:
+        """setup: a pickled Setup"""
+        self._setup = setup
+        self._bench: Workbench | None = None
+        self._building = threading.Lock()
+        self._batch = -1
+        self._records: Iterator[tuple[int, Record]] = iter(())
+        self._sent = 0
+        self._seconds = IngestSeconds()
+
+    def version(self) -> str:
+        return ragcache.__version__
+
+    def load(self) -> None:
+        """Load model and embedder. Raises as `Setup.build` does."""
+        self._ready()
+
+    def read(self, batch: int, items: Sequence[Item], start: int) -> Part:
+        """The records of a batch from the one of this number on, as many as are sent together."""
+        if (self._batch, self._sent) != (batch, start):
+            self._records, self._batch = self._read(self._ready(), items), batch
+            next(islice(self._records, start, start), None)  # skips what an actor that died had sent
+        part, chars = Part(), 0
+        for rank, record in self._records:
+            part.records.append((rank, record))
+            chars += len(record.found.text) if isinstance(record.found, Document) else 0
+            if chars >= PART_CHARS:
+                break
+        else:
+            part.is_last = True
+        self._sent = start + len(part.records)
+        part.seconds, self._seconds = self._seconds, IngestSeconds()
+        return part
+
+    def compute(self, job: Job) -> Computed:
+        report, said = IngestReport(), list[tuple[str, int]]()
+        vectors = self._ready().compute(job, report, lambda stage, step: said.append((stage, step)))
+        return Computed(vectors, report, said)
+
+    def _ready(self) -> Workbench:
+        with self._building:
+            if self._bench is None:
+                setup: Setup = pickle.loads(self._setup)
+                self._bench = setup.build()
+            return self._bench
+
+    def _read(self, bench: Workbench, items: Sequence[Item]) -> Iterator[tuple[int, Record]]:
+        for rank, (source, known) in enumerate(items):
+            for found in () if source is None else bench.read(source, self._seconds):
+                cut = None if isinstance(found, ReaderError) else self._cut(bench, found, known)
+                yield rank, Record(found, cut)
+
+    def _cut(self, bench: Workbench, document: Document, known: frozenset[str]) -> CutResult:
+        try:
+            bench.check(document)
+            if document.content_hash(bench.chunker.settings) in known:
+                return None
+            return bench.cut(document, self._seconds)
+        except (IngestError, PromptError) as error:
+            return error

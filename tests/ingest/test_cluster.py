@@ -1,0 +1,257 @@
+"""Ingestion on a local Ray: the store is the one that the local pipeline makes, whatever dies meanwhile."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import sys
+import time
+from pathlib import Path
+
+import killed
+import pytest
+import torch
+from kit import DyingEmbedder, Kit
+
+from ragcache.errors import ClusterError, ConfigError
+from ragcache.ingest.cluster import RayConfig
+from ragcache.ingest.document import Document
+from ragcache.store.schema import PREFIX
+
+ray = pytest.importorskip("ray")
+
+CONTEXT = multiprocessing.get_context("spawn")
+SENTENCE = "The river Alna rises near Osby and ends in the lake of Tolvik."
+
+
+def text_of(town: str, sentences: int = 5) -> str:
+    return f"# {town}\n\n" + " ".join(f"{town} has mill number {n}. {SENTENCE}" for n in range(sentences)) + "\n"
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    """One Ray for all of these tests; each of its processes finds the test's helpers where this one does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # a busy machine would starve its workers
+        ray.init(
+            "local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
+            object_store_memory=100 << 20, _node_ip_address="127.0.0.1",
+        )  # fmt: skip
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """Folders, records, repeated texts, what cannot be read, and what the model cannot take."""
+    path = tmp_path_factory.mktemp("corpus")
+    for number in range(24):
+        (path / f"town{number:02}.md").write_text(text_of(f"Town{number % 17}", 1 + number % 5))
+    records = [{"id": f"r{n}", "text": text_of(f"Rec{n % 40}", 2), "metadata": {"n": n}} for n in range(60)]
+    (path / "records.jsonl").write_text("\n".join(map(json.dumps, [*records, records[3]])) + "\nno JSON\n")
+    (path / "broken.pdf").write_bytes(b"%PDF-1.4 nothing")
+    (path / "empty.txt").write_text(" \n")
+    (path / "picture.png").write_bytes(b"png")
+    return path
+
+
+def rows(root: Path) -> dict[str, list[tuple]]:
+    """Documents and chunks as SQLite holds them, without what counts and dates rows."""
+    with sqlite3.connect(root / "store.sqlite3") as connection:
+        found = {}
+        for table in (PREFIX + "documents", PREFIX + "chunks"):
+            columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+            kept = [name for name in columns if not name.endswith("_at")]
+            found[table] = sorted(connection.execute(f"SELECT {', '.join(kept)} FROM {table}").fetchall(), key=repr)
+    return found
+
+
+def blocks(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (root / "kv").rglob("*.safetensors")}
+
+
+def facts(report) -> dict:
+    plain = {name: value for name, value in vars(report).items() if name not in ("seconds", "failed")}
+    return {**plain, "failed": [(failure.source, type(failure.error), str(failure.error)) for failure in report.failed]}
+
+
+def assert_same(here: Kit, there: Kit, *, same_batches: bool = True) -> None:
+    """same_batches: no window was computed in two parts: then blocks are the same bit for bit, else nearly."""
+    ours, theirs = rows(here.layout.root), rows(there.layout.root)
+    assert ours == theirs
+    assert len(ours[PREFIX + "chunks"]) > 50
+    there.check()
+    if same_batches:
+        assert blocks(here.layout.root) == blocks(there.layout.root)
+    assert blocks(here.layout.root).keys() == blocks(there.layout.root).keys()
+    for key in sorted(here.kv.keys()):
+        one, two = here.kv.get(key).block, there.kv.get(key).block
+        torch.testing.assert_close(one.keys, two.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(one.values, two.values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_the_store_and_the_report_are_those_of_the_local_pipeline(tmp_path, lm, corpus):
+    given = [corpus, corpus / "absent.txt", Document("own", text_of("Own"), {"a": [1]}), Document("bad", "x", {1: 2})]
+    events = []
+    with Kit(tmp_path / "here", lm) as here, Kit(tmp_path / "there", lm) as there:
+        expected = here.ingestor.ingest(given)
+        report = there.ingestor.ingest(given, cluster=there.cluster(), progress=events.append)
+        assert facts(report) == facts(expected)
+        assert len(expected.failed) >= 5
+        assert (there.encoder.tokens, there.embedder.texts) == (0, 0), "the models ran in the actors"
+        assert_same(here, there)
+        last = {event.stage: event for event in events}
+        assert set(last) == {"read", "embed", "encode", "commit"}
+        assert all(event.done == event.total for event in last.values())
+        assert last["encode"].done == report.computed_tokens
+
+        # Again, changed and unchanged; then what lost its KV.
+        (corpus / "town03.md").write_text(text_of("Changed", 3))
+        expected = here.ingestor.ingest([corpus], sync=True)
+        assert facts(there.ingestor.ingest([corpus], sync=True, cluster=there.cluster(1))) == facts(expected)
+        assert (len(expected.updated), expected.computed_tokens > 0) == (1, True)
+        for kit in (here, there):
+            for chunk in kit.documents.chunks_of("r7"):
+                kit.kv.delete(chunk.handle)
+        expected = here.ingestor.ingest([corpus])
+        assert facts(there.ingestor.ingest([corpus], cluster=there.cluster(1))) == facts(expected)
+        assert expected.computed_tokens > 0
+        assert_same(here, there, same_batches=False)
+
+
+def living_actors() -> list[int]:
+    """Process ids of the actors of this process's Ray: children of its raylet, which Ray names."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (folder / "cmdline").read_bytes().startswith(b"ray::Actor") and parent(
+                parent(folder.name)
+            ) == os.getpid():
+                found.append(int(folder.name))
+    return found
+
+
+def parent(process: int | str) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_killed_actor_is_replaced_and_nothing_is_missing(tmp_path, lm, corpus):
+    killed = []
+
+    def kill_one(event) -> None:
+        if event.stage == "commit" and event.done >= 10 and not killed:
+            killed.append(min(living_actors()))
+            os.kill(killed[0], signal.SIGKILL)
+
+    with Kit(tmp_path / "here", lm) as here, Kit(tmp_path / "there", lm) as there:
+        expected = here.ingestor.ingest([corpus])
+        report = there.ingestor.ingest([corpus], cluster=there.cluster(), progress=kill_one)
+        assert killed
+        # What the killed actor had stored of a window counts as stored.
+        assert {**facts(report), **dict.fromkeys(("computed_tokens", "reused_blocks", "kv_bytes"))} == {
+            **facts(expected), **dict.fromkeys(("computed_tokens", "reused_blocks", "kv_bytes"))
+        }  # fmt: skip
+        assert_same(here, there, same_batches=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_an_actor_that_always_dies_is_reported(tmp_path, lm, monkeypatch):
+    monkeypatch.setattr("ragcache.ingest.cluster.RETRIES", 1)
+    with Kit(tmp_path / "kb", lm) as kit:
+        kit.retriever.embedder = DyingEmbedder()
+        documents = [Document(f"d{n}", text_of(f"Town{n}")) for n in range(6)] + [Document("end", "poison")]
+        with pytest.raises(ClusterError, match=r"died 2 times.*run again"):
+            kit.ingestor.ingest(documents, cluster=kit.cluster(1))
+        kit.check()
+        assert "end" not in kit.ids()
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_what_actors_lack_is_named(tmp_path, lm, monkeypatch):
+    with Kit(tmp_path / "kb", lm) as kit:
+        with monkeypatch.context() as patch:
+            patch.setattr("ragcache.__version__", "0.0.7")
+            with pytest.raises(ClusterError, match=r"ragcache 0.*this is 0.0.7; install the same version"):
+                kit.ingestor.ingest([Document("a", "A.")], cluster=kit.cluster(1))
+        assert kit.ids() == []
+
+
+def test_without_ray_the_extra_is_named(tmp_path, lm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with Kit(tmp_path / "kb", lm) as kit, pytest.raises(ConfigError, match=r"ragcache-kv\[ray\]"):
+        kit.ingestor.ingest([Document("a", "A.")], cluster=kit.cluster())
+
+
+@pytest.mark.parametrize("address", ["docs/", "ray://head:10001", "head", ":6379", "head:port"])
+def test_what_is_no_address(address):
+    with pytest.raises(ConfigError, match="is not HOST:PORT"):
+        RayConfig(address)
+    with pytest.raises(ConfigError, match="actors is 0"):
+        RayConfig(actors=0)
+
+
+def kill_and_finish(tmp_path: Path, lm, lm_directory: Path, times: int) -> list[int]:
+    """Kill ingestions and their actors at random moments; a rerun finishes each and encodes nothing that was stored.
+    Returns how many documents each kill left."""
+    rng, left = random.Random(5), []
+    with Kit(tmp_path / "here", lm) as here:
+        whole = here.ingestor.ingest(killed.towns())
+        seconds = 1.0
+        for number in range(times + 1):
+            root, started = tmp_path / f"kb{number}", tmp_path / f"started{number}"
+            # The first one is not killed: it says how long the others take.
+            begun = kill(root, lm_directory, started, rng.uniform(0, seconds) if number else None)
+            seconds = seconds if number else begun
+            before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in root.rglob("*.safetensors")}
+            with Kit(root, lm) as kit:
+                left.append(len(kit.ids()))
+                kit.check()
+                report = kit.ingestor.ingest(killed.towns(), cluster=kit.cluster())
+                assert (report.failed, len(report.unchanged)) == ([], left[-1])
+                after = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in root.rglob("*.safetensors")}
+                assert before.items() <= after.items(), "a stored block was written again"
+                new = [kit.kv.get(path.stem).block.num_tokens for path in after.keys() - before.keys()]
+                assert report.computed_tokens == sum(new)
+                assert_same(here, kit, same_batches=False)
+            shutil.rmtree(root)
+    assert left[0] == len(whole.added)
+    return left[1:]
+
+
+def kill(root: Path, lm_directory: Path, started: Path, after_s: float | None) -> float:
+    """Ingest in a process that is killed, with its actors, so long after they began. Returns how long it ran then."""
+    address = ray.get_runtime_context().gcs_address
+    child = CONTEXT.Process(target=killed.ingest_on_ray, args=(str(root), str(lm_directory), address, str(started)))
+    child.start()
+    while not started.exists():
+        assert child.exitcode is None
+        time.sleep(0.002)
+    begun = time.perf_counter()
+    child.join(after_s)
+    seconds = time.perf_counter() - begun
+    child.kill()
+    child.join()
+    assert after_s is None or child.exitcode in (0, -signal.SIGKILL)
+    while actors := living_actors():
+        for actor in actors:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(actor, signal.SIGKILL)
+        time.sleep(0.05)
+    return seconds
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("local_ray")
+def test_25_kills_of_an_ingestion_on_ray(tmp_path, lm, lm_directory):
+    left = kill_and_finish(tmp_path, lm, lm_directory, 25)
+    assert len(set(left)) >= 3, left
