@@ -117,6 +117,7 @@ def measure(settings: Settings, kinds: Sequence[str], workdir: Path) -> Iterator
             index = VectorIndex.load(path, _stored(documents, settings))
             grown = resident_bytes() - before
             found, timing = ask(index, questions, settings.k)
+            del index  # before the next kind's growth is measured
             truth = truth or found
             hits = sum(len(true & got) for true, got in zip(truth, found, strict=True))
             yield (

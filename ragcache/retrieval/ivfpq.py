@@ -19,11 +19,11 @@ TRAIN_AT = 1 << 16
 LEAST_LISTS, MOST_LISTS = 16, 1 << 14
 POINTS_PER_LIST = 40  # of training; FAISS warns below 39
 # Searched lists: so large a share of all, and no fewer than this.
-PROBED_SHARE, LEAST_PROBED = 1 / 32, 16
+PROBED_SHARE, LEAST_PROBED = 1 / 16, 16
 NUMBERS_PER_BYTE = 4
 OPQ_ROUNDS = 8
 # Candidates by their codes, for each result wanted, that are ranked again by their stored vectors.
-CANDIDATES_PER_RESULT, LEAST_CANDIDATES = 10, 100
+CANDIDATES_PER_RESULT, LEAST_CANDIDATES = 20, 200
 BATCH = 4096
 CHECKED = 16  # vectors of a batch that `agrees` searches for
 
