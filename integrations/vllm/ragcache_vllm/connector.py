@@ -10,6 +10,7 @@ each call to the side that it is on.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ragcache.errors import ConfigError
+from ragcache.models.checkpoint import refuse_other_checkpoint
 from ragcache.store.kv_store import KVStore
 from ragcache.store.layout import StoreLayout
 from ragcache_vllm import VLLM_VERSION
@@ -41,13 +43,18 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+log = logging.getLogger("vllm.ragcache")
+
+
 class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Loads stored blocks into vLLM's pages.
 
-    Extra configuration: `store` (a store's directory), `fingerprint` (of the model in its block keys), `load` ("step":
-    within the step that needs them, layer by layer; "ahead": by threads, while other requests go on).
+    Extra configuration: `store` (a store's directory), `fingerprint` (of the model in its block keys), `checkpoint`
+    (digest of the files that it was computed with), `load` ("step": within the step that needs them, layer by layer;
+    "ahead": by threads, while other requests go on).
 
-    Raises ConfigError for another release of vLLM, settings that it can't serve, or a store that is not there.
+    Raises ConfigError for another release of vLLM, settings that it can't serve, or a store that is not there,
+    ModelMismatchError for another model than the store's.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -66,6 +73,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._begun: KVConnectorMetadata | None = None
         if role == KVConnectorRole.SCHEDULER:
+            _check_model(vllm_config.model_config.model, option("checkpoint", ""))
             page_tokens, is_async = vllm_config.cache_config.block_size, load == "ahead"
             self._scheduler = SchedulerSide(fingerprint, self._kv.verify, page_tokens, is_async=is_async)
 
@@ -159,6 +167,14 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Layers are placed between one another's attention, which no CUDA graph of a whole pass can hold."""
         return True
+
+
+def _check_model(name: str, checkpoint: str) -> None:
+    """Raises ModelMismatchError for another model than the one that the blocks were computed with."""
+    if checkpoint:
+        refuse_other_checkpoint(name, checkpoint)
+    else:
+        log.warning("nothing says which files the store's model had: ask it once without an engine, then start again")
 
 
 def _check(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -1,0 +1,55 @@
+"""A checkpoint's files, by a digest that needs no model: what another engine loads is compared with what a store was
+made with."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import xxhash
+
+from ragcache.errors import ModelMismatchError
+
+FILES = ("*.safetensors", "*.bin", "config.json")
+CHUNK_BYTES = 16 << 20
+
+
+def checkpoint_digest(name: str) -> str | None:
+    """SHA-256 over the weights' and the configuration's bytes; None where the model is no directory here and not in the
+    hub's cache either. name: a directory or hub id"""
+    directory = _directory(name)
+    if directory is None:
+        return None
+    whole = hashlib.sha256()
+    for path in sorted({path for pattern in FILES for path in directory.glob(pattern)}):
+        whole.update(path.name.encode())
+        whole.update(_file_digest(path))
+    return whole.hexdigest()
+
+
+def refuse_other_checkpoint(name: str, expected: str) -> None:
+    """Raises ModelMismatchError where a model's files are not those that a store's blocks were computed with."""
+    if checkpoint_digest(name) != expected:
+        raise ModelMismatchError(
+            f"{name}: its weights or config.json are not those that the store's blocks were computed with; serve the "
+            "model that the store was made with, or make a new store with this one"
+        )
+
+
+def _directory(name: str) -> Path | None:
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception:  # the hub's client raises its own errors, httpx's and the system's: all say that it is not here
+        return None
+
+
+def _file_digest(path: Path) -> bytes:
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while part := file.read(CHUNK_BYTES):
+            found.update(part)
+    return bytes(found.digest())
