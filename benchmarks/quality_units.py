@@ -24,7 +24,7 @@ from ragcache.evaluation.case import Case
 from ragcache.evaluation.methods import MethodSpec
 from ragcache.evaluation.reading import PromptReader, forced_logits, write_answer
 from ragcache.evaluation.registry import MAX_ANSWER_TOKENS, RegistrySettings, registry_cases
-from ragcache.models.decoding import eos_token_ids
+from ragcache.models.card import eos_token_ids
 from ragcache.prompt import encode_text, prompt_format
 
 UNIT_QUESTIONS = 50

@@ -12,6 +12,7 @@
     ├── EmbedderError                   the embedding model is absent or damaged
     ├── ForeignPackageError             another project's package `ragcache` is installed beside this one (also an
     │                                   ImportError)
+    ├── EngineError                     another engine (vLLM) cannot be reached, refuses, or broke off
     ├── CancelledError                  the caller gave up
     ├── TimedOutError                   the time that the caller allowed is over
     ├── ClusterError                    a Ray cluster that cannot be used, or that lost its actors
@@ -97,6 +98,10 @@ class EmbedderError(RagCacheError):
 
 class ForeignPackageError(RagCacheError, ImportError):
     """Another project's package has the same import name and is installed beside this one."""
+
+
+class EngineError(RagCacheError):
+    """Another engine cannot be reached, refuses the request, or broke off its answer."""
 
 
 class CancelledError(RagCacheError):

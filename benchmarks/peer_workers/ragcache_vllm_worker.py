@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ragcache_vllm.layout import RequestLayout, Span
 
 import ragcache as rc
 from benchmarks.peer_workers.channel import Answer, Prompt, serve
 from benchmarks.peer_workers.vllm_worker import VLLMWorker
 from ragcache.ingest.encoder import ModelEncoder
+from ragcache.kv.request_layout import RequestLayout, Span
 from ragcache.store.kv_store import KVStore
 from ragcache.store.layout import StoreLayout
 

@@ -10,7 +10,16 @@ import typer
 
 from ragcache.cli.command import command
 from ragcache.cli.opening import open_with_models
-from ragcache.cli.options import AnswerOptions, Json, ModelOptions, StoreOptions, Timeout, TurnOptions, option
+from ragcache.cli.options import (
+    AnswerOptions,
+    Json,
+    ModelOptions,
+    StoreOptions,
+    Timeout,
+    TurnOptions,
+    WhereOptions,
+    option,
+)
 from ragcache.cli.output import print_json, say, say_error, seconds_text
 from ragcache.cli.serve import AddressOptions, run_page
 from ragcache.errors import RagCacheError
@@ -27,13 +36,14 @@ def ask(
     question: Annotated[str, typer.Argument(help="What to answer from the store.")],
     store: StoreOptions,
     models: ModelOptions,
+    where: WhereOptions,
     answer: AnswerOptions,
     timeout_s: Timeout = None,
     as_json: Json = False,
 ) -> None:
     """Answer a question from the store; the answer is written as it comes, then its sources."""
     options = {**answer.stream_options(), "timeout_s": timeout_s}
-    with open_with_models(store, models) as kb:
+    with open_with_models(store, models, where=where) as kb:
         if as_json:
             print_json(kb.ask(question, **options).to_json())
         else:
@@ -44,6 +54,7 @@ def ask(
 def chat(
     store: StoreOptions,
     models: ModelOptions,
+    where: WhereOptions,
     answer: AnswerOptions,
     turns: TurnOptions,
     address: AddressOptions,
@@ -57,10 +68,10 @@ def chat(
     the terminal's place, where a conversation goes on from its earlier questions; Ctrl-C ends the server.
     """
     if web:
-        run_page(store, models, answer, turns, address, timeout_s)
+        run_page(store, models, where, answer, turns, address, timeout_s)
         return
     options = {**answer.stream_options(), "timeout_s": timeout_s}
-    with open_with_models(store, models) as kb:
+    with open_with_models(store, models, where=where) as kb:
         ask_next = _one_by_one(kb, options) if turns.context == "last" else _conversation(kb, options)
         for question in _questions():
             try:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
-from ragcache.cli.options import ChunkOptions, ModelOptions, ReadLimitOptions, StoreOptions
+from ragcache.cli.options import ChunkOptions, ModelOptions, ReadLimitOptions, StoreOptions, WhereOptions
 from ragcache.cli.output import on_terminal
 
 if TYPE_CHECKING:
     from ragcache import Library, RagCache
+
+ENGINE_KEY = "RAGCACHE_ENGINE_KEY"
+"""The secret shared with another engine comes from the environment alone: arguments are seen by others."""
 
 
 def open_for_care(store: StoreOptions, *, read_only: bool = False) -> Library:
@@ -26,6 +30,7 @@ def open_with_models(
     chunks: ChunkOptions | None = None,
     reading: ReadLimitOptions | None = None,
     *,
+    where: WhereOptions | None = None,
     create: bool = False,
 ) -> RagCache:
     """Open a store with its models, to ask and to ingest."""
@@ -47,6 +52,8 @@ def open_with_models(
         store=store.config(),
         tenant=models.tenant,
         create=create,
+        engine=where.engine if where else None,
+        engine_key=os.environ.get(ENGINE_KEY) or None,
     )
 
 

@@ -206,6 +206,20 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
+class WhereOptions:
+    """Where the model runs."""
+
+    engine: Annotated[
+        str | None,
+        option(
+            "--engine",
+            "vllm://host:port of `ragcache vllm` over this store, with RAGCACHE_ENGINE_KEY as its key; this process if "
+            "not given.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
 class ChunkOptions:
     """How documents are cut."""
 

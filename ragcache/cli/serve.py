@@ -18,6 +18,7 @@ from ragcache.cli.options import (
     ReadLimitOptions,
     StoreOptions,
     TurnOptions,
+    WhereOptions,
     option,
     size_option,
 )
@@ -72,6 +73,7 @@ class ServeOptions:
 def serve(
     store: StoreOptions,
     models: ModelOptions,
+    where: WhereOptions,
     answer: AnswerOptions,
     turns: TurnOptions,
     address: AddressOptions,
@@ -86,12 +88,13 @@ def serve(
     """
     check_installed()
     settings = server_settings(answer, turns, address, limits, serving)
-    run_server(store, models, address, reading, settings, web=serving.web)
+    run_server(store, models, where, address, reading, settings, web=serving.web)
 
 
 def run_page(
     store: StoreOptions,
     models: ModelOptions,
+    where: WhereOptions,
     answer: AnswerOptions,
     turns: TurnOptions,
     address: AddressOptions,
@@ -101,12 +104,13 @@ def run_page(
     check_installed()
     limits = LimitOptions() if timeout_s is None else LimitOptions(timeout_s=timeout_s)
     settings = server_settings(answer, turns, address, limits, ServeOptions())
-    run_server(store, models, address, ReadLimitOptions(), settings, web=True)
+    run_server(store, models, where, address, ReadLimitOptions(), settings, web=True)
 
 
 def run_server(
     store: StoreOptions,
     models: ModelOptions,
+    where: WhereOptions,
     address: AddressOptions,
     reading: ReadLimitOptions,
     settings: ServerSettings,
@@ -124,7 +128,7 @@ def run_server(
     hide_bars_in_pipes()
     with (
         listen(address.host, address.port) as bound,
-        open_with_models(store, models, reading=reading, create=True) as kb,
+        open_with_models(store, models, reading=reading, where=where, create=True) as kb,
     ):
         from ragcache.server.app import create_app
         from ragcache.server.run import Server

@@ -11,9 +11,10 @@ from typing import Annotated, Literal
 import typer
 
 from ragcache.cli.command import command
-from ragcache.cli.opening import open_for_care
+from ragcache.cli.opening import ENGINE_KEY, open_for_care
 from ragcache.cli.options import StoreOptions, option
 from ragcache.cli.output import say
+from ragcache.cli.serve import LOOPBACK
 from ragcache.errors import ConfigError
 
 
@@ -47,6 +48,12 @@ def vllm(
         bound = library.store.documents.properties()
     settings = EngineSettings(store.store, engine.host, engine.port, engine.device, engine.load_in, tuple(more or ()))
     made = vllm_command(settings, bound, resolve(str(bound.get("model_name", ""))))
+    key = os.environ.get(ENGINE_KEY) or None
+    if engine.host not in LOOPBACK and key is None and "--api-key" not in settings.more:
+        raise ConfigError(
+            f"{engine.host} is reached from outside, and requests carry tenants' salts: set {ENGINE_KEY} to a secret, "
+            "here and where `--engine` is used"
+        )
     if engine.only_print:
         say(shlex.join(made))
         return
@@ -54,4 +61,4 @@ def vllm(
         raise ConfigError(
             "vLLM is not installed: pip install 'ragcache-kv[vllm]', or --print the command for elsewhere"
         )
-    os.execv(made[0], made)
+    os.execve(made[0], made, os.environ | ({} if key is None else {"VLLM_API_KEY": key}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from ragcache.engine.library import Library
 from ragcache.engine.loading.loader import LoadCounts
 from ragcache.engine.loading.rates import RateFigures
 from ragcache.engine.loading.rates_file import machine_key
-from ragcache.engine.opening import Choices, Parts, assemble, open_model, open_retriever
+from ragcache.engine.opening import Choices, Parts, assemble, open_engine, open_model, open_retriever
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions, check_names
 from ragcache.engine.store import StoreConfig, open_kv_to_fill, open_store
 from ragcache.errors import ConfigError
@@ -34,19 +35,23 @@ from ragcache.fusion.eviction import SnapKV
 from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.document import Document
+from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.pipeline import IngestConfig
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.run import Input
 from ragcache.kv.identity import Recipe
 from ragcache.kv.prefix_tree import PrefixStats
+from ragcache.models.card import ModelCard
 from ragcache.models.lm import LanguageModel
+from ragcache.models.scheduler import PassStats
 from ragcache.openmp import team_ends
 from ragcache.prompt import encode_text
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.store.records import Chunk
 
+log = logging.getLogger(__name__)
 Inputs = Iterable[Input] | Input
 
 
@@ -60,7 +65,6 @@ class RagCache(Library, AsyncTwins):
     def __init__(self, parts: Parts) -> None:
         Library.__init__(self, parts.store, parts.config)
         AsyncTwins.__init__(self)
-        self.lm = parts.lm
         self._parts = parts
         self._reader = parts.reader
         self._questions = Questions(parts)
@@ -84,6 +88,8 @@ class RagCache(Library, AsyncTwins):
         store: StoreConfig | None = None,
         tenant: str = "",
         create: bool = True,
+        engine: str | None = None,
+        engine_key: str | None = None,
         **method_options: Any,
     ) -> Self:
         """Open the store at `path`, or make one.
@@ -100,11 +106,15 @@ class RagCache(Library, AsyncTwins):
         chunker, ingest, store: settings of those parts
         tenant:   salt of block keys: blocks of one tenant are never hits for another
         create:   make a store where there is none
+        engine:   where the model runs: "vllm://host:port" of `ragcache vllm` over this store; None: in this process.
+                  Then no weights are loaded here, `model` names where tokenizer and configuration are, and documents
+                  are added without KV
+        engine_key: the engine's key
 
         To list, delete and check documents no models are needed: see `Library.open`.
 
         Raises StoreNotFoundError, StoreMismatchError (model, embedder or schema version), StoreReadOnlyError,
-        ModelError, EmbedderError, ConfigError.
+        ModelError, EmbedderError, ConfigError, EngineError.
         """
         if "models" in method_options:
             raise ConfigError("models=False is no option; Library.open opens a store without its models")
@@ -116,15 +126,22 @@ class RagCache(Library, AsyncTwins):
         config = store or StoreConfig()
         opened = open_store(path, config, create=create)
         try:
-            lm = open_model(opened.documents, model, dtype, device)
-            opened.kv.use_device(lm.device)
+            if engine is not None:
+                card, remote = open_engine(opened.documents, model, engine, engine_key)
+            else:
+                card, remote = open_model(opened.documents, model, dtype, device), None
             retriever = open_retriever(opened, config, embedder, device)
-            return cls(assemble(opened, config, lm, retriever, chosen))
+            return cls(assemble(opened, config, card, retriever, chosen, remote))
         except BaseException:
             opened.close()
             raise
 
     # Parts
+
+    @property
+    def lm(self) -> ModelCard:
+        """The model: a LanguageModel where it runs in this process."""
+        return self._parts.card
 
     @property
     def retriever(self) -> Retriever:
@@ -177,7 +194,7 @@ class RagCache(Library, AsyncTwins):
     ) -> IngestReport:
         """Store files, folders and Document objects; see `Ingestor.ingest`.
 
-        kv, hot_after: None: as the store was opened (StoreConfig)
+        kv, hot_after: None: as the store was opened (StoreConfig); where the model runs in another engine, kv="lazy"
         split:    False makes every document one passage, kept as it is, whose chunk's id is the document's
         sync:     delete documents whose files have vanished from the given files and folders, and follow renames
         dry_run:  change nothing; the report says what would be
@@ -191,7 +208,7 @@ class RagCache(Library, AsyncTwins):
         run = partial(
             self._parts.ingestor.ingest,
             given,
-            kv=self.config.kv if kv is None else kv,
+            kv=self._kv_mode() if kv is None else kv,
             hot_after=self.config.hot_after if hot_after is None else hot_after,
             chunker=None if split else self._parts.whole,
             sync=sync,
@@ -204,7 +221,8 @@ class RagCache(Library, AsyncTwins):
             return run(progress=progress or None)
         from ragcache.ingest.progress_bars import progress_bars, say_line
 
-        say_line(str(self.estimate_kv(given)))
+        if isinstance(self.lm, LanguageModel):
+            say_line(str(self.estimate_kv(given)))
         with progress_bars() as bars:
             report = run(progress=bars)
         if not dry_run:
@@ -219,10 +237,16 @@ class RagCache(Library, AsyncTwins):
             )
         return Cluster(chosen, partial(open_kv_to_fill, self.store.layout.kv.absolute(), self.config))
 
+    def _kv_mode(self) -> str:
+        if self._encoder is not None or self.config.kv == "lazy":
+            return self.config.kv
+        log.warning("documents are stored without KV, which the engine computes for nobody: `ragcache ingest` does")
+        return "lazy"
+
     def estimate_kv(self, inputs: Inputs) -> KVEstimate:
         """Estimate the disk space for the KV of files, folders and Document objects, from a sample of their text."""
         longest = self._parts.ingestor.chunker.settings["max_tokens"]
-        return estimate_kv(_listed(inputs), self.lm, self.config.codec, longest)
+        return estimate_kv(_listed(inputs), self._parts.ingestor.encoder.lm, self.config.codec, longest)
 
     def chunks(self, ids: Iterable[str]) -> list[Chunk]:
         return self._handed_out(super().chunks(ids))
@@ -242,11 +266,17 @@ class RagCache(Library, AsyncTwins):
     def pin(self, ids: Iterable[str] | str) -> list[str]:
         """`Library.pin`, which computes what is not there yet. Raises MissingBlockError where no tier has room."""
         given = [ids] if isinstance(ids, str) else ids
-        return pin(self.store.documents, self.store.kv, self._reader.prompts.encoder, given)
+        return pin(self.store.documents, self.store.kv, self._encoder, given)
 
     def unpin(self, ids: Iterable[str] | str) -> list[str]:
         given = [ids] if isinstance(ids, str) else ids
-        return unpin(self.store.documents, self.store.kv, self._reader.prompts.encoder, given)
+        return unpin(self.store.documents, self.store.kv, self._encoder, given)
+
+    @property
+    def _encoder(self) -> ModelEncoder | None:
+        """Computes blocks; None where the model runs in another engine."""
+        names = self._parts.names
+        return names if isinstance(names, ModelEncoder) else None
 
     def _open_index(self) -> Retriever:
         return self.retriever
@@ -323,7 +353,16 @@ class RagCache(Library, AsyncTwins):
 
     def prefix_stats(self) -> PrefixStats:
         """Contents of the prefix tree, and hits in it since the store was opened."""
-        return self._reader.prefixes.stats()
+        return self._reader.prefix_stats()
+
+    def pass_stats(self) -> PassStats:
+        """Counts of the model's passes in this process."""
+        return self._reader.pass_stats()
+
+    @team_ends()
+    def warm_up(self) -> None:
+        """Pay for what the first question would pay for: a model's first pass takes longer."""
+        self._reader.warm_up()
 
     def close(self) -> None:
         """Write down what was counted and measured, and let go of everything."""
@@ -333,7 +372,7 @@ class RagCache(Library, AsyncTwins):
         if (loader := self._parts.loader) is not None:
             loader.close()
             if not self.config.read_only and (figures := loader.rates.figures()).is_measured:
-                self.store.rates.write(machine_key(self.lm), figures)
+                self.store.rates.write(machine_key(self._parts.ingestor.encoder.lm), figures)
         super().close()
 
 

@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragcache.codecs import get_codec
-from ragcache.engine.asking.admission import Admission, default_budget
+from ragcache.engine.asking.admission import UNKNOWN_BYTES, Admission, default_budget
 from ragcache.engine.asking.contexts import Contexts
+from ragcache.engine.asking.engine import Engine
 from ragcache.engine.asking.estimate import PrefillEstimate
 from ragcache.engine.asking.kept import TurnMemory
 from ragcache.engine.asking.prefixes import Prefixes
 from ragcache.engine.asking.prompts import Prompts
 from ragcache.engine.asking.reader import Reader
+from ragcache.engine.asking.reading import Reading
 from ragcache.engine.asking.supply import Supply
 from ragcache.engine.asking.verdict import choose_method
 from ragcache.engine.loading.loader import BlockLoader
 from ragcache.engine.loading.policy import ALWAYS
 from ragcache.engine.loading.probe import open_rates
+from ragcache.engine.remote.reader import RemoteReader
+from ragcache.engine.remote.vllm import VllmEngine
 from ragcache.engine.store import Store, StoreConfig
+from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.chunker import Chunker, ChunkerConfig
-from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.encoder import BlockNames, ModelEncoder
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.identity import Recipe
 from ragcache.kv.prefix_tree import PrefixTree
+from ragcache.kv.request_layout import served_name
+from ragcache.models.card import ModelCard
+from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.lm import LanguageModel
-from ragcache.models.loading import load_lm
+from ragcache.models.loading import load_card, load_lm, resolve
 from ragcache.openmp import team_ends
-from ragcache.prompt import prompt_format
+from ragcache.prompt import PromptFormat, prompt_format
 from ragcache.retrieval.embedder import Embedder, load_embedder
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
@@ -46,7 +55,9 @@ DEFAULT_EMBEDDER = "minilm"
 class Parts:
     """All that a knowledge base consists of.
 
+    card:   the model; a LanguageModel where it runs in this process
     evict:  what questions keep of their passages unless they say otherwise; None: all of it
+    names:  of the store's blocks; a ModelEncoder where the model runs in this process
     loader: None where what a tier has is always loaded
     whole:  makes one passage of a whole text
     system: the system message of conversations that have none
@@ -54,14 +65,15 @@ class Parts:
 
     store: Store
     config: StoreConfig
-    lm: LanguageModel
+    card: ModelCard
     retriever: Retriever
     method: FusionMethod
     evict: SnapKV | None
-    loader: BlockLoader | None
+    reader: Engine
+    names: BlockNames
     admission: Admission
     estimate: PrefillEstimate
-    reader: Reader
+    loader: BlockLoader | None
     ingestor: Ingestor
     whole: WholeTexts
     turns: TurnMemory
@@ -84,43 +96,88 @@ class Choices:
 
 
 @team_ends()
-def assemble(store: Store, config: StoreConfig, lm: LanguageModel, retriever: Retriever, chosen: Choices) -> Parts:
-    """Raises ConfigError, ModelError, PromptError."""
-    documents, kv = store.documents, store.kv
-    method, recipe = choose_method(store.layout.root, lm, chosen.method, chosen.method_options, chosen.recipe)
-    text = prompt_format(lm.tokenizer, system=chosen.system, question_format=chosen.question_format)
-    estimate = PrefillEstimate()
-    tree = PrefixTree(lm.shape, config.prefix_bytes)
-    prefix_ids = [*text.prefix_ids, *(method.additions(lm).behind_prefix if method.reuses_blocks else ())]
-    used, tenant = block_recipe(lm, method, recipe), chosen.tenant
-    prefixes = Prefixes(lm, documents, used, tenant, tree, prefix_ids)
-    encoder = ModelEncoder(lm, used, prefix_ids, tenant, read_prefix=prefixes.exact, on_encoded=estimate.add)
-    admission = Admission(default_budget(lm) if config.answer_bytes is None else config.answer_bytes)
-    loader = open_loader(store, config, lm)
-    cut = Chunker(lm.tokenizer, **asdict(chosen.chunker))
+def assemble(
+    store: Store,
+    config: StoreConfig,
+    card: ModelCard,
+    retriever: Retriever,
+    chosen: Choices,
+    engine: VllmEngine | None = None,
+) -> Parts:
+    """engine: where the model runs; None: here, and the card is a LanguageModel
+
+    Raises ConfigError, ModelError, PromptError.
+    """
+    method, recipe = choose_method(store.layout.root, card, chosen.method, chosen.method_options, chosen.recipe)
+    text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format)
+    first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
+    plan = _Plan(block_recipe(card, method, recipe), text, first_ids, chosen.tenant)
+    if engine is not None:
+        made = _elsewhere(store, card, plan, engine)
+        made.reader.check(Reading(method, chosen.evict))
+    elif isinstance(card, LanguageModel):
+        made = _here(store, config, card, plan)
+    else:
+        raise ConfigError(f"{card.name} was given without its weights, and no engine that has them")
+    cut = Chunker(card.tokenizer, **asdict(chosen.chunker))
     return Parts(
         store=store,
         config=config,
-        lm=lm,
+        card=card,
         retriever=retriever,
         method=method,
         evict=chosen.evict,
-        loader=loader,
-        admission=admission,
-        estimate=estimate,
-        reader=Reader(
-            lm,
-            Prompts(lm, encoder, text, prefixes),
-            Supply(lm, encoder, kv, documents, prefixes, loader),
-            prefixes,
-            Contexts(admission, tree),
-            estimate,
-        ),
-        ingestor=Ingestor(store.layout, documents, kv, retriever, cut, encoder, chosen.ingest),
-        whole=WholeTexts(lm.tokenizer, lm.max_positions),
-        turns=TurnMemory(documents, tenant),
+        **made._asdict(),
+        ingestor=Ingestor(store.layout, store.documents, store.kv, retriever, cut, made.names, chosen.ingest),
+        whole=WholeTexts(card.tokenizer, card.max_positions),
+        turns=TurnMemory(store.documents, chosen.tenant),
         system=chosen.system,
     )
+
+
+class _Plan(NamedTuple):
+    """How this store's blocks are made, and its prompts begin."""
+
+    recipe: Recipe
+    text: PromptFormat
+    first_ids: list[int]
+    tenant: str
+
+
+class _Made(NamedTuple):
+    """What depends on where the model runs; fields of `Parts`."""
+
+    reader: Engine
+    names: BlockNames
+    admission: Admission
+    estimate: PrefillEstimate
+    loader: BlockLoader | None = None
+
+
+def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> _Made:
+    documents, kv = store.documents, store.kv
+    kv.use_device(lm.device)
+    recipe, text, first_ids, tenant = plan
+    estimate, tree = PrefillEstimate(), PrefixTree(lm.shape, config.prefix_bytes)
+    prefixes = Prefixes(lm, documents, recipe, tenant, tree, first_ids)
+    encoder = ModelEncoder(lm, recipe, first_ids, tenant, read_prefix=prefixes.exact, on_encoded=estimate.add)
+    admission = Admission(default_budget(lm) if config.answer_bytes is None else config.answer_bytes)
+    loader = open_loader(store, config, lm)
+    reader = Reader(
+        lm,
+        Prompts(lm, encoder, text, prefixes.count),
+        Supply(lm, encoder, kv, documents, prefixes, loader),
+        prefixes,
+        Contexts(admission, tree),
+        estimate,
+    )
+    return _Made(reader, encoder, admission, estimate, loader)
+
+
+def _elsewhere(store: Store, card: ModelCard, plan: _Plan, engine: VllmEngine) -> _Made:
+    names = BlockNames(card, plan.recipe, plan.first_ids, plan.tenant)
+    reader = RemoteReader(card, Prompts(card, names, plan.text), store.kv, engine)
+    return _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate())
 
 
 def open_loader(store: Store, config: StoreConfig, lm: LanguageModel) -> BlockLoader | None:
@@ -153,7 +210,32 @@ def open_model(
     documents.bind("fingerprint", lm.fingerprint)
     _note(documents, bound, "model_name", lm.name)
     _note(documents, bound, "model_dtype", str(lm.dtype).removeprefix("torch."))
+    if "checkpoint" not in bound and (files := checkpoint_digest(resolve(lm.name))) is not None:
+        documents.bind("checkpoint", files)  # another engine checks what it loads by it: no weights are needed for that
     return lm
+
+
+def open_engine(
+    documents: DocumentStore, model: str | Path | LanguageModel | None, url: str, key: str | None
+) -> tuple[ModelCard, VllmEngine]:
+    """The store's model without its weights, and the engine that has them.
+
+    Raises ConfigError (address, or a store that no model is bound to), EngineError, ModelMismatchError, ModelError.
+    """
+    bound = documents.properties()
+    if isinstance(model, LanguageModel):
+        raise ConfigError("a loaded model was given beside an engine that has its own; name the model's directory")
+    if "fingerprint" not in bound:
+        raise ConfigError(
+            "no model has encoded anything into this store; run `ragcache ingest` without an engine first"
+        )
+    card = load_card(str(model or bound.get("model_name", DEFAULT_MODEL)), str(bound["fingerprint"]))
+    engine = VllmEngine(url, served_name(card.fingerprint), key)
+    with closing(engine):  # questions open connections of their own
+        longest = engine.longest_prompt()
+    if longest is not None:
+        card.max_positions = min(card.max_positions, longest)
+    return card, engine
 
 
 def _note(documents: DocumentStore, bound: dict[str, Any], name: str, value: str) -> None:

@@ -15,7 +15,8 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe
-from ragcache.models.decoding import Sampling, TextStream, decode, eos_token_ids
+from ragcache.models.card import eos_token_ids
+from ragcache.models.decoding import Sampling, TextStream, decode
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt
 

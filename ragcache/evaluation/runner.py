@@ -18,7 +18,7 @@ from ragcache.evaluation.reading import PromptReader, Written, forced_logits, wr
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
 from ragcache.kv.identity import digest
-from ragcache.models.decoding import eos_token_ids
+from ragcache.models.card import eos_token_ids
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt, PromptFormat, encode_text
 

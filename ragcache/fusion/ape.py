@@ -13,7 +13,7 @@ from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.layout import Additions
 from ragcache.kv.cache import Adjust
-from ragcache.models.lm import LanguageModel
+from ragcache.models.card import ModelCard
 
 UNSEEN = -1e30  # scores below are masked: no key that is seen scores as low
 
@@ -50,7 +50,7 @@ class Ape(FusionMethod):
             if not (isfinite(value) and value > 0):
                 raise ConfigError(f"{name} is {value}; choose a number above 0, 1 for plain attention")
 
-    def additions(self, lm: LanguageModel) -> Additions:
+    def additions(self, lm: ModelCard) -> Additions:
         return Additions(positions="parallel")
 
     def prefill(self, job: Job) -> Prefilled:

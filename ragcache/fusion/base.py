@@ -23,6 +23,8 @@ from ragcache.kv.buffers import SharedContext
 from ragcache.kv.cache import Adjust, FusedCache
 from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe
+from ragcache.kv.request_layout import Span
+from ragcache.models.card import ModelCard
 from ragcache.models.layerwise import BeforeLayer
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Part, Passages, Prompt
@@ -210,25 +212,31 @@ class FusionMethod:
         same passages can share it: so it is where `prefill` is not overridden."""
         return type(self).prefill is FusionMethod.prefill
 
-    def additions(self, lm: LanguageModel) -> Additions:
+    def reruns(self, layout: Layout) -> list[Span] | None:
+        """Tokens of placed passages that run again, in order, where the layout alone says which: then any engine that
+        loads blocks can read with this method. None: the model has to run for it to choose, or it changes attention, as
+        it may be where `prefill` is overridden; or passages overlap."""
+        return [] if type(self).prefill is FusionMethod.prefill and layout.is_global else None
+
+    def additions(self, lm: ModelCard) -> Additions:
         """Tokens that the method puts between the prompt's own. Raises ConfigError where `lm` has none trained."""
         return NO_ADDITIONS
 
-    def added_to(self, lm: LanguageModel, parts: Sequence[Part]) -> Additions:
+    def added_to(self, lm: ModelCard, parts: Sequence[Part]) -> Additions:
         """The additions, where there is a passage: any model can read a prompt without."""
         return (
             self.additions(lm) if any(isinstance(part, Passages) and part.chunk_ids for part in parts) else NO_ADDITIONS
         )
 
-    def layout(self, lm: LanguageModel, parts: Sequence[Part], recipe: Recipe) -> Layout:
+    def layout(self, lm: ModelCard, parts: Sequence[Part], recipe: Recipe) -> Layout:
         """Lay out the prompt: the position of every token. recipe: how passages are encoded"""
         return lay_out(parts, recipe, self.added_to(lm, parts), separate=self.reuses_blocks)
 
-    def prefix_ids(self, lm: LanguageModel, prompt: Prompt) -> list[int]:
+    def prefix_ids(self, lm: ModelCard, prompt: Prompt) -> list[int]:
         """Ids before the first passage: the text that `Job.exact` holds for a method that reads blocks."""
         return [*prompt.prefix_ids, *self.added_to(lm, prompt.parts).behind_prefix]
 
-    def check(self, lm: LanguageModel, prompt: Prompt) -> None:
+    def check(self, lm: ModelCard, prompt: Prompt) -> None:
         """Raises ConfigError or PromptError when the method cannot read this prompt with this model."""
         count = len(prompt.chunk_ids)
         limit = self.additions(lm).max_chunks if count else None

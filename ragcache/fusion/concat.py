@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.layout import Additions
-from ragcache.models.lm import LanguageModel
+from ragcache.models.card import ModelCard
 
 
 @dataclass(frozen=True)
@@ -22,5 +22,5 @@ class Concat(FusionMethod):
     paper: ClassVar[str] = "raw reuse (the baseline in KVLink table 1 and A3 table 1)"
     summary: ClassVar[str] = "joins blocks with the positions they were encoded at"
 
-    def additions(self, lm: LanguageModel) -> Additions:
+    def additions(self, lm: ModelCard) -> Additions:
         return Additions(positions="encoded")

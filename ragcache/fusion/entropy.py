@@ -14,7 +14,7 @@ from ragcache.fusion.gather import Gather, prefill_selecting
 from ragcache.fusion.layout import Additions
 from ragcache.fusion.recompute import highest
 from ragcache.models.attention import Projected, attention_received
-from ragcache.models.lm import LanguageModel
+from ragcache.models.card import ModelCard
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Entropy(FusionMethod):
         if self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}; choose at least 1 chunk")
 
-    def additions(self, lm: LanguageModel) -> Additions:
+    def additions(self, lm: ModelCard) -> Additions:
         return Additions(positions="parallel")
 
     def prefill(self, job: Job) -> Prefilled:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigError, is_whole
+from ragcache.fusion.layout import Layout
 from ragcache.fusion.recompute import Context, RecomputeMethod
+from ragcache.kv.request_layout import Span
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class Epic(RecomputeMethod):
     def __post_init__(self) -> None:
         if not is_whole(self.first_tokens) or self.first_tokens < 0:
             raise ConfigError(f"first_tokens is {self.first_tokens!r}; choose a number of tokens, 0 or more")
+
+    def reruns(self, layout: Layout) -> list[Span]:
+        ends = ((piece.start, min(piece.end, piece.start + self.first_tokens)) for piece in layout.passages[1:])
+        return [Span(start, stop) for start, stop in ends if start < stop]
 
     def candidates(self, context: Context) -> Tensor:
         rows = zip(context.chunk_starts[1:], context.chunk_tokens[1:], strict=True)

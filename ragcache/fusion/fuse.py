@@ -20,6 +20,7 @@ from ragcache.kv.cache import FusedCache
 from ragcache.kv.exact import Exact, ExactBlock
 from ragcache.kv.identity import Recipe
 from ragcache.models.attention import observing
+from ragcache.models.card import ModelCard
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Part, Passages, Prompt, Text
 
@@ -256,7 +257,7 @@ def _check_base(method: FusionMethod, layout: Layout, base: SharedContext | None
         )
 
 
-def block_recipe(lm: LanguageModel, method: FusionMethod, recipe: str | Recipe | None = None) -> Recipe:
+def block_recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None = None) -> Recipe:
     """How chunks are encoded for `method`, with its markers.
 
     recipe: a name or a Recipe; None: what the checkpoint was trained with, else the method's first choice
@@ -266,7 +267,7 @@ def block_recipe(lm: LanguageModel, method: FusionMethod, recipe: str | Recipe |
     return _recipe(lm, method, recipe, method.additions(lm))
 
 
-def _recipe(lm: LanguageModel, method: FusionMethod, recipe: str | Recipe | None, added: Additions | None) -> Recipe:
+def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, added: Additions | None) -> Recipe:
     """added: None where there is no chunk to encode: any markers will do then"""
     if recipe is None:
         trained = lm.reuse.recipe if lm.reuse is not None else None

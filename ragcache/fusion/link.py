@@ -9,7 +9,7 @@ from typing import ClassVar
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.layout import NO_ADDITIONS, Additions
-from ragcache.models.lm import LanguageModel
+from ragcache.models.card import ModelCard
 from ragcache.models.reuse import LLAMA3_VOCABULARY, ReuseSpec
 from ragcache.prompt import Prompt
 
@@ -49,14 +49,14 @@ class Link(FusionMethod):
     def keeps_context(self) -> bool:
         return self.link_ids is None
 
-    def additions(self, lm: LanguageModel) -> Additions:
+    def additions(self, lm: ModelCard) -> Additions:
         if self.link_ids is not None:
             links = tuple(tuple(ids) for ids in self.link_ids)
             return Additions(links=links, max_chunks=len(links))
         spec = self._training(lm)
         return NO_ADDITIONS if spec is None else Additions.trained(spec)
 
-    def _training(self, lm: LanguageModel) -> ReuseSpec | None:
+    def _training(self, lm: ModelCard) -> ReuseSpec | None:
         """The link tokens of this model; None for K = 0. Raises ConfigError where it has none."""
         if self.link_tokens == 0:
             return None
@@ -77,7 +77,7 @@ class Link(FusionMethod):
             "method such as 'reposition', or pass link_ids"
         )
 
-    def check(self, lm: LanguageModel, prompt: Prompt) -> None:
+    def check(self, lm: ModelCard, prompt: Prompt) -> None:
         if self.link_ids is None:
             super().check(lm, prompt)
             return

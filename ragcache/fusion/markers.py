@@ -8,7 +8,7 @@ from typing import ClassVar
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.layout import COMPOSITE, Additions
-from ragcache.models.lm import LanguageModel
+from ragcache.models.card import ModelCard
 from ragcache.models.reuse import POSITIONS
 
 
@@ -36,7 +36,7 @@ class Markers(FusionMethod):
         if self.positions is not None and self.positions not in POSITIONS:
             raise ConfigError(f"positions {self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}")
 
-    def additions(self, lm: LanguageModel) -> Additions:
+    def additions(self, lm: ModelCard) -> Additions:
         trained = lm.reuse if lm.reuse is not None and lm.reuse.method == "markers" else None
         if self.doc_start_id is not None and self.doc_end_id is not None:
             for id in (self.doc_start_id, self.doc_end_id):

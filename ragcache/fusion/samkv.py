@@ -15,8 +15,8 @@ from ragcache.fusion.recompute import Context
 from ragcache.fusion.samkv_selection import Pieces, Survey
 from ragcache.kv.cache import FusedCache
 from ragcache.models.attention import observing
+from ragcache.models.card import ModelCard
 from ragcache.models.layerwise import LayerPoint
-from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt
 
 RECOMPUTE = ("none", "outliers", "all")
@@ -87,9 +87,9 @@ class SamKV(FusionMethod):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
 
-    def check(self, lm: LanguageModel, prompt: Prompt) -> None:
-        if self.stable_layers is not None and self.stable_layers > lm.shape.num_layers:
-            raise ConfigError(f"stable_layers is {self.stable_layers} and {lm.name} has {lm.shape.num_layers} layers")
+    def check(self, lm: ModelCard, prompt: Prompt) -> None:
+        if self.stable_layers is not None and self.stable_layers > lm.num_layers:
+            raise ConfigError(f"stable_layers is {self.stable_layers} and {lm.name} has {lm.num_layers} layers")
 
     def prefill(self, job: Job) -> Prefilled:
         if len(job.blocks) < 2:

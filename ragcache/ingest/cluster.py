@@ -90,14 +90,14 @@ class Cluster:
         with _connected(ray, self.config.address):
             actors: list[Any] = []
             try:
-                self._start(ray, setup, bench.encoder.lm.device.type != "cpu", actors)
+                self._start(ray, setup, bench.names.encoder.lm.device.type != "cpu", actors)
                 yield partial(_WorkThere, ray, actors, bench)
             finally:
                 for actor in actors:
                     ray.kill(actor)
 
     def _setup(self, bench: Workbench) -> Setup:
-        lm, encoder = bench.encoder.lm, bench.encoder
+        lm, encoder = bench.names.encoder.lm, bench.names.encoder
         return Setup(
             folder=str(Path.cwd()),
             model=lm.name,

@@ -7,16 +7,61 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe
+from ragcache.models.card import ModelCard
 from ragcache.models.lm import LanguageModel
 
 ReadPrefix = Callable[[Sequence[int]], AbstractContextManager[Exact | None]]
+# A shorter beginning runs in the pass of the question, which takes no longer for it.
+LEAST_FIRST_TOKENS = 64
 OnEncoded = Callable[[int, float, int], None]  # tokens of the longest chunk, seconds, chunks
 
 
-class ModelEncoder:
+class BlockNames:
+    """Names of the blocks of one model under one recipe, prefix and tenant.
+
+    first_ids:  how the store's prompts begin
+    prefix_ids: what every chunk is encoded behind: these, or nothing where the recipe does not see them
+    """
+
+    def __init__(
+        self, card: ModelCard, recipe: str | Recipe = "isolated", prefix_ids: Sequence[int] = (), tenant: str = ""
+    ) -> None:
+        self.card = card
+        self.recipe = Recipe.of(recipe)
+        self.first_ids = tuple(prefix_ids)
+        self.prefix_ids = list(prefix_ids) if self.recipe.sees_prefix else []
+        self.tenant = tenant
+
+    @property
+    def first_key(self) -> str | None:
+        """The key of the prompts' beginning as a block of its own; None where it is too short for one."""
+        if len(self.first_ids) < LEAST_FIRST_TOKENS:
+            return None
+        return self.card.block_key(self.first_ids, Recipe(), (), self.tenant)
+
+    @property
+    def encoder(self) -> ModelEncoder:
+        """Computes these blocks. Raises ConfigError where the model runs in another engine, which computes none."""
+        raise ConfigError(
+            "the model runs in another engine, which computes answers alone; add documents with "
+            'kv="lazy" here, and run `ragcache ingest`, or open the store without engine=, for their KV'
+        )
+
+    def check(self, token_ids: Sequence[int], where: str) -> None:
+        """Raises PromptError or ContextTooLongError when the model cannot read this chunk; where: of which document."""
+        ids = [*self.prefix_ids, *self.recipe.marked(token_ids)]
+        self.card.check_ids(ids, f"{where}: a chunk{' (behind the shared prefix)' if self.prefix_ids else ''}")
+
+    def key(self, token_ids: Sequence[int]) -> str:
+        """The block key of a chunk."""
+        return self.card.block_key(token_ids, self.recipe, self.prefix_ids, self.tenant)
+
+
+class ModelEncoder(BlockNames):
     """Blocks of one language model under one recipe, prefix and tenant: all that ingestion knows of models."""
 
     def __init__(
@@ -33,28 +78,21 @@ class ModelEncoder:
 
         on_encoded: is told of every batch that was encoded
         """
+        super().__init__(lm, recipe, prefix_ids, tenant)
         self.lm = lm
-        self.recipe = Recipe.of(recipe)
-        self.prefix_ids = list(prefix_ids) if self.recipe.sees_prefix else []
-        self.tenant = tenant
         self.on_encoded = on_encoded
         self._read_prefix = read_prefix or self._read_once
         self._prefix: Exact | None = None
         self._lock = threading.Lock()
 
     @property
+    def encoder(self) -> ModelEncoder:
+        return self
+
+    @property
     def batch_tokens(self) -> int:
         """Padded tokens that are best encoded together."""
         return self.lm.batch_tokens
-
-    def check(self, token_ids: Sequence[int], where: str) -> None:
-        """Raises PromptError or ContextTooLongError when the model cannot read this chunk; where: of which document."""
-        ids = [*self.prefix_ids, *self.recipe.marked(token_ids)]
-        self.lm.check_ids(ids, f"{where}: a chunk{' (behind the shared prefix)' if self.prefix_ids else ''}")
-
-    def key(self, token_ids: Sequence[int]) -> str:
-        """The block key of a chunk."""
-        return self.lm.block_key(token_ids, self.recipe, self.prefix_ids, self.tenant)
 
     def encode(self, chunks: Sequence[Sequence[int]], wanted: Callable[[], bool] | None = None) -> list[KVBlock]:
         """One block a chunk, in order; the chunks run together as one batch.
@@ -76,6 +114,11 @@ class ModelEncoder:
             self.lm.finish()
             self.on_encoded(longest, time.perf_counter() - started, len(chunks))
         return blocks
+
+    def encode_first(self) -> KVBlock:
+        """The block of the prompts' beginning."""
+        (block,) = self.lm.encode([self.first_ids])
+        return block
 
     def _read_once(self, prefix_ids: Sequence[int]) -> AbstractContextManager[Exact]:
         with self._lock:

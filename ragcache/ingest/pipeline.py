@@ -19,7 +19,7 @@ from functools import partial
 from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.cluster import Cluster
-from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.encoder import BlockNames, ModelEncoder
 from ragcache.ingest.isolated import IsolatedReader
 from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.report import IngestReport, Progress
@@ -63,7 +63,7 @@ class Ingestor:
         kv: KVStore,
         retriever: Retriever,
         chunker: Chunker,
-        encoder: ModelEncoder,
+        names: BlockNames,
         config: IngestConfig | None = None,
     ) -> None:
         self.layout = layout
@@ -71,9 +71,14 @@ class Ingestor:
         self.kv = kv
         self.retriever = retriever
         self.chunker = chunker
-        self.encoder = encoder
+        self.names = names
         self.config = config or IngestConfig()
         self.reader = IsolatedReader(self.config.reading)
+
+    @property
+    def encoder(self) -> ModelEncoder:
+        """Raises ConfigError where the model runs in another engine, which computes no blocks."""
+        return self.names.encoder
 
     def close(self) -> None:
         """End the process that reads files; a later ingestion starts another one."""
@@ -118,6 +123,8 @@ class Ingestor:
             raise ConfigError(f"kv={kv!r} is unknown; choose one of {', '.join(KV_MODES)}")
         if hot_after < 1:
             raise ConfigError(f"hot_after is {hot_after}; a passage is hot after 1 retrieval or more")
+        if kv != "lazy":
+            _ = self.encoder
         with (
             nullcontext() if dry_run else self.layout.writer(timeout_s),
             limited(Limit(cancelled)),
@@ -142,7 +149,7 @@ class Ingestor:
             self.reader,
             chunker,
             self.retriever.embedder,
-            self.encoder,
+            self.names,
             self.kv,
             self.config.batch_tokens,
         )

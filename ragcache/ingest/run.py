@@ -207,7 +207,7 @@ class IngestRun:
         """None when its KV blocks are there too, or are not wanted now."""
         eager = self.eager and not self.report.dry_run
         stored = tuple(self.to.documents.chunks_of(document.id)) if eager else ()
-        keys = [self.to.encoder.key(chunk.token_ids) for chunk in stored]
+        keys = [self.to.names.key(chunk.token_ids) for chunk in stored]
         if all(chunk.handle == key and key in self.to.kv for chunk, key in zip(stored, keys, strict=True)):
             self._tell_unchanged(document.id)
             return None
@@ -229,7 +229,18 @@ class IngestRun:
 
     # Storing
 
+    def _keep_beginning(self) -> None:
+        """Store the block of the prompts' beginning, once: an engine elsewhere loads it as it loads passages."""
+        key = self.to.names.first_key
+        if key is None:
+            return
+        if key not in self.to.kv:
+            self.to.kv.put(key, self.to.encoder.encode_first(), flushed=True)
+        self.to.documents.hold(key)
+
     def _commit_window(self, window: list[Prepared], vectors: Vectors) -> None:
+        if self.eager:
+            self._keep_beginning()
         start = 0
         for one in window:
             if one.stored:

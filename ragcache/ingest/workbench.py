@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ragcache.errors import IngestError, PromptError, ReaderError
 from ragcache.ingest.chunker import Chunker, TextChunk
 from ragcache.ingest.document import Document
-from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.encoder import BlockNames
 from ragcache.ingest.isolated import IsolatedReader
 from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.readers import SourceFile
@@ -95,7 +95,7 @@ class Workbench:
         reader: IsolatedReader,
         chunker: Chunker | WholeTexts,
         embedder: Embedder,
-        encoder: ModelEncoder,
+        names: BlockNames,
         kv: KVStore,
         batch_tokens: int | None,
     ) -> None:
@@ -104,7 +104,7 @@ class Workbench:
         self.reader = reader
         self.chunker = chunker
         self.embedder = embedder
-        self.encoder = encoder
+        self.names = names
         self.kv = kv
         self.batch_tokens = batch_tokens
         self._over = threading.Event()
@@ -139,8 +139,8 @@ class Workbench:
             chunks = self.chunker.split(document.text)
         self.limits.check_chunks(len(chunks), document.where)
         for chunk in chunks:
-            self.encoder.check(chunk.token_ids, document.where)
-        return Cut(chunks, [self.encoder.key(chunk.token_ids) for chunk in chunks])
+            self.names.check(chunk.token_ids, document.where)
+        return Cut(chunks, [self.names.key(chunk.token_ids) for chunk in chunks])
 
     def compute(self, job: Job, report: IngestReport, say: Say) -> Vectors:
         """Embed the texts, and encode the blocks that no tier has; these are flushed on return."""
@@ -164,7 +164,9 @@ class Workbench:
         report.reused_blocks += len(wanted) - len(missing)
         say("skip", sum(map(len, wanted.values())) - sum(len(wanted[key]) for key in missing))
         writes: list[Future[None]] = []
-        together = self.batch_tokens or self.encoder.batch_tokens
+        if not missing:
+            return
+        together = self.batch_tokens or self.names.encoder.batch_tokens
         for batch in plan_batches([len(wanted[key]) for key in missing], together):
             keys = [missing[rank] for rank in batch]
             blocks = self._encode([wanted[key] for key in keys], report.seconds)
@@ -181,7 +183,7 @@ class Workbench:
         limit = LIMIT.get()
         with seconds.timed("encode_s"):
             try:
-                return self.encoder.encode(chunks, limit.allows)
+                return self.names.encoder.encode(chunks, limit.allows)
             except AbandonedSignal:
                 limit.check()
                 raise

@@ -105,18 +105,9 @@ def decode(
     Steps of sequences that are decoded at the same time share forward passes, and go on while the caller is busy with
     what it got. Raises CancelledError once `cancelled` is set, and what `limit` raises.
     """
-    choose = Chooser(sampling, logits.device, {*never, *(lm.reuse.added_ids if lm.reuse else ())})
+    choose = Chooser(sampling, logits.device, {*never, *lm.unsaid_ids})
     last = min(position + sampling.max_tokens, lm.max_positions)
     yield from lm.scheduler.decode(cache, logits, choose, position, last, eos_ids, limit or Limit(cancelled))
-
-
-def eos_token_ids(lm: LanguageModel) -> tuple[int, ...]:
-    """Ids that end an answer: the generation configuration's, the model's and the tokenizer's."""
-    found: set[int] = set()
-    for source in (getattr(lm.model, "generation_config", None), lm.model.config, lm.tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or ())
-    return tuple(sorted(found))
 
 
 class TextStream:

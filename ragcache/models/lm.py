@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ragcache.errors import ConfigError, ContextTooLongError, PromptError
+from ragcache.errors import ConfigError, PromptError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import BufferPool, SharedContext
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.exact import Exact
-from ragcache.kv.identity import Recipe, block_key
+from ragcache.kv.identity import Recipe
 from ragcache.kv.rope import Rope
 from ragcache.kv.shape import CacheShape
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
 from ragcache.models.batches import plan_batches
+from ragcache.models.card import ModelCard
 from ragcache.models.encoding import encode_batch
 from ragcache.models.joint import Run, run_pieces
 from ragcache.models.layerwise import BeforeLayer, walking
@@ -37,15 +38,12 @@ GPU_PASS_TOKENS, GPU_ALONE_TOKENS = 2048, 16384
 DEFAULT_POOL_BYTES = 2 << 30
 
 
-class LanguageModel:
+class LanguageModel(ModelCard):
     """A model from `rc.load_lm`. Thread-safe: passes carry their own state, and runs of several threads share passes.
 
     model, tokenizer: transformers' own objects
     rope:          rotates keys of any layer to any positions
     shape:         KV heads and their widths by layer, dtype and device of the KV
-    fingerprint:   SHA-256 that names the model in block keys
-    max_positions: longest prompt the model takes, in tokens
-    reuse:         what the checkpoint was trained for; None for one that was not trained for reuse
     scheduler:     the thread that runs the model, and what waits for it
     """
 
@@ -59,15 +57,12 @@ class LanguageModel:
         name: str,
         reuse: ReuseSpec | None = None,
     ) -> None:
+        vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        generation = getattr(model, "generation_config", None)
+        super().__init__(model.config, generation, tokenizer, vocab_size, fingerprint, name, reuse)
         self.model = model
-        self._tokenizer = tokenizer
         self.rope = rope
         self.shape = shape
-        self.fingerprint = fingerprint
-        self.name = name
-        self.reuse = reuse
-        self.max_positions = int(getattr(text_config(model), "max_position_embeddings", 0)) or 1 << 20
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.pool = BufferPool(shape, DEFAULT_POOL_BYTES)
         on_cpu = shape.device.type == "cpu"
         self.scheduler = Scheduler(
@@ -75,18 +70,6 @@ class LanguageModel:
             CPU_PASS_TOKENS if on_cpu else GPU_PASS_TOKENS,
             CPU_ALONE_TOKENS if on_cpu else GPU_ALONE_TOKENS,
         )
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Raises ConfigError where the model's directory has no tokenizer."""
-        if self._tokenizer is None:
-            raise ConfigError(f"{self.name} has no tokenizer files; only token ids can be used with it")
-        return self._tokenizer
-
-    @property
-    def default_method(self) -> str:
-        """The fusion method that the checkpoint was trained for; without training, moving blocks to their places."""
-        return "reposition" if self.reuse is None else self.reuse.method
 
     @property
     def device(self) -> torch.device:
@@ -104,21 +87,6 @@ class LanguageModel:
     @property
     def kv_bytes_per_token(self) -> int:
         return self.shape.token_bytes
-
-    def check_ids(self, ids: Sequence[int], what: str) -> None:
-        """Raises PromptError for ids outside the vocabulary, ContextTooLongError for too many."""
-        if len(ids) > self.max_positions:
-            raise ContextTooLongError(
-                f"{what} has {len(ids)} tokens and {self.name} takes {self.max_positions}; use fewer or shorter chunks"
-            )
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise PromptError(f"{what} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
-
-    def block_key(
-        self, chunk_ids: Sequence[int], recipe: Recipe, prefix_ids: Sequence[int] = (), tenant: str = ""
-    ) -> str:
-        return block_key(self.fingerprint, recipe, prefix_ids, chunk_ids, tenant)
 
     @team_ends()
     def encode(

@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from ragcache.kv.identity import digest
 from ragcache.models.attention import NAME, register
+from ragcache.models.card import ModelCard
 from ragcache.models.lm import LanguageModel
 from ragcache.models.packed import pack
 from ragcache.models.reuse import ReuseSpec
@@ -67,6 +69,29 @@ def load_lm(
     if reuse is not None:
         reuse.check(lm.vocab_size, tokenizer, str(name))
     return lm
+
+
+def load_card(name: str | Path, fingerprint: str) -> ModelCard:
+    """A model without its weights, for an engine elsewhere that has them. fingerprint: that `load_lm` would give it
+
+    Raises what `load_lm` raises of configuration and tokenizer.
+    """
+    where = resolve(name)
+    config = _load_config(where, name)
+    refuse_by_config(config, str(name))
+    reuse, tokenizer = _reuse(config, str(name)), _load_tokenizer(where)
+    vocab_size = int(config.get_text_config(decoder=True).vocab_size)
+    card = ModelCard(config, _generation(where), tokenizer, vocab_size, fingerprint, str(name), reuse)
+    if reuse is not None:
+        reuse.check(vocab_size, tokenizer, str(name))
+    return card
+
+
+def _generation(where: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(where)
+    except (OSError, ValueError):
+        return None  # transformers then makes one of the model's configuration, which is asked anyway
 
 
 def resolve(name: str | Path) -> str:

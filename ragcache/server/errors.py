@@ -25,6 +25,7 @@ INVALID, DENIED, OVERLOADED, FAILED = (
     "server_error",
 )
 FAILURE = "the server failed; its log says more under this request's id"
+OWN_FAULTS = (500, 502)
 # A client that waits no longer: nobody reads the status, but logs and metrics show it.
 CLIENT_GONE = 499
 # Asking again would take as long again. OpenAI's clients obey this header.
@@ -89,6 +90,7 @@ MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
     engine.StoreBusyError: Meaning(409, "store_busy", OVERLOADED, headers={"Retry-After": "2"}),
     engine.StoreReadOnlyError: Meaning(403, "store_read_only"),
     engine.StoreFullError: Meaning(507, "store_full", FAILED),
+    engine.EngineError: Meaning(502, "engine_failed", FAILED),
     engine.TimedOutError: Meaning(504, "request_timeout", OVERLOADED, headers=NO_RETRY),
     engine.CancelledError: Meaning(503, "cancelled", OVERLOADED, headers={"Retry-After": "2"}),
 }
@@ -97,7 +99,7 @@ MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
 def from_engine(error: engine.RagCacheError) -> ApiError:
     """An error of the server's own tells no more than that it is one: its message is about this machine."""
     meaning = next(MEANINGS[kind] for kind in type(error).__mro__ if kind in MEANINGS)
-    message = FAILURE if meaning.status == 500 else str(error)
+    message = FAILURE if meaning.status in OWN_FAULTS else str(error)
     return ApiError(
         meaning.status,
         message,

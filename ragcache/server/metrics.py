@@ -15,7 +15,7 @@ from ragcache.engine.care.info import Info
 from ragcache.engine.loading.loader import LoadCounts
 from ragcache.engine.loading.rates import RateFigures
 from ragcache.kv.prefix_tree import PrefixStats
-from ragcache.models.scheduler import Scheduler
+from ragcache.models.scheduler import PassStats
 from ragcache.server.limits import Slots
 
 # From a block in memory to a full prefill on a slow machine.
@@ -28,14 +28,14 @@ class Metrics:
     """Counts of one server, in a registry of its own: two servers in one process do not mix.
 
     tiers: names of the store's tiers, fastest first
-    scheduler, admission, prefixes: whose passes, memory and prefix tree are shown
+    passes, admission, prefixes: of the engine: its passes, memory and prefix tree
     """
 
     def __init__(
         self,
         slots: Slots,
         tiers: Sequence[str],
-        scheduler: Scheduler,
+        passes: Callable[[], PassStats],
         admission: Admission,
         prefixes: Callable[[], PrefixStats],
     ) -> None:
@@ -66,7 +66,7 @@ class Metrics:
             ("prefix_lent_bytes", "Of these, placed contexts", lambda: prefixes().lent_bytes),
         ):
             self._gauge(name, help).set_function(value)
-        self.registry.register(_Passes(scheduler))
+        self.registry.register(_Passes(passes))
         self.registry.register(_Prefixes(prefixes))
 
     def count_answer(self, answer: Answer) -> None:
@@ -122,11 +122,11 @@ class Metrics:
 class _Passes(Collector):
     """The model's passes: how many questions shared each, and how many tokens ran."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, passes: Callable[[], PassStats]) -> None:
+        self._passes = passes
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._scheduler.stats()
+        stats = self._passes()
         cumulative = [(str(size), sum(n for m, n in stats.members.items() if m <= size)) for size in PASS_SIZES]
         total = sum(members * count for members, count in stats.members.items())
         yield HistogramMetricFamily(

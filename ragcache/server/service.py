@@ -15,9 +15,8 @@ from starlette.requests import Request
 from ragcache import RagCache
 from ragcache.engine.care.info import Info
 from ragcache.errors import StoreError
-from ragcache.openmp import team_ends
 from ragcache.server import logs
-from ragcache.server.errors import ApiError, as_api_error
+from ragcache.server.errors import OWN_FAULTS, ApiError, as_api_error
 from ragcache.server.limits import Slots, Writers
 from ragcache.server.metrics import Metrics
 from ragcache.server.settings import ServerSettings
@@ -26,7 +25,6 @@ from ragcache.server.work import Work, stopping
 
 T = TypeVar("T")
 THREADS = 8
-WARM_TOKENS = 16
 # Requests for embeddings that share the embedder; they leave the slots of questions, and most threads, alone.
 EMBEDDING_SLOTS = 4
 
@@ -47,9 +45,8 @@ class Service:
         self.writers = Writers(settings.write_wait_s)
         self.uploads = UploadFolder(kb.store.layout.root / "uploads")
         self.figures = Figures(kb, settings.figures_s, self.in_thread)
-        self.metrics = Metrics(
-            self.slots, list(kb.info().bytes_by_tier), kb.lm.scheduler, kb.admission, kb.prefix_stats
-        )
+        tiers = list(kb.info().bytes_by_tier)
+        self.metrics = Metrics(self.slots, tiers, kb.pass_stats, kb.admission, kb.prefix_stats)
         self.chat_model = settings.model_name or _public_name(kb.lm.name)
         self.embedding_model = kb.embedder.name
         self.created = int(time.time())
@@ -68,7 +65,7 @@ class Service:
         takes longer."""
         self.draining = False
         await self.in_thread(self._clean)
-        await self.in_thread(_warm_up, self.kb)
+        await self.in_thread(self.kb.warm_up)
         self.warm = True
 
     def _clean(self) -> None:
@@ -153,7 +150,7 @@ class Service:
     def told(self, error: Exception) -> ApiError:
         """The error as an answer, without where things are on this machine. One that is the server's own is logged."""
         problem = as_api_error(error)
-        if problem.status_code == 500:
+        if problem.status_code in OWN_FAULTS:
             logs.write_failure(error)
         places = {self.kb.lm.name: self.chat_model, str(self.kb.store.layout.root): "the store"}
         for place, name in places.items():
@@ -169,13 +166,6 @@ class Service:
                 code="model_not_found",
                 param="model",
             )
-
-
-@team_ends()
-def _warm_up(kb: RagCache) -> None:
-    cache = kb.lm.new_cache(WARM_TOKENS)
-    kb.lm.run([rank % kb.lm.vocab_size for rank in range(WARM_TOKENS)], 0, cache)
-    cache.release()
 
 
 class Figures:

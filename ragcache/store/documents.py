@@ -85,6 +85,10 @@ class DocumentStore:
             _advance(connection, "generation", 0)
             self._bind(connection, name, value)
 
+    def hold(self, handle: str) -> None:
+        """Count a handle as referenced from now on though no chunk is: that of the prompts' beginning."""
+        self.bind(properties.HELD + handle, True)
+
     # Changes
 
     def replace_document(self, document: NewDocument, new_chunks: Sequence[NewChunk]) -> list[int]:
@@ -270,16 +274,18 @@ class DocumentStore:
     # Handles
 
     def handles(self) -> set[str]:
-        """Every handle that a chunk refers to."""
+        """Every handle that a chunk refers to, or that is held."""
         with self._db.read() as connection:
-            return set(connection.scalars(select(chunks.c.handle).where(chunks.c.handle.is_not(None)).distinct()))
+            found = connection.scalars(select(chunks.c.handle).where(chunks.c.handle.is_not(None)).distinct())
+            return {*found, *properties.held(connection)}
 
     def referenced(self, handles: Iterable[str]) -> set[str]:
-        """The handles among these that a chunk refers to."""
+        """The handles among these that a chunk refers to, or that are held."""
+        wanted = set(handles)
         with self._db.read() as connection:
-            return {
+            return (wanted & properties.held(connection)) | {
                 handle
-                for part in _parts(list(handles))
+                for part in _parts(list(wanted))
                 for handle in connection.scalars(select(chunks.c.handle).where(chunks.c.handle.in_(part)).distinct())
             }
 

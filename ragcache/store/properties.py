@@ -18,11 +18,18 @@ MISMATCHES: dict[str, type[StoreMismatchError]] = {
     "tokenizer": ModelMismatchError,
 }
 
+HELD = "held:"  # begins the names of properties that hold a handle
+
 
 def read_all(connection: Connection) -> dict[str, object]:
     """Every property, `schema_version` included."""
     rows = connection.execute(select(properties.c.name, properties.c.value)).mappings()
     return {row["name"]: json.loads(row["value"]) for row in rows}
+
+
+def held(connection: Connection) -> set[str]:
+    """Handles that are referenced though no chunk has them."""
+    return {name.removeprefix(HELD) for name in read_all(connection) if name.startswith(HELD)}
 
 
 def record(connection: Connection, name: str, value: object) -> None:

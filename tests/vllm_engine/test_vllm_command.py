@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from ragcache.cli.app import build_app
 from ragcache.errors import StoreNotFoundError
+from ragcache.kv.request_layout import served_name
 
 
 def options_of(command: list[str]) -> dict[str, str]:
@@ -20,11 +21,16 @@ def options_of(command: list[str]) -> dict[str, str]:
 
 def test_the_command_names_the_stores_model_and_the_connector(open_kb, model_directory, tmp_path):
     kb = open_kb()
+    checkpoint = kb.store.documents.properties()["checkpoint"]
     kb.close()
     result = CliRunner().invoke(build_app(), ["vllm", "--store", str(tmp_path / "kb"), "--print", "--port", "8123"])
     assert result.exit_code == 0, result.output
     given = options_of(shlex.split(result.output))
-    assert given["--model"] == given["--served-model-name"] == str(model_directory)
+    assert given["--model"] == str(model_directory)
+    command = shlex.split(result.output)
+    names = command[command.index("--served-model-name") + 1 :][:2]
+    assert names == [str(model_directory), served_name(kb.lm.fingerprint)]
+    assert "--enable-prompt-tokens-details" in command
     assert given["--dtype"] == "float32"
     assert (given["--host"], given["--port"]) == ("127.0.0.1", "8123")
     transfer = json.loads(given["--kv-transfer-config"])
@@ -33,6 +39,7 @@ def test_the_command_names_the_stores_model_and_the_connector(open_kb, model_dir
     assert transfer["kv_connector_extra_config"] == {
         "store": str(tmp_path / "kb"),
         "fingerprint": kb.lm.fingerprint,
+        "checkpoint": checkpoint,
         "load": "step",
     }
 
@@ -41,6 +48,18 @@ def test_a_users_own_arguments_come_last(tmp_path):
     bound = {"fingerprint": "f", "model_name": "m"}
     command = vllm_command(EngineSettings(tmp_path, more=("--max-model-len", "4096")), bound, "m")
     assert command[-2:] == ["--max-model-len", "4096"]
+
+
+def test_others_reach_it_with_a_key_alone(open_kb, tmp_path, monkeypatch):
+    open_kb().close()
+    arguments = ["vllm", "--store", str(tmp_path / "kb"), "--print", "--host", "0.0.0.0"]
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 2
+    assert "set RAGCACHE_ENGINE_KEY to a secret" in result.output
+    monkeypatch.setenv("RAGCACHE_ENGINE_KEY", "s3cret")
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 0, result.output
+    assert "s3cret" not in result.output
 
 
 def test_a_store_without_blocks_names_the_way_out(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ragcache.errors import StoreNotFoundError
+from ragcache.kv.request_layout import served_name
 
 WORKERS = {"cpu": "ragcache_vllm.worker.RagCacheCPUWorker", "cuda": "ragcache_vllm.worker.RagCacheGPUWorker"}
 
@@ -52,12 +53,12 @@ def vllm_command(settings: EngineSettings, bound: Mapping[str, Any], model: str)
         "kv_connector_extra_config": {
             "store": str(settings.store.resolve()),
             "fingerprint": bound["fingerprint"],
+            "checkpoint": bound.get("checkpoint", ""),
             "load": settings.load,
         },
     }
     options = {
         "--model": model,
-        "--served-model-name": str(bound.get("model_name", model)),
         "--dtype": str(bound.get("model_dtype", "auto")),
         "--host": settings.host,
         "--port": str(settings.port),
@@ -66,4 +67,6 @@ def vllm_command(settings: EngineSettings, bound: Mapping[str, Any], model: str)
     }
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     pairs = [part for pair in options.items() for part in pair]
-    return [*server, *pairs, "--disable-hybrid-kv-cache-manager", *settings.more]
+    names = ["--served-model-name", str(bound.get("model_name", model)), served_name(str(bound["fingerprint"]))]
+    flags = ["--disable-hybrid-kv-cache-manager", "--enable-prompt-tokens-details"]
+    return [*server, *pairs, *names, *flags, *settings.more]

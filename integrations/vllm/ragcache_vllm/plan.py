@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ragcache.kv.identity import Recipe, block_key
-from ragcache_vllm.layout import RequestLayout, Span
+from ragcache.kv.request_layout import RequestLayout, Span
 
 
 class Stretch(NamedTuple):

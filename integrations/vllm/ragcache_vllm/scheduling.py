@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from ragcache.errors import LayoutError, MissingBlockError
-from ragcache_vllm.layout import PARAMS, RequestLayout, Span
+from ragcache.kv.request_layout import PARAMS, RequestLayout, Span
 from ragcache_vllm.plan import Plan, Stretch, make_plan
 
 if TYPE_CHECKING:

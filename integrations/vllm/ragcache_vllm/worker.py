@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from ragcache.errors import ConfigError
-from ragcache_vllm.layout import Span
+from ragcache.kv.request_layout import Span
 from ragcache_vllm.scheduling import Load, Loads
 
 if TYPE_CHECKING:

@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ragcache.engine.asking.admission import Size, kv_bytes
-from ragcache.engine.asking.contexts import Need
 from ragcache.engine.asking.kept import Earlier
 from ragcache.engine.asking.ordering import ReadCounts, relevance_hint, shared_order
-from ragcache.engine.asking.prefixes import Prefixes
 from ragcache.engine.asking.reading import Reading
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.layout import Additions
-from ragcache.ingest.encoder import ModelEncoder
-from ragcache.models.lm import LanguageModel
+from ragcache.ingest.encoder import BlockNames
+from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt, PromptEnds, PromptFormat, encode_text
 from ragcache.retrieval.retriever import Hit
 
+Known = Callable[[FusionMethod, Sequence[int]], int]
+
 
 class Prompts:
-    """Builds the prompts of one store's questions. Thread-safe."""
+    """Builds the prompts of one store's questions. Thread-safe.
+
+    names: of the store's blocks
+    known: how many of a prompt's first tokens the engine has read before, where it can tell
+    """
 
     def __init__(
-        self, lm: LanguageModel, encoder: ModelEncoder, prompt_format: PromptFormat, prefixes: Prefixes
+        self, lm: ModelCard, names: BlockNames, prompt_format: PromptFormat, known: Known = lambda _method, _ids: 0
     ) -> None:
         self.lm = lm
-        self.encoder = encoder
+        self.names = names
         self.format = prompt_format
-        self._prefixes = prefixes
+        self._known = known
         self._read_counts = ReadCounts()
 
     def check(self, method: FusionMethod) -> None:
         """Raises ConfigError when the method cannot read the blocks that this store's encoder makes."""
         if not method.reuses_blocks:
             return
-        own = self.encoder
+        own = self.names
         recipe = block_recipe(self.lm, method, own.recipe)
         prefix_ids = [*self.format.prefix_ids, *method.additions(self.lm).behind_prefix] if recipe.sees_prefix else []
         if recipe != own.recipe or prefix_ids != own.prefix_ids:
@@ -86,7 +89,7 @@ class Prompts:
                 f"method {method.name!r} cannot keep the context of earlier turns; choose full, reposition or link, or "
                 'leave out context="keep"'
             )
-        if method.reuses_blocks and self.encoder.recipe.sees_prefix:
+        if method.reuses_blocks and self.names.recipe.sees_prefix:
             raise ConfigError(
                 'context="keep" needs blocks of recipe isolated: those behind a prefix stay behind it; open the store '
                 'with recipe="isolated"'
@@ -102,7 +105,7 @@ class Prompts:
         added = reading.method.additions(self.lm)
         while True:
             earlier, new = earlier.knowing(hits)
-            prefix_ids = reading.method.layout(self.lm, earlier.prompt_parts(), self.encoder.recipe).ids
+            prefix_ids = reading.method.layout(self.lm, earlier.prompt_parts(), self.names.recipe).ids
             passages = sum(hit.chunk.num_tokens for hit in new) + len(added.ids(len(new)))
             total = len(prefix_ids) + passages + len(suffix_ids) + reading.sampling.max_tokens
             fewer = earlier.without_oldest() if total > self.lm.max_positions else None
@@ -121,22 +124,11 @@ class Prompts:
         if reading.on_overflow == "trim":
             once = once[: len(once) - self.prompt(ends, once, reading)[1]]
         passages = [tuple(hit.chunk.token_ids) for hit in once]
-        known = partial(self._prefixes.count, reading.method)
+        known = partial(self._known, reading.method)
         order = shared_order(known, self._read_counts, tuple(ends.prefix_ids), passages)
         self._read_counts.count(passages)
         hint = encode_text(self.lm.tokenizer, relevance_hint(order)) if reading.hint else []
         return PromptEnds(ends.prefix_ids, [*hint, *ends.suffix_ids]), [once[rank] for rank in order]
-
-    def need(self, prompt: Prompt, reading: Reading) -> Need:
-        """Memory for the prompt, what the method adds, and the longest answer; and for what stands behind the passages
-        alone."""
-        added = reading.method.additions(self.lm).ids(len(prompt.chunk_ids)) if prompt.chunk_ids else ()
-        read = prompt.num_tokens + len(added)
-        room = self.room(read, reading)
-        whole, own = (
-            Size(tokens, kv_bytes(self.lm, tokens)) for tokens in (read + room, len(prompt.suffix_ids) + room)
-        )
-        return Need(whole, own)
 
     def room(self, prompt_tokens: int, reading: Reading) -> int:
         """For the longest answer that there can be."""

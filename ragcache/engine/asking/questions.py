@@ -40,7 +40,7 @@ class Questions:
     def __init__(self, parts: Parts) -> None:
         self.plain_text = PlainTextWatch()
         self._parts = parts
-        self._mini_notice = MiniNotice(parts.lm.name)
+        self._mini_notice = MiniNotice(parts.card.name)
         self._generation = -1
 
     def retrieve(
@@ -64,7 +64,7 @@ class Questions:
 
     def complete(self, parts: str | Sequence[str | Hit | Passage], options: ReadOptions) -> Iterator[Event]:
         reading = self._reading(options)
-        ends, inline = completion_ends(self._parts.lm.tokenizer, parts)
+        ends, inline = completion_ends(self._parts.card.tokenizer, parts)
         self._look([parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)], reading)
         self.drop_deleted()
         return self._read(lambda: ends, lambda: inline, reading)
@@ -82,14 +82,14 @@ class Questions:
             if passages is not None:
                 raise ConfigError('context="keep" takes passages in the messages, where each turn has its own, or k=')
             return self._read_kept(conversation, k, options, reading)
-        tokenizer, system, reader = self._parts.lm.tokenizer, self._parts.system, self._parts.reader
+        tokenizer, system, reader = self._parts.card.tokenizer, self._parts.system, self._parts.reader
         if passages is None and k is None:
             written, inline = conversation.as_written(tokenizer, system)
             self.drop_deleted()
             return self._read(lambda: written, lambda: inline, reading)
         count = DEFAULT_K if k is None else k
         find = partial(self._find, passages, conversation.question, count, options, reading)
-        first = reader.prompts.encoder.recipe.sees_prefix
+        first = reader.prompts.names.recipe.sees_prefix
         ends = partial(conversation.around_passages, tokenizer, reader.prompts.format, system, first=first)
         return self._read(ends, find, reading)
 
@@ -108,9 +108,8 @@ class Questions:
     def _reading(self, options: ReadOptions) -> Reading:
         parts = self._parts
         method = self._method(options.get("method"), options.get("method_options") or {})
-        parts.reader.prompts.check(method)
         evict = options.get("evict")
-        return Reading(
+        reading = Reading(
             method,
             parts.evict if evict is None else SnapKV.of(evict),
             options.get("sampling") or Sampling(),
@@ -121,13 +120,15 @@ class Questions:
             options.get("order", "relevance"),
             options.get("hint", True),
         )
+        parts.reader.check(reading)
+        return reading
 
     def _method(self, name: str | FusionMethod | None, options: Mapping[str, Any]) -> FusionMethod:
         own, store = self._parts.method, self._parts.store
         if name is None and not options:
             return own
-        recipe = self._parts.reader.prompts.encoder.recipe
-        return choose_method(store.layout.root, self._parts.lm, name or own.name, options, recipe)[0]
+        recipe = self._parts.reader.prompts.names.recipe
+        return choose_method(store.layout.root, self._parts.card, name or own.name, options, recipe)[0]
 
     def _look(self, prompt: Iterable[str], reading: Reading) -> None:
         """Say so, once, where stored passages come as text to a method that would have used their KV."""
@@ -158,7 +159,7 @@ class Questions:
     def _read_kept(
         self, conversation: Conversation, k: int | None, options: ChatOptions, reading: Reading
     ) -> Iterator[Event]:
-        parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.lm.tokenizer
+        parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.card.tokenizer
         with _timed(reading) as clock:
             reader.prompts.check_keeps(reading)
             self.drop_deleted()

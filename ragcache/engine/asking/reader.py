@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 from ragcache.engine.answer import Answer, Done, Event, Sources, Usage
-from ragcache.engine.asking.contexts import Contexts, Seat
+from ragcache.engine.asking.admission import Size, kv_bytes
+from ragcache.engine.asking.contexts import Contexts, Need, Seat
 from ragcache.engine.asking.estimate import PrefillEstimate
 from ragcache.engine.asking.prefixes import Prefixes
 from ragcache.engine.asking.prompts import Prompts
 from ragcache.engine.asking.reading import Clock, Kept, OpenQuestion, Reading
 from ragcache.engine.asking.supply import Ready, Supply
-from ragcache.engine.asking.writing import AnswerSoFar, AnswerWriter
+from ragcache.engine.asking.writing import AnswerSoFar, write
 from ragcache.fusion.fuse import Fused, fuse
 from ragcache.kv.buffers import SharedContext
+from ragcache.kv.prefix_tree import PrefixStats
+from ragcache.models.card import eos_token_ids
+from ragcache.models.decoding import decode
 from ragcache.models.limits import limited
 from ragcache.models.lm import LanguageModel
-from ragcache.prompt import PromptEnds
+from ragcache.models.scheduler import PassStats
+from ragcache.prompt import Prompt, PromptEnds
 from ragcache.retrieval.retriever import Hit
+
+WARM_TOKENS = 16
 
 
 class Reader:
-    """Answers prompts over hits that are already retrieved. Thread-safe."""
+    """Answers prompts over hits that are already retrieved, with the model in this process. Thread-safe."""
 
     def __init__(
         self,
@@ -41,7 +48,10 @@ class Reader:
         self.prefixes = prefixes
         self.contexts = contexts
         self.estimate = estimate
-        self.writer = AnswerWriter(lm)
+        self._eos = eos_token_ids(lm)
+
+    def check(self, reading: Reading) -> None:
+        self.prompts.check(reading.method)
 
     def stream(
         self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
@@ -55,7 +65,7 @@ class Reader:
             ends, hits = self.prompts.ordered(ends, hits, reading)
         prompt, dropped = self.prompts.prompt(ends, hits, reading)
         asked = OpenQuestion(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
-        need = self.prompts.need(prompt, reading)
+        need = self._need(prompt, reading)
         # The prefix tree keeps what runs as text, passages included; a placed context of blocks stays where it is.
         keep = reading.method.reuses_blocks and bool(prompt.chunk_ids)
         waiting = time.perf_counter()
@@ -73,6 +83,29 @@ class Reader:
         self.prefixes.clear()
         self.contexts.forget()
 
+    def warm_up(self) -> None:
+        """Pay for what the first question would pay for: a model's first pass takes longer."""
+        cache = self.lm.new_cache(WARM_TOKENS)
+        self.lm.run([rank % self.lm.vocab_size for rank in range(WARM_TOKENS)], 0, cache)
+        cache.release()
+
+    def prefix_stats(self) -> PrefixStats:
+        return self.prefixes.stats()
+
+    def pass_stats(self) -> PassStats:
+        return self.lm.scheduler.stats()
+
+    def _need(self, prompt: Prompt, reading: Reading) -> Need:
+        """Memory for the prompt, what the method adds, and the longest answer; and for what stands behind the passages
+        alone."""
+        added = reading.method.additions(self.lm).ids(len(prompt.chunk_ids)) if prompt.chunk_ids else ()
+        read = prompt.num_tokens + len(added)
+        room = self.prompts.room(read, reading)
+        whole, own = (
+            Size(tokens, kv_bytes(self.lm, tokens)) for tokens in (read + room, len(prompt.suffix_ids) + room)
+        )
+        return Need(whole, own)
+
     def _answer(self, asked: OpenQuestion, seat: Seat) -> Iterator[Event]:
         with ExitStack() as leases:
             with limited(asked.limit):
@@ -81,16 +114,31 @@ class Reader:
             asked.limit.check()
             with limited(asked.limit):
                 fused = self._read(asked, ready, seat)
-        asked.clock.read(ready.loaded, fused, ready.prefix.encode_s)
+        loaded, times = ready.loaded, fused.timings
+        encode_s = ready.prefix.encode_s + loaded.encode_s + times.encode_s
+        asked.clock.read(times.prefill_s, loaded.load_s, encode_s, times.place_s)
         written = AnswerSoFar()
         try:
-            yield from self.writer.write(asked, fused, written)
+            most = self.prompts.room(fused.next_position, asked.reading)
+            yield from write(self.lm, asked, self._decode(asked, fused), most, written)
         finally:
             self.supply.keep(asked, ready, written.run_ids, fused)
             fused.cache.release()
         if asked.kept is not None:
             asked.kept.answered(asked.hits, written.text, written.said(self.lm))
         yield Done(_answer(asked, ready, fused, written))
+
+    def _decode(self, asked: OpenQuestion, fused: Fused) -> Generator[int, None, None]:
+        return decode(
+            self.lm,
+            fused.cache,
+            fused.next_logits,
+            fused.next_position,
+            asked.reading.sampling,
+            eos_ids=self._eos,
+            never=fused.reserved_ids,
+            limit=asked.limit,
+        )
 
     def _read(self, asked: OpenQuestion, ready: Ready, seat: Seat) -> Fused:
         """Run the prompt over the context of another question where there is one; else others may find this one's."""

@@ -11,13 +11,11 @@ from typing import NamedTuple, get_args
 
 from ragcache.engine.answer import Timings
 from ragcache.engine.asking.kept import Earlier
-from ragcache.engine.loading.blocks import LoadedBlocks
 from ragcache.engine.loading.loader import Ahead
 from ragcache.engine.options import Order, Overflow
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
-from ragcache.fusion.fuse import Fused
 from ragcache.models.decoding import Sampling
 from ragcache.models.limits import Limit
 from ragcache.prompt import Prompt
@@ -93,14 +91,8 @@ class Clock:
     _ttft_s: float | None = None
     _phases: dict[str, float] = field(default_factory=dict)
 
-    def read(self, loaded: LoadedBlocks, fused: Fused, prefix_s: float) -> None:
-        times = fused.timings
-        self._phases = {
-            "load_s": loaded.load_s,
-            "encode_s": prefix_s + loaded.encode_s + times.encode_s,
-            "place_s": times.place_s,
-            "prefill_s": times.prefill_s,
-        }
+    def read(self, prefill_s: float, load_s: float = 0.0, encode_s: float = 0.0, place_s: float = 0.0) -> None:
+        self._phases = {"load_s": load_s, "encode_s": encode_s, "place_s": place_s, "prefill_s": prefill_s}
 
     def first_token(self) -> None:
         if self._ttft_s is None:

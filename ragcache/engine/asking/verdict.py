@@ -14,7 +14,7 @@ from ragcache.errors import RagCacheError
 from ragcache.fusion import get_method
 from ragcache.fusion.base import FusionMethod
 from ragcache.kv.identity import Recipe
-from ragcache.models.lm import LanguageModel
+from ragcache.models.card import ModelCard
 
 log = logging.getLogger(__name__)
 AUTO, FULL = "auto", "full"
@@ -140,7 +140,7 @@ def warn_if_unsafe(root: Path, fingerprint: str, method: FusionMethod) -> None:
 
 def choose_method(
     root: Path,
-    lm: LanguageModel,
+    lm: ModelCard,
     method: str | FusionMethod | None,
     options: Mapping[str, Any],
     recipe: str | Recipe | None,

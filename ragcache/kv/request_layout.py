@@ -22,6 +22,12 @@ PARAMS = "ragcache"
 """Name of the layout among a request's `kv_transfer_params`."""
 
 
+def served_name(fingerprint: str) -> str:
+    """Name under which another engine serves a store's model with this store's blocks. Requests ask for it, so that an
+    engine that has another model, or none of our connector, refuses them."""
+    return f"ragcache-{fingerprint[:32]}"
+
+
 class Span(NamedTuple):
     """Tokens [start, stop) of a prompt."""
 

@@ -1,0 +1,273 @@
+"""vLLM's completion server over HTTP: token ids in, token ids out.
+
+One thread runs an event loop for all requests: a request that its caller gives up is a task that is cancelled, its
+connection closes, and vLLM stops computing it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import threading
+from collections.abc import Coroutine, Generator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from ragcache.errors import ConfigError, EngineError, ModelMismatchError, RagCacheError
+from ragcache.models.limits import Limit
+
+CONNECT_S = 5.0
+SILENCE_S = 300.0  # of an engine that works on other requests first
+ERROR_BYTES = 1 << 16
+TIMEOUT = httpx.Timeout(SILENCE_S, connect=CONNECT_S, pool=CONNECT_S)
+
+
+class VllmEngine:
+    """One vLLM server. Thread-safe; nothing is sent before it is asked.
+
+    url: "vllm://host:port"; name: of the model that it is asked for; key: sent as bearer, never shown
+
+    Raises ConfigError for another kind of address.
+    """
+
+    def __init__(self, url: str, name: str, key: str | None = None) -> None:
+        self.url = url
+        self.name = name
+        self._base = _http_address(url)
+        self._key = key
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: httpx.AsyncClient | None = None
+
+    def longest_prompt(self) -> int | None:
+        """Tokens of prompt and answer that the engine takes; None where it does not say.
+
+        Raises EngineError where nothing answers, ModelMismatchError where it serves no such model.
+        """
+        answer = self._run(self._get("/v1/models"))
+        try:
+            served = {str(model["id"]): model.get("max_model_len") for model in json.loads(answer)["data"]}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"{self.url} answers, but not as vLLM does; name the address of `ragcache vllm`"
+            ) from error
+        if self.name not in served:
+            raise self._other_model(", ".join(served))
+        return served[self.name] if isinstance(served[self.name], int) else None
+
+    def complete(self, body: Mapping[str, Any], limit: Limit) -> Completion:
+        """Begin a completion."""
+        return Completion(self, {**body, "model": self.name}, limit)
+
+    def close(self) -> None:
+        """Close all connections; a later request opens new ones."""
+        with self._lock:
+            loop, client, self._loop, self._client = self._loop, self._client, None, None
+        if loop is None:
+            return
+        if client is not None:
+            asyncio.run_coroutine_threadsafe(client.aclose(), loop).result(CONNECT_S)
+        loop.call_soon_threadsafe(loop.stop)
+
+    def submit(self, work: Coroutine[Any, Any, None]) -> Any:
+        """Run on the loop's thread, which starts with the first request."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_loop, args=[self._loop], name="ragcache-vllm", daemon=True).start()
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def pump(self, body: Mapping[str, Any], out: queue.SimpleQueue[Any]) -> None:
+        """Put each event of a completion's stream into `out`, and None, or the error that ended it, behind them."""
+        try:
+            async with self._http().stream("POST", "/v1/completions", json=body) as response:
+                await self._check(response)
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        out.put(None)
+                        return
+                    if line.startswith("data: "):
+                        out.put(json.loads(line[len("data: ") :]))
+            out.put(self.broken("its stream ended early"))
+        except Exception as error:  # whatever it is: the caller waits for it
+            out.put(self._translated(error))
+
+    async def _get(self, path: str) -> bytes:
+        async with self._http().stream("GET", path, timeout=CONNECT_S) as response:
+            await self._check(response)
+            return await _beginning(response)
+
+    def _run(self, work: Coroutine[Any, Any, bytes]) -> bytes:
+        found: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+        async def run() -> None:
+            try:
+                found.put(await work)
+            except Exception as error:  # whatever it is: the caller waits for it
+                found.put(self._translated(error))
+
+        self.submit(run())
+        answer = found.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _http(self) -> httpx.AsyncClient:
+        """The client, made on its loop. It heeds no proxy: the engine is named by its address."""
+        if self._client is None:
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            self._client = httpx.AsyncClient(
+                base_url=self._base,
+                headers=headers,
+                timeout=TIMEOUT,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=16),
+                trust_env=False,
+            )
+        return self._client
+
+    async def _check(self, response: httpx.Response) -> None:
+        """Raises EngineError or ModelMismatchError for what is no success."""
+        status = response.status_code
+        if status == 200:
+            return
+        said = _message(await _beginning(response))
+        if status in (401, 403):
+            raise EngineError(
+                f"{self.url} refused the key; set RAGCACHE_ENGINE_KEY to the one that it was started with"
+            )
+        if status == 404:
+            raise self._other_model(said)
+        raise EngineError(f"{self.url} answered {status}: {said}")
+
+    def _other_model(self, said: str) -> ModelMismatchError:
+        return ModelMismatchError(
+            f"{self.url} does not serve this store's model with ragcache's connector ({said}); start it with "
+            "`ragcache vllm` over this store"
+        )
+
+    def _translated(self, error: Exception) -> RagCacheError:
+        if isinstance(error, RagCacheError):
+            return error
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return EngineError(f"nothing answers at {self.url} ({error or 'timed out'}); start it with `ragcache vllm`")
+        if isinstance(error, httpx.TimeoutException):
+            return EngineError(f"{self.url} was silent for too long; look at its log, or ask when there is less to do")
+        return self.broken(str(error) or type(error).__name__)
+
+    def broken(self, why: str) -> EngineError:
+        """The error of an answer that ended too early."""
+        return EngineError(f"{self.url} broke off ({why}); its log says more. Ask again")
+
+
+class Completion:
+    """One completion that is being computed.
+
+    cached_tokens: of the prompt, those that the engine did not compute; None until it says so
+    """
+
+    def __init__(self, engine: VllmEngine, body: Mapping[str, Any], limit: Limit) -> None:
+        self.cached_tokens: int | None = None
+        self._limit = limit
+        self._engine = engine
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_over = False
+        self._task = engine.submit(engine.pump(body, self._events))
+
+    def ids(self) -> Generator[int, None, None]:
+        """Token ids as they come, the one that ends the text among them.
+
+        Raises EngineError, ModelMismatchError, CancelledError, TimedOutError.
+        """
+        while (event := self._next()) is not None:
+            yield from _ids(event)
+
+    def end(self) -> None:
+        """Take the engine's last words. Where it goes on instead, it is stopped."""
+        while not self._is_over:
+            event = self._next()
+            if event is not None and _ids(event):
+                self.close()
+
+    def close(self) -> None:
+        """Stop the engine where it is not done."""
+        self._is_over = True
+        self._task.cancel()
+
+    def _next(self) -> dict[str, Any] | None:
+        """The next event; None behind the last one."""
+        while not self._is_over:
+            self._limit.check()
+            try:
+                event = self._events.get(timeout=self._limit.poll_s())
+            except queue.Empty:
+                continue
+            if isinstance(event, dict) and "error" not in event:
+                self._note(event)
+                return event
+            self._is_over = True
+            if event is not None:
+                raise event if isinstance(event, RagCacheError) else self._engine.broken(_said(event))
+        return None
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+        if isinstance(cached := details.get("cached_tokens"), int):
+            self.cached_tokens = cached
+
+
+def _http_address(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme != "vllm" or not parts.hostname or port is None or parts.path.strip("/") or parts.username:
+        raise ConfigError(f"engine {url!r} is no address of an engine; give vllm://host:port")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"http://{host}:{port}"
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_ended())
+    finally:
+        loop.close()
+
+
+async def _ended() -> None:
+    """End what is left on the loop: streams that their callers gave up a moment ago."""
+    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+def _ids(event: Mapping[str, Any]) -> list[int]:
+    return [id for choice in event.get("choices") or () for id in choice.get("token_ids") or ()]
+
+
+async def _beginning(response: httpx.Response) -> bytes:
+    found = b""
+    async for part in response.aiter_bytes():
+        found += part
+        if len(found) > ERROR_BYTES:
+            break
+    return found[:ERROR_BYTES]
+
+
+def _message(answer: bytes) -> str:
+    """What an error says, in its first words."""
+    try:
+        return _said(json.loads(answer))
+    except ValueError:
+        return answer[:300].decode("utf-8", "replace")
+
+
+def _said(answer: Any) -> str:
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

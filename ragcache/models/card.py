@@ -1,0 +1,83 @@
+"""What is known of a language model without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from ragcache.errors import ConfigError, ContextTooLongError, PromptError
+from ragcache.kv.identity import Recipe, block_key
+from ragcache.models.reuse import ReuseSpec
+
+
+class ModelCard:
+    """A language model's configuration, tokenizer and name in block keys: enough to lay out prompts and name blocks.
+
+    config, generation_config: transformers' own objects
+    fingerprint:   SHA-256 that names the model in block keys
+    max_positions: longest prompt the model takes, in tokens
+    reuse:         what the checkpoint was trained for; None for one that was not trained for reuse
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        generation_config: GenerationConfig | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        fingerprint: str,
+        name: str,
+        reuse: ReuseSpec | None = None,
+    ) -> None:
+        self.config = config
+        self.generation_config = generation_config
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.fingerprint = fingerprint
+        self.name = name
+        self.reuse = reuse
+        text = config.get_text_config(decoder=True)
+        self.num_layers = int(text.num_hidden_layers)
+        self.max_positions = int(getattr(text, "max_position_embeddings", 0)) or 1 << 20
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Raises ConfigError where the model's directory has no tokenizer."""
+        if self._tokenizer is None:
+            raise ConfigError(f"{self.name} has no tokenizer files; only token ids can be used with it")
+        return self._tokenizer
+
+    @property
+    def default_method(self) -> str:
+        """The fusion method that the checkpoint was trained for; without training, moving blocks to their places."""
+        return "reposition" if self.reuse is None else self.reuse.method
+
+    @property
+    def unsaid_ids(self) -> frozenset[int]:
+        """Ids that training for reuse added, which no answer may hold."""
+        return self.reuse.added_ids if self.reuse is not None else frozenset()
+
+    def check_ids(self, ids: Sequence[int], what: str) -> None:
+        """Raises PromptError for ids outside the vocabulary, ContextTooLongError for too many."""
+        if len(ids) > self.max_positions:
+            raise ContextTooLongError(
+                f"{what} has {len(ids)} tokens and {self.name} takes {self.max_positions}; use fewer or shorter chunks"
+            )
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise PromptError(f"{what} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
+
+    def block_key(
+        self, chunk_ids: Sequence[int], recipe: Recipe, prefix_ids: Sequence[int] = (), tenant: str = ""
+    ) -> str:
+        return block_key(self.fingerprint, recipe, prefix_ids, chunk_ids, tenant)
+
+
+def eos_token_ids(card: ModelCard) -> tuple[int, ...]:
+    """Ids that end an answer: the generation configuration's, the model's and the tokenizer's."""
+    found: set[int] = set()
+    for source in (card.generation_config, card.config, card.tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or ())
+    return tuple(sorted(found))

@@ -1,0 +1,48 @@
+"""The server over a store whose model runs in vLLM (a double)."""
+
+from __future__ import annotations
+
+import pytest
+from serving import serving
+from vllm_double import VllmDouble
+from vllm_double import serving as vllm_serving
+
+import ragcache as rc
+from ragcache.kv.request_layout import served_name
+from ragcache.retrieval.testing import BagOfWords
+from ragcache.server.settings import ServerSettings
+
+SAID = "It meets on Monday."
+
+
+@pytest.fixture
+def vllm(lm):
+    ids = lm.tokenizer(SAID, add_special_tokens=False)["input_ids"]
+    with vllm_serving(VllmDouble(served_name(lm.fingerprint), ids)) as double:
+        yield double
+
+
+@pytest.fixture
+def served(vllm, made):
+    with (
+        rc.RagCache.open(made, engine=vllm.url, embedder=BagOfWords()) as kb,
+        serving(kb, ServerSettings(drain_s=5)) as served,
+    ):
+        yield served
+
+
+def test_questions_are_answered_by_the_engine(served, vllm):
+    answered = served.chat("When does the club meet?")
+    assert answered.json()["choices"][0]["message"]["content"] == SAID
+    assert len(vllm.bodies) == 1
+    metrics = served.http.get("/metrics").text
+    assert "ragcache_pass_tokens_total 0.0" in metrics
+    assert 'ragcache_tokens_total{kind="completion"}' in metrics
+
+
+def test_where_a_failing_engine_is_stays_here(served, vllm):
+    vllm.answer = lambda request: request.whole(500, b"{}")
+    failed = served.chat("When does the club meet?")
+    assert failed.status_code == 502
+    assert failed.json()["error"]["code"] == "engine_failed"
+    assert "127.0.0.1" not in failed.text

@@ -1,0 +1,59 @@
+"""vLLM's server over a store, as `ragcache vllm` starts it. Needs an environment with vLLM and ragcache."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from ragcache_vllm.command import EngineSettings, vllm_command
+from vllm_world import QUIET
+
+import ragcache as rc
+from ragcache.models.loading import resolve
+
+START_S = 900.0
+# Two processors are enough for nobody: vLLM's threads are not bound to any.
+SMALL = ("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "4096")
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@contextmanager
+def serving(store: Path, log: Path, more: Sequence[str] = SMALL, **environment: str) -> Iterator[str]:
+    """Start vLLM over the store and yield its address once it answers."""
+    with rc.Library.open(store) as library:
+        bound = library.store.documents.properties()
+    settings = EngineSettings(store, port=free_port(), more=more)
+    command = vllm_command(settings, bound, resolve(str(bound["model_name"])))
+    own = {**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment}
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=own) as server:
+        try:
+            wait_until_up(settings.port, server, log)
+            yield f"vllm://127.0.0.1:{settings.port}"
+        finally:
+            server.terminate()
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+def wait_until_up(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until and server.poll() is None:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.5)
+    raise RuntimeError(f"vLLM did not come up:\n{log.read_text(errors='replace')[-20000:]}")

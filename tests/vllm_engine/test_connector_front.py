@@ -1,0 +1,70 @@
+"""`RagCache.open(engine=...)` over vLLM against the embedded engine, over the example corpus."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import ragcache as rc
+from ragcache.retrieval.testing import BagOfWords
+
+pytest.importorskip("vllm", reason="runs in vLLM's own environment")
+
+from served import serving
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+QUESTIONS = [
+    json.loads(line)["question"]
+    for line in (EXAMPLES / "corpus_questions.jsonl").read_text(encoding="utf-8").splitlines()
+]
+METHODS = {"link": {}, "reposition": {}, "epic": {"first_tokens": 4}, "full": {}}
+EMBEDDER = BagOfWords()
+FEW = slice(None, None, 20)  # questions of methods that are not shown by all of them
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("front") / "kb"
+    with rc.RagCache.open(root, model="mini", embedder=EMBEDDER) as kb:
+        report = kb.ingest([EXAMPLES / "corpus"])
+        assert not report.failed
+    return root
+
+
+@pytest.fixture(scope="module")
+def engine(store, tmp_path_factory):
+    with serving(store, tmp_path_factory.mktemp("log") / "vllm.txt") as url:
+        yield url
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_question_gets_the_embedded_engines_answer(store, engine, method):
+    options = METHODS[method]
+    with (
+        rc.RagCache.open(store, method=method, embedder=EMBEDDER, **options) as here,
+        rc.RagCache.open(store, method=method, engine=engine, embedder=EMBEDDER, **options) as front,
+    ):
+        for question in QUESTIONS if method in ("link", "reposition") else QUESTIONS[FEW]:
+            expected, answer = here.ask(question, k=4), front.ask(question, k=4)
+            assert answer.text == expected.text, question
+            assert [source.chunk.id for source in answer.hits] == [source.chunk.id for source in expected.hits]
+            assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+            assert answer.usage.completion_tokens == expected.usage.completion_tokens
+            assert answer.finish_reason == expected.finish_reason
+            assert method == "full" or answer.usage.cached_tokens > answer.usage.prompt_tokens / 2
+
+
+def test_a_long_system_prompt_comes_from_a_block_too(store, engine):
+    system = "You answer visitors of the archive, briefly and from the passages alone. " * 8
+    options = {"method": "reposition", "embedder": EMBEDDER, "system": system}
+    with rc.RagCache.open(store, **options) as here:
+        here.ingest(rc.Document("archive", "The archive opens at nine."))
+        expected = here.ask(QUESTIONS[0], k=3)
+        suffix = here._reader.prompts.question_ends(QUESTIONS[0]).suffix_ids
+    with rc.RagCache.open(store, engine=engine, **options) as front:
+        answer = front.ask(QUESTIONS[0], k=3)
+    assert answer.text == expected.text
+    assert answer.usage.computed_tokens == len(suffix)
