@@ -1,4 +1,7 @@
-"""vLLM's completion server over HTTP: token ids in, token ids out.
+"""vLLM's completion servers over HTTP: token ids in, token ids out.
+
+Several servers over one store are one engine: a request goes to the server that its key belongs to, by rendezvous
+hashing (Thaler & Ravishankar, 1998), and to the next one by rank where that does not answer.
 
 One thread runs an event loop for all requests: a request that its caller gives up is a task that is cancelled, its
 connection closes, and vLLM stops computing it.
@@ -8,27 +11,39 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import queue
 import threading
-from collections.abc import Coroutine, Generator, Mapping
-from typing import Any
+from collections.abc import Coroutine, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 
 from ragcache.errors import ConfigError, EngineError, ModelMismatchError, RagCacheError
+from ragcache.kv.identity import digest
 from ragcache.models.limits import Limit
 
+log = logging.getLogger(__name__)
 CONNECT_S = 5.0
 SILENCE_S = 300.0  # of an engine that works on other requests first
 ERROR_BYTES = 1 << 16
+UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 TIMEOUT = httpx.Timeout(SILENCE_S, connect=CONNECT_S, pool=CONNECT_S)
 
 
-class VllmEngine:
-    """One vLLM server. Thread-safe; nothing is sent before it is asked.
+class Server(NamedTuple):
+    """A vLLM server: its address as it was given, and in HTTP."""
 
-    url: "vllm://host:port"; name: of the model that it is asked for; key: sent as bearer, never shown
+    url: str
+    base: str
+
+
+class VllmEngine:
+    """vLLM servers of one model. Thread-safe; nothing is sent before it is asked.
+
+    url: "vllm://host:port", or several, separated by commas; name: of the model that they are asked for; key: sent as
+    bearer, never shown
 
     Raises ConfigError for another kind of address.
     """
@@ -36,31 +51,48 @@ class VllmEngine:
     def __init__(self, url: str, name: str, key: str | None = None) -> None:
         self.url = url
         self.name = name
-        self._base = _http_address(url)
+        self._servers = [Server(one, _http_address(one)) for one in url.split(",")]
         self._key = key
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: httpx.AsyncClient | None = None
 
     def longest_prompt(self) -> int | None:
-        """Tokens of prompt and answer that the engine takes; None where it does not say.
+        """Tokens of prompt and answer that every server takes; None where none of them says.
 
-        Raises EngineError where nothing answers, ModelMismatchError where it serves no such model.
+        Raises EngineError where none answers, ModelMismatchError where one serves no such model.
         """
-        answer = self._run(self._get("/v1/models"))
+        lengths, silent = list[int | None](), list[EngineError]()
+        for server in self._servers:
+            try:
+                lengths.append(self._longest_prompt(server))
+            except EngineError as error:
+                silent.append(error)
+        if not lengths:
+            raise silent[0]
+        for one in silent:
+            log.warning("%s", one)
+        return min((length for length in lengths if length is not None), default=None)
+
+    def _longest_prompt(self, server: Server) -> int | None:
+        answer = self._run(server, self._get(server, "/v1/models"))
         try:
             served = {str(model["id"]): model.get("max_model_len") for model in json.loads(answer)["data"]}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EngineError(
-                f"{self.url} answers, but not as vLLM does; name the address of `ragcache vllm`"
+                f"{server.url} answers, but not as vLLM does; name the address of `ragcache vllm`"
             ) from error
         if self.name not in served:
-            raise self._other_model(", ".join(served))
+            raise _other_model(server, ", ".join(served))
         return served[self.name] if isinstance(served[self.name], int) else None
 
-    def complete(self, body: Mapping[str, Any], limit: Limit) -> Completion:
-        """Begin a completion."""
-        return Completion(self, {**body, "model": self.name}, limit)
+    def complete(self, body: Mapping[str, Any], limit: Limit, key: str = "") -> Completion:
+        """Begin a completion, on the server that `key` belongs to while that answers."""
+        return Completion(self, {**body, "model": self.name}, limit, self.ranked(key))
+
+    def ranked(self, key: str) -> list[Server]:
+        """All servers, the one that a key belongs to first: one that comes or goes moves its own keys alone."""
+        return sorted(self._servers, key=lambda server: digest([server.url, key]))
 
     def close(self) -> None:
         """Close all connections; a later request opens new ones."""
@@ -80,34 +112,42 @@ class VllmEngine:
                 threading.Thread(target=_run_loop, args=[self._loop], name="ragcache-vllm", daemon=True).start()
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def pump(self, body: Mapping[str, Any], out: queue.SimpleQueue[Any]) -> None:
+    async def pump(self, body: Mapping[str, Any], servers: Sequence[Server], out: queue.SimpleQueue[Any]) -> None:
         """Put each event of a completion's stream into `out`, and None, or the error that ended it, behind them."""
-        try:
-            async with self._http().stream("POST", "/v1/completions", json=body) as response:
-                await self._check(response)
-                async for line in response.aiter_lines():
-                    if line == "data: [DONE]":
-                        out.put(None)
-                        return
-                    if line.startswith("data: "):
-                        out.put(json.loads(line[len("data: ") :]))
-            out.put(self.broken("its stream ended early"))
-        except Exception as error:  # whatever it is: the caller waits for it
-            out.put(self._translated(error))
+        for number, server in enumerate(servers):
+            try:
+                await self._pump(body, server, out)
+                return
+            except Exception as error:  # whatever it is: the caller waits for it
+                if not isinstance(error, UNREACHED) or number == len(servers) - 1:
+                    out.put(_translated(server, error))
+                    return
+                log.warning("nothing answers at %s: its question goes to %s", server.url, servers[number + 1].url)
 
-    async def _get(self, path: str) -> bytes:
-        async with self._http().stream("GET", path, timeout=CONNECT_S) as response:
-            await self._check(response)
+    async def _pump(self, body: Mapping[str, Any], server: Server, out: queue.SimpleQueue[Any]) -> None:
+        async with self._http().stream("POST", f"{server.base}/v1/completions", json=body) as response:
+            await self._check(server, response)
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    out.put(None)
+                    return
+                if line.startswith("data: "):
+                    out.put(json.loads(line[len("data: ") :]))
+        out.put(broken(server.url, "its stream ended early"))
+
+    async def _get(self, server: Server, path: str) -> bytes:
+        async with self._http().stream("GET", server.base + path, timeout=CONNECT_S) as response:
+            await self._check(server, response)
             return await _beginning(response)
 
-    def _run(self, work: Coroutine[Any, Any, bytes]) -> bytes:
+    def _run(self, server: Server, work: Coroutine[Any, Any, bytes]) -> bytes:
         found: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
 
         async def run() -> None:
             try:
                 found.put(await work)
             except Exception as error:  # whatever it is: the caller waits for it
-                found.put(self._translated(error))
+                found.put(_translated(server, error))
 
         self.submit(run())
         answer = found.get()
@@ -120,7 +160,6 @@ class VllmEngine:
         if self._client is None:
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             self._client = httpx.AsyncClient(
-                base_url=self._base,
                 headers=headers,
                 timeout=TIMEOUT,
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=16),
@@ -128,7 +167,7 @@ class VllmEngine:
             )
         return self._client
 
-    async def _check(self, response: httpx.Response) -> None:
+    async def _check(self, server: Server, response: httpx.Response) -> None:
         """Raises EngineError or ModelMismatchError for what is no success."""
         status = response.status_code
         if status == 200:
@@ -136,30 +175,11 @@ class VllmEngine:
         said = _message(await _beginning(response))
         if status in (401, 403):
             raise EngineError(
-                f"{self.url} refused the key; set RAGCACHE_ENGINE_KEY to the one that it was started with"
+                f"{server.url} refused the key; set RAGCACHE_ENGINE_KEY to the one that it was started with"
             )
         if status == 404:
-            raise self._other_model(said)
-        raise EngineError(f"{self.url} answered {status}: {said}")
-
-    def _other_model(self, said: str) -> ModelMismatchError:
-        return ModelMismatchError(
-            f"{self.url} does not serve this store's model with ragcache's connector ({said}); start it with "
-            "`ragcache vllm` over this store"
-        )
-
-    def _translated(self, error: Exception) -> RagCacheError:
-        if isinstance(error, RagCacheError):
-            return error
-        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return EngineError(f"nothing answers at {self.url} ({error or 'timed out'}); start it with `ragcache vllm`")
-        if isinstance(error, httpx.TimeoutException):
-            return EngineError(f"{self.url} was silent for too long; look at its log, or ask when there is less to do")
-        return self.broken(str(error) or type(error).__name__)
-
-    def broken(self, why: str) -> EngineError:
-        """The error of an answer that ended too early."""
-        return EngineError(f"{self.url} broke off ({why}); its log says more. Ask again")
+            raise _other_model(server, said)
+        raise EngineError(f"{server.url} answered {status}: {said}")
 
 
 class Completion:
@@ -168,13 +188,13 @@ class Completion:
     cached_tokens: of the prompt, those that the engine did not compute; None until it says so
     """
 
-    def __init__(self, engine: VllmEngine, body: Mapping[str, Any], limit: Limit) -> None:
+    def __init__(self, engine: VllmEngine, body: Mapping[str, Any], limit: Limit, servers: Sequence[Server]) -> None:
         self.cached_tokens: int | None = None
         self._limit = limit
-        self._engine = engine
+        self._url = engine.url
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_over = False
-        self._task = engine.submit(engine.pump(body, self._events))
+        self._task = engine.submit(engine.pump(body, servers, self._events))
 
     def ids(self) -> Generator[int, None, None]:
         """Token ids as they come, the one that ends the text among them.
@@ -209,13 +229,35 @@ class Completion:
                 return event
             self._is_over = True
             if event is not None:
-                raise event if isinstance(event, RagCacheError) else self._engine.broken(_said(event))
+                raise event if isinstance(event, RagCacheError) else broken(self._url, _said(event))
         return None
 
     def _note(self, event: Mapping[str, Any]) -> None:
         details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
         if isinstance(cached := details.get("cached_tokens"), int):
             self.cached_tokens = cached
+
+
+def broken(url: str, why: str) -> EngineError:
+    """The error of an answer that ended too early."""
+    return EngineError(f"{url} broke off ({why}); its log says more. Ask again")
+
+
+def _other_model(server: Server, said: str) -> ModelMismatchError:
+    return ModelMismatchError(
+        f"{server.url} does not serve this store's model with ragcache's connector ({said}); start it with "
+        "`ragcache vllm` over this store"
+    )
+
+
+def _translated(server: Server, error: Exception) -> RagCacheError:
+    if isinstance(error, RagCacheError):
+        return error
+    if isinstance(error, UNREACHED):
+        return EngineError(f"nothing answers at {server.url} ({error or 'timed out'}); start it with `ragcache vllm`")
+    if isinstance(error, httpx.TimeoutException):
+        return EngineError(f"{server.url} was silent for too long; look at its log, or ask when there is less to do")
+    return broken(server.url, str(error) or type(error).__name__)
 
 
 def _http_address(url: str) -> str:
@@ -225,7 +267,7 @@ def _http_address(url: str) -> str:
     except ValueError:
         parts, port = urlsplit(""), None
     if parts.scheme != "vllm" or not parts.hostname or port is None or parts.path.strip("/") or parts.username:
-        raise ConfigError(f"engine {url!r} is no address of an engine; give vllm://host:port")
+        raise ConfigError(f"engine {url!r} is no address of an engine; give vllm://host:port, or several with commas")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"http://{host}:{port}"
 
