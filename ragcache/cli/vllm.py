@@ -46,7 +46,10 @@ def vllm(
 
     with open_for_care(store, read_only=True) as library:
         bound = library.store.documents.properties()
-    settings = EngineSettings(store.store, engine.host, engine.port, engine.device, engine.load_in, tuple(more or ()))
+    arguments = tuple(more or ())
+    settings = EngineSettings(
+        store.store, engine.host, engine.port, engine.device, engine.load_in, arguments, store.disk_bytes
+    )
     made = vllm_command(settings, bound, resolve(str(bound.get("model_name", ""))))
     key = os.environ.get(ENGINE_KEY) or None
     if engine.host not in LOOPBACK and key is None and "--api-key" not in settings.more:

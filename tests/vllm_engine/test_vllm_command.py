@@ -10,6 +10,7 @@ import pytest
 from ragcache_vllm.command import EngineSettings, vllm_command
 from typer.testing import CliRunner
 
+import ragcache as rc
 from ragcache.cli.app import build_app
 from ragcache.errors import StoreNotFoundError
 from ragcache.kv.request_layout import served_name
@@ -48,6 +49,19 @@ def test_a_users_own_arguments_come_last(tmp_path):
     bound = {"fingerprint": "f", "model_name": "m"}
     command = vllm_command(EngineSettings(tmp_path, more=("--max-model-len", "4096")), bound, "m")
     assert command[-2:] == ["--max-model-len", "4096"]
+
+
+def test_a_stores_remote_goes_along_without_its_credentials(open_kb, tmp_path):
+    pytest.importorskip("obstore", reason="needs ragcache-kv[remote]")
+    url = f"file://{tmp_path / 'remote'}"
+    kb = open_kb(store=rc.StoreConfig(remote=url))
+    owner = kb.store.documents.properties()["database_id"]
+    kb.close()
+    arguments = ["vllm", "--store", str(tmp_path / "kb"), "--print", "--disk", "1GB"]
+    result = CliRunner().invoke(build_app(), arguments)
+    transfer = json.loads(options_of(shlex.split(result.output))["--kv-transfer-config"])
+    extra = transfer["kv_connector_extra_config"]
+    assert (extra["remote"], extra["owner"], extra["disk_bytes"]) == (url, owner, 10**9)
 
 
 def test_others_reach_it_with_a_key_alone(open_kb, tmp_path, monkeypatch):

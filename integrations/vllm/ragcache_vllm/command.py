@@ -24,6 +24,7 @@ class EngineSettings:
     load:    "step": blocks are loaded within the step that needs them, layer by layer; "ahead": by threads, while other
              requests go on
     more:    further arguments of vLLM's own server, which win over those that are made here
+    disk_bytes: budget of copies, where the store has a remote
     """
 
     store: Path
@@ -32,6 +33,7 @@ class EngineSettings:
     device: Literal["cpu", "cuda"] = "cpu"
     load: Literal["step", "ahead"] = "step"
     more: Sequence[str] = ()
+    disk_bytes: int | None = None
 
 
 def vllm_command(settings: EngineSettings, bound: Mapping[str, Any], model: str) -> list[str]:
@@ -45,17 +47,24 @@ def vllm_command(settings: EngineSettings, bound: Mapping[str, Any], model: str)
         raise StoreNotFoundError(
             f"{settings.store}: no model has encoded anything into this store; ingest documents first"
         )
+    extra = {
+        "store": str(settings.store.resolve()),
+        "fingerprint": bound["fingerprint"],
+        "checkpoint": bound.get("checkpoint", ""),
+        "load": settings.load,
+    }
+    if "remote" in bound:  # without its credentials, which the environment has
+        extra |= {
+            "remote": bound["remote"],
+            "owner": bound.get("database_id", ""),
+            "disk_bytes": settings.disk_bytes,
+        }
     transfer = {
         "kv_connector": "RagCacheConnector",
         "kv_connector_module_path": "ragcache_vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "store": str(settings.store.resolve()),
-            "fingerprint": bound["fingerprint"],
-            "checkpoint": bound.get("checkpoint", ""),
-            "load": settings.load,
-        },
+        "kv_connector_extra_config": extra,
     }
     options = {
         "--model": model,

@@ -26,9 +26,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from ragcache.errors import ConfigError
 from ragcache.models.checkpoint import refuse_other_checkpoint
-from ragcache.store.kv_store import KVStore
-from ragcache.store.layout import StoreLayout
 from ragcache_vllm import VLLM_VERSION
+from ragcache_vllm.blocks import StoredBlocks
 from ragcache_vllm.placing import PagedLayer, Shard, WorkerSide
 from ragcache_vllm.rope import rope_of
 from ragcache_vllm.scheduling import Loads, SchedulerSide
@@ -51,7 +50,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     Extra configuration: `store` (a store's directory), `fingerprint` (of the model in its block keys), `checkpoint`
     (digest of the files that it was computed with), `load` ("step": within the step that needs them, layer by layer;
-    "ahead": by threads, while other requests go on).
+    "ahead": by threads, while other requests go on), `remote`, `owner`, `disk_bytes` (see `StoredBlocks`).
 
     Raises ConfigError for another release of vLLM, settings that it can't serve, or a store that is not there,
     ModelMismatchError for another model than the store's.
@@ -66,16 +65,14 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             raise ConfigError(f"load {load!r} is unknown; choose step or ahead")
         if not fingerprint:
             raise ConfigError("the connector was given no fingerprint; start vLLM with `ragcache vllm`")
-        layout = StoreLayout(root)
-        layout.check()
-        self._kv = KVStore(layout.kv, memory_bytes=0, read_only=True)
+        self._blocks = StoredBlocks(root, option("remote", ""), option("owner", ""), option("disk_bytes", None))
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._begun: KVConnectorMetadata | None = None
         if role == KVConnectorRole.SCHEDULER:
             _check_model(vllm_config.model_config.model, option("checkpoint", ""))
             page_tokens, is_async = vllm_config.cache_config.block_size, load == "ahead"
-            self._scheduler = SchedulerSide(fingerprint, self._kv.verify, page_tokens, is_async=is_async)
+            self._scheduler = SchedulerSide(fingerprint, self._blocks.verify, page_tokens, is_async=is_async)
 
     # Scheduler
 
@@ -116,16 +113,12 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         device = next(iter(layers.values())).device
         model = config.model_config
         self._worker = WorkerSide(
-            self._fetch,
+            self._blocks.get,
             rope_of(model.hf_config, str(model.model), device),
             Shard(get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size),
             config.cache_config.block_size,
         )
         self._worker.register(layers, model.dtype)
-
-    def _fetch(self, key: str) -> Any:
-        found = self._kv.get(key)
-        return None if found is None else found.block
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._begin()
@@ -161,7 +154,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
-        self._kv.close()
+        self._blocks.close()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -1,0 +1,54 @@
+"""The store's blocks, as vLLM's processes read them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ragcache.errors import MissingBlockError
+from ragcache.kv.block import KVBlock
+from ragcache.store.kv_store import KVStore
+from ragcache.store.layout import StoreLayout
+from ragcache.store.remote import Connection, open_blobs
+
+REMOTE_VARIABLE = "RAGCACHE_REMOTE"
+"""The remote's URL with its credentials, where it has any: a connector's configuration is shown in logs."""
+
+
+class StoredBlocks:
+    """Blocks of a store's directory; where it has a remote, copies of the remote's.
+
+    remote:     URL of the remote; "": none
+    owner:      id of the database that the remote belongs to
+    disk_bytes: budget of the copies; None: none
+
+    Raises SchemaVersionError, StoreNotFoundError, ConfigError.
+    """
+
+    def __init__(self, root: str | Path, remote: str = "", owner: str = "", disk_bytes: int | None = None) -> None:
+        layout = StoreLayout(root)
+        layout.check()
+        self._has_remote = bool(remote)
+        if not remote:
+            self._kv = KVStore(layout.kv, memory_bytes=0, read_only=True)
+            return
+        connection = Connection(open_blobs(os.environ.get(REMOTE_VARIABLE) or remote), owner, read_only=True)
+        connection.check()
+        self._kv = KVStore(layout.kv, memory_bytes=0, disk_bytes=disk_bytes, remote=connection)
+
+    def verify(self, key: str) -> None:
+        """Check that `get` will serve a block; brings a copy of a remote one to this machine.
+
+        Raises MissingBlockError, DamagedBlockError, SchemaVersionError.
+        """
+        if not self._has_remote:
+            self._kv.verify(key)
+        elif self._kv.get(key) is None:
+            raise MissingBlockError(f"{self._kv.root}: no block {key} here or in the remote")
+
+    def get(self, key: str) -> KVBlock | None:
+        found = self._kv.get(key)
+        return None if found is None else found.block
+
+    def close(self) -> None:
+        self._kv.close()

@@ -1,0 +1,85 @@
+"""What vLLM's processes read: a store's blocks, or copies of a remote's. No vLLM is needed."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from ragcache_vllm.blocks import StoredBlocks
+
+import ragcache as rc
+from ragcache.errors import ConfigError, DamagedBlockError, MissingBlockError, SchemaVersionError, StoreNotFoundError
+from ragcache.store.layout import StoreLayout
+
+pytest.importorskip("obstore", reason="needs ragcache-kv[remote]")
+ABSENT = "0" * 64
+
+
+@pytest.fixture
+def remote(open_kb, tmp_path):
+    """A store with a remote: its URL, the database's id, and a block with its key."""
+    url = f"file://{tmp_path / 'remote'}"
+    with open_kb(store=rc.StoreConfig(remote=url)) as kb:
+        kb.ingest(rc.Document("clubs", "The rowing club of Kelbrook meets on Monday."))
+        key = next(iter(kb.store.kv.keys()))
+        return url, kb.store.documents.properties()["database_id"], key, kb.store.kv.get(key).block
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A machine with nothing of its own."""
+    layout = StoreLayout(tmp_path / "elsewhere")
+    layout.create()
+    return layout
+
+
+def test_a_remote_block_is_brought_here_and_served(remote, elsewhere, tmp_path):
+    url, owner, key, block = remote
+    blocks = StoredBlocks(elsewhere.root, url, owner)
+    with pytest.raises(MissingBlockError, match="here or in the remote"):
+        blocks.verify(ABSENT)
+    blocks.verify(key)
+    shutil.rmtree(tmp_path / "remote" / "blocks")
+    found = blocks.get(key)
+    assert torch.equal(found.layer_keys(0), block.layer_keys(0))
+    assert blocks.get(ABSENT) is None
+    blocks.close()
+
+
+def test_a_damaged_remote_block_is_not_promised(remote, elsewhere, tmp_path):
+    url, owner, key, _ = remote
+    (file,) = (tmp_path / "remote" / "blocks").rglob(f"{key}*")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    blocks = StoredBlocks(elsewhere.root, url, owner)
+    with pytest.raises((MissingBlockError, DamagedBlockError)):
+        blocks.verify(key)
+    assert not list(elsewhere.kv.rglob(f"{key}*"))
+    blocks.close()
+
+
+def test_another_databases_remote_is_refused(remote, elsewhere):
+    url, _, _, _ = remote
+    with pytest.raises(ConfigError, match="holds the blocks of another store"):
+        StoredBlocks(elsewhere.root, url, "another")
+
+
+def test_without_a_remote_nothing_is_written(open_kb, tmp_path):
+    with open_kb() as kb:
+        kb.ingest(rc.Document("clubs", "The rowing club of Kelbrook meets on Monday."))
+        key = next(iter(kb.store.kv.keys()))
+    blocks = StoredBlocks(tmp_path / "kb")
+    before = sorted(path for path in (tmp_path / "kb").rglob("*"))
+    blocks.verify(key)
+    assert blocks.get(key) is not None
+    with pytest.raises(MissingBlockError):
+        blocks.verify(ABSENT)
+    blocks.close()
+    assert sorted(path for path in (tmp_path / "kb").rglob("*")) == before
+
+
+def test_a_store_that_is_not_there(tmp_path):
+    with pytest.raises((StoreNotFoundError, SchemaVersionError)):
+        StoredBlocks(tmp_path / "none")
