@@ -365,7 +365,7 @@ def _probe(address: str) -> None:
                     raise ClusterError(f"{address}: no Ray cluster answers within {ANSWER_S:g} s; {hint}") from None
     finally:
         asking.kill()
-        asking.wait()
+        asking.communicate()
     if asking.returncode:
         lines = said.decode(errors="replace").strip().splitlines()
         raise ClusterError(f"{address}: no Ray cluster to work on ({''.join(lines[-1:])}); {hint}")

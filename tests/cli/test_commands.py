@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -43,6 +45,23 @@ def test_ingest_lists_what_it_cannot_read_and_goes_on(model, folder, tmp_path):
     lines = result.stderr.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("error: ") for line in lines)
+
+
+@pytest.mark.slow
+def test_ingest_on_a_ray_of_its_own(made, model, folder, tmp_path, monkeypatch):
+    """The store that the local pipeline makes; the Ray is gone afterwards."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    root, on_ray = tmp_path / "kb", ("--ray", "local", "--ray-actors", "1")
+    result = invoke("ingest", folder, "--store", root, "--model", model, "--json", *on_ray)
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)["added"]) == len(NAMES)
+    assert not ray.is_initialized()
+    with rc.Library.open(made) as here, rc.Library.open(root) as there:
+        for document in here.documents():
+            ours, theirs = here.chunks_of(document.id), there.chunks_of(document.id)
+            assert [(one.text, one.handle) for one in ours] == [(one.text, one.handle) for one in theirs]
+        assert here.info().blocks == there.info().blocks > 0
 
 
 def test_ingest_in_words(model, folder, tmp_path):

@@ -7,9 +7,12 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sqlite3
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import killed
@@ -17,9 +20,10 @@ import pytest
 import torch
 from kit import DyingEmbedder, Kit
 
-from ragcache.errors import ClusterError, ConfigError
-from ragcache.ingest.cluster import RayConfig
+from ragcache.errors import CancelledError, ClusterError, ConfigError
+from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.document import Document
+from ragcache.store.kv_store import KVStore
 from ragcache.store.schema import PREFIX
 
 ray = pytest.importorskip("ray")
@@ -126,6 +130,17 @@ def test_the_store_and_the_report_are_those_of_the_local_pipeline(tmp_path, lm, 
         assert_same(here, there, same_batches=False)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_options_of_an_ingestion_hold_in_the_actors(tmp_path, lm, corpus):
+    with Kit(tmp_path / "here", lm) as here, Kit(tmp_path / "there", lm) as there:
+        for options in ({"dry_run": True}, {"kv": "lazy"}, {}):
+            expected = here.ingestor.ingest([corpus], **options)
+            assert facts(there.ingestor.ingest([corpus], cluster=there.cluster(1), **options)) == facts(expected)
+            assert blocks(here.layout.root) == blocks(there.layout.root)
+        assert rows(here.layout.root) == rows(there.layout.root)
+
+
 def living_actors() -> list[int]:
     """Process ids of the actors of this process's Ray: children of its raylet, which Ray names."""
     found = []
@@ -176,19 +191,73 @@ def test_an_actor_that_always_dies_is_reported(tmp_path, lm, monkeypatch):
 
 
 @pytest.mark.usefixtures("local_ray")
+def test_cancelling_ends_within_seconds(tmp_path, lm, corpus):
+    cancelled = threading.Event()
+    with Kit(tmp_path / "kb", lm) as kit:
+        with pytest.raises(CancelledError):
+            kit.ingestor.ingest(
+                [corpus], cluster=kit.cluster(1), cancelled=cancelled,
+                progress=lambda event: cancelled.set() if event.stage == "read" else None,
+            )  # fmt: skip
+        kit.check()
+
+
+@pytest.mark.usefixtures("local_ray")
 def test_what_actors_lack_is_named(tmp_path, lm, monkeypatch):
     with Kit(tmp_path / "kb", lm) as kit:
         with monkeypatch.context() as patch:
             patch.setattr("ragcache.__version__", "0.0.7")
             with pytest.raises(ClusterError, match=r"ragcache 0.*this is 0.0.7; install the same version"):
                 kit.ingestor.ingest([Document("a", "A.")], cluster=kit.cluster(1))
+        (tmp_path / "only_here.py").write_text(
+            "class Actor:\n    def __init__(self, setup): ...\n    def version(self): ...\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+        import only_here
+
+        monkeypatch.setattr("ragcache.ingest.cluster.Actor", only_here.Actor)
+        with pytest.raises(ClusterError, match=r"No module named 'only_here'.*install ragcache-kv"):
+            kit.ingestor.ingest([Document("a", "A.")], cluster=kit.cluster(1))
         assert kit.ids() == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_a_store_that_the_actors_do_not_share_is_noticed(tmp_path, lm):
+    with Kit(tmp_path / "kb", lm) as kit:
+        elsewhere = Cluster(RayConfig(actors=1), partial(KVStore, tmp_path / "elsewhere", memory_bytes=0))
+        with pytest.raises(ClusterError, match="a file system that all nodes share"):
+            kit.ingestor.ingest([Document("a", "A town.")], cluster=elsewhere)
+        assert kit.ids() == []
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_an_embedder_that_cannot_be_sent_is_refused(tmp_path, lm):
+    with Kit(tmp_path / "kb", lm) as kit:
+        kit.embedder.lock = threading.Lock()
+        with pytest.raises(ConfigError, match="cannot be sent to Ray's actors"):
+            kit.ingestor.ingest([Document("a", "A.")], cluster=kit.cluster(1))
 
 
 def test_without_ray_the_extra_is_named(tmp_path, lm, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with Kit(tmp_path / "kb", lm) as kit, pytest.raises(ConfigError, match=r"ragcache-kv\[ray\]"):
         kit.ingestor.ingest([Document("a", "A.")], cluster=kit.cluster())
+
+
+def test_an_address_that_nobody_answers(tmp_path, lm, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr("ragcache.ingest.cluster.ANSWER_S", 4.0)
+    with socket.create_server(("127.0.0.1", 0)) as mute, Kit(tmp_path / "kb", lm) as kit:
+        port = mute.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            closed = other.getsockname()[1]
+        for number, why in ((closed, "refused"), (port, "within 4 s")):
+            started = time.monotonic()
+            cluster = Cluster(RayConfig(f"127.0.0.1:{number}"), partial(KVStore, kit.layout.kv))
+            with pytest.raises(ClusterError, match=f"127.0.0.1:{number}.*{why}.*ray start --head"):
+                kit.ingestor.ingest([Document("a", "A.")], cluster=cluster)
+            assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize("address", ["docs/", "ray://head:10001", "head", ":6379", "head:port"])
