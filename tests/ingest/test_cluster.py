@@ -157,6 +157,7 @@ def parent(process: int | str) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_a_killed_actor_is_replaced_and_nothing_is_missing(tmp_path, lm, corpus):
     killed = []
