@@ -230,12 +230,10 @@ class RagCache(Library, AsyncTwins):
         return report
 
     def _cluster(self, chosen: RayConfig) -> Cluster:
-        if "remote" in self.store.documents.properties():
-            raise ConfigError(
-                "this store keeps its blocks in a remote, which the actors of a Ray cluster cannot write to; ingest "
-                "without ray (--ray), or into a store on a file system that all nodes share"
-            )
-        return Cluster(chosen, partial(open_kv_to_fill, self.store.layout.kv.absolute(), self.config))
+        bound = self.store.documents.properties()
+        remote = (self.config.remote or str(bound["remote"])) if "remote" in bound else None
+        root, owner = self.store.layout.kv.absolute(), str(bound.get("database_id", ""))
+        return Cluster(chosen, partial(open_kv_to_fill, root, self.config, remote, owner))
 
     def _kv_mode(self) -> str:
         if self._encoder is not None or self.config.kv == "lazy":

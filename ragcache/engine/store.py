@@ -139,12 +139,25 @@ def open_kv(
     )
 
 
-def open_kv_to_fill(root: Path, config: StoreConfig) -> KVStore:
-    """The store's KV in a process that only writes blocks: it keeps none in memory, and traces nothing."""
+def open_kv_to_fill(root: Path, config: StoreConfig, remote: str | None = None, owner: str = "") -> KVStore:
+    """The store's KV in a process that only writes blocks: it keeps none in memory, and traces nothing.
+
+    remote: its URL, where the store has one; owner: id of the database that it belongs to
+
+    Raises as `Connection.check` does.
+    """
     alone = replace(
         config, database=None, remote=None, memory_bytes=0, device_bytes=0, write_behind_bytes=0, trace=None
     )
-    return open_kv(root, alone)
+    if remote is None:
+        return open_kv(root, alone)
+    connection = Connection(open_blobs(remote), owner)
+    try:
+        connection.check()
+        return open_kv(root, alone, connection)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _connect(documents: DocumentStore, config: StoreConfig) -> Connection | None:

@@ -20,9 +20,11 @@ import pytest
 import torch
 from kit import DyingEmbedder, Kit
 
+import ragcache as rc
 from ragcache.errors import CancelledError, ClusterError, ConfigError
 from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.document import Document
+from ragcache.retrieval.testing import BagOfWords
 from ragcache.store.kv_store import KVStore
 from ragcache.store.schema import PREFIX
 
@@ -191,6 +193,7 @@ def test_an_actor_that_always_dies_is_reported(tmp_path, lm, monkeypatch):
         assert "end" not in kit.ids()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_cancelling_ends_within_seconds(tmp_path, lm, corpus):
     cancelled = threading.Event()
@@ -203,6 +206,7 @@ def test_cancelling_ends_within_seconds(tmp_path, lm, corpus):
         kit.check()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_what_actors_lack_is_named(tmp_path, lm, monkeypatch):
     with Kit(tmp_path / "kb", lm) as kit:
@@ -232,6 +236,28 @@ def test_a_store_that_the_actors_do_not_share_is_noticed(tmp_path, lm):
         assert kit.ids() == []
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_actors_write_to_a_stores_remote(tmp_path, lm, lm_directory):
+    pytest.importorskip("obstore", reason="needs ragcache-kv[remote]")
+    remote = tmp_path / "remote"
+    given = [Document(f"d{number}", text_of(f"Town{number}")) for number in range(6)]
+    config = rc.StoreConfig(remote=f"file://{remote}")
+    with rc.RagCache.open(tmp_path / "kb", model=str(lm_directory), embedder=BagOfWords(), store=config) as kb:
+        report = kb.ingest(given, ray=True)
+        assert len(report.added) == 6
+        keys = set(kb.store.kv.keys())
+    assert {path.stem for path in (remote / "blocks").rglob("*.safetensors")} == keys
+    with rc.RagCache.open(tmp_path / "plain", model=str(lm_directory), embedder=BagOfWords()) as plain:
+        plain.ingest(given)
+        assert set(plain.store.kv.keys()) == keys
+    shutil.rmtree(tmp_path / "kb" / "kv")
+    store = rc.StoreConfig(load="always")
+    with rc.RagCache.open(tmp_path / "kb", model=str(lm_directory), embedder=BagOfWords(), store=store) as kb:
+        assert {source.kv for source in kb.ask("Which mill is in Town3?", k=3).hits} == {"remote"}
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_an_embedder_that_cannot_be_sent_is_refused(tmp_path, lm):
     with Kit(tmp_path / "kb", lm) as kit:
