@@ -49,7 +49,7 @@ class Settings:
 
     peers, dtypes: comma-separated; the first dtype is asked everything, others `new`, `again` and `random` only
     rounds:   of new and again; questions: of random and zipf; conversations x turns
-    long_rounds: of each, for peers that take long
+    slow_rounds: of each, for peers that take 10 s a prompt and decide no goal
     pool:     passages known beforehand; zipf: exponent
     askers:   that ask at the same moment, in so many bursts
     kv_mib:   of each peer's cache
@@ -63,7 +63,7 @@ class Settings:
     suffix: int = 30
     answer: int = 16
     rounds: int = 10
-    long_rounds: int = 3
+    slow_rounds: int = 3
     questions: int = 10
     conversations: int = 4
     turns: int = 3
@@ -291,7 +291,7 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--dtypes", default=default.dtypes, help="comma-separated; the first one is asked everything")
     parser.add_argument("--shape", choices=SHAPES, default=default.shape)
     parser.add_argument("--zipf", type=float, default=default.zipf)
-    sizes = ("passages", "tokens", "suffix", "answer", "rounds", "long_rounds", "questions", "conversations", "turns")
+    sizes = ("passages", "tokens", "suffix", "answer", "rounds", "slow_rounds", "questions", "conversations", "turns")
     add_numbers(parser, default, (*sizes, "pool", "askers", "bursts", "kv_mib", "threads", "seed"))
     parser.add_argument("--environments", type=Path, default=ROOT / ".peers", help="made by scripts/peers-environment")
     add_places(parser, "where the checkpoint and its GGUF file are written; a temporary directory by default")

@@ -53,7 +53,7 @@ class Asked(Protocol):
     @property
     def pool(self) -> int: ...
     @property
-    def long_rounds(self) -> int: ...
+    def slow_rounds(self) -> int: ...
 
 
 class Table:
@@ -77,7 +77,7 @@ class Table:
 
     def rows(self, number: int = 0, *, leave_out: Sequence[str] = ()) -> list[tuple[str, str, str]]:
         """(row, peer, variant) of who is there and takes part in the round of this number."""
-        due = [name for name in self._peers if number < self._asked.long_rounds or not PEERS[name].long]
+        due = [name for name in self._peers if number < self._asked.slow_rounds or not PEERS[name].slow]
         every = [(row, name, variant) for name in due for variant, row in PEERS[name].labels().items()]
         return [one for one in every if one[0] not in leave_out]
 

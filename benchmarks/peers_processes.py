@@ -33,7 +33,7 @@ class PeerSpec:
     """module: under benchmarks.peer_workers; environment: its directory's name, None for the Python that runs this
     variants: what it is asked for, the one that others are held against first
     title: in the tables; the name when empty
-    long: takes so long that it is asked a few times only
+    slow: asked a few times only
     """
 
     name: str
@@ -41,7 +41,7 @@ class PeerSpec:
     environment: str | None
     variants: tuple[str, ...] = ("",)
     title: str = ""
-    long: bool = False
+    slow: bool = False
 
     def labels(self) -> dict[str, str]:
         """Row names by variant."""
@@ -52,10 +52,10 @@ PEERS = {
     spec.name: spec
     for spec in (
         PeerSpec("ragcache", "ragcache_worker", None, ("reposition", "link", "full")),
-        PeerSpec("transformers", "transformers_worker", None, long=True),
+        PeerSpec("transformers", "transformers_worker", None, slow=True),
         PeerSpec("vllm", "vllm_worker", "vllm"),
         PeerSpec("ragcache-vllm", "ragcache_vllm_worker", "vllm", ("reposition",), "ragcache in vLLM,"),
-        PeerSpec("llamacpp", "llamacpp_worker", "llamacpp", long=True),
+        PeerSpec("llamacpp", "llamacpp_worker", "llamacpp", slow=True),
     )
 }
 

@@ -45,14 +45,19 @@ def markdown(found: Mapping[str, Any]) -> list[str]:
 
 
 def _sizes(settings: Mapping[str, Any]) -> Iterator[str]:
+    """An older file knows of no bursts."""
+    more = ""
+    if "bursts" in settings:
+        more = (
+            f", {settings['bursts']} bursts of {settings['askers']} askers; transformers and llama.cpp, which are "
+            f"slow, the first {settings['slow_rounds']} of each"
+        )
     yield (
         f"{settings['shape']} shape, random weights, {settings['passages']} passages of {settings['tokens']} tokens, "
         f"{settings['suffix']} of question and {settings['answer']} of answer; {settings['rounds']} rounds of new "
         f"passages and of the same again, {settings['questions']} questions each of random and Zipf passages "
         f"(exponent {settings['zipf']:g}) out of {settings['pool']}, {settings['conversations']} conversations of "
-        f"{settings['turns']} turns, {settings['bursts']} bursts of {settings['askers']} askers; transformers and "
-        f"llama.cpp, which take long, the first {settings['long_rounds']} of each. {settings['threads']} threads, "
-        f"{settings['kv_mib']:,} MiB of cache each."
+        f"{settings['turns']} turns{more}. {settings['threads']} threads, {settings['kv_mib']:,} MiB of cache each."
     )
 
 
