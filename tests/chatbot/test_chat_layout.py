@@ -52,7 +52,7 @@ def test_finished_answer_is_in_view_below_its_question(sized: Tab):
     usage = sized.page.evaluate("JSON.parse(localStorage['ragcache.conversation']).turns.at(-1)")
     computed, prompt = usage["ending"]["computed_tokens"], usage["usage"]["prompt_tokens"]
     assert line.inner_text().startswith(f"{computed} of {prompt} tokens computed, ")
-    assert line.inner_text().endswith("ms to the first token")
+    assert line.inner_text().endswith("s to the first token")
     chart = turn.locator(".prefill svg[role=img]").first
     expect(chart).to_be_hidden()
     line.click()
