@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from ragcache.errors import ConfigError, StoreMismatchError, StoreNotFoundError
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
 from ragcache.store.layout import StoreLayout
-from ragcache.store.remote import Connection, open_blobs
+from ragcache.store.remote import Connection, connect, open_blobs
 
 DEFAULT_PREFIX_BYTES = 512 << 20
 DEFAULT_SPECULATIVE_BYTES = 256 << 20
@@ -149,15 +149,7 @@ def open_kv_to_fill(root: Path, config: StoreConfig, remote: str | None = None, 
     alone = replace(
         config, database=None, remote=None, memory_bytes=0, device_bytes=0, write_behind_bytes=0, trace=None
     )
-    if remote is None:
-        return open_kv(root, alone)
-    connection = Connection(open_blobs(remote), owner)
-    try:
-        connection.check()
-        return open_kv(root, alone, connection)
-    except BaseException:
-        connection.close()
-        raise
+    return open_kv(root, alone, None if remote is None else connect(remote, owner))
 
 
 def _connect(documents: DocumentStore, config: StoreConfig) -> Connection | None:
@@ -169,16 +161,16 @@ def _connect(documents: DocumentStore, config: StoreConfig) -> Connection | None
     bound = documents.properties().get("remote")
     if config.remote is None and bound is None:
         return None
-    blobs = open_blobs(config.remote or str(bound))
-    connection = Connection(blobs, _database_id(documents), read_only=config.read_only)
-    try:
+    url = config.remote or str(bound)
+    with closing(open_blobs(url)) as named:
         if bound is not None:
-            documents.bind("remote", blobs.where)
-        connection.check()
-        documents.bind("remote", blobs.where)
-    except BaseException:
-        connection.close()
-        raise
+            documents.bind("remote", named.where)
+        connection = connect(url, _database_id(documents), read_only=config.read_only)
+        try:
+            documents.bind("remote", named.where)
+        except BaseException:
+            connection.close()
+            raise
     return connection
 
 

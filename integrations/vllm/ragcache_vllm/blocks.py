@@ -9,7 +9,7 @@ from ragcache.errors import MissingBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.store.kv_store import KVStore
 from ragcache.store.layout import StoreLayout
-from ragcache.store.remote import Connection, open_blobs
+from ragcache.store.remote import connect
 
 REMOTE_VARIABLE = "RAGCACHE_REMOTE"
 """The remote's URL with its credentials, where it has any: a connector's configuration is shown in logs."""
@@ -32,8 +32,7 @@ class StoredBlocks:
         if not remote:
             self._kv = KVStore(layout.kv, memory_bytes=0, read_only=True)
             return
-        connection = Connection(open_blobs(os.environ.get(REMOTE_VARIABLE) or remote), owner, read_only=True)
-        connection.check()
+        connection = connect(os.environ.get(REMOTE_VARIABLE) or remote, owner, read_only=True)
         self._kv = KVStore(layout.kv, memory_bytes=0, disk_bytes=disk_bytes, remote=connection)
 
     def verify(self, key: str) -> None:

@@ -22,6 +22,17 @@ SCHEMES: dict[str, Callable[[str], Blobs]] = {
 }
 
 
+def connect(url: str, owner: str, *, read_only: bool = False) -> Connection:
+    """The checked connection of a store to its remote. Raises what `open_blobs` and `Connection.check` do."""
+    connection = Connection(open_blobs(url), owner, read_only=read_only)
+    try:
+        connection.check()
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def open_blobs(url: str) -> Blobs:
     """The remote at a URL such as s3://bucket/prefix or redis://host:6379/0. Asks it nothing yet.
 

@@ -89,7 +89,7 @@ class CachedTier(DurableTier):
         return here | self.shared.sizes([key for key in wanted if key not in here])
 
     def keys(self) -> Iterator[str]:
-        """Of copies that the shared tier has no more, too."""
+        """Keys of the shared tier, and of copies here that it has no more."""
         return iter(dict.fromkeys([*self.shared.keys(), *self.local.keys()]))
 
     def usage(self) -> TierUsage:
