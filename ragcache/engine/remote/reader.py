@@ -125,15 +125,16 @@ class RemoteReader:
         names, method = self.prompts.names, asked.reading.method
         layout = method.layout(self.card, parts, names.recipe)
         handles = [names.key(hit.chunk.token_ids) for hit in hits]
-        origins = [self._kv.locate(handle) for handle in handles]
         if not layout.separate or not handles:
             return Request(layout.ids, None, _sources(asked, handles, [UNUSED] * len(handles)))
         reruns = self._reruns(asked.reading, layout)
-        if None in origins:
-            log.warning("%d of %d passages have no KV yet: the engine reads the prompt", origins.count(None), len(hits))
+        stored = self._kv.sizes(handles)
+        absent = sum(handle not in stored for handle in handles)
+        if absent:
+            log.warning("%d of %d passages have no KV yet: the engine reads the prompt", absent, len(hits))
             return Request(layout.ids, None, _sources(asked, handles, [COMPUTED] * len(handles)))
         sent = self._layout(asked, layout, reruns)
-        return Request(layout.ids, sent, _sources(asked, handles, [str(origin) for origin in origins]))
+        return Request(layout.ids, sent, _sources(asked, handles, [stored[handle].tier for handle in handles]))
 
     def _reruns(self, reading: Reading, layout: Layout) -> list[Span]:
         reruns = reading.method.reruns(layout)
