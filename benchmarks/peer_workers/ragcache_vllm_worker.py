@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ragcache_vllm.command import WORKERS, transfer_config
 
 import ragcache as rc
 from benchmarks.peer_workers.channel import Answer, Prompt, serve
@@ -38,21 +39,12 @@ class RagCacheVLLMWorker(VLLMWorker):
     def options(self) -> dict[str, Any]:
         from vllm.config import KVTransferConfig
 
-        transfer = KVTransferConfig(
-            kv_connector="RagCacheConnector",
-            kv_connector_module_path="ragcache_vllm.connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={
-                "store": str(self._layout.root),
-                "fingerprint": self._encoder.lm.fingerprint,
-                "load": "step",
-            },
-        )
+        root, fingerprint = str(self._layout.root), self._encoder.lm.fingerprint
+        transfer = KVTransferConfig(**transfer_config({"store": root, "fingerprint": fingerprint, "load": "step"}))
         return {
             "kv_transfer_config": transfer,
             "disable_hybrid_kv_cache_manager": True,
-            "worker_cls": "ragcache_vllm.worker.RagCacheCPUWorker",
+            "worker_cls": WORKERS["cpu"],
         }
 
     def extra(self, prompt: Prompt) -> dict[str, Any]:

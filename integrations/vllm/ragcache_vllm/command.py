@@ -59,23 +59,27 @@ def vllm_command(settings: EngineSettings, bound: Mapping[str, Any], model: str)
             "owner": bound.get("database_id", ""),
             "disk_bytes": settings.disk_bytes,
         }
-    transfer = {
-        "kv_connector": "RagCacheConnector",
-        "kv_connector_module_path": "ragcache_vllm.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
     options = {
         "--model": model,
         "--dtype": str(bound.get("model_dtype", "auto")),
         "--host": settings.host,
         "--port": str(settings.port),
         "--worker-cls": WORKERS[settings.device],
-        "--kv-transfer-config": json.dumps(transfer),
+        "--kv-transfer-config": json.dumps(transfer_config(extra)),
     }
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     pairs = [part for pair in options.items() for part in pair]
     names = ["--served-model-name", str(bound.get("model_name", model)), served_name(str(bound["fingerprint"]))]
     flags = ["--disable-hybrid-kv-cache-manager", "--enable-prompt-tokens-details"]
     return [*server, *pairs, *names, *flags, *settings.more]
+
+
+def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's `KVTransferConfig` for the connector. extra: the connector's own configuration, see `RagCacheConnector`"""
+    return {
+        "kv_connector": "RagCacheConnector",
+        "kv_connector_module_path": "ragcache_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(extra),
+    }
