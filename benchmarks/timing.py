@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 Samples = dict[str, dict[int, float]]
+
+# A hypervisor that runs other machines takes the processors away for a while: a sample in which it did that is taken
+# again, and the one that lost least counts.
+MOST_STOLEN = 0.02
+TRIES, LONG_TRIES = 6, 2
 
 
 @dataclass(frozen=True)
@@ -123,15 +130,36 @@ def _round(variants: Sequence[Variant], device: torch.device) -> dict[str, float
 
 
 def _time(variant: Variant, device: torch.device) -> float:
+    """Seconds of the sample that lost the least share of its processors' time."""
+    best = (math.inf, math.inf)
+    for _ in range(LONG_TRIES if variant.long else TRIES):
+        best = min(best, _sample(variant, device))
+        if best[0] <= MOST_STOLEN:
+            break
+    return best[1]
+
+
+def _sample(variant: Variant, device: torch.device) -> tuple[float, float]:
+    """Share of all processors' time that was stolen meanwhile, and seconds."""
     if variant.prepare is not None:
         variant.prepare()
     synchronise(device)
-    started = time.perf_counter()
+    stolen, started = stolen_s(), time.perf_counter()
     result = variant.run()
     synchronise(device)
     seconds = time.perf_counter() - started
+    stolen = stolen_s() - stolen
     del result
-    return seconds
+    return stolen / (seconds * (os.cpu_count() or 1)), seconds
+
+
+def stolen_s() -> float:
+    """Seconds of all processors that the hypervisor has given to other machines; 0 where the kernel does not say."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+        return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import corpus_report, decode, ingest, methods, ops, plain, run, ttft
+from benchmarks import corpus_report, decode, ingest, methods, ops, plain, run, timing, ttft
 from benchmarks.corpus_report import Question, recall
 from benchmarks.prose import documents, train_tokenizer
 from benchmarks.reading import Bench, random_prompt
@@ -170,7 +170,8 @@ def test_recall_counts_questions_with_a_gold_row_among_the_first() -> None:
     assert [recall(ranked, questions, depth) for depth in (1, 2, 4)] == [0.0, 0.5, 1.0]
 
 
-def test_alternate_runs_long_variants_in_some_rounds_and_pairs_by_round() -> None:
+def test_alternate_runs_long_variants_in_some_rounds_and_pairs_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "stolen_s", lambda: 0.0)
     order: list[str] = []
     variants = [
         Variant("short", lambda: order.append("short")),
@@ -183,6 +184,35 @@ def test_alternate_runs_long_variants_in_some_rounds_and_pairs_by_round() -> Non
     given = {"a": {0: 2.0, 1: 9.0, 2: 6.0}, "b": {0: 1.0, 2: 2.0}}
     assert ratio(given, "a", "b") == Ratio(2.5, 2.0, 3.0, 2, 2.0, 3.0)
     assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 1.0, 3.0, 3)
+
+
+def test_a_sample_that_the_hypervisor_interrupted_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs lose half, a tenth and none of the processors' time; the clock stands still but for `run`."""
+    now, stolen, lost = [0.0], [0.0], iter([0.0, 0.5, 0.1, 0.0])
+    monkeypatch.setattr(timing, "stolen_s", lambda: stolen[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.os, "cpu_count", lambda: 4)
+    lengths = iter([1.0, 8.0, 4.0, 2.0])
+
+    def run() -> None:
+        seconds = next(lengths)
+        now[0] += seconds
+        stolen[0] += next(lost) * seconds * 4
+
+    assert alternate([Variant("one", run)], 1, 1, torch.device("cpu")) == {"one": {0: 2.0}}
+
+
+def test_the_sample_that_lost_least_counts_where_none_was_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, stolen, lengths = [0.0], [0.0], iter([1.0, *range(10, 10 + timing.TRIES)])
+    monkeypatch.setattr(timing, "stolen_s", lambda: stolen[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def run() -> None:
+        now[0] += next(lengths)
+        stolen[0] += 1.0 if now[0] > 2 else 0.0
+
+    samples = alternate([Variant("one", run)], 1, 1, torch.device("cpu"))
+    assert samples == {"one": {0: 10.0 + timing.TRIES - 1}}
 
 
 def test_two_faces_share_weights_and_nothing_else() -> None:
