@@ -17,6 +17,7 @@ from ragcache.fusion.full import Full
 from ragcache.fusion.infllm import InfLLM
 from ragcache.fusion.link import Link
 from ragcache.fusion.markers import Markers
+from ragcache.fusion.packet import Packet
 from ragcache.fusion.reposition import Reposition
 from ragcache.fusion.samkv import SamKV
 
@@ -26,6 +27,7 @@ METHODS: dict[str, type[FusionMethod]] = {
     "concat": Concat,
     "link": Link,
     "markers": Markers,
+    "packet": Packet,
     "cacheblend": CacheBlend,
     "epic": Epic,
     "a3": A3,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import ClassVar
 
@@ -51,7 +51,7 @@ class Ape(FusionMethod):
                 raise ConfigError(f"{name} is {value}; choose a number above 0, 1 for plain attention")
 
     def additions(self, lm: ModelCard) -> Additions:
-        return Additions(positions="parallel")
+        return replace(super().additions(lm), positions="parallel")
 
     def prefill(self, job: Job) -> Prefilled:
         passages = job.layout.passages

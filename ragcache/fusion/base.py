@@ -219,8 +219,9 @@ class FusionMethod:
         return [] if type(self).prefill is FusionMethod.prefill and layout.is_global else None
 
     def additions(self, lm: ModelCard) -> Additions:
-        """Tokens that the method puts between the prompt's own. Raises ConfigError where `lm` has none trained."""
-        return NO_ADDITIONS
+        """Tokens that the method puts between the prompt's own. Of itself it puts none, and reads blocks with what a
+        model was trained to hold in them (`packet`). Raises ConfigError where `lm` has none trained."""
+        return Additions.in_blocks(lm.reuse) if self.reuses_blocks else NO_ADDITIONS
 
     def added_to(self, lm: ModelCard, parts: Sequence[Part]) -> Additions:
         """The additions, where there is a passage: any model can read a prompt without."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ragcache.fusion.base import FusionMethod
@@ -23,4 +23,4 @@ class Concat(FusionMethod):
     summary: ClassVar[str] = "joins blocks with the positions they were encoded at"
 
     def additions(self, lm: ModelCard) -> Additions:
-        return Additions(positions="encoded")
+        return replace(super().additions(lm), positions="encoded")

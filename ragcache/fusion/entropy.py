@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -43,7 +43,7 @@ class Entropy(FusionMethod):
             raise ConfigError(f"top_k is {self.top_k}; choose at least 1 chunk")
 
     def additions(self, lm: ModelCard) -> Additions:
-        return Additions(positions="parallel")
+        return replace(super().additions(lm), positions="parallel")
 
     def prefill(self, job: Job) -> Prefilled:
         if len(job.blocks) <= self.top_k:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.kv.identity import Recipe
+from ragcache.kv.identity import Around, Recipe, around, sides
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import Part, Text
 
@@ -41,7 +41,7 @@ class Additions:
     """A method's tokens in each group of passages, and the passages' positions. A prompt without chunks gets no token.
 
     behind_prefix: behind the prefix, and part of its block
-    markers:       in front of and behind every chunk, and part of its block
+    markers:       in front of and behind every chunk, and part of its block; as of a Recipe
     links:         behind the chunk of that rank, one tuple a chunk; empty: behind none
     behind_chunks: in front of the suffix
     reserved:      ids that no answer may hold
@@ -50,20 +50,27 @@ class Additions:
     """
 
     behind_prefix: tuple[int, ...] = ()
-    markers: tuple[int, int] | None = None
+    markers: Around | None = None
     links: tuple[tuple[int, ...], ...] = ()
     behind_chunks: tuple[int, ...] = ()
     reserved: frozenset[int] = frozenset()
     max_chunks: int | None = None
     positions: Positions = "global"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "markers", around(self.markers))
+
+    @classmethod
+    def in_blocks(cls, spec: ReuseSpec | None) -> Additions:
+        """What a checkpoint was trained to read with every passage, whatever the method: its packets."""
+        return NO_ADDITIONS if spec is None else cls(markers=spec.packet)
+
     @classmethod
     def trained(cls, spec: ReuseSpec) -> Additions:
         """The additions that a checkpoint was trained with."""
-        start, end = spec.doc_start_id, spec.doc_end_id
         return cls(
             behind_prefix=() if spec.kv_start_id is None else (spec.kv_start_id,),
-            markers=None if start is None or end is None else (start, end),
+            markers=spec.markers,
             links=tuple(tuple(spec.link_ids(slot)) for slot in range(spec.link_slots)),
             behind_chunks=() if spec.kv_end_id is None else (spec.kv_end_id,),
             reserved=spec.added_ids,
@@ -76,7 +83,8 @@ class Additions:
         if not num_chunks:
             return []
         links = [id for behind_one in self.links[:num_chunks] for id in behind_one]
-        return [*self.behind_prefix, *(self.markers or ()) * num_chunks, *links, *self.behind_chunks]
+        front, back = sides(self.markers)
+        return [*self.behind_prefix, *(*front, *back) * num_chunks, *links, *self.behind_chunks]
 
 
 NO_ADDITIONS = Additions()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.base import FusionMethod
-from ragcache.fusion.layout import NO_ADDITIONS, Additions
+from ragcache.fusion.layout import Additions
 from ragcache.models.card import ModelCard
 from ragcache.models.reuse import LLAMA3_VOCABULARY, ReuseSpec
 from ragcache.prompt import Prompt
@@ -52,9 +52,9 @@ class Link(FusionMethod):
     def additions(self, lm: ModelCard) -> Additions:
         if self.link_ids is not None:
             links = tuple(tuple(ids) for ids in self.link_ids)
-            return Additions(links=links, max_chunks=len(links))
+            return replace(super().additions(lm), links=links, max_chunks=len(links))
         spec = self._training(lm)
-        return NO_ADDITIONS if spec is None else Additions.trained(spec)
+        return super().additions(lm) if spec is None else Additions.trained(spec)
 
     def _training(self, lm: ModelCard) -> ReuseSpec | None:
         """The link tokens of this model; None for K = 0. Raises ConfigError where it has none."""

@@ -9,12 +9,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, is_whole
 
 RECIPE_NAMES = ("isolated", "prefix")
+
+Around = tuple[int | tuple[int, ...], int | tuple[int, ...]]
+"""Ids in front of a chunk and behind it; a lone id stands for one."""
+Sides = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def around(given: Around | None) -> Sides | None:
+    """Both sides as tuples of ids; None where there is no id on either. Raises ConfigError for anything else."""
+    if given is None:
+        return None
+    wrong = ConfigError(f"markers {given!r} are no pair: give the ids before and behind a chunk, as ((5, 6), (7,))")
+    try:
+        front, back = ((side,) if isinstance(side, int) else tuple(side) for side in given)
+    except (TypeError, ValueError) as error:
+        raise wrong from error
+    if not all(is_whole(id) for id in (*front, *back)):
+        raise wrong
+    return (front, back) if front or back else None
+
+
+def sides(markers: Around | None) -> Sides:
+    """Both sides of markers that `around` has put into form."""
+    return ((), ()) if markers is None else cast(Sides, markers)
 
 
 @dataclass(frozen=True)
@@ -24,14 +48,16 @@ class Recipe:
     name: "isolated" (the chunk alone, from position 0) or "prefix" (behind the shared prefix, which it attends to)
     bos:  "isolated" only: encode behind a lone BOS token whose own KV is dropped, so that the chunk's first tokens do
           not become attention sinks. Needs a model with a BOS token.
-    markers: ids read in front of the chunk and behind it; their KV is part of the block (TurboRAG)
+    markers: ids read in front of the chunk and behind it, as many as there are; their KV is part of the block
+          (TurboRAG's markers, KV Packet's vectors)
     """
 
     name: str = "isolated"
     bos: bool = False
-    markers: tuple[int, int] | None = None
+    markers: Around | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "markers", around(self.markers))
         if self.name not in RECIPE_NAMES:
             raise ConfigError(f"recipe {self.name!r} is unknown; choose one of {', '.join(RECIPE_NAMES)}")
         if self.bos and self.name != "isolated":
@@ -47,15 +73,51 @@ class Recipe:
     def sees_prefix(self) -> bool:
         return self.name == "prefix"
 
+    @property
+    def front(self) -> tuple[int, ...]:
+        """Ids in front of every chunk."""
+        return sides(self.markers)[0]
+
+    @property
+    def back(self) -> tuple[int, ...]:
+        """Ids behind every chunk."""
+        return sides(self.markers)[1]
+
     def __str__(self) -> str:
         """Name used in errors: "isolated", "isolated with markers 5 and 6"."""
-        more = [f"markers {self.markers[0]} and {self.markers[1]}"] if self.markers else []
+        more = [f"markers {_shown(self.front)} and {_shown(self.back)}"] if self.markers else []
         more += ["a BOS of its own"] if self.bos else []
         return f"{self.name!r}" + (f" with {' and '.join(more)}" if more else "")
 
     def marked(self, chunk_ids: Sequence[int]) -> list[int]:
         """The ids whose KV a chunk's block holds."""
-        return list(chunk_ids) if self.markers is None else [self.markers[0], *chunk_ids, self.markers[1]]
+        return [*self.front, *chunk_ids, *self.back]
+
+    def unmarked(self, block_ids: Sequence[int]) -> list[int]:
+        """The chunk's own ids. Raises ConfigError for ids that `marked` does not make."""
+        chunk = list(block_ids[len(self.front) : len(block_ids) - len(self.back)])
+        if self.marked(chunk) != list(block_ids):
+            raise ConfigError(f"a block of recipe {self} does not begin and end with its markers")
+        return chunk
+
+    def to_json(self) -> dict[str, Any]:
+        """The recipe as JSON, which names its blocks. Left out is what it does not have, and a lone marker on each side
+        is written as one id: blocks keep their keys when recipes learn something new."""
+        found: dict[str, Any] = {"name": self.name, "bos": self.bos}
+        if self.markers is not None:
+            lone = len(self.front) == len(self.back) == 1
+            found["markers"] = [*self.front, *self.back] if lone else [list(self.front), list(self.back)]
+        return found
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Self:
+        """Raises ConfigError for what is no recipe."""
+        return cls(given.get("name", "isolated"), bool(given.get("bos", False)), given.get("markers"))
+
+
+def _shown(ids: Sequence[int]) -> str:
+    """Ids in an error message: "5", "5 to 12"."""
+    return f"{ids[0]} to {ids[-1]}" if len(ids) > 1 else "".join(map(str, ids)) or "none"
 
 
 def digest(value: object) -> str:
@@ -75,8 +137,7 @@ def block_key(
     return digest(
         {
             "fingerprint": fingerprint,
-            # What a recipe leaves out is not in its name: blocks keep their keys when recipes learn something new.
-            "recipe": {name: value for name, value in asdict(recipe).items() if value is not None},
+            "recipe": recipe.to_json(),
             "prefix": list(prefix_ids) if recipe.sees_prefix else [],
             "chunk": list(chunk_ids),
             "tenant": tenant,

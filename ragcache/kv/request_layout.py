@@ -114,12 +114,7 @@ class RequestLayout:
         if given is None:
             return None
         try:
-            markers = given["recipe"].get("markers")
-            recipe = Recipe(
-                given["recipe"].get("name", "isolated"),
-                bool(given["recipe"].get("bos", False)),
-                None if markers is None else (_whole(markers[0]), _whole(markers[1])),
-            )
+            recipe = Recipe.from_json(given["recipe"])
             return cls(
                 _spans(given["blocks"]), _spans(given["runs"]), _whole(given["prefix"]), recipe, str(given["tenant"])
             )
@@ -140,12 +135,11 @@ class RequestLayout:
             yield block, own
 
     def _json(self) -> dict[str, Any]:
-        recipe = {"name": self.recipe.name, "bos": self.recipe.bos, "markers": self.recipe.markers}
         return {
             "blocks": [list(span) for span in self.blocks],
             "runs": [list(span) for span in self.runs],
             "prefix": self.prefix,
-            "recipe": recipe,
+            "recipe": self.recipe.to_json(),
             "tenant": self.tenant,
         }
 

@@ -4,28 +4,35 @@
      "first_link_id": 2735, "kv_start_id": 2815, "kv_end_id": 2816}
     {"version": 1, "method": "markers", "recipe": "isolated", "doc_start_id": 2735, "doc_end_id": 2736,
      "positions": "reordered"}
+    {"version": 1, "method": "packet", "recipe": "isolated", "first_packet_id": 2735, "header_tokens": 8,
+     "trailer_tokens": 8}
     {"version": 1, "method": "reposition", "recipe": "isolated"}
 
-transformers keeps it as an attribute of the configuration, so it is part of the model's fingerprint. The last form is
-Block-Attention (Ma et al., arXiv 2409.15355), which is KVLink with no link tokens and adds no ids at all.
+A "link" section may state a packet as well: blocks then hold its tokens, and link tokens stand between them.
+transformers keeps the section as an attribute of the configuration, so it is part of the model's fingerprint. The last
+form is Block-Attention (Ma et al., arXiv 2409.15355), which is KVLink with no link tokens and adds no ids at all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError, PromptError, is_whole
-from ragcache.kv.identity import RECIPE_NAMES
+from ragcache.kv.identity import RECIPE_NAMES, Sides
 
 SECTION, VERSION = "ragcache", 1
 POSITIONS = ("reordered", "composite")
-# Fields that go with each method, and of them those that may be left out.
-_FIELDS = {
-    "link": ("link_tokens", "link_slots", "first_link_id", "kv_start_id", "kv_end_id"),
+# Left out where there are none, so that sections are as they were before packets.
+_PACKET = ("first_packet_id", "header_tokens", "trailer_tokens")
+# Fields that go with each method.
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "link": ("link_tokens", "link_slots", "first_link_id", "kv_start_id", "kv_end_id", *_PACKET),
     "markers": ("doc_start_id", "doc_end_id", "positions"),
+    "packet": _PACKET,
     "reposition": (),
 }
 
@@ -38,13 +45,15 @@ _LLAMA3_FIRST_LINK, _LLAMA3_KV_START, _LLAMA3_KV_END = 128011, 128254, 128255
 class ReuseSpec:
     """The way of reuse that a checkpoint was trained for.
 
-    method:      "link" (KVLink), "markers" (TurboRAG) or "reposition" (Block-Attention)
+    method:      "link" (KVLink), "markers" (TurboRAG), "packet" (KV Packet) or "reposition" (Block-Attention)
     recipe:      name of the recipe that its chunks are encoded under
     link_tokens: K, link tokens after each chunk; link_slots: chunks that have link tokens of their own
     first_link_id: id of slot 0's first link token; slot n's j-th is first_link_id + K * n + j
     kv_start_id, kv_end_id: ids around the reused part; both or neither
     doc_start_id, doc_end_id: ids around every chunk (markers)
     positions:   "reordered" or "composite" (markers)
+    first_packet_id: id of the first of `header_tokens` in front of every chunk; the ids of `trailer_tokens` behind it
+                 follow (packet, link)
 
     Raises ConfigError naming the field that is missing or out of range.
     """
@@ -59,6 +68,9 @@ class ReuseSpec:
     doc_start_id: int | None = None
     doc_end_id: int | None = None
     positions: str | None = None
+    first_packet_id: int | None = None
+    header_tokens: int = 0
+    trailer_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.method not in _FIELDS:
@@ -70,6 +82,8 @@ class ReuseSpec:
             self._check_link()
         if self.method == "markers":
             self._check_markers()
+        if (self.header_tokens or self.trailer_tokens) and self.first_packet_id is None:
+            raise _bad("header_tokens or trailer_tokens without first_packet_id; a packet states all three")
 
     def _check_numbers(self) -> None:
         for name in (*_FIELDS["link"], "doc_start_id", "doc_end_id"):
@@ -83,8 +97,12 @@ class ReuseSpec:
         if (self.kv_start_id is None) != (self.kv_end_id is None):
             raise _bad("kv_start_id and kv_end_id go together; state both or neither")
         ids = [i for slot in range(self.link_slots) for i in self.link_ids(slot)]
-        if {self.kv_start_id, self.kv_end_id} & set(ids) or (ids and self.kv_start_id == self.kv_end_id is not None):
-            raise _bad("kv_start_id, kv_end_id and the link ids overlap; every added token has an id of its own")
+        ids += [i for side in self.packet or () for i in side]
+        ids += [i for i in (self.kv_start_id, self.kv_end_id) if i is not None]
+        if len(set(ids)) < len(ids):
+            raise _bad(
+                "kv_start_id, kv_end_id, the link ids and the packet's overlap; every added token has an id of its own"
+            )
 
     def _check_markers(self) -> None:
         if self.doc_start_id is None or self.doc_end_id is None:
@@ -96,11 +114,14 @@ class ReuseSpec:
     def of(cls, config: PreTrainedConfig) -> ReuseSpec | None:
         """The section of a model's configuration; None for a checkpoint that was not trained for reuse.
 
-        Raises ConfigError for a section that cannot be read, or of a newer version.
+        Raises what `read` raises.
         """
         section = getattr(config, SECTION, None)
-        if section is None:
-            return None
+        return None if section is None else cls.read(section)
+
+    @classmethod
+    def read(cls, section: object) -> ReuseSpec:
+        """What a section says. Raises ConfigError for one that cannot be read, or of a newer version."""
         if not isinstance(section, dict) or "method" not in section:
             raise _bad("it is no object with a method in it")
         version = section.get("version")
@@ -122,7 +143,8 @@ class ReuseSpec:
         """The section "ragcache" of config.json."""
         own = {name: getattr(self, name) for name in _FIELDS[self.method]}
         common = {"version": VERSION, "method": self.method, "recipe": self.recipe}
-        return {**common, **{name: value for name, value in own.items() if value is not None}}
+        stated = {name: value for name, value in own.items() if value or (value is not None and name not in _PACKET)}
+        return {**common, **stated}
 
     def link_ids(self, slot: int) -> list[int]:
         """The K link ids of the chunk at `slot`, counted from 0. Raises PromptError for a slot that has none."""
@@ -137,11 +159,26 @@ class ReuseSpec:
         return list(range(first, first + self.link_tokens))
 
     @property
+    def packet(self) -> Sides | None:
+        """Ids in front of every chunk and behind it that any method reads with it."""
+        if self.first_packet_id is None:
+            return None
+        back = self.first_packet_id + self.header_tokens
+        return tuple(range(self.first_packet_id, back)), tuple(range(back, back + self.trailer_tokens))
+
+    @property
+    def markers(self) -> Sides | None:
+        """Ids in front of every chunk and behind it that the method which was trained reads with it."""
+        if self.doc_start_id is None or self.doc_end_id is None:
+            return self.packet
+        return (self.doc_start_id,), (self.doc_end_id,)
+
+    @property
     def added_ids(self) -> frozenset[int]:
         """All ids that belong to the method: never sampled, never part of a text."""
         links = (i for slot in range(self.link_slots) for i in self.link_ids(slot))
-        around = (self.kv_start_id, self.kv_end_id, self.doc_start_id, self.doc_end_id)
-        return frozenset([*links, *(i for i in around if i is not None)])
+        stored = (i for side in self.markers or () for i in side)
+        return frozenset([*links, *stored, *(i for i in (self.kv_start_id, self.kv_end_id) if i is not None)])
 
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
         """Raises ConfigError when the model has no such ids, or the tokenizer does not set them apart from text."""
@@ -163,3 +200,12 @@ class ReuseSpec:
 
 def _bad(reason: str) -> ConfigError:
     return ConfigError(f"config.json's section {SECTION!r} cannot be used: {reason}")
+
+
+def grown(size: int, added: Collection[int]) -> int:
+    """Rows of a vocabulary of `size` that has room for the added ids. Vocabularies are padded to powers of two for the
+    sake of matrix products, and stay so."""
+    if max(added, default=0) < size:
+        return size
+    multiple = next((power for power in (128, 64, 32, 16, 8) if size % power == 0), 1)
+    return -(-(max(added) + 1) // multiple) * multiple

@@ -15,7 +15,13 @@ from ragcache.kv.prefix_tree import PrefixTree
 from ragcache.models.decoding import Sampling, decode
 
 LINKS = [[20, 21], [], [22], [23, 24, 25]]
-SHARING = {"reposition": {}, "concat": {}, "full": {}, "link": {"link_ids": LINKS}}
+SHARING = {
+    "reposition": {},
+    "concat": {},
+    "full": {},
+    "link": {"link_ids": LINKS},
+    "packet": {"header_ids": [7, 8], "trailer_ids": [9]},
+}
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -62,7 +68,7 @@ def test_a_method_answers_alike_over_a_shared_context(family, method):
 def test_which_methods_share():
     """Methods whose context does not depend on the question share it; one that chooses by it reads by itself."""
     sharing = {name for name in METHODS if get_method(name).shares_context}
-    assert sharing == {"reposition", "concat", "link", "markers", "full"}
+    assert sharing == {"reposition", "concat", "link", "markers", "packet", "full"}
     assert not get_method("full", reuse=False).shares_context
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ SPECS = [
     LINK,
     ReuseSpec("link", "prefix"),
     ReuseSpec("markers", doc_start_id=3, doc_end_id=4, positions="composite"),
+    ReuseSpec("packet", first_packet_id=100, header_tokens=3, trailer_tokens=2),
+    ReuseSpec("packet"),
+    replace(LINK, first_packet_id=110, header_tokens=3),
     ReuseSpec("reposition"),
 ]
 
@@ -31,6 +35,21 @@ def test_a_section_survives_a_configuration_on_disk(spec, tmp_path):
     config.save_pretrained(tmp_path)
     assert ReuseSpec.of(LlamaConfig.from_pretrained(tmp_path)) == spec
     assert json.loads((tmp_path / "config.json").read_text())["ragcache"]["version"] == 1
+
+
+def test_a_section_without_a_packet_says_nothing_of_it():
+    """Sections that exist stay as they are, and with them fingerprints."""
+    assert LINK.section() == {
+        "version": 1, "method": "link", "recipe": "isolated", "link_tokens": 2, "link_slots": 3,
+        "first_link_id": 100, "kv_start_id": 106, "kv_end_id": 107,
+    }  # fmt: skip
+
+
+def test_ids_of_a_packet():
+    spec = replace(LINK, first_packet_id=110, header_tokens=3, trailer_tokens=2)
+    assert spec.packet == spec.markers == ((110, 111, 112), (113, 114))
+    assert spec.added_ids == {*range(100, 108), *range(110, 115)}
+    assert LINK.packet is LINK.markers is None
 
 
 def test_no_section_is_no_training():
@@ -67,6 +86,9 @@ def test_the_layout_of_the_authors_llama3_checkpoints():
         ({"version": 1, "method": "link", "link_tokens": "5"}, "link_tokens is '5'"),
         ({"version": 1, "method": "link", "kv_start_id": 5}, "both or neither"),
         ({**LINK.section(), "kv_end_id": 103}, "overlap"),
+        ({**LINK.section(), "first_packet_id": 107, "header_tokens": 1}, "overlap"),
+        ({"version": 1, "method": "packet", "header_tokens": 8}, "a packet states all three"),
+        ({"version": 1, "method": "packet", "first_packet_id": 8, "trailer_tokens": 1.5}, "trailer_tokens is 1.5"),
         ({"version": 1, "method": "markers", "doc_start_id": 3, "positions": "reordered"}, "doc_end_id"),
         ({"version": 1, "method": "markers", "doc_start_id": 3, "doc_end_id": 4, "positions": "odd"}, "odd"),
         ({"version": 1, "method": "reposition", "colour": "red"}, "colour"),

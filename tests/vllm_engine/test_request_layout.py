@@ -77,6 +77,18 @@ def test_keys_name_the_recipe_the_prefix_and_the_tenant():
     assert second == block_key("model", Recipe("prefix", markers=(7, 8)), [1, 2], [3, 4], "salt")
 
 
+def test_a_block_begins_and_ends_with_the_markers_of_its_recipe():
+    """Or another token's KV would stand under a client's own."""
+    layout = RequestLayout((Span(0, 5),), recipe=Recipe(markers=((7, 8), (9,))))
+    (key,) = make_plan([7, 8, 3, 4, 9, 5], layout, "model").keys
+    assert key == block_key("model", Recipe(markers=((7, 8), (9,))), [], [3, 4])
+    for ids in ([6, 8, 3, 4, 9, 5], [7, 8, 3, 4, 4, 5]):
+        with pytest.raises(LayoutError, match=r"tokens 0 to 5 of the prompt: .*markers 7 to 8 and 9"):
+            make_plan(ids, layout, "model")
+    with pytest.raises(LayoutError, match="markers"):
+        make_plan([7, 9, 5], RequestLayout((Span(0, 2),), recipe=layout.recipe), "model")
+
+
 def test_the_salt_names_all_that_the_kv_depends_on():
     layout = RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 2, Recipe(), "tenant")
     others = [
@@ -84,11 +96,12 @@ def test_the_salt_names_all_that_the_kv_depends_on():
         RequestLayout((Span(0, 2), Span(2, 6)), (), 2, Recipe(), "tenant"),
         RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 0, Recipe(), "tenant"),
         RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 2, Recipe("prefix"), "tenant"),
+        RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 2, Recipe(markers=((7, 8), ())), "tenant"),
         RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 2, Recipe(), "other"),
     ]
     salts = {one.salt("model", None) for one in (layout, *others)}
     salts |= {layout.salt("other", None), layout.salt("model", "caller")}
-    assert len(salts) == 8
+    assert len(salts) == 9
     assert all("tenant" not in salt for salt in salts)
 
 

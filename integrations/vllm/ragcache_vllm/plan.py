@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ragcache.errors import ConfigError, LayoutError
 from ragcache.kv.identity import Recipe, block_key
 from ragcache.kv.request_layout import RequestLayout, Span
 
@@ -73,5 +74,8 @@ def _key(ids: Sequence[int], block: Span, layout: RequestLayout, prefix_ids: lis
     own = list(ids[block.start : block.stop])
     if block.start == 0 and layout.prefix:
         return block_key(fingerprint, Recipe(), [], own, layout.tenant)
-    chunk = own if layout.recipe.markers is None else own[1:-1]
+    try:
+        chunk = layout.recipe.unmarked(own)
+    except ConfigError as error:
+        raise LayoutError(f"tokens {block.start} to {block.stop} of the prompt: {error}") from error
     return block_key(fingerprint, layout.recipe, prefix_ids, chunk, layout.tenant)
