@@ -8,6 +8,7 @@
     │   └── LayoutError                 a request's layout that does not add up to its prompt (vLLM)
     ├── ModelError
     │   ├── ModelNotFoundError          not a directory or hub id of a model
+    │   ├── AdapterError                an adapter that is damaged, or belongs to another model
     │   └── UnsupportedModelError       a model whose keys cannot be moved exactly
     ├── EmbedderError                   the embedding model is absent or damaged
     ├── ForeignPackageError             another project's package `ragcache` is installed beside this one (also an
@@ -86,6 +87,10 @@ class ModelError(RagCacheError):
 
 class ModelNotFoundError(ModelError):
     """The name is neither a directory with a model nor a hub id that can be loaded."""
+
+
+class AdapterError(ModelError):
+    """An adapter is damaged, or belongs to another model than the one that it names as its base."""
 
 
 class UnsupportedModelError(ModelError):

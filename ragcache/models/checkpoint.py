@@ -9,17 +9,25 @@ from pathlib import Path
 import xxhash
 
 from ragcache.errors import ModelMismatchError
+from ragcache.kv.identity import digest
+from ragcache.models.adapter import ROWS_FILE, Adapter
 
 FILES = ("*.safetensors", "*.bin", "config.json")
 CHUNK_BYTES = 16 << 20
 
 
 def checkpoint_digest(name: str) -> str | None:
-    """SHA-256 over the weights' and the configuration's bytes; None where the model is no directory here and not in the
-    hub's cache either. name: a directory or hub id"""
-    directory = _directory(name)
+    """SHA-256 over the weights' and the configuration's bytes (an adapter's: its base's, and the rows); None where the
+    model is no directory here and not in the hub's cache either. name: a directory or hub id
+
+    Raises AdapterError for an adapter that cannot be read.
+    """
+    directory = find_directory(name)
     if directory is None:
         return None
+    if (adapter := Adapter.find(directory)) is not None:  # wherever its base is: loading compares that
+        rows = _file_digest(directory / ROWS_FILE).hex()
+        return digest([adapter.base.checkpoint, adapter.spec.section(), rows])
     whole = hashlib.sha256()
     for path in sorted({path for pattern in FILES for path in directory.glob(pattern)}):
         whole.update(path.name.encode())
@@ -36,7 +44,8 @@ def refuse_other_checkpoint(name: str, expected: str) -> None:
         )
 
 
-def _directory(name: str) -> Path | None:
+def find_directory(name: str) -> Path | None:
+    """Where a model's files are on this machine; None where they are not. name: a directory or hub id"""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -20,10 +20,12 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from ragcache.errors import AdapterError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from ragcache.kv.identity import digest
+from ragcache.models.adapter import FILE, Adapter
 from ragcache.models.attention import NAME, register
 from ragcache.models.card import ModelCard
+from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.lm import LanguageModel
 from ragcache.models.packed import pack
 from ragcache.models.reuse import ReuseSpec
@@ -46,23 +48,24 @@ def load_lm(
     """Load a model and learn how its keys move.
 
     name:  "mini" (bundled, trained for reuse), "mini-base" (before that training), a directory in Hugging Face layout,
-           or a hub id
+           a hub id, or an adapter's directory (`models/adapter.py`)
     dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in
     packed: keep a second copy of the weights as a CPU multiplies by them fastest (`models/packed.py`): decoding and
            short passes get faster. None: where the copy takes at most an eighth of the machine's memory
 
-    Raises ModelNotFoundError when there is no model under that name, UnsupportedModelError naming the reason when its
-    keys cannot be moved exactly, ConfigError for an unknown dtype or device, or a checkpoint trained for reuse whose
-    section in config.json fits neither its vocabulary nor its tokenizer.
+    Raises ModelNotFoundError when there is no model under that name, AdapterError for an adapter that is damaged or of
+    another base, UnsupportedModelError naming the reason when its keys cannot be moved exactly, ConfigError for an
+    unknown dtype or device, or a checkpoint trained for reuse whose section in config.json fits neither its vocabulary
+    nor its tokenizer.
     """
     register()
-    where = resolve(name)
-    config = _load_config(where, name)
-    refuse_by_config(config, str(name))
-    reuse = _reuse(config, str(name))
-    model = _load_weights(where, config, _dtype(dtype, config), _device(device))
+    base, adapter, config, tokenizer = _find(name)
+    reuse = _reuse(config, str(name)) if adapter is None else adapter.spec
+    model = _load_weights(base, config, _dtype(dtype, config), _device(device))
+    if adapter is not None:
+        adapter.check_base(checkpoint_digest(base))
+        adapter.apply(model)
     found = inspect(model, str(name))
-    tokenizer = _load_tokenizer(where)
     mark = fingerprint(model, tokenizer)
     pack(model, packed)
     lm = LanguageModel(model, tokenizer, found.rope, found.shape, mark, str(name), reuse)
@@ -76,15 +79,43 @@ def load_card(name: str | Path, fingerprint: str) -> ModelCard:
 
     Raises what `load_lm` raises of configuration and tokenizer.
     """
-    where = resolve(name)
-    config = _load_config(where, name)
-    refuse_by_config(config, str(name))
-    reuse, tokenizer = _reuse(config, str(name)), _load_tokenizer(where)
+    base, adapter, config, tokenizer = _find(name)
+    reuse = _reuse(config, str(name)) if adapter is None else adapter.spec
+    if adapter is not None:
+        adapter.extend(config)
     vocab_size = int(config.get_text_config(decoder=True).vocab_size)
-    card = ModelCard(config, _generation(where), tokenizer, vocab_size, fingerprint, str(name), reuse)
+    card = ModelCard(config, _generation(base), tokenizer, vocab_size, fingerprint, str(name), reuse)
     if reuse is not None:
         reuse.check(vocab_size, tokenizer, str(name))
     return card
+
+
+class _Found(NamedTuple):
+    """base: directory or hub id of weights and configuration; adapter: of them, where the name is that of one"""
+
+    base: str
+    adapter: Adapter | None
+    config: PreTrainedConfig
+    tokenizer: Tokenizer | None
+
+
+def _find(name: str | Path) -> _Found:
+    """Everything but the weights. Raises what `load_card` raises."""
+    where = resolve(name)
+    adapter, base = Adapter.find(where), base_of(name)
+    try:
+        config = _load_config(base, name if adapter is None else adapter.base.name)
+    except ModelNotFoundError as error:
+        if adapter is None:
+            raise
+        raise AdapterError(
+            f'{name}: {error}; put the base model there, or write where it is into {FILE} under "base"'
+        ) from error
+    refuse_by_config(config, str(name))
+    tokenizer = _load_tokenizer(where)
+    if adapter is not None:
+        adapter.check(config, tokenizer)
+    return _Found(base, adapter, config, tokenizer)
 
 
 def _generation(where: str) -> GenerationConfig | None:
@@ -100,6 +131,13 @@ def resolve(name: str | Path) -> str:
     if bundled is not None and not Path(name).is_dir():
         return str(Path(__file__).parent.parent / bundled)
     return str(name)
+
+
+def base_of(name: str | Path) -> str:
+    """Directory or hub id of the weights and the configuration: `resolve`, or an adapter's base."""
+    where = resolve(name)
+    adapter = Adapter.find(where)
+    return where if adapter is None else resolve(adapter.base.name)
 
 
 def _dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:

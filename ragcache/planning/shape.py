@@ -14,7 +14,7 @@ from ragcache.codecs.sizes import example_block
 from ragcache.errors import ConfigError, ModelNotFoundError, check_least
 from ragcache.kv.block import KVBlock
 from ragcache.kv.shape import LayerShape
-from ragcache.models.loading import DTYPES, resolve
+from ragcache.models.loading import DTYPES, base_of
 from ragcache.models.support import refuse_by_config
 
 
@@ -63,7 +63,7 @@ def shape_of(model: str | Path, dtype: str = "auto") -> KVShape:
 
     Raises ModelNotFoundError, UnsupportedModelError, ConfigError.
     """
-    where = Path(resolve(model))
+    where = Path(base_of(model))
     if where.exists() and not (where / "config.json").is_file():
         raise ModelNotFoundError(f"--model {model}: there is no config.json in it")
     try:

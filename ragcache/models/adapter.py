@@ -1,0 +1,156 @@
+"""An adapter: trained embedding rows of added ids, in a small directory beside a base model that stays as it is.
+
+    adapter.json          the base, what it has to be like, and the section "ragcache" of the model's configuration
+    adapter.safetensors   ids: int64 [n]; rows: float32 [n, hidden_size]
+    tokenizer files       the base's, with the added tokens
+
+`ragcache train --freeze` writes it and `load_lm` takes it for a model: the base with room for the ids, their rows and
+the section. Fingerprint, block keys and methods then know it as any other model.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ragcache.errors import AdapterError
+from ragcache.models.reuse import SECTION, ReuseSpec, grown
+
+FILE, ROWS_FILE, VERSION = "adapter.json", "adapter.safetensors", 1
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that an adapter belongs to.
+
+    name:       bundled name, absolute path or hub id
+    checkpoint: digest of its weights and configuration (`models/checkpoint.py`)
+    num_layers, hidden_size, vocab_size: of its configuration
+    num_tokens: of the tokenizer with the added tokens; 0 for none
+    """
+
+    name: str
+    checkpoint: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a field of another type."""
+        for name, kind in get_type_hints(type(self)).items():
+            if type(getattr(self, name)) is not kind:
+                raise ValueError(f"its {name} is {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What adapter.json says. directory: where it stands; spec: the way of reuse that the rows were trained for"""
+
+    directory: Path
+    base: Base
+    spec: ReuseSpec
+
+    @classmethod
+    def find(cls, where: str | Path) -> Adapter | None:
+        """The adapter in a directory; None where there is none. Raises AdapterError for one that cannot be read."""
+        path = Path(where) / FILE
+        if not path.is_file():
+            return None
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            version = found["version"]
+            if version == VERSION:
+                return cls(Path(where), Base(**found["base"]), ReuseSpec.read(found[SECTION]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _damaged(path, error) from error
+        raise AdapterError(f"{path} has version {version!r}, this ragcache reads {VERSION}; install a newer ragcache")
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, with those of the added ids."""
+        return grown(self.base.vocab_size, self.spec.added_ids)
+
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Raises AdapterError for another model than the base, or another tokenizer than the adapter's."""
+        text = config.get_text_config(decoder=True)
+        for what, field, own in (
+            ("layers", "num_hidden_layers", self.base.num_layers),
+            ("numbers in an embedding row", "hidden_size", self.base.hidden_size),
+            ("ids", "vocab_size", self.base.vocab_size),
+        ):
+            if (found := getattr(text, field)) != own:
+                raise AdapterError(
+                    f"{self.directory} was trained beside a model with {own} {what} and {self.base.name} has {found}; "
+                    f'name its own base in {FILE} under "base", or train an adapter for this one'
+                )
+        num_tokens = 0 if tokenizer is None else len(tokenizer)
+        if num_tokens != self.base.num_tokens:
+            raise AdapterError(
+                f"{self.directory}: its tokenizer has {num_tokens or 'no'} tokens and the adapter was trained with "
+                f"{self.base.num_tokens}; use the tokenizer files that were saved with it"
+            )
+
+    def check_base(self, checkpoint: str | None) -> None:
+        """Raises AdapterError where the base's files have another digest than those that it was trained beside."""
+        if checkpoint != self.base.checkpoint:
+            raise AdapterError(
+                f"{self.directory} was trained beside other weights than those of {self.base.name}; put the base back "
+                "as it was, or train an adapter for these"
+            )
+
+    def extend(self, config: PreTrainedConfig) -> None:
+        """State in the base's configuration what the adapter adds."""
+        config.get_text_config(decoder=True).vocab_size = self.vocab_size
+        setattr(config, SECTION, self.spec.section())
+
+    @torch.no_grad()
+    def apply(self, model: PreTrainedModel) -> None:
+        """Put the rows into the base's embedding. New rows of a head of its own are zero: no answer may hold their ids.
+
+        Raises AdapterError for rows that are missing or damaged.
+        """
+        rows = self.rows()
+        old_size = model.get_input_embeddings().weight.shape[0]
+        if self.vocab_size > old_size:
+            model.resize_token_embeddings(self.vocab_size, mean_resizing=False)
+        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+            table.weight[old_size:] = 0
+        weight: Tensor = model.get_input_embeddings().weight
+        weight[list(rows)] = torch.stack(list(rows.values())).to(weight)
+        self.extend(model.config)
+        model.requires_grad_(False)
+
+    def rows(self) -> dict[int, Tensor]:
+        """The trained rows by id, ascending: float32 [hidden_size]. Raises AdapterError where they cannot be used."""
+        path = self.directory / ROWS_FILE
+        try:
+            held = load_file(path)
+            ids, rows = held["ids"].tolist(), held["rows"]
+        except (OSError, KeyError, ValueError, SafetensorError) as error:
+            raise _damaged(path, error) from error
+        wanted = sorted(self.spec.added_ids)
+        if ids != wanted or rows.shape != (len(wanted), self.base.hidden_size) or not rows.isfinite().all():
+            raise _damaged(path, f"it does not hold one row for each of {len(wanted)} ids")
+        return dict(zip(ids, rows.float(), strict=True))
+
+
+def write_adapter(out: Path, base: Base, spec: ReuseSpec, rows: dict[int, Tensor]) -> None:
+    """Write rows by id, and adapter.json last: with it the directory is an adapter."""
+    ids = sorted(rows)
+    stacked = torch.stack([rows[id].detach().float().cpu() for id in ids])
+    save_file({"ids": torch.tensor(ids), "rows": stacked.contiguous()}, out / ROWS_FILE, {"format": "pt"})
+    content: dict[str, Any] = {"version": VERSION, "base": asdict(base), SECTION: spec.section()}
+    (out / FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _damaged(path: Path, reason: Exception | str) -> AdapterError:
+    return AdapterError(f"{path} is missing or damaged ({reason}); get the adapter again")

@@ -1,0 +1,291 @@
+"""Adapters: rows beside a base make a model like any other. Oracles put the rows into plain transformers' inputs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from adapters import save_adapter
+from families import METHOD_FAMILIES, VOCAB, assert_same, masks_of, oracle_model, random_prompt, save_tiny
+from safetensors.torch import load_file, save_file
+from tiny_model import save_tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ragcache as rc
+from ragcache.errors import AdapterError
+from ragcache.models.adapter import Adapter
+from ragcache.models.checkpoint import checkpoint_digest
+from ragcache.models.loading import load_card
+from ragcache.models.reuse import ReuseSpec
+from ragcache.planning.shape import shape_of
+from ragcache.retrieval.testing import BagOfWords
+
+PACKET = ReuseSpec("packet", first_packet_id=VOCAB, header_tokens=3, trailer_tokens=2)
+LINK = ReuseSpec(
+    "link",
+    link_tokens=2,
+    link_slots=4,
+    first_link_id=VOCAB,
+    kv_start_id=VOCAB + 8,
+    kv_end_id=VOCAB + 9,
+    first_packet_id=VOCAB + 10,
+    header_tokens=3,
+)
+FREE = next(id for id in range(3, 190) if not {id, id + 1, id + 2} & set(random_prompt(3).ids))
+RESERVED = ReuseSpec("packet", first_packet_id=FREE, header_tokens=2, trailer_tokens=1)
+SPECS = {"packet": PACKET, "link": LINK, "reserved ids": RESERVED}
+# Gemma 4 looks the ids up in a second table; what a new id has there is its family's affair.
+FAMILIES = [name for name in METHOD_FAMILIES if name != "gemma4"]
+
+
+def spelt(spec, prompt):
+    """(id, owner): a passage's number for what its block holds, -1 for what sees everything before it; by hand."""
+    first, last = spec.first_packet_id, spec.first_packet_id + spec.header_tokens
+    header, trailer = list(range(first, last)), list(range(last, last + spec.trailer_tokens))
+    tokens = [(id, -1) for id in prompt.prefix_ids]
+    tokens += [(VOCAB + 8, -1)] if spec.method == "link" else []
+    for rank, chunk in enumerate(prompt.chunk_ids):
+        tokens += [(id, rank) for id in [*header, *chunk, *trailer]]
+        tokens += [(VOCAB + 2 * rank, -1), (VOCAB + 2 * rank + 1, -1)] if spec.method == "link" else []
+    tokens += [(VOCAB + 9, -1)] if spec.method == "link" else []
+    return tokens + [(id, -1) for id in prompt.suffix_ids]
+
+
+def oracle_with_rows(model, tokens, rows):
+    """Plain transformers over embeddings: the model's own, and the rows, scaled as the model scales its own."""
+    ids = [0 if id in rows else id for id, _ in tokens]
+    embed = model.get_input_embeddings()
+    with torch.no_grad():
+        inputs = embed(torch.tensor([ids]))
+        scale = (embed(torch.tensor([7])) / embed.weight[7]).mean()
+        for place, (id, _) in enumerate(tokens):
+            if id in rows:
+                inputs[0, place] = rows[id] * scale
+        owner = torch.tensor([own for _, own in tokens])
+        allowed = (owner[:, None] == owner) | (owner[:, None] == -1)
+        allowed &= torch.ones_like(allowed).tril()
+        positions = torch.arange(len(tokens))[None]
+        mask = masks_of(model, allowed)
+        return model(inputs_embeds=inputs, position_ids=positions, attention_mask=mask).logits[0, -1]
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_methods_read_the_rows_as_plain_transformers_does(family, name, tmp_path):
+    spec, base = SPECS[name], tmp_path / "base"
+    save_tiny(family, str(base))
+    rows = save_adapter(tmp_path / "adapter", base, spec)
+    lm = rc.load_lm(tmp_path / "adapter")
+    assert (lm.reuse, lm.default_method, lm.name) == (spec, spec.method, str(tmp_path / "adapter"))
+    prompt = random_prompt(3)
+    fused = rc.fuse(lm, prompt, lm.default_method)
+    expected = oracle_with_rows(oracle_model(str(base)), spelt(spec, prompt), rows)
+    kept = [id for id in range(VOCAB) if id not in spec.added_ids]
+    assert_same(fused.next_logits[kept], expected[kept])
+
+
+@pytest.mark.parametrize("spec", [PACKET, LINK], ids=["packet", "link"])
+def test_rows_that_equal_words_are_those_words(spec, tmp_path):
+    base = tmp_path / "base"
+    save_tiny("llama", str(base))
+    table = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    words = {id: 20 + number for number, id in enumerate(sorted(spec.added_ids))}
+    save_adapter(tmp_path / "adapter", base, spec, rows={id: table[word] for id, word in words.items()})
+    prompt = random_prompt(5)
+    ours = rc.fuse(rc.load_lm(tmp_path / "adapter"), prompt, spec.method).next_logits
+    tokens = [(words.get(id, id), own) for id, own in spelt(spec, prompt)]
+    assert_same(ours[:VOCAB], oracle_with_rows(oracle_model(str(base)), tokens, {}))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("base"))
+
+
+SMALL = ReuseSpec("packet", first_packet_id=258, header_tokens=2, trailer_tokens=2)
+
+
+@pytest.fixture
+def adapter(base, tmp_path):
+    save_adapter(tmp_path / "adapter", base, SMALL)
+    return tmp_path / "adapter"
+
+
+def test_the_directory_is_small_and_the_base_stays(base, adapter):
+    before = checkpoint_digest(str(base))
+    rc.load_lm(adapter)
+    assert checkpoint_digest(str(base)) == before
+    held = load_file(adapter / "adapter.safetensors")
+    assert (held["rows"].dtype, held["rows"].shape) == (torch.float32, (4, 32))
+    assert not (adapter / "model.safetensors").exists()
+
+
+def test_rows_are_read_as_they_were_written(base, tmp_path):
+    rows = save_adapter(tmp_path / "adapter", base, SMALL)
+    read = Adapter.find(tmp_path / "adapter").rows()
+    assert read.keys() == rows.keys() == {258, 259, 260, 261}
+    assert all(torch.equal(read[id], rows[id]) for id in rows)
+    weight = rc.load_lm(tmp_path / "adapter").model.get_input_embeddings().weight
+    assert all(torch.equal(weight[id], rows[id]) for id in rows)
+    halved = rc.load_lm(tmp_path / "adapter", dtype="bfloat16").model.get_input_embeddings().weight
+    assert all(torch.equal(halved[id], rows[id].bfloat16()) for id in rows)
+
+
+def test_new_rows_of_a_head_of_its_own_are_zero_and_nothing_is_left_to_chance(adapter):
+    torch.rand(1)
+    first, second = (rc.load_lm(adapter) for _ in range(2))
+    assert first.fingerprint == second.fingerprint
+    assert not first.model.get_output_embeddings().weight[258:].any()
+
+
+def test_the_fingerprint_knows_base_and_rows(base, adapter, tmp_path):
+    save_adapter(tmp_path / "other", base, SMALL, seed=1)
+    marks = [rc.load_lm(where).fingerprint for where in (base, adapter, tmp_path / "other")]
+    assert len(set(marks)) == 3
+
+
+def test_a_card_knows_what_the_model_knows(adapter):
+    lm = rc.load_lm(adapter)
+    card = load_card(adapter, lm.fingerprint)
+    assert (card.vocab_size, card.reuse, card.max_positions) == (lm.vocab_size, lm.reuse, lm.max_positions)
+    assert len(card.tokenizer) == len(lm.tokenizer) == 262
+    assert shape_of(adapter) == shape_of(Adapter.find(adapter).base.name)
+
+
+def oracle_answer(base, rows, texts, question, count):
+    """Greedy, each token by a plain forward over everything before it."""
+    model, tokenizer = oracle_model(str(base)), AutoTokenizer.from_pretrained(base)
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    tokens = [(tokenizer.bos_token_id, -1)]
+    for rank, text in enumerate(texts):
+        tokens += [(id, rank) for id in [258, 259, *ids(text), 260, 261]]
+    tokens += [(id, -1) for id in ids(f"Question: {question}\nAnswer:")]
+    made = []
+    for _ in range(count):
+        made.append(int(oracle_with_rows(model, tokens, rows).argmax()))
+        if made[-1] == tokenizer.eos_token_id:
+            break
+        tokens.append((made[-1], -1))
+    return tokenizer.decode(made, skip_special_tokens=True)
+
+
+def test_a_store_made_with_it_answers_as_plain_transformers(open_kb, base, tmp_path):
+    rows = save_adapter(tmp_path / "adapter", base, SMALL)
+    kb = open_kb(model=tmp_path / "adapter")
+    texts = ["Dogs bark at night.\n", "The cat sat on the mat.\n"]
+    kb.ingest([rc.Document(str(number), text) for number, text in enumerate(texts)])
+    question, sampling = "Where do dogs bark?", rc.Sampling(max_tokens=8)
+    answer = kb.ask(question, k=2, sampling=sampling)
+    assert (answer.method, {source.kv for source in answer.hits}) == ("packet", {"memory"})
+    assert answer.text == oracle_answer(base, rows, [hit.chunk.text for hit in answer.hits], question, 8)
+    for method, options in (("epic", {"first_tokens": 0}), ("reposition", {})):  # the same blocks
+        again = kb.ask(question, k=2, method=method, method_options=options, sampling=sampling)
+        assert {source.kv for source in again.hits} == {"memory"}
+        assert again.text == answer.text
+    kb.close()
+    with rc.RagCache.open(tmp_path / "kb", embedder=BagOfWords()) as again:
+        assert again.lm.name == str(tmp_path / "adapter"), "a store remembers its adapter"
+        assert again.ask(question, k=2, sampling=sampling).text == answer.text
+
+
+def digest_of(directory):
+    return checkpoint_digest(str(directory))
+
+
+def test_the_checkpoints_digest_covers_base_and_rows_and_not_where_the_base_is(base, adapter, tmp_path):
+    save_adapter(tmp_path / "other rows", base, SMALL, seed=1)
+    other = save_tiny_llama(tmp_path / "other base", seed=1)
+    save_adapter(tmp_path / "of other base", other, SMALL)
+    assert len({digest_of(d) for d in (base, adapter, tmp_path / "other rows", tmp_path / "of other base")}) == 4
+    moved = shutil.copytree(base, tmp_path / "moved")
+    save_adapter(tmp_path / "of moved", moved, SMALL)
+    assert digest_of(tmp_path / "of moved") == digest_of(adapter)
+    assert rc.load_lm(tmp_path / "of moved").fingerprint == rc.load_lm(adapter).fingerprint
+
+
+def edit(adapter, **changes):
+    path = adapter / "adapter.json"
+    found = json.loads(path.read_text())
+    found["base"].update(changes.pop("base", {}))
+    path.write_text(json.dumps({**found, **changes}))
+
+
+def refused(adapter, match):
+    with pytest.raises(AdapterError, match=match):
+        rc.load_lm(adapter)
+
+
+def test_other_weights_are_refused(base, adapter, tmp_path):
+    changed = shutil.copytree(base, tmp_path / "changed")
+    weights = load_file(changed / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, changed / "model.safetensors", {"format": "pt"})
+    edit(adapter, base={"name": str(changed)})
+    refused(adapter, "other weights than those of .*changed; put the base back as it was, or train an adapter")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_layers": 3}, "a model with 3 layers and .* has 2; name its own base in adapter.json"),
+        ({"hidden_size": 48}, "48 numbers in an embedding row"),
+        ({"vocab_size": 300}, "300 ids and .* has 258"),
+        ({"num_tokens": 5}, "its tokenizer has 262 tokens and the adapter was trained with 5"),
+        ({"name": "/nowhere"}, r"no directory /nowhere; put the base model there.*adapter.json"),
+        ({"num_layers": "two"}, "damaged .its num_layers is 'two'.; get the adapter again"),
+        ({"colour": "red"}, "damaged.*colour"),
+    ],
+)
+def test_another_model_is_refused_by_what_differs(adapter, changes, reason):
+    edit(adapter, base=changes)
+    refused(adapter, reason)
+    with pytest.raises(AdapterError, match=reason):
+        load_card(adapter, "")
+
+
+def test_a_newer_one_is_refused(adapter):
+    edit(adapter, version=2)
+    refused(adapter, "version 2, this ragcache reads 1; install a newer ragcache")
+
+
+def test_a_tokenizer_that_is_gone_is_named(adapter):
+    for path in adapter.glob("*token*"):
+        path.unlink()
+    refused(adapter, "its tokenizer has no tokens")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}', '{"version": 1, "base": {}, "ragcache": {}}'])
+def test_a_damaged_description_is_named(adapter, content):
+    (adapter / "adapter.json").write_text(content)
+    refused(adapter, "adapter.json is missing or damaged.*get the adapter again")
+
+
+def test_rows_that_are_missing_or_damaged_are_named(adapter):
+    path = adapter / "adapter.safetensors"
+    whole = load_file(path)
+    for broken in (
+        {"ids": whole["ids"]},
+        {"ids": whole["ids"][:3], "rows": whole["rows"][:3]},
+        {"ids": whole["ids"], "rows": whole["rows"][:, :30]},
+        {"ids": whole["ids"], "rows": whole["rows"] * torch.inf},
+    ):
+        save_file({name: tensor.contiguous() for name, tensor in broken.items()}, path)
+        refused(adapter, "adapter.safetensors is missing or damaged")
+    path.write_bytes(b"nothing")
+    refused(adapter, "adapter.safetensors is missing or damaged")
+    path.unlink()
+    refused(adapter, "adapter.safetensors is missing or damaged")
+
+
+def test_saved_as_a_whole_it_is_an_ordinary_checkpoint(adapter, tmp_path):
+    lm = rc.load_lm(adapter)
+    lm.model.set_attn_implementation("eager")
+    lm.model.save_pretrained(tmp_path / "whole")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert ReuseSpec.of(plain.config) == SMALL
+    assert torch.equal(plain.get_input_embeddings().weight, lm.model.get_input_embeddings().weight)
