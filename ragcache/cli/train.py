@@ -23,17 +23,41 @@ class ReuseOptions:
     """Model, data and way of reuse."""
 
     model: Annotated[str, option("--model", "Model to start from: bundled name, directory or hub id.")]
-    data: Annotated[list[Path], option("--data", "JSON lines (docs/training.md); may be repeated.")]
     out: Annotated[Path, option("--out", "Directory of the trained model, its checkpoints and its log.")]
+    data: Annotated[
+        list[Path] | None,
+        option("--data", "JSON lines (docs/training.md); may be repeated. May be left out with --store."),
+    ] = None
     reuse: Annotated[
-        Literal["link", "markers", "none"],
-        option("--reuse", "KVLink (Block-Attention with --link-tokens 0), TurboRAG, or ordinary fine-tuning."),
+        Literal["link", "markers", "packet", "none"],
+        option("--reuse", "KVLink (Block-Attention with --link-tokens 0), TurboRAG, KV Packet or ordinary training."),
     ] = "link"
     link_tokens: Annotated[int, option("--link-tokens", "K: link tokens after each passage.")] = 5
     link_slots: Annotated[int, option("--link-slots", "Passages that have link tokens of their own.")] = 16
     positions: Annotated[Literal["reordered", "composite"], option("--positions", "Of passages between markers.")] = (
         "reordered"
     )
+
+
+@dataclass(frozen=True)
+class FrozenOptions:
+    """Training on frozen weights, which makes an adapter."""
+
+    freeze: Annotated[
+        bool, option("--freeze", "Leave the weights as they are: train the added tokens alone, without labels.")
+    ] = False
+    header_tokens: Annotated[
+        int | None, option("--header-tokens", "Trained tokens in front of each passage; 8 if not given.")
+    ] = None
+    trailer_tokens: Annotated[
+        int | None, option("--trailer-tokens", "Those behind it, in its block; 8 for packet, 0 for link if not given.")
+    ] = None
+    store: Annotated[
+        Path | None,
+        typer.Option("--store", envvar="RAGCACHE_TRAIN_STORE", help="Draw rows from this store's passages."),
+    ] = None
+    rows: Annotated[int, option("--rows", "Rows drawn from the store.")] = 200
+    passages: Annotated[int, option("--passages", "Neighbouring passages of such a row.")] = 8
 
 
 @dataclass(frozen=True)
@@ -64,7 +88,9 @@ class ScheduleOptions:
     batch_tokens: Annotated[int, option("--batch-tokens", "Padded tokens of a batch.")] = 8192
     batch_size: Annotated[int | None, option("--batch-size", "Rows of a batch at most.")] = None
     accumulate: Annotated[int, option("--accumulate", "Batches of one step.")] = 1
-    learning_rate: Annotated[float | None, option("--learning-rate", "1e-5 if not given, or 2e-4 with LoRA.")] = None
+    learning_rate: Annotated[
+        float | None, option("--learning-rate", "1e-5 if not given, 2e-4 with LoRA, 2e-2 if frozen.")
+    ] = None
     weight_decay: Annotated[float, option("--weight-decay", "Of AdamW.")] = 0.0
     warmup: Annotated[float, option("--warmup", "Share of the steps over which the learning rate rises.")] = 0.03
     schedule: Annotated[
@@ -95,11 +121,16 @@ class RunOptions:
 
 @command
 def train(
-    reuse: ReuseOptions, mixture: MixtureOptions, schedule: ScheduleOptions, run: RunOptions, as_json: Json = False
+    reuse: ReuseOptions,
+    frozen: FrozenOptions,
+    mixture: MixtureOptions,
+    schedule: ScheduleOptions,
+    run: RunOptions,
+    as_json: Json = False,
 ) -> None:
-    """Train a model for reuse: passages read apart, joined by link tokens, markers or nothing.
+    """Train a model for reuse: passages read apart, joined by link tokens, markers, packets or nothing.
 
-    The result is a Hugging Face directory that every command takes as --model.
+    The result is a Hugging Face directory, or with --freeze an adapter, that every command takes as --model.
     """
     try:
         from ragcache.training.options import TrainOptions
@@ -108,8 +139,8 @@ def train(
         raise ConfigError(f"training needs {error.name}; install ragcache-kv[train]") from error
     report_warnings()
     hide_bars_in_pipes()
-    given: dict[str, Any] = {**vars(reuse), **vars(mixture), **vars(schedule), **vars(run)}
-    given["data"] = tuple(reuse.data)
+    given: dict[str, Any] = {**vars(reuse), **vars(frozen), **vars(mixture), **vars(schedule), **vars(run)}
+    given["data"] = tuple(reuse.data or ())
     given["mixture"] = _mixture(given.pop("mix"))
     given["shuffle_passages"] = not given.pop("keep_order")
     report = run_training(TrainOptions(**given), show=None if as_json else _say_progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +25,34 @@ class DrawnRows:
         return len(self.rows)
 
     def __getitem__(self, draw: Draw) -> Sample:
+        return lay_out(self.rows[draw.row], self.spec, draw.apart, self._order(draw))
+
+    def _order(self, draw: Draw) -> list[int] | None:
         row = self.rows[draw.row]
-        order = None
-        if self.shuffle and row.shuffle:  # the paper's A.5: or the model learns where answers stand
-            order = random.Random(draw.seed).sample(range(len(row.chunks)), len(row.chunks))
-        return lay_out(row, self.spec, draw.apart, order)
+        if not (self.shuffle and row.shuffle):
+            return None
+        # The paper's A.5: or the model learns where answers stand.
+        return random.Random(draw.seed).sample(range(len(row.chunks)), len(row.chunks))
+
+
+class Pair(NamedTuple):
+    """One row as the student reads it, passages apart, and as its teacher does: as one text."""
+
+    student: Sample
+    teacher: Sample
+
+
+class DrawnPairs:
+    """The same data set for training on frozen weights: from a Draw to its Pair."""
+
+    def __init__(self, rows: Sequence[EncodedRow], spec: ReuseSpec, shuffle: bool) -> None:
+        self._student, self._teacher = DrawnRows(rows, spec, shuffle), DrawnRows(rows, None, shuffle)
+
+    def __len__(self) -> int:
+        return len(self._student)
+
+    def __getitem__(self, draw: Draw) -> Pair:
+        return Pair(self._student[draw], self._teacher[draw])
 
 
 def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Tensor]:
@@ -47,6 +71,12 @@ def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Tensor]:
         "labels": labels,
         "shift_labels": labels,
     }
+
+
+def collate_pairs(pairs: Sequence[Pair], multiple: int = 1) -> dict[str, Any]:
+    """The students' batch, with the teachers' under "teacher"."""
+    teachers = collate([pair.teacher for pair in pairs], multiple)
+    return {**collate([pair.student for pair in pairs], multiple), "teacher": teachers}
 
 
 def _padded(rows: Sequence[list[int]], length: int, filler: int) -> Tensor:

@@ -2,6 +2,7 @@
 
     {"type": "qa", "passages": [TEXT or {"title": T, "text": TEXT}, ...], "question": Q, "answer": A}
     {"type": "qa", "passages": [...], "questions": [{"question": Q, "answer": A}, ...]}
+    {"type": "qa", "passages": [...]}   on frozen weights: the model asks and answers (`training/own_answers.py`)
     {"type": "chat", "messages": [{"role": "system" | "user" | "assistant", "content": TEXT}, ...]}
     {"type": "summary", "text": TEXT, "summary": TEXT}
     {"type": "instruction", "instruction": TEXT, "input": TEXT, "output": TEXT}
@@ -30,6 +31,8 @@ NAMED = 5  # bad lines that one error message names
 
 
 class Asked(NamedTuple):
+    """answer: "" where the model is to make it"""
+
     question: str
     answer: str
 
@@ -46,7 +49,7 @@ class DataRow:
     kind:     one of KINDS; where: file and line
     system:   text before everything, or None for the template's own
     passages: read separately or together: passages of "qa", the text of "summary"
-    asked:    questions and answers: one for "summary" and "instruction"
+    asked:    questions and answers: one for "summary" and "instruction"; none where the model is to ask
     messages: of "chat": user and assistant in turn, the assistant last
     text:     of "text"
     shuffle:  whether the passages may change places
@@ -72,8 +75,12 @@ class BadLine(NamedTuple):
         return f"{self.where}: {self.reason}"
 
 
-def read_rows(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[DataRow], list[BadLine]]:
+def read_rows(
+    paths: Sequence[str | os.PathLike[str]], *, unlabelled: bool = False
+) -> tuple[list[DataRow], list[BadLine]]:
     """All usable lines of the files, in order, and the lines that are not.
+
+    unlabelled: "qa" lines may lack answers, or questions and answers
 
     Raises ConfigError for a file that cannot be read, or has no usable line.
     """
@@ -82,7 +89,7 @@ def read_rows(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[DataRow], l
     rows: list[DataRow] = []
     bad: list[BadLine] = []
     for path in paths:
-        found = list(_read_file(Path(path)))
+        found = list(_read_file(Path(path), unlabelled))
         usable = [row for row in found if isinstance(row, DataRow)]
         refused = [line for line in found if isinstance(line, BadLine)]
         if not usable:
@@ -99,12 +106,12 @@ def _named(bad: Sequence[BadLine]) -> str:
     return ": " + "; ".join(str(line) for line in bad[:NAMED]) + more
 
 
-def _read_file(path: Path) -> Iterator[DataRow | BadLine]:
+def _read_file(path: Path, unlabelled: bool) -> Iterator[DataRow | BadLine]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip(b"\xef\xbb\xbf \t\r\n"):
-                    yield parse_line(line, f"{path}:{number}")
+                    yield parse_line(line, f"{path}:{number}", unlabelled)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); give a file of JSON lines") from error
 
@@ -113,7 +120,7 @@ class _LineError(ValueError):
     """Why a line cannot be used."""
 
 
-def parse_line(line: bytes | str, where: str) -> DataRow | BadLine:
+def parse_line(line: bytes | str, where: str, unlabelled: bool = False) -> DataRow | BadLine:
     """One line as a DataRow, or why it is none."""
     try:
         text = line.decode("utf-8-sig") if isinstance(line, bytes) else line
@@ -123,15 +130,17 @@ def parse_line(line: bytes | str, where: str) -> DataRow | BadLine:
         kind = fields.get("type")
         if kind not in _PARSERS:
             raise _LineError(f"its type is {kind!r}; it must be one of {', '.join(KINDS)}")
-        return _PARSERS[kind](fields, where)
+        return _qa(fields, where, unlabelled) if kind == "qa" else _PARSERS[kind](fields, where)
     except _LineError as error:
         return BadLine(where, str(error))
     except (ValueError, RecursionError) as error:
         return BadLine(where, f"it is not JSON in UTF-8 ({error})")
 
 
-def _text(fields: dict[str, Any], name: str, *, of: str = "") -> str:
+def _text(fields: dict[str, Any], name: str, *, of: str = "", may_lack: bool = False) -> str:
     value = fields.get(name)
+    if may_lack and value is None:
+        return ""
     if not isinstance(value, str) or not value.strip():
         raise _LineError(f"{of}{name!r} must be a string with text in it")
     return value
@@ -148,12 +157,12 @@ def _list(fields: dict[str, Any], name: str) -> list[Any]:
     return value
 
 
-def _qa(fields: dict[str, Any], where: str) -> DataRow:
+def _qa(fields: dict[str, Any], where: str, unlabelled: bool = False) -> DataRow:
     passages = tuple(_passage(value, number) for number, value in enumerate(_list(fields, "passages"), start=1))
     shuffle = fields.get("shuffle", True)
     if not isinstance(shuffle, bool):
         raise _LineError("'shuffle' must be true or false")
-    return DataRow("qa", where, _system(fields), passages, _asked(fields), shuffle=shuffle)
+    return DataRow("qa", where, _system(fields), passages, _asked(fields, unlabelled), shuffle=shuffle)
 
 
 def _passage(value: Any, number: int) -> str:
@@ -165,15 +174,17 @@ def _passage(value: Any, number: int) -> str:
     return headed(str(value.get("title") or ""), text)
 
 
-def _asked(fields: dict[str, Any]) -> tuple[Asked, ...]:
+def _asked(fields: dict[str, Any], unlabelled: bool) -> tuple[Asked, ...]:
+    if unlabelled and not any(fields.get(name) is not None for name in ("question", "questions", "answer")):
+        return ()
     if "questions" not in fields:
-        return (Asked(_text(fields, "question"), _text(fields, "answer")),)
+        return (Asked(_text(fields, "question"), _text(fields, "answer", may_lack=unlabelled)),)
     found = []
     for number, value in enumerate(_list(fields, "questions"), start=1):
         if not isinstance(value, dict):
             raise _LineError(f"question {number} must be an object with 'question' and 'answer'")
         of = f"question {number}: "
-        found.append(Asked(_text(value, "question", of=of), _text(value, "answer", of=of)))
+        found.append(Asked(_text(value, "question", of=of), _text(value, "answer", of=of, may_lack=unlabelled)))
     return tuple(found)
 
 

@@ -16,6 +16,8 @@ from ragcache.training.encoding import EncodingOptions
 PRECISIONS = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")
 LEARNING_RATES = {False: 1e-5, True: 2e-4}  # full fine-tuning, LoRA
+FROZEN_RATE = 2e-2  # rows of added ids, whose scale no other weight shares
+PACKETS = {"packet": (8, 8), "link": (8, 0)}  # tokens in front of a passage and behind it, on frozen weights
 DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 
 
@@ -23,10 +25,15 @@ DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 class TrainOptions:
     """
     model:           bundled name, directory or hub id of the model to start from
-    data:            files of JSON lines (ragcache.training.data)
+    data:            files of JSON lines (ragcache.training.data); may be empty where a store is given
     out:             directory of the trained model, its checkpoints and its log
-    reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG) or "none" (ordinary
-                     fine-tuning in standard encoding)
+    reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG), "packet" (KV Packet, on
+                     frozen weights always) or "none" (ordinary fine-tuning in standard encoding)
+    freeze:          leave the weights as they are and train the embeddings of the added ids alone, by the divergence
+                     from the model's own full prefill; the result is an adapter. Rows need no answers, nor questions
+    header_tokens, trailer_tokens: in front of each passage and behind it, part of its block, on frozen weights; None:
+                     as PACKETS has it
+    store:           draw `rows` rows of `passages` neighbouring passages from this store, on frozen weights
     link_tokens:     K, after each passage; link_slots: passages that have link tokens of their own
     positions:       of markers: "reordered" or "composite"
     separate_share:  of "qa" rows, those whose passages are encoded separately; the others in standard encoding
@@ -36,7 +43,7 @@ class TrainOptions:
                      None: 4,096 or what the model takes
     steps:           of the optimizer; None: `epochs` of the data
     batch_tokens, batch_size: padded tokens and rows of a batch; accumulate: batches of one step
-    learning_rate:   None: 1e-5, or 2e-4 with LoRA
+    learning_rate:   None: 1e-5, or 2e-4 with LoRA, or 2e-2 on frozen weights
     warmup:          share of the steps over which the learning rate rises; schedule: how it falls after that
     lora_rank:       0: train all weights; else the rank of LoRA's matrices, which are merged at the end
     resume:          go on from the last checkpoint in `out`
@@ -49,6 +56,12 @@ class TrainOptions:
     data: tuple[str | Path, ...]
     out: str | Path
     reuse: str = "link"
+    freeze: bool = False
+    header_tokens: int | None = None
+    trailer_tokens: int | None = None
+    store: str | Path | None = None
+    rows: int = 200
+    passages: int = 8
     link_tokens: int = 5
     link_slots: int = 16
     positions: str = "reordered"
@@ -85,6 +98,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Raises ConfigError naming the option that is out of range."""
         self.batches()
+        self._check_frozen()
         check_least("steps", 1 if self.steps is None else self.steps, 1)
         if not self.epochs > 0:
             raise ConfigError(f"epochs is {self.epochs}; it must be more than 0")
@@ -101,12 +115,42 @@ class TrainOptions:
             raise ConfigError(f"warmup is {self.warmup}; it is a share of the steps and must lie in 0..1")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ConfigError(f"learning_rate is {self.learning_rate}; it must be more than 0")
-        for name in ("accumulate", "save_every", "keep_checkpoints", "log_every", "segment_tokens"):
+        for name in ("accumulate", "save_every", "keep_checkpoints", "log_every", "segment_tokens", "rows", "passages"):
             check_least(name, getattr(self, name), 1)
         check_least("max_tokens", 2 if self.max_tokens is None else self.max_tokens, 2)
 
+    def _check_frozen(self) -> None:
+        if not self.is_frozen:
+            if self.header_tokens is not None or self.trailer_tokens is not None or self.store is not None:
+                raise ConfigError("header_tokens, trailer_tokens and store go with frozen weights; add freeze")
+            return
+        if self.reuse not in PACKETS:
+            raise ConfigError(f"reuse is {self.reuse!r}; frozen weights can be trained for {' or '.join(PACKETS)}")
+        if self.lora_rank:
+            raise ConfigError(f"lora_rank is {self.lora_rank} and the weights are frozen; leave one of the two out")
+        if self.reuse == "link" and not self.link_tokens:
+            raise ConfigError("link_tokens is 0, which leaves nothing to train on frozen weights; try reuse='packet'")
+        for name, count in zip(("header_tokens", "trailer_tokens"), self.packet, strict=True):
+            check_least(name, count, 0)
+        if self.reuse == "packet" and not any(self.packet):
+            raise ConfigError("header_tokens and trailer_tokens are 0, which leaves nothing to train")
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.freeze or self.reuse == "packet"
+
+    @property
+    def packet(self) -> tuple[int, int]:
+        """Tokens of a passage's header and trailer."""
+        header, trailer = PACKETS[self.reuse] if self.is_frozen else (0, 0)
+        return (
+            header if self.header_tokens is None else self.header_tokens,
+            trailer if self.trailer_tokens is None else self.trailer_tokens,
+        )
+
     def batches(self) -> BatchOptions:
-        return BatchOptions(self.batch_tokens, self.batch_size, self.separate_share, self.mixture)
+        share = 1.0 if self.is_frozen else self.separate_share
+        return BatchOptions(self.batch_tokens, self.batch_size, share, self.mixture)
 
     def encoding(self, max_positions: int) -> EncodingOptions:
         """max_positions: tokens that the model takes."""
@@ -115,11 +159,19 @@ class TrainOptions:
             raise ConfigError(f"max_tokens is {wanted} and the model takes {max_positions}; lower max_tokens")
         return EncodingOptions(self.system, self.question_format, self.segment_tokens, min(wanted, max_positions))
 
+    def runs_bfloat16(self, device: str) -> bool:
+        """Whether the passes are in bfloat16."""
+        return device.startswith("cuda") if self.precision is None else self.precision == "bfloat16"
+
+    def weights_dtype(self, device: str) -> str:
+        """The dtype of the weights while training: frozen ones need no more than the passes."""
+        return "bfloat16" if self.is_frozen and self.runs_bfloat16(device) else self.dtype
+
     @property
     def rate(self) -> float:
-        return LEARNING_RATES[self.lora_rank > 0] if self.learning_rate is None else self.learning_rate
+        own = FROZEN_RATE if self.is_frozen else LEARNING_RATES[self.lora_rank > 0]
+        return own if self.learning_rate is None else self.learning_rate
 
     def to_json(self) -> dict[str, Any]:
         """Options as JSON, for the file beside the checkpoints."""
-        values = asdict(self) | {"model": str(self.model), "out": str(self.out), "data": [str(p) for p in self.data]}
-        return json.loads(json.dumps(values))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[no-any-return]

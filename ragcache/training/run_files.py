@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers.trainer_utils import get_last_checkpoint
 
 from ragcache.errors import ConfigError
+from ragcache.models.adapter import FILE as ADAPTER
 from ragcache.training.options import TrainOptions
 
 OPTIONS, CHECKPOINTS = "training_options.json", "checkpoints"
@@ -23,12 +24,13 @@ def find_checkpoint(options: TrainOptions, out: Path) -> str | None:
     """The checkpoint to go on from. Raises ConfigError when `out` holds another run, or options differ from its own."""
     written = out / OPTIONS
     if not options.resume:
-        if written.exists() or (out / "config.json").exists():
+        if any((out / name).exists() for name in (OPTIONS, "config.json", ADAPTER)):
             raise ConfigError(f"{out} holds a trained model already; resume, or give another directory")
         return None
     if not written.exists():
         raise ConfigError(f"{out} holds no training run to resume; train without resume first")
-    before, now = json.loads(written.read_text(encoding="utf-8")), options.to_json()
+    now, defaults = options.to_json(), TrainOptions("", (), "").to_json()  # older runs lack newer options
+    before = defaults | json.loads(written.read_text(encoding="utf-8"))
     changed = sorted(name for name in now if name not in FREE_TO_CHANGE and now[name] != before.get(name))
     if changed:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Ids for link tokens and markers: reserved ones of the tokenizer where there are enough, else new ones.
+"""Ids for link tokens, markers and packets: reserved ones of the tokenizer where there are enough, else new ones.
 
 A Llama 3 vocabulary gets the ids of KVLink's own code (128011 + K * slot + place, 128254, 128255), so that its
 checkpoints and ours are laid out alike.
@@ -7,7 +7,8 @@ checkpoints and ours are laid out alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
-from ragcache.models.reuse import LLAMA3_VOCABULARY, SECTION, ReuseSpec
+from ragcache.models.reuse import LLAMA3_VOCABULARY, SECTION, ReuseSpec, grown
 from ragcache.prompt import list_controls
 
-REUSES = ("link", "markers", "none")
+REUSES = ("link", "markers", "none", "packet")
 RESERVED = re.compile(
     r"<\|?(reserved_special_token|reserved_token|reserved|unused|SPECIAL|extra|extra_id|dummy|placeholder)_?\d+\|?>"
     r"|\[unused\d+\]|\[control_\d+\]"
@@ -28,11 +29,19 @@ NOISE = 1.0
 
 
 def choose_spec(
-    tokenizer: PreTrainedTokenizerBase, reuse: str, link_tokens: int, link_slots: int, positions: str
+    tokenizer: PreTrainedTokenizerBase,
+    reuse: str,
+    link_tokens: int,
+    link_slots: int,
+    positions: str,
+    header_tokens: int = 0,
+    trailer_tokens: int = 0,
 ) -> ReuseSpec | None:
     """Ids for a way of reuse; adds tokens to the tokenizer where it has too few reserved ones.
 
-    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids of its own), "markers" or "none" (None then)
+    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids of its own), "markers", "packet" or "none"
+           (None then)
+    header_tokens, trailer_tokens: of a packet around every passage ("packet", "link")
 
     Raises ConfigError for an unknown name, or numbers out of range.
     """
@@ -43,6 +52,11 @@ def choose_spec(
     if reuse == "markers":
         start, end = _ids(tokenizer, ["<|doc_start|>", "<|doc_end|>"])
         return ReuseSpec("markers", doc_start_id=start, doc_end_id=end, positions=positions)
+    spec = ReuseSpec("packet") if reuse == "packet" else _link_spec(tokenizer, link_tokens, link_slots)
+    return _with_packet(tokenizer, spec, header_tokens, trailer_tokens)
+
+
+def _link_spec(tokenizer: PreTrainedTokenizerBase, link_tokens: int, link_slots: int) -> ReuseSpec:
     if link_tokens == 0:
         return ReuseSpec("reposition")
     if link_tokens < 0 or link_slots < 1:
@@ -54,6 +68,14 @@ def choose_spec(
     names = [f"<|link_{slot + 1}_{place + 1}|>" for slot in range(link_slots) for place in range(link_tokens)]
     *links, start, end = _ids(tokenizer, [*names, "<|kv_start|>", "<|kv_end|>"])
     return ReuseSpec("link", "isolated", link_tokens, link_slots, links[0], start, end)
+
+
+def _with_packet(tokenizer: PreTrainedTokenizerBase, spec: ReuseSpec, header: int, trailer: int) -> ReuseSpec:
+    names = [f"<|header_{n + 1}|>" for n in range(header)] + [f"<|trailer_{n + 1}|>" for n in range(trailer)]
+    if not names:
+        return spec
+    first = _ids(tokenizer, names, spec.added_ids)[0]
+    return replace(spec, first_packet_id=first, header_tokens=header, trailer_tokens=trailer)
 
 
 def _is_llama3(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -74,13 +96,13 @@ def _llama3_spec(link_tokens: int, link_slots: int) -> ReuseSpec:
     return spec
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[int]:
-    """Consecutive ids, one for each name."""
+def _ids(tokenizer: PreTrainedTokenizerBase, names: list[str], used: Collection[int] = ()) -> list[int]:
+    """Consecutive ids, one for each name. used: reserved ones that have another use by now"""
     known = tokenizer.get_vocab()
     taken = [known[name] for name in names if name in known]
     if len(taken) == len(names) and _in_a_row(taken):
         return taken  # trained before
-    reserved = _longest_run(_reserved_ids(tokenizer))
+    reserved = _longest_run(id for id in _reserved_ids(tokenizer) if id not in used)
     if len(reserved) >= len(names):
         return reserved[: len(names)]
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
@@ -122,18 +144,13 @@ def prepare_model(model: PreTrainedModel, spec: ReuseSpec | None, seed: int) -> 
         return
     added = sorted(spec.added_ids)
     old_size = model.get_input_embeddings().weight.shape[0]
-    if added and added[-1] >= old_size:
-        model.resize_token_embeddings(added[-1] + 1, pad_to_multiple_of=_multiple(old_size), mean_resizing=False)
-    new_size = model.get_input_embeddings().weight.shape[0]
+    new_size = grown(old_size, added)
+    if new_size > old_size:
+        model.resize_token_embeddings(new_size, mean_resizing=False)
     fresh = sorted({*range(old_size, new_size), *(() if before == spec.section() else added)})
     if fresh:
         _start_rows(model, fresh, seed)
     setattr(model.config, SECTION, spec.section())
-
-
-def _multiple(size: int) -> int | None:
-    """Vocabularies are padded to powers of two for the sake of matrix products: stay so."""
-    return next((power for power in (128, 64, 32, 16, 8) if size % power == 0), None)
 
 
 @torch.no_grad()

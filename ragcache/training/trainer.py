@@ -13,23 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments, set_seed
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from ragcache.errors import ConfigError
-from ragcache.models.loading import DTYPES, load_lm, resolve
+from ragcache.models.lm import LanguageModel
+from ragcache.models.loading import load_lm
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.attention import NAME, register
 from ragcache.training.batches import BatchPlan
-from ragcache.training.collate import DrawnRows, collate
 from ragcache.training.data import BadLine, DataRow, read_rows
 from ragcache.training.encoding import RowEncoder
+from ragcache.training.frozen import keep_passages, refuse_adapter
 from ragcache.training.layout import EncodedRow
-from ragcache.training.lora import add_lora, known_warnings_ignored, merge_lora
-from ragcache.training.loss import answer_loss
+from ragcache.training.lora import known_warnings_ignored
 from ragcache.training.options import TrainOptions
+from ragcache.training.own_answers import FILE, OwnAnswers
 from ragcache.training.progress import ProgressLog, Show
 from ragcache.training.run_files import CHECKPOINTS, find_checkpoint, write_options
-from ragcache.training.special_tokens import choose_spec, prepare_model
+from ragcache.training.special_tokens import choose_spec
+from ragcache.training.store_rows import store_rows
+from ragcache.training.ways import Way, on_frozen_weights, on_weights
 
 logger = logging.getLogger(__name__)
 
@@ -58,20 +60,20 @@ class TrainReport:
 
 
 class ReuseTrainer(Trainer):  # type: ignore[misc]
-    """Trainer with our batches, mask and loss."""
+    """Trainer with our batches and the way's loss."""
 
     loss_is_scaled_for_ga = True
 
-    def __init__(self, *args: Any, plan: BatchPlan, multiple: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._plan, self._multiple = plan, multiple
+    def __init__(self, *args: Any, way: Way, plan: BatchPlan, multiple: int, **kwargs: Any) -> None:
+        super().__init__(*args, model=way.model, train_dataset=way.rows, **kwargs)
+        self._way, self._plan, self._multiple = way, plan, multiple
         self.tokens_seen = 0
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         loader: DataLoader[Any] = DataLoader(
             self.train_dataset,
             batch_sampler=self._plan,
-            collate_fn=partial(collate, multiple=self._multiple),
+            collate_fn=partial(self._way.collate, multiple=self._multiple),
             pin_memory=self.args.dataloader_pin_memory,
         )
         return self.accelerator.prepare(loader)  # type: ignore[no-any-return]
@@ -79,19 +81,19 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Tensor],
+        inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        self.tokens_seen += inputs["input_ids"].numel()
-        loss = answer_loss(model, self.accelerator.unwrap_model(model), inputs, num_items_in_batch)
+        self.tokens_seen += sum(batch["input_ids"].numel() for batch in (inputs, inputs.get("teacher")) if batch)
+        loss = self._way.loss(model, self.accelerator.unwrap_model(model), inputs, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
         return (loss, None) if return_outputs else loss
 
 
 def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
-    """Train, and save a Hugging Face directory that `ragcache.load_lm` loads.
+    """Train, and save a Hugging Face directory or an adapter, which `ragcache.load_lm` loads.
 
     show: called with each line of the log
 
@@ -100,31 +102,60 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     """
     out = Path(options.out)
     checkpoint = find_checkpoint(options, out)
-    rows, bad = read_rows(options.data)
+    rows, bad = _read(options)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    lm = load_lm(options.model, dtype=options.dtype, device=device, packed=False)
-    spec = choose_spec(lm.tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions)
-    encoded, unfit = encode_rows(RowEncoder(lm.tokenizer, options.encoding(lm.max_positions)), rows)
-    _check_slots(encoded, spec)
+    lm = load_lm(options.model, dtype=options.weights_dtype(device), device=device, packed=False)
+    encoded, spec, unfit = _encode(options, lm, rows)
     for line in (bad := [*bad, *unfit]):
         logger.warning("%s; the line is left out", line)
-    prepare_model(lm.model, spec, options.seed)
+    way = (on_frozen_weights if options.is_frozen else on_weights)(lm, spec, encoded, options, out)
     log = ProgressLog(out, show)
-    trainer = _trainer(options, _trainable(lm.model, spec, options), encoded, spec, log, device)
+    trainer = _trainer(options, way, encoded, spec, log, device)
     trainer.accelerator.wait_for_everyone()  # all have looked whether `out` is free
     if trainer.is_world_process_zero():
         write_options(options, out)
     with known_warnings_ignored():
         trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.is_world_process_zero():
-        lm.model.config.use_cache = True  # the Trainer turns it off
-        _save(trainer.model, lm.tokenizer, _saved_dtype(options), out)
+        way.save()
     return TrainReport(out, trainer.state.global_step, len(encoded), trainer.tokens_seen, log.last_loss, bad)
 
 
-def encode_rows(encoder: RowEncoder, rows: Sequence[DataRow]) -> tuple[list[EncodedRow], list[BadLine]]:
-    """Rows as ids, and those that do not fit. Raises ConfigError when none is left."""
-    found = [encoder.encode(row) for row in rows]
+def _read(options: TrainOptions) -> tuple[list[DataRow], list[BadLine]]:
+    """All usable rows, and the lines that are not."""
+    if options.is_frozen:
+        refuse_adapter(options.model)
+    drawn: list[DataRow] = []
+    if options.store is not None:
+        drawn = store_rows(options.store, rows=options.rows, passages=options.passages, seed=options.seed)
+    if drawn and not options.data:
+        return drawn, []
+    rows, bad = read_rows(options.data, unlabelled=options.is_frozen)
+    return [*rows, *drawn], bad
+
+
+def _encode(
+    options: TrainOptions, lm: LanguageModel, rows: Sequence[DataRow]
+) -> tuple[list[EncodedRow], ReuseSpec | None, list[BadLine]]:
+    """Rows as ids, the way of reuse with its ids, and lines that cannot be used."""
+    form = options.encoding(lm.max_positions)
+    filled: Sequence[DataRow | BadLine] = rows
+    if options.is_frozen:
+        filled = OwnAnswers(lm, Path(options.out) / FILE, form, options.seed).fill(rows)
+    spec = choose_spec(
+        lm.tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions, *options.packet
+    )
+    encoded, unfit = encode_rows(RowEncoder(lm.tokenizer, form), filled)
+    if options.is_frozen:
+        encoded, idle = keep_passages(encoded)
+        unfit += idle
+    _check_slots(encoded, spec)
+    return encoded, spec, unfit
+
+
+def encode_rows(encoder: RowEncoder, rows: Sequence[DataRow | BadLine]) -> tuple[list[EncodedRow], list[BadLine]]:
+    """Rows as ids, and those that do not fit or could not be used before. Raises ConfigError when none is left."""
+    found = [row if isinstance(row, BadLine) else encoder.encode(row) for row in rows]
     encoded = [row for row in found if isinstance(row, EncodedRow)]
     bad = [line for line in found if isinstance(line, BadLine)]
     if not encoded:
@@ -143,22 +174,9 @@ def _check_slots(rows: Sequence[EncodedRow], spec: ReuseSpec | None) -> None:
         )
 
 
-def _trainable(model: PreTrainedModel, spec: ReuseSpec | None, options: TrainOptions) -> nn.Module:
-    register()
-    model.set_attn_implementation(NAME)
-    if options.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if options.lora_rank:
-        set_seed(options.seed)  # of the matrices that start random
-        return add_lora(model, spec, options.lora_rank, options.lora_alpha)
-    model.requires_grad_(True)
-    whole: nn.Module = model
-    return whole
-
-
 def _trainer(
     options: TrainOptions,
-    model: nn.Module,
+    way: Way,
     rows: Sequence[EncodedRow],
     spec: ReuseSpec | None,
     log: ProgressLog,
@@ -168,10 +186,9 @@ def _trainer(
     num_batches = None if options.steps is None else options.steps * together
     plan = BatchPlan(rows, spec, options.batches(), options.seed, num_batches=num_batches, epochs=options.epochs)
     trainer = ReuseTrainer(
-        model=model,
         args=_arguments(options, log.out, device, max(1, len(plan) // together)),
-        train_dataset=DrawnRows(rows, spec, options.shuffle_passages),
         callbacks=[log],
+        way=way,
         plan=plan,
         multiple=FLEX_BLOCK if device.startswith("cuda") else 1,
     )
@@ -193,7 +210,7 @@ def _arguments(options: TrainOptions, out: Path, device: str, steps: int) -> Tra
         save_steps=options.save_every,
         save_total_limit=options.keep_checkpoints,
         logging_steps=options.log_every,
-        bf16=device.startswith("cuda") if options.precision is None else options.precision == "bfloat16",
+        bf16=options.runs_bfloat16(device) and not options.is_frozen,  # frozen weights are bfloat16 themselves
         use_cpu=not device.startswith("cuda"),
         dataloader_pin_memory=device.startswith("cuda"),
         ddp_find_unused_parameters=False,
@@ -204,17 +221,3 @@ def _arguments(options: TrainOptions, out: Path, device: str, steps: int) -> Tra
     if arguments.n_gpu > 1:
         raise ConfigError("this process sees several GPUs; start one process a GPU with torchrun, or show it one")
     return arguments
-
-
-def _saved_dtype(options: TrainOptions) -> torch.dtype:
-    """The dtype in which the model to start from was saved, unless the options say otherwise."""
-    saved = getattr(AutoConfig.from_pretrained(resolve(options.model)), "dtype", None) or torch.float32
-    return DTYPES[options.save_dtype] if options.save_dtype is not None else saved
-
-
-def _save(model: Any, tokenizer: Any, dtype: torch.dtype, out: Path) -> None:
-    """Weights, configuration and tokenizer, as any Hugging Face directory."""
-    merged = merge_lora(model).to(dtype)
-    merged.set_attn_implementation("sdpa")
-    merged.save_pretrained(out)
-    tokenizer.save_pretrained(out)

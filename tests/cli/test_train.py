@@ -41,6 +41,22 @@ def test_a_run(base, data, tmp_path):
     assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_run_on_frozen_weights_makes_an_adapter(base, data, tmp_path):
+    out = tmp_path / "out"
+    result = run(base, data, out, "--steps", "1", "--reuse", "packet", "--trailer-tokens", "2")
+    assert result.exit_code == 0, result.output
+    written = json.loads((out / "adapter.json").read_text(encoding="utf-8"))
+    assert written["base"]["name"] == str(base)
+    spec = ReuseSpec("packet", first_packet_id=258, header_tokens=8, trailer_tokens=2)
+    assert written["ragcache"] == spec.section()
+
+
+def test_a_run_without_data_or_a_store_says_so(base, tmp_path):
+    result = invoke("train", "--model", str(base), "--out", str(tmp_path / "out"), env={"RAGCACHE_STORE": "/nowhere"})
+    assert result.exit_code == 2
+    assert "no training data" in result.stderr
+
+
 def test_json(base, data, tmp_path):
     result = run(base, data, tmp_path / "out", "--steps", "1", "--reuse", "none", "--json")
     report = json.loads(result.stdout)
@@ -94,6 +110,8 @@ def test_options_reach_the_run(base, data, tmp_path, monkeypatch):
         (["--separate-share", "2"], "separate_share is 2"),
         (["--mix", "qa"], "not a share"),
         (["--resume"], "no training run to resume"),
+        (["--freeze", "--lora-rank", "4"], "lora_rank is 4 and the weights are frozen"),
+        (["--store", "kb"], "go with frozen weights; add freeze"),
     ],
 )
 def test_what_is_wrong_is_said(base, data, tmp_path, more, reason):
