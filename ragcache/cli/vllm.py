@@ -38,7 +38,7 @@ def vllm(
     more: Annotated[list[str] | None, typer.Argument(help="Further arguments of vLLM's server, behind --.")] = None,
 ) -> None:
     """Start vLLM with this store's blocks in place of prefill."""
-    from ragcache.models.loading import resolve
+    from ragcache.models.merging import servable
 
     if importlib.util.find_spec("ragcache_vllm") is None:
         raise ConfigError("the vLLM connector is not installed: pip install 'ragcache-kv[vllm]'")
@@ -46,11 +46,13 @@ def vllm(
 
     with open_for_care(store, read_only=True) as library:
         bound = library.store.documents.properties()
+        models = library.store.layout.models
     arguments = tuple(more or ())
     settings = EngineSettings(
         store.store, engine.host, engine.port, engine.device, engine.load_in, arguments, store.disk_bytes
     )
-    made = vllm_command(settings, bound, resolve(str(bound.get("model_name", ""))))
+    model, checkpoint = servable(str(bound.get("model_name", "")), str(bound.get("checkpoint", "")), models)
+    made = vllm_command(settings, {**bound, "checkpoint": checkpoint}, model)
     key = os.environ.get(ENGINE_KEY) or None
     if engine.host not in LOOPBACK and key is None and "--api-key" not in settings.more:
         raise ConfigError(

@@ -24,6 +24,7 @@ class StoreLayout:
     index.faiss*    the vector index, derived from the documents
     writer.lock     held while a process changes the store
     uploads/        files on their way in, a folder for each server
+    models/         an adapter and its base as one checkpoint, for vLLM
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -32,6 +33,7 @@ class StoreLayout:
         self.database = self.root / "store.sqlite3"
         self.kv = self.root / "kv"
         self.index = self.root / "index.faiss"
+        self.models = self.root / "models"
         self.lock = self.root / "writer.lock"
         self._lock = FileLock(self.lock, thread_local=True)
 

@@ -15,7 +15,7 @@ from ragcache_vllm.command import EngineSettings, vllm_command
 from vllm_world import QUIET
 
 import ragcache as rc
-from ragcache.models.loading import resolve
+from ragcache.models.merging import servable
 
 START_S = 900.0
 # Two processors are enough for nobody: vLLM's threads are not bound to any.
@@ -33,8 +33,10 @@ def serving(store: Path, log: Path, more: Sequence[str] = SMALL, **environment: 
     """Start vLLM over the store and yield its address once it answers."""
     with rc.Library.open(store) as library:
         bound = library.store.documents.properties()
+        models = library.store.layout.models
+    model, checkpoint = servable(str(bound["model_name"]), str(bound["checkpoint"]), models)
     settings = EngineSettings(store, port=free_port(), more=more)
-    command = vllm_command(settings, bound, resolve(str(bound["model_name"])))
+    command = vllm_command(settings, {**bound, "checkpoint": checkpoint}, model)
     own = {**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment}
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=own) as server:
         try:

@@ -1,0 +1,129 @@
+"""An adapter and its base as one Hugging Face directory, for an engine that knows no adapters.
+
+Files of the base are linked to; rewritten are config.json and the files that hold the embedding and a head of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ragcache.errors import AdapterError, translate_os_errors
+from ragcache.models.adapter import Adapter
+from ragcache.models.checkpoint import checkpoint_digest, find_directory, refuse_other_checkpoint
+from ragcache.models.loading import resolve
+from ragcache.models.reuse import SECTION
+
+TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "chat_template*")
+
+
+def servable(name: str, checkpoint: str, into: Path) -> tuple[str, str]:
+    """Directory or hub id under which any engine can load a model, and the digest of its files.
+
+    checkpoint: digest that the model is to have; into: folder for merged directories
+
+    A model that is no adapter is given back as it is. Raises ModelMismatchError, AdapterError.
+    """
+    where = resolve(name)
+    adapter = Adapter.find(where) if where else None
+    if adapter is None:
+        return where, checkpoint
+    if checkpoint:
+        refuse_other_checkpoint(where, checkpoint)
+    merged = str(merge(adapter, into))
+    return merged, str(checkpoint_digest(merged))
+
+
+def merge(adapter: Adapter, into: Path) -> Path:
+    """Write the merged directory below `into`, once; it is named by the adapter's digest.
+
+    Raises AdapterError for a base that is not here, is another one, or is not in safetensors.
+    """
+    base = find_directory(resolve(adapter.base.name))
+    if base is None:
+        raise AdapterError(f"{adapter.directory}: its base {adapter.base.name} is not here; download it first")
+    adapter.check_base(checkpoint_digest(str(base)))
+    target = into / str(checkpoint_digest(str(adapter.directory)))[:32]
+    if target.is_dir():
+        return target
+    with translate_os_errors(into):
+        made = into / f".{target.name}-{os.getpid()}"
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+        try:
+            _write(adapter, base, made)
+            made.rename(target)
+        except OSError:
+            if not target.is_dir():  # another process was faster
+                raise
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    return target
+
+
+def _write(adapter: Adapter, base: Path, out: Path) -> None:
+    tables = _tables(base)
+    for path in _files_with(tables, base):
+        _write_weights(adapter, path, tables, out / path.name)
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    text = config if "vocab_size" in config else config.get("text_config", config)
+    text["vocab_size"] = adapter.vocab_size
+    config[SECTION] = adapter.spec.section()
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for path in sorted({path for name in TOKENIZER_FILES for path in adapter.directory.glob(name) if path.is_file()}):
+        shutil.copyfile(path, out / path.name)
+    for path in base.iterdir():
+        if path.is_file() and not (out / path.name).exists():
+            (out / path.name).symlink_to(path.resolve())
+
+
+def _tables(base: Path) -> dict[str, bool]:
+    """Names of the tensors with a row for each id, and whether rows of the embedding belong there: a head has its own,
+    unless it shares them."""
+    config = AutoConfig.from_pretrained(base)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: weight is embedding for name, weight in named if weight is embedding or weight is head}
+
+
+def _files_with(tables: Mapping[str, bool], base: Path) -> Iterator[Path]:
+    """Files of the base that hold any of these tensors. Raises AdapterError where none holds the embedding."""
+    found = set()
+    for path in sorted(base.glob("*.safetensors")):
+        with safe_open(path, "pt") as held:
+            here = tables.keys() & set(held.keys())
+        found |= here
+        if here:
+            yield path
+    if not any(tables[name] for name in found):
+        raise AdapterError(
+            f"{base}: no safetensors file holds its embedding under the name that transformers gives it; write the "
+            "merged model with load_lm(ADAPTER).model.save_pretrained and make the store with that"
+        )
+
+
+def _write_weights(adapter: Adapter, path: Path, tables: Mapping[str, bool], out: Path) -> None:
+    """One file of the base with room for the ids. The embedding is in float32: the rows are as they were trained."""
+    with safe_open(path, "pt") as held:
+        metadata = held.metadata()
+        tensors: dict[str, Tensor] = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118 - no dict
+    for name in tables.keys() & tensors.keys():
+        old = tensors[name]
+        grown = torch.zeros(max(adapter.vocab_size, len(old)), old.shape[1], dtype=old.dtype)
+        grown[: len(old)] = old
+        if tables[name]:
+            grown, rows = grown.float(), adapter.rows()
+            grown[list(rows)] = torch.stack(list(rows.values()))
+        tensors[name] = grown
+    save_file(tensors, out, metadata)
