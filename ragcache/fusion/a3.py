@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, highest
+from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, check_tokens, chosen
 from ragcache.models.attention import attention_received
 
 SCORE_LAYER = 1
@@ -25,13 +25,16 @@ class A3(RecomputeMethod):
     The keys that they meet there are the blocks', not recomputed ones as in eq. 3: those would cost a full layer.
     Attention is the layer's own: where it has a sliding window, what is out of the window gets none and comes last.
 
-    ratio:       share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
-    pool_tokens: scores are averaged over so many neighbouring tokens, an odd number, so that what is chosen hangs
-                 together (the authors' program takes 5, the paper says nothing of it); 1: each by itself
+    ratio:           share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
+    pool_tokens:     scores are averaged over so many neighbouring tokens, an odd number, so that what is chosen hangs
+                     together (the authors' program takes 5, the paper says nothing of it); 1: each by itself
+    boundary_tokens: first tokens of each chunk but the first that run whatever their scores; they count in `ratio`, and
+                     run all the same where they are more
     """
 
     ratio: float = 0.15
     pool_tokens: int = 1
+    boundary_tokens: int = 0
 
     name: ClassVar[str] = "a3"
     paper: ClassVar[str] = "A3 (arXiv 2511.17560)"
@@ -39,6 +42,7 @@ class A3(RecomputeMethod):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
+        check_tokens(boundary_tokens=self.boundary_tokens)
         if not is_whole(self.pool_tokens) or self.pool_tokens < 1:
             raise ConfigError(f"pool_tokens is {self.pool_tokens!r}; choose an odd number of tokens, 1 for no pooling")
         if self.pool_tokens % 2 == 0:
@@ -46,17 +50,18 @@ class A3(RecomputeMethod):
 
     def candidates(self, context: Context) -> Tensor:
         slots = context.chunk_slots()
-        return slots if self._count(context) else slots[:0]
+        return slots if self._count(context) or context.edges(self.boundary_tokens).numel() else slots[:0]
 
     def chooser(self, context: Context) -> Choose:
         slots, count = context.chunk_slots(), self._count(context)
+        always = context.edges(self.boundary_tokens)
 
         def choose(running: Running) -> Tensor | None:
             if running.layer < SCORE_LAYER:
                 return slots[:0]
             if running.layer > SCORE_LAYER:
                 return None
-            return slots[highest(self._scores(running, context), count)]
+            return chosen(self._scores(running, context), slots, count, always)
 
         return choose
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, highest
+from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, check_tokens, chosen
 
 CHECK_LAYER = 1
 WIDER = 0.25  # gradual filtering begins this much above the ratio and ends this much below it
@@ -27,12 +27,15 @@ class CacheBlend(RecomputeMethod):
     ones that deviate least in it. The paper gives no figures; here the share falls in a straight line from 1.25 to 0.75
     of `ratio`, flatter where that would pass 1, so that `ratio` is the mean over the layers above the first.
 
-    ratio:   share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
-    gradual: filter layer by layer; each layer's projections are then computed twice
+    ratio:           share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
+    gradual:         filter layer by layer; each layer's projections are then computed twice
+    boundary_tokens: first tokens of each chunk but the first that run whatever their deviation; they count in `ratio`,
+                     and run all the same where they are more
     """
 
     ratio: float = 0.16
     gradual: bool = False
+    boundary_tokens: int = 0
 
     name: ClassVar[str] = "cacheblend"
     paper: ClassVar[str] = "CacheBlend (arXiv 2405.16444)"
@@ -40,20 +43,23 @@ class CacheBlend(RecomputeMethod):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
+        check_tokens(boundary_tokens=self.boundary_tokens)
         if not isinstance(self.gradual, bool):
             raise ConfigError(f"gradual is {self.gradual!r}; choose True or False")
 
     def candidates(self, context: Context) -> Tensor:
         slots = context.chunk_slots()
-        return slots if any(self._counts(context)[CHECK_LAYER:]) else slots[:0]
+        some = any(self._counts(context)[CHECK_LAYER:]) or context.edges(self.boundary_tokens).numel()
+        return slots if some else slots[:0]
 
     def chooser(self, context: Context) -> Choose | None:
-        counts = self._counts(context)
+        counts, always = self._counts(context), context.edges(self.boundary_tokens)
 
         def choose(running: Running) -> Tensor | None:
-            if running.layer < CHECK_LAYER or counts[running.layer] == running.slots.shape[0]:
+            count = max(counts[running.layer], always.shape[0])
+            if running.layer < CHECK_LAYER or count == running.slots.shape[0]:
                 return None
-            return running.slots[highest(_deviation(running), counts[running.layer])]
+            return chosen(_deviation(running), running.slots, count, always)
 
         return choose
 

@@ -1,16 +1,14 @@
-"""EPIC's LegoLink: the first tokens of each chunk run again."""
+"""EPIC's LegoLink: the tokens at the edges of each chunk run again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.layout import Layout
-from ragcache.fusion.recompute import Context, RecomputeMethod
+from ragcache.fusion.recompute import Context, RecomputeMethod, check_tokens, edge_spans
 from ragcache.kv.request_layout import Span
 
 
@@ -20,27 +18,29 @@ class Epic(RecomputeMethod):
     stands behind them looks there. Running these few again behind what really precedes them takes the sinks away; all
     other tokens keep what they have. The first chunk's sinks are where a prompt's sinks belong: it keeps its own.
 
-    Later papers (A3, SamKV) describe it as running a chunk's last tokens again too; EPIC's own text speaks of a
-    document's beginning. Nothing but the chunks' lengths decides, so the cost grows with the number of chunks alone.
+    EPIC's own text speaks of a document's beginning. Later papers (A3, SamKV) describe LegoLink as running a chunk's
+    last tokens again too: `last_tokens`. Nothing but the chunks' lengths decides, so the cost grows with the number of
+    chunks alone.
 
-    first_tokens: of each chunk but the first, so many run again, in every layer; 0 is `reposition`
+    first_tokens: of each chunk but the first, so many run again, in every layer
+    last_tokens:  the same at each chunk's end; the first chunk has nothing but the prefix before it, and is left out
+
+    Both 0 is `reposition`.
     """
 
     first_tokens: int = 16
+    last_tokens: int = 0
 
     name: ClassVar[str] = "epic"
     paper: ClassVar[str] = "EPIC (arXiv 2410.15332)"
-    summary: ClassVar[str] = "runs the first tokens of each chunk again"
+    summary: ClassVar[str] = "runs the first tokens of each chunk again, and the last ones where asked"
 
     def __post_init__(self) -> None:
-        if not is_whole(self.first_tokens) or self.first_tokens < 0:
-            raise ConfigError(f"first_tokens is {self.first_tokens!r}; choose a number of tokens, 0 or more")
+        check_tokens(first_tokens=self.first_tokens, last_tokens=self.last_tokens)
 
     def reruns(self, layout: Layout) -> list[Span]:
-        ends = ((piece.start, min(piece.end, piece.start + self.first_tokens)) for piece in layout.passages[1:])
-        return [Span(start, stop) for start, stop in ends if start < stop]
+        chunks = (Span(piece.start, piece.end) for piece in layout.passages[1:])
+        return [span for chunk in chunks for span in edge_spans(chunk, self.first_tokens, self.last_tokens)]
 
     def candidates(self, context: Context) -> Tensor:
-        rows = zip(context.chunk_starts[1:], context.chunk_tokens[1:], strict=True)
-        slots = [torch.arange(start, start + min(count, self.first_tokens)) for start, count in rows]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *slots]).to(context.lm.device)
+        return context.edges(self.first_tokens, self.last_tokens)

@@ -15,10 +15,11 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache
+from ragcache.kv.request_layout import Span
 from ragcache.models.attention import Projected
 from ragcache.models.layerwise import LayerPoint
 from ragcache.models.lm import LanguageModel
@@ -68,6 +69,13 @@ class Context:
         """int64: the slot of every token of the text, the suffix last, which always runs."""
         return torch.arange(self.num_tokens, self.ids.shape[0], device=self.lm.device)
 
+    def edges(self, first_tokens: int, last_tokens: int = 0) -> Tensor:
+        """int64, ascending: slots of the first and the last tokens of each chunk but the first one."""
+        chunks = zip(self.chunk_starts[1:], self.chunk_tokens[1:], strict=True)
+        found = (edge_spans(Span(start, start + count), first_tokens, last_tokens) for start, count in chunks)
+        slots = [slot for spans in found for span in spans for slot in range(*span)]
+        return torch.tensor(slots, dtype=torch.int64, device=self.lm.device)
+
 
 @dataclass(frozen=True, eq=False)
 class Running:
@@ -115,17 +123,28 @@ class RecomputeMethod(FusionMethod, ABC):
         candidates = self.candidates(context)
         if not candidates.numel():
             return job.read()
-        choose = self.chooser(context)
-        place_known, text = job.place(), context.text_slots()
+        return rerun(job, context, open_cache(job, context), candidates, self.chooser(context))
 
-        def place(cache: FusedCache, layer: int) -> None:
-            place_known(cache, layer)
-            cache.reserve(layer, context.positions[text])
 
-        slots = torch.cat([candidates, text])
-        before = None if choose is None else _in_rows(choose, slots, candidates.numel())
-        cache = job.new_cache(place)
-        return job.run(cache, context.ids[slots], context.positions[slots], slots=slots, before_layer=before)
+def open_cache(job: Job, context: Context) -> FusedCache:
+    """A cache by slot: everything at hand is placed as each layer is reached, and the text has room behind it."""
+    place_known, text = job.place(), context.text_slots()
+
+    def place(cache: FusedCache, layer: int) -> None:
+        place_known(cache, layer)
+        cache.reserve(layer, context.positions[text])
+
+    return job.new_cache(place)
+
+
+def rerun(job: Job, context: Context, cache: FusedCache, candidates: Tensor, choose: Choose | None = None) -> Prefilled:
+    """Run the text, and before it the candidates, or those of them that `choose` takes, layer by layer.
+
+    candidates: slots of context tokens, int64, ascending
+    """
+    slots = torch.cat([candidates, context.text_slots()])
+    before = None if choose is None else _in_rows(choose, slots, candidates.numel())
+    return job.run(cache, context.ids[slots], context.positions[slots], slots=slots, before_layer=before)
 
 
 def check_ratio(ratio: float) -> None:
@@ -134,10 +153,30 @@ def check_ratio(ratio: float) -> None:
         raise ConfigError(f"ratio is {ratio!r}; choose the share of the chunks' tokens, a number from 0 to 1")
 
 
+def check_tokens(**options: object) -> None:
+    """Raises ConfigError for an option that is no number of tokens."""
+    for name, value in options.items():
+        if not is_whole(value) or value < 0:
+            raise ConfigError(f"{name} is {value!r}; choose a number of tokens, 0 or more")
+
+
+def edge_spans(span: Span, first_tokens: int, last_tokens: int) -> list[Span]:
+    """The first and the last tokens of a span: one span where they meet, none that is empty."""
+    head, tail = min(span.start + first_tokens, span.stop), max(span.stop - last_tokens, span.start)
+    found = [span] if tail <= head else [Span(span.start, head), Span(tail, span.stop)]
+    return [edge for edge in found if edge.num_tokens]
+
+
 def highest(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` highest scores, ascending; the first of equals go first, on every device."""
     order = torch.sort(scores, descending=True, stable=True).indices
     return order[:count].sort().values
+
+
+def chosen(scores: Tensor, slots: Tensor, count: int, always: Tensor) -> Tensor:
+    """`count` of the slots, ascending: those of `always`, whatever their number, then those that score highest."""
+    first = scores.masked_fill(torch.isin(slots, always), torch.inf)
+    return slots[highest(first, max(count, always.shape[0]))]
 
 
 def _in_rows(choose: Choose, slots: Tensor, num_candidates: int) -> Callable[[LayerPoint], Tensor | None]:

@@ -34,8 +34,11 @@ class Watched(_Blend):
 
 
 @torch.no_grad()
-def brute_force(oracle, prompt, counts):
-    """Tokens by layer: the counts[layer] of those below whose own keys and values are farthest from the recorded."""
+def brute_force(oracle, prompt, counts, always=()):
+    """Tokens by layer: the counts[layer] of those below whose own keys and values are farthest from the recorded.
+
+    always: tokens that come before all others
+    """
     recorded = recorded_kv(oracle, prompt, block_diagonal(prompt))
     suffix = list(range(prompt.context_tokens, prompt.num_tokens))
     going = list(range(len(prompt.prefix_ids), prompt.context_tokens))
@@ -51,7 +54,7 @@ def brute_force(oracle, prompt, counts):
             )
             for token in going
         }
-        going = sorted(sorted(going, key=lambda token: -distance[token])[: counts[layer]])
+        going = sorted(sorted(going, key=lambda token: (token not in always, -distance[token]))[: counts[layer]])
         chosen.append(torch.tensor(going + suffix, dtype=torch.int64))
     return chosen
 
