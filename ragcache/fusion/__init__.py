@@ -18,6 +18,7 @@ from ragcache.fusion.infllm import InfLLM
 from ragcache.fusion.link import Link
 from ragcache.fusion.markers import Markers
 from ragcache.fusion.packet import Packet
+from ragcache.fusion.prophet import Prophet
 from ragcache.fusion.reposition import Reposition
 from ragcache.fusion.samkv import SamKV
 
@@ -31,6 +32,7 @@ METHODS: dict[str, type[FusionMethod]] = {
     "cacheblend": CacheBlend,
     "epic": Epic,
     "a3": A3,
+    "prophet": Prophet,
     "samkv": SamKV,
     "infllm": InfLLM,
     "ape": Ape,

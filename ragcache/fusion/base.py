@@ -173,8 +173,10 @@ class Job:
     def running(self) -> Iterator[None]:
         """Count what happens within as prefill, less the placing that it calls for."""
         started, placed = time.perf_counter(), self.times.place_s
-        yield
-        self.times.prefill_s += time.perf_counter() - started - (self.times.place_s - placed)
+        try:
+            yield
+        finally:
+            self.times.prefill_s += time.perf_counter() - started - (self.times.place_s - placed)
 
 
 @dataclass(frozen=True)

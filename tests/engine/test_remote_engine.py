@@ -91,6 +91,14 @@ def test_epic_says_which_tokens_run_again(front, vllm):
     ]
 
 
+def test_epic_says_both_edges(front, vllm):
+    front(method="epic", first_tokens=3, last_tokens=2).ask(QUESTION, k=3)
+    layout = layout_of(vllm.bodies[0])
+    assert [(run.start, run.stop) for run in layout.runs] == [
+        edge for start, stop in layout.blocks[-2:] for edge in ((start, start + 3), (stop - 2, stop))
+    ]
+
+
 def test_full_prefill_sends_no_layout(front, vllm):
     answer = front(method="full").ask(QUESTION, k=3)
     assert "kv_transfer_params" not in vllm.bodies[0]
@@ -259,7 +267,7 @@ async def test_async_twins_work(front, vllm):
 # What goes wrong
 
 
-@pytest.mark.parametrize("method", ["a3", "cacheblend", "samkv", "infllm", "ape", "entropy", "concat"])
+@pytest.mark.parametrize("method", ["a3", "prophet", "cacheblend", "samkv", "infllm", "ape", "entropy", "concat"])
 def test_methods_that_need_the_model_are_refused_by_name(kb, front, vllm, method):
     recipe = rc.METHODS[method].recipes[0]
     message = f"method '{method}' chooses or weighs tokens.*use 'reposition' or 'full'"

@@ -21,7 +21,7 @@ from ragcache.models.joint import Piece, Run, run_pieces
 
 pytestmark = pytest.mark.gpu
 SOME = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "smollm3", "mistral-window", "gpt_neox", "cohere2")
-RECOMPUTE = ("cacheblend", "epic", "a3", "samkv", "infllm", "ape", "entropy")
+RECOMPUTE = ("cacheblend", "epic", "a3", "prophet", "samkv", "infllm", "ape", "entropy")
 
 
 def causal(count):
@@ -59,7 +59,7 @@ def test_every_method_is_what_it_is_on_the_cpu(models, family, method):
 
 
 @pytest.mark.parametrize("family", SOME)
-@pytest.mark.parametrize("method", ["cacheblend", "a3"])
+@pytest.mark.parametrize("method", ["cacheblend", "a3", "prophet"])
 def test_law_3_on_the_device(models, family, method):
     lm, _, oracle = models(family)
     prompt = random_prompt(3, prefix=5)

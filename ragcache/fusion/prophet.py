@@ -1,0 +1,110 @@
+"""ProphetKV: the question looks at the reused KV in all layers first; what it attends to runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ragcache.errors import ConfigError, is_whole
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.recompute import Context, Running, check_ratio, check_tokens, chosen, open_cache, rerun
+from ragcache.kv.cache import FusedCache
+from ragcache.models.attention import attention_received
+from ragcache.models.card import ModelCard
+from ragcache.prompt import Prompt
+
+
+@dataclass(frozen=True)
+class Prophet(FusionMethod):
+    """Dual-stage recomputation driven by the question (ProphetKV).
+
+    1. The suffix runs over the reused KV, through all layers. In each one, every chunk token is scored by the attention
+       that it gets from the suffix, softmax(q K' / sqrt(d)) over the keys K' of the context alone.
+    2. The scores of all layers are fused with equal weights, and the best tokens run again in all layers, with the
+       suffix behind them, over the same cache.
+
+    The paper's score of a layer is the sum of that softmax over the question's tokens, and its fusion is the uniform
+    mean over layers; both were read in public re-implementations that quote its algorithm 1 and equation 8, not in the
+    paper itself. Heads are summed, too. Sums and means rank alike, so this is the sum over layers, heads and tokens.
+
+    Chosen here: the whole suffix asks, the template's tail included. The context is the prefix, which only takes its
+    share of the softmax, and the chunks. A layer's own scaling, soft cap and attention sink hold, and its sliding
+    window: tokens of the suffix from which it shows no chunk say nothing there.
+
+    layers is the critical-layer half of QCFuse (arXiv 2606.05875): only profiled layers score, and the first stage ends
+    behind the last of them, so that blocks of the layers above need not have arrived by then. Its other half, a
+    question that sees compact anchors of each chunk instead of all tokens, is left out.
+
+    ratio:           share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
+    layers:          those that score, from 0; None: all
+    boundary_tokens: first tokens of each chunk but the first that run whatever their scores; they count in `ratio`, and
+                     run all the same where they are more
+    """
+
+    ratio: float = 0.2
+    layers: Sequence[int] | None = None
+    boundary_tokens: int = 0
+
+    name: ClassVar[str] = "prophet"
+    paper: ClassVar[str] = "ProphetKV (arXiv 2602.02579)"
+    summary: ClassVar[str] = "runs the tokens again that the question attends to in all layers of a first pass"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        check_tokens(boundary_tokens=self.boundary_tokens)
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _layer_numbers(self.layers))
+
+    def check(self, lm: ModelCard, prompt: Prompt) -> None:
+        if self.layers is not None and max(self.layers) >= lm.num_layers:
+            raise ConfigError(f"layers names layer {max(self.layers)}; {lm.name} has layers 0 to {lm.num_layers - 1}")
+
+    def prefill(self, job: Job) -> Prefilled:
+        context = Context.of(job)
+        slots, always = context.chunk_slots(), context.edges(self.boundary_tokens)
+        count = max(round(self.ratio * slots.shape[0]), always.shape[0])
+        if not count:
+            return job.read()
+        cache, scores = open_cache(job, context), torch.zeros(slots.shape[0], device=job.lm.device)
+        if always.shape[0] < count < slots.shape[0]:
+            self._ask(job, context, cache, scores)
+        return rerun(job, context, cache, chosen(scores, slots, count, always))
+
+    def _ask(self, job: Job, context: Context, cache: FusedCache, scores: Tensor) -> None:
+        """Run the suffix through the layers that score, and add to the scores, float32 [chunk tokens]."""
+        layers = range(context.lm.shape.num_layers) if self.layers is None else self.layers
+
+        def score(running: Running) -> None:
+            if running.layer > max(layers):
+                raise _AllAsked
+            if running.layer in layers:
+                scores.add_(_attention(running, context))
+
+        with suppress(_AllAsked):
+            rerun(job, context, cache, context.chunk_slots()[:0], score)
+
+
+class _AllAsked(Exception):  # noqa: N818 - it ends the first stage early; it is no error
+    """All layers that score have done so."""
+
+
+def _attention(running: Running, context: Context) -> Tensor:
+    """float32 [chunk tokens]: attention from the suffix in this layer, of all that it gives to the context."""
+    asking, (keys, _) = running.probe(), running.placed()
+    positions = context.positions[: context.num_tokens]
+    if asking.window is not None:
+        seeing = asking.positions - positions[-1] < asking.window
+        asking = asking._replace(query=asking.query[:, :, seeing], positions=asking.positions[seeing])
+    return attention_received(asking, keys[:, :, : context.num_tokens], positions)[context.prefix_tokens :]
+
+
+def _layer_numbers(given: object) -> tuple[int, ...]:
+    """Raises ConfigError for what is no list of layers."""
+    if isinstance(given, Sequence) and given and all(is_whole(layer) and layer >= 0 for layer in given):
+        return tuple(given)
+    raise ConfigError(f"layers is {given!r}; give the numbers of those that score, such as [4, 9], or None for all")

@@ -1,0 +1,106 @@
+"""Boundary tokens: the first ones of each chunk but the first run, and scores choose the rest of the share."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import test_a3
+import test_cacheblend
+import test_prophet
+import torch
+from blend_oracle import blended_logits
+from families import assert_same, random_prompt
+
+import ragcache as rc
+from ragcache.errors import ConfigError
+from ragcache.fusion import get_method
+from ragcache.fusion.recompute import chosen
+
+CHUNKS = (17, 3, 20, 12)
+CHOOSING = ["cacheblend", "a3", "prophet"]
+
+
+def boundary(prompt, first_tokens):
+    tokens, start = [], len(prompt.prefix_ids)
+    for rank, chunk in enumerate(prompt.chunk_ids):
+        tokens += [start + place for place in range(len(chunk)) if rank and place < first_tokens]
+        start += len(chunk)
+    return tokens
+
+
+def ranked(method, oracle, prompt):
+    """Chunk tokens as the method's own test ranks them, the best first."""
+    if method == "prophet":
+        return test_prophet.ranked(prompt, test_prophet.attention(oracle, prompt)[1])
+    scores = test_a3.scores(oracle, prompt)
+    return sorted(scores, key=lambda token: (-scores[token], token))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-window"])
+@pytest.mark.parametrize("method", ["a3", "prophet"])
+def test_they_run_before_the_best_of_the_others(load, method, family):
+    """They count in the share."""
+    lm, oracle = load(family)
+    prompt, count = random_prompt(71, prefix=5, chunks=CHUNKS), 20
+    always = boundary(prompt, 4)
+    others = [token for token in ranked(method, oracle, prompt) if token not in always]
+    running = sorted(always + others[: count - len(always)])
+    fused = rc.fuse(lm, prompt, method, ratio=count / sum(CHUNKS), boundary_tokens=4)
+    suffix = list(range(prompt.context_tokens, prompt.num_tokens))
+    assert_same(fused.next_logits, blended_logits(oracle, prompt, [torch.tensor(running + suffix)] * 3))
+    stages = 2 if method == "prophet" else 1
+    assert set(fused.computed_tokens) == {count + stages * len(suffix)}
+
+
+@pytest.mark.parametrize("gradual", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_they_deviate_first(load, family, gradual):
+    lm, oracle = load(family)
+    prompt, total = random_prompt(72, prefix=5, chunks=CHUNKS), sum(CHUNKS)
+    shares = (1.25 * 0.4, 0.75 * 0.4) if gradual else (0.4, 0.4)
+    counts = [total, *(round(share * total) for share in shares)]
+    expected = test_cacheblend.brute_force(oracle, prompt, counts, boundary(prompt, 4))
+    fused = rc.fuse(lm, prompt, "cacheblend", ratio=0.4, gradual=gradual, boundary_tokens=4)
+    assert_same(fused.next_logits, blended_logits(oracle, prompt, expected))
+
+
+@pytest.mark.parametrize("recipe", ["isolated", "prefix"])
+@pytest.mark.parametrize("ratio", [0, 0.05])
+@pytest.mark.parametrize("method", CHOOSING)
+def test_more_than_the_share_they_run_all_the_same_as_by_epic(load, method, ratio, recipe):
+    """Over blocks of either recipe: with `prefix`, the shared prefix is every chunk's attention sink."""
+    lm, _ = load("qwen3")
+    prompt = random_prompt(73, prefix=5, chunks=CHUNKS)
+    fused = rc.fuse(lm, prompt, method, ratio=ratio, boundary_tokens=5, recipe=recipe)
+    by_epic = rc.fuse(lm, prompt, "epic", first_tokens=5, recipe=recipe)
+    assert_same(fused.next_logits, by_epic.next_logits)
+    assert fused.computed_tokens[-1] == by_epic.computed_tokens[-1] == 5 + 3 + 5 + len(prompt.suffix_ids)
+
+
+@pytest.mark.parametrize("method", CHOOSING)
+def test_a_lone_chunk_has_none(load, method):
+    lm, _ = load("llama")
+    prompt = random_prompt(74, chunks=(9,))
+    alone = rc.fuse(lm, prompt, method, ratio=0, boundary_tokens=4)
+    assert torch.equal(alone.next_logits, rc.fuse(lm, prompt).next_logits)
+
+
+def test_the_choice_is_numpys():
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        size = int(generator.integers(1, 30))
+        slots = np.sort(generator.choice(100, size, replace=False))
+        scores = generator.integers(0, 5, size).astype(np.float32)  # many are equal
+        always = np.sort(generator.choice(slots, int(generator.integers(0, size + 1)), replace=False))
+        count = int(generator.integers(0, size + 1))
+        order = np.lexsort((np.arange(size), -scores, ~np.isin(slots, always)))
+        expected = np.sort(slots[order[: max(count, len(always))]])
+        found = chosen(torch.tensor(scores), torch.tensor(slots), count, torch.tensor(always))
+        assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "4", None, True])
+@pytest.mark.parametrize("method", CHOOSING)
+def test_what_is_no_count_is_refused(method, value):
+    with pytest.raises(ConfigError, match=r"boundary_tokens is .*0 or more"):
+        get_method(method, boundary_tokens=value)

@@ -1,0 +1,168 @@
+"""ProphetKV: law 3, and its choice against the attention weights that plain transformers gives in every layer."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from blend_oracle import blended_logits
+from families import FAMILIES, assert_same, block_diagonal, masks_of, oracle_logits, random_prompt
+
+import ragcache as rc
+from ragcache.errors import ConfigError
+from ragcache.fusion import get_method, prophet
+from ragcache.fusion.base import Job
+from ragcache.fusion.layout import Layout
+from ragcache.fusion.placing import Placer
+
+CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
+CHUNKS = (17, 3, 20, 12)
+LAYERS = 3
+
+
+@torch.no_grad()
+def attention(oracle, prompt):
+    """By layer, the suffix's rows of all heads over the context, each as the layer has it and as a share of its sum.
+
+    The suffix of a block-diagonal forward sees the chunks as they were read alone. A row of a sliding layer may be too
+    far from the context to give it anything.
+    """
+    mask, context = masks_of(oracle, block_diagonal(prompt)), prompt.context_tokens
+    layers = oracle(input_ids=torch.tensor([prompt.ids]), attention_mask=mask, output_attentions=True).attentions
+    own = [weights[0, :, context:, :context].reshape(-1, context).double().numpy() for weights in layers]
+    given = [rows[rows.sum(1) > 0] for rows in own]
+    return own, [rows / rows.sum(1, keepdims=True) for rows in given]
+
+
+def scores(rows_by_layer):
+    """By context token: what it gets of all rows of all layers."""
+    return np.sum([rows.sum(0) for rows in rows_by_layer], axis=0)
+
+
+def ranked(prompt, rows_by_layer):
+    """Chunk tokens, the highest score first, then the first."""
+    by_token = scores(rows_by_layer)
+    return sorted(range(len(prompt.prefix_ids), prompt.context_tokens), key=lambda token: (-by_token[token], token))
+
+
+def with_scores(monkeypatch, lm, prompt, **options):
+    """What `prophet` gives, and the scores that it chose by."""
+    seen, chosen = [], prophet.chosen
+    monkeypatch.setattr(prophet, "chosen", lambda *args: seen.append(args[0].double().numpy()) or chosen(*args))
+    return rc.fuse(lm, prompt, "prophet", **options), seen[0]
+
+
+def expected_logits(oracle, prompt, chosen):
+    suffix = list(range(prompt.context_tokens, prompt.num_tokens))
+    return blended_logits(oracle, prompt, [torch.tensor(sorted(chosen) + suffix)] * LAYERS)
+
+
+@pytest.mark.parametrize("family", CHOSEN_ON)
+@pytest.mark.parametrize("ratio", [0.2, 0.6])
+def test_the_tokens_that_the_suffix_attends_to_in_all_layers_run(load, monkeypatch, family, ratio):
+    """The suffix runs twice, and both times count."""
+    lm, oracle = load(family)
+    prompt = random_prompt(41, prefix=6, chunks=CHUNKS)
+    count = round(ratio * sum(CHUNKS))
+    shares = attention(oracle, prompt)[1]
+    fused, found = with_scores(monkeypatch, lm, prompt, ratio=ratio)
+    np.testing.assert_allclose(found, scores(shares)[6:], rtol=1e-3, atol=1e-4)
+    chosen = ranked(prompt, shares)[:count]
+    assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen))
+    assert set(fused.computed_tokens) == {count + 2 * len(prompt.suffix_ids)}
+    assert set(fused.cache.lengths) == {prompt.num_tokens}
+
+
+def test_what_the_suffix_gives_to_itself_does_not_count(load):
+    """Where a row's weights over the context were not made shares of their sum, other tokens were chosen."""
+    lm, oracle = load("llama")
+    told_apart = 0
+    for seed in range(60, 66):
+        prompt, count = random_prompt(seed, prefix=3, chunks=CHUNKS), 8
+        own, shares = attention(oracle, prompt)
+        chosen = ranked(prompt, shares)[:count]
+        if set(chosen) == set(ranked(prompt, own)[:count]):
+            continue
+        told_apart += 1
+        fused = rc.fuse(lm, prompt, "prophet", ratio=count / sum(CHUNKS))
+        assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen))
+    assert told_apart, "no prompt tells the two apart"
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "gemma2", "gemma3"])
+def test_rows_that_a_window_parts_from_the_context_say_nothing(load, monkeypatch, family):
+    lm, oracle = load(family)
+    prompt = random_prompt(43, prefix=6, chunks=CHUNKS, suffix=20)
+    own, shares = attention(oracle, prompt)
+    assert any(len(some) < len(every) for some, every in zip(shares, own, strict=True))
+    fused, found = with_scores(monkeypatch, lm, prompt, ratio=0.1)
+    np.testing.assert_allclose(found, scores(shares)[6:], rtol=1e-3, atol=1e-4)
+    assert_same(fused.next_logits, expected_logits(oracle, prompt, ranked(prompt, shares)[:5]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("layers", [[0], [1], [0, 2], (2, 1)])
+def test_layers_that_are_named_score_alone(load, family, layers):
+    """The first stage ends behind the last of them."""
+    lm, oracle = load(family)
+    prompt = random_prompt(44, prefix=6, chunks=CHUNKS)
+    shares, suffix = attention(oracle, prompt)[1], len(prompt.suffix_ids)
+    chosen = ranked(prompt, [shares[layer] for layer in layers])[:10]
+    fused = rc.fuse(lm, prompt, "prophet", ratio=10 / sum(CHUNKS), layers=layers)
+    assert_same(fused.next_logits, expected_logits(oracle, prompt, chosen))
+    passes = [2 if layer <= max(layers) else 1 for layer in range(LAYERS)]
+    assert fused.computed_tokens == tuple(10 + times * suffix for times in passes)
+
+
+@pytest.mark.parametrize(("layers", "awaited"), [([0], [0]), ([1, 0], [0, 1]), (None, [0, 1, 2])])
+def test_blocks_above_the_layers_that_score_are_placed_after_the_choice(load, monkeypatch, layers, awaited):
+    lm, _ = load("llama")
+    events, place, chosen = [], Placer.place, prophet.chosen
+    monkeypatch.setattr(Placer, "place", lambda self, cache, layer: events.append(layer) or place(self, cache, layer))
+    monkeypatch.setattr(prophet, "chosen", lambda *args: events.append("chosen") or chosen(*args))
+    rc.fuse(lm, random_prompt(45, chunks=CHUNKS), "prophet", layers=layers)
+    assert events[: events.index("chosen")] == awaited
+    assert sorted(event for event in events if event != "chosen") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family):
+    """Law 3. With none, it is the very same computation; with all, there is nothing to ask."""
+    lm, oracle = load(family)
+    prompt = random_prompt(46)
+    n = prompt.num_tokens
+    every = rc.fuse(lm, prompt, "prophet", ratio=1)
+    assert_same(every.next_logits, oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril()))
+    assert set(every.computed_tokens) == {n - len(prompt.prefix_ids)}
+    none = rc.fuse(lm, prompt, "prophet", ratio=0)
+    assert torch.equal(none.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
+    assert set(none.computed_tokens) == {len(prompt.suffix_ids)}
+
+
+def test_a_pass_that_ends_early_is_timed(load):
+    job = Job(load("llama")[0], Layout(()))
+    with suppress(KeyError), job.running():
+        time.sleep(0.01)
+        raise KeyError
+    assert job.times.prefill_s >= 0.01
+
+
+@pytest.mark.parametrize("ratio", [-0.01, 1.01, math.nan, math.inf, "0.5", None, True])
+def test_what_is_no_share_is_refused(ratio):
+    with pytest.raises(ConfigError, match=r"ratio is .*from 0 to 1"):
+        get_method("prophet", ratio=ratio)
+
+
+@pytest.mark.parametrize("layers", [[], [-1], [1.5], [True], 3, "12", [None]])
+def test_what_is_no_list_of_layers_is_refused(layers):
+    with pytest.raises(ConfigError, match=r"layers is .*such as \[4, 9\]"):
+        get_method("prophet", layers=layers)
+
+
+def test_a_layer_that_the_model_does_not_have_is_named(load):
+    with pytest.raises(ConfigError, match=r"layers names layer 3; .* has layers 0 to 2"):
+        rc.fuse(load("llama")[0], random_prompt(47), "prophet", layers=[1, 3])
