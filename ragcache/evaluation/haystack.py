@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 
 from ragcache.errors import ConfigError
@@ -37,12 +38,21 @@ def text_sentences(path: Path) -> list[str]:
     return found
 
 
-class Haystack:
-    """Sentences with their lengths; the same seed and file give the same hay."""
+def prose(seed: int, path: str = "") -> Iterator[str]:
+    """Endless sentences of a text file, or generated ones; the same seed and file give the same.
 
-    def __init__(self, count_tokens: CountTokens, seed: int, path: str = "") -> None:
+    Raises ConfigError as `text_sentences` does.
+    """
+    return cycle(text_sentences(Path(path))) if path else filler(seed)
+
+
+class Haystack:
+    """Sentences with their lengths."""
+
+    def __init__(self, count_tokens: CountTokens, endless: Iterator[str]) -> None:
+        """endless: sentences to take from; `prose` has some."""
         self._count = count_tokens
-        self._endless = _cycle(text_sentences(Path(path))) if path else filler(seed)
+        self._endless = endless
         self._taken: list[tuple[str, int]] = []
 
     def sentences(self, num_tokens: int) -> list[tuple[str, int]]:
@@ -76,11 +86,6 @@ class Haystack:
             place = min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
             rows.insert(place, (needle, self._count(f"{needle} "), True))
         return tuple(_passages(rows, passage_tokens))
-
-
-def _cycle(sentences: Sequence[str]) -> Iterator[str]:
-    while True:
-        yield from sentences
 
 
 def _passages(rows: Sequence[tuple[str, int, bool]], passage_tokens: int) -> Iterator[Passage]:

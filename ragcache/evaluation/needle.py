@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case
-from ragcache.evaluation.haystack import CountTokens, Haystack
+from ragcache.evaluation.haystack import CountTokens, Haystack, prose
 
 CITIES = ("San Francisco", "Lisbon", "Kyoto", "Nairobi", "Quito", "Tallinn", "Perth", "Bergen", "Oaxaca", "Izmir")
 FOODS = ("a sandwich", "a bowl of noodles", "a cheese pie", "grilled fish", "a plate of dumplings", "an orange")
@@ -48,7 +48,7 @@ def needle_cases(settings: NeedleSettings, count_tokens: CountTokens, limit: int
         city = rng.choice(CITIES)
         answer = f"eat {rng.choice(FOODS)} {rng.choice(SPOTS)} {rng.choice(DAYS)}"
         needle, question = f"The best thing to do in {city} is to {answer}.", f"What is the best thing to do in {city}?"
-        hay = Haystack(count_tokens, settings.seed + 1000 * number, settings.haystack)
+        hay = Haystack(count_tokens, prose(settings.seed + 1000 * number, settings.haystack))
         for length in settings.lengths:
             for depth in settings.depths:
                 passages = hay.with_needles(length, [(needle, depth / 100)], settings.passage)

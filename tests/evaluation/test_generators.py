@@ -77,6 +77,30 @@ def needles(case) -> list[tuple[str, str]]:
     return re.findall(r"One of the special magic numbers for ([\w-]+) is: (\d+)\.", whole(case))
 
 
+UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+
+
+@pytest.mark.parametrize(
+    ("task", "key", "value", "hay"),
+    [
+        ("single_noise", r"\w+-\w+", r"\d{7}", "noise"),
+        ("single_uuid", r"\w+-\w+", UUID, "prose"),
+        ("multi_key_lines", r"\w+-\w+", r"\d{7}", "needles"),
+        ("multi_key_uuids", UUID, UUID, "needles"),
+    ],
+)
+def test_one_needle_in_noise_in_prose_and_among_needles(task, key, value, hay):
+    for case in ruler_cases(RulerSettings(task=task, lengths=(300,), questions=5), words):
+        found = re.findall(rf"One of the special magic \w+s for ({key}) is: ({value})\. ?", whole(case) + " ")
+        held = dict(found)
+        (asked,) = [name for name in held if f" {name} " in case.question]
+        assert case.answers == (held[asked],)
+        rest = re.sub(rf"One of the special magic \w+s for {key} is: {value}\. ?", "", whole(case))
+        assert (len(found) > 10, rest.strip() == "") == ((hay == "needles",) * 2)
+        sentences = [one for one in re.split(r"(?<=\.) ", rest.strip()) if one]
+        assert (len(set(sentences)) == 5) == (hay == "noise")
+
+
 @pytest.mark.parametrize(
     ("task", "keys", "values", "asked"),
     [("single", 1, 1, 1), ("multi_key", 4, 1, 1), ("multi_value", 1, 4, 1), ("multi_query", 4, 1, 4)],
