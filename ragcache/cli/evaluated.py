@@ -1,16 +1,21 @@
-"""Options of the commands that measure a model: which one, and progress on the terminal."""
+"""What the commands that measure a model share: its options, progress on the terminal, one set's results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from ragcache.cli.options import option
 from ragcache.cli.output import on_terminal
 
 if TYPE_CHECKING:
     from ragcache import LanguageModel
+    from ragcache.evaluation.case import Case
+    from ragcache.evaluation.methods import MethodSpec
+    from ragcache.evaluation.report import Row
+    from ragcache.evaluation.runner import Runner, RunSettings
     from ragcache.prompt import PromptFormat
 
 T = TypeVar("T")
@@ -36,10 +41,64 @@ class EvaluatedModel:
 
         return load_lm(self.model or default, dtype=self.dtype or dtype, device=self.device)
 
-    def prompt_format(self, lm: LanguageModel) -> PromptFormat:
+    def prompt_format(self, lm: LanguageModel, question_format: str | None = None) -> PromptFormat:
+        """question_format: where none was asked for."""
         from ragcache.prompt import prompt_format
 
-        return prompt_format(lm.tokenizer, system=self.system, question_format=self.question_format)
+        return prompt_format(lm.tokenizer, system=self.system, question_format=self.question_format or question_format)
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Methods, questions, answers and results."""
+
+    methods: Annotated[
+        list[str] | None,
+        option("--methods", "Comma-separated, as in reposition,fast=cacheblend:ratio=0.15; all that the model can."),
+    ] = None
+    data: Annotated[
+        list[str] | None,
+        option(
+            "--data",
+            "File of JSON lines, set of --data-dir, registry, needle or ruler; of a suite, a column. May be repeated.",
+        ),
+    ] = None
+    data_dir: Annotated[Path | None, option("--data-dir", "Directory of public question sets.")] = None
+    out: Annotated[Path, option("--out", "Directory of the results; a rerun goes on there.")] = Path("eval")
+    questions: Annotated[int | None, option("--questions", "Take this many of each set.", min=1)] = None
+    max_tokens: Annotated[
+        int | None, option("--max-tokens", "Longest answer, in tokens; 32, or what a suite's set takes.", min=1)
+    ] = None
+    stop: Annotated[list[str] | None, option("--stop", "End an answer at this string; may be repeated.")] = None
+    on_overflow: Annotated[
+        Literal["error", "skip"], option("--on-overflow", "Questions that do not fit the model: refuse or leave out.")
+    ] = "error"
+    plot: Annotated[bool, option("--plot/--no-plot", "Draw NAME.png beside the tables.")] = True
+
+    def settings(self, longest: int) -> RunSettings:
+        """longest: an answer's tokens where none were asked for."""
+        from ragcache.evaluation.runner import RunSettings
+
+        return RunSettings(self.max_tokens or longest, tuple(self.stop or ()), self.on_overflow)
+
+    def run_source(
+        self, runner: Runner, source: str, cases: list[Case], specs: list[MethodSpec], name: str
+    ) -> list[Row]:
+        """Measure one set and write its tables."""
+        from ragcache.evaluation.journal import Journal
+        from ragcache.evaluation.plots import plot
+        from ragcache.evaluation.report import summarise, write_report
+        from ragcache.evaluation.runner import NO_PASSAGES
+
+        with Journal(self.out / f"{name}.results.jsonl", {"data": source, **runner.describe()}) as journal:
+            scores = list(progress(runner.run(cases, specs, journal), len(cases) * (len(specs) + 1), name))
+        labels = {NO_PASSAGES: NO_PASSAGES, **{spec.key: spec.label for spec in specs}}
+        rows = summarise(scores, labels)
+        header = {"data": source, "model": runner.lm.name, "questions": len(cases), **runner.describe()}
+        write_report(self.out, name, header, rows)
+        if self.plot:
+            plot(rows, self.out / f"{name}.png", f"{source}, {runner.lm.name}")
+        return rows
 
 
 def progress(items: Iterable[T], total: int, label: str) -> Iterator[T]:

@@ -35,6 +35,8 @@ class Case:
     answers:  gold answers; any of them is right, or all are wanted where `all_wanted`; may be empty
     question_id: cases of one question (its gold passage at several positions) share it; intervals respect that
     cell:     what results are broken down by: {"hops": 2}, {"gold_position": 3}, {"depth": 50, "length": 1024}
+    metric:   the set's own, of set_metrics.METRICS; "": none but those of every set
+    classes:  names that an answer is one of, for metric "classification"
     """
 
     id: str
@@ -44,6 +46,8 @@ class Case:
     all_wanted: bool = False
     question_id: str = ""
     cell: Cell = field(default_factory=dict)
+    metric: str = ""
+    classes: tuple[str, ...] = ()
 
     @property
     def cluster(self) -> str:

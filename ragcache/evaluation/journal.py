@@ -26,6 +26,7 @@ class Key(NamedTuple):
 class Score:
     """One method on one question. Scores that need what is not there (gold answers, full prefill) are None.
 
+    score:         by the metric that the case's set names, if it names one
     accuracy, exact_match, f1, rouge_l: see metrics; accuracy is a share where all answers are wanted
     kl_first, kl_answer: KL(full prefill || method) in nats: at the answer's first token; mean along the reference
                          answer, given token by token
@@ -44,6 +45,7 @@ class Score:
     cluster: str
     cell: dict[str, str | int]
     prediction: str = ""
+    score: float | bool | None = None
     accuracy: float | bool | None = None
     exact_match: bool | None = None
     f1: float | None = None

@@ -36,7 +36,7 @@ def read_entries(path: Path) -> list[QuestionLine]:
     entries: list[QuestionLine] = []
     seen: dict[str, str] = {}
     for fields, where in read_objects(path):
-        entry = _entry(fields, where)
+        entry = read_entry(fields, where)
         if entry.case.id in seen:
             raise ConfigError(f"{where}: id {entry.case.id!r} stands in {seen[entry.case.id]} too; ids must differ")
         seen[entry.case.id] = where
@@ -69,7 +69,8 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _entry(fields: Mapping[str, Any], where: str) -> QuestionLine:
+def read_entry(fields: Mapping[str, Any], where: str) -> QuestionLine:
+    """One line's object. Raises ConfigError."""
     question = fields.get("question")
     if not isinstance(question, str) or not question.strip():
         raise ConfigError(f"{where}: there is no question; give it a text 'question'")

@@ -103,8 +103,13 @@ def all_methods() -> list[MethodSpec]:
 
 def default_methods(lm: LanguageModel) -> list[MethodSpec]:
     """Every method that this model can use as it is, with its default options; `full` first."""
+    return usable_methods(all_methods(), lm)
+
+
+def usable_methods(specs: Sequence[MethodSpec], lm: LanguageModel) -> list[MethodSpec]:
+    """Those that this model can use as it is."""
     prompt = Prompt([], [[0], [0]], [0])
-    return [spec for spec in all_methods() if _is_usable(spec, lm, prompt)]
+    return [spec for spec in specs if _is_usable(spec, lm, prompt)]
 
 
 def _is_usable(spec: MethodSpec, lm: LanguageModel, prompt: Prompt) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from ragcache.errors import ConfigError
 from ragcache.evaluation.report import Row
 
-METRICS = ("accuracy", "same_answer", "top1_answer")
+METRICS = ("score", "accuracy", "same_answer", "top1_answer")
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:

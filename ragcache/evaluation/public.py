@@ -64,7 +64,7 @@ def public_cases(name: str, directory: Path, settings: PublicSettings, limit: in
     """
     entries = read_entries(_find(name, directory, settings.split))[:limit]
     filled = _from_corpus(entries, directory, settings)
-    return [case for entry in filled for case in _at_positions(entry, settings.positions)]
+    return [case for entry in filled for case in at_positions(entry, settings.positions)]
 
 
 def _folders(directory: Path, split: str) -> tuple[Path, Path]:
@@ -148,7 +148,8 @@ def _rows(path: Path) -> Iterator[tuple[str, Passage]]:
         yield str(fields["id"]), Passage(fields["text"], str(fields.get("title") or ""))
 
 
-def _at_positions(entry: QuestionLine, positions: str) -> list[Case]:
+def at_positions(entry: QuestionLine, positions: str) -> list[Case]:
+    """The case with its gold passage at each of `positions`, as PublicSettings names them."""
     stated = entry.meta.get("gold_positions")
     if positions == "given" or (not positions and not stated):
         return [entry.case]

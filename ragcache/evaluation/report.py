@@ -14,6 +14,7 @@ from ragcache.evaluation.intervals import Estimate, estimate
 from ragcache.evaluation.journal import Score
 
 QUALITY = (
+    "score",
     "accuracy",
     "exact_match",
     "f1",
@@ -126,6 +127,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 _TITLES = {
+    "score": "score",
     "accuracy": "accuracy",
     "exact_match": "exact match",
     "f1": "F1",

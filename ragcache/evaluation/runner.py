@@ -15,6 +15,7 @@ from ragcache.evaluation.journal import Key, Ledger, Score
 from ragcache.evaluation.methods import FULL, MethodSpec
 from ragcache.evaluation.metrics import contains_answer, exact_match, rouge_l, share_contained, token_f1
 from ragcache.evaluation.reading import PromptReader, Written, forced_logits, write_answer
+from ragcache.evaluation.set_metrics import METRICS
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
 from ragcache.kv.identity import digest
@@ -178,7 +179,9 @@ class Runner:
 
 def case_digest(case: Case) -> str:
     """Names the case's content, in 16 hex digits."""
-    return digest([case.question, [list(p) for p in case.passages], list(case.answers), case.all_wanted])[:16]
+    own = [case.metric, list(case.classes)] if case.metric else []  # results from before there were any stay valid
+    passages = [list(p) for p in case.passages]
+    return digest([case.question, passages, list(case.answers), case.all_wanted, *own])[:16]
 
 
 def answer_scores(prediction: str, case: Case) -> dict[str, Any]:
@@ -194,6 +197,7 @@ def answer_scores(prediction: str, case: Case) -> dict[str, Any]:
         "exact_match": exact_match(text, joined),
         "f1": token_f1(text, joined),
         "rouge_l": rouge_l(text, joined),
+        **({"score": METRICS[case.metric](text, case.answers, case.classes)} if case.metric else {}),
     }
 
 
