@@ -39,10 +39,13 @@ def ask(
     where: WhereOptions,
     answer: AnswerOptions,
     timeout_s: Timeout = None,
+    whole: Annotated[
+        bool, option("--whole", "Read every passage of a small store, from KV of all of them that is kept on disk.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Answer a question from the store; the answer is written as it comes, then its sources."""
-    options = {**answer.stream_options(), "timeout_s": timeout_s}
+    options = {**answer.stream_options(), "timeout_s": timeout_s, "whole": whole}
     with open_with_models(store, models, where=where) as kb:
         if as_json:
             print_json(kb.ask(question, **options).to_json())

@@ -20,6 +20,7 @@ from ragcache.engine.asking.reader import Reader
 from ragcache.engine.asking.reading import Reading
 from ragcache.engine.asking.supply import Supply
 from ragcache.engine.asking.verdict import choose_method
+from ragcache.engine.asking.whole import WholeStore
 from ragcache.engine.loading.loader import BlockLoader
 from ragcache.engine.loading.policy import ALWAYS
 from ragcache.engine.loading.probe import open_rates
@@ -166,7 +167,7 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
     reader = Reader(
         lm,
         Prompts(lm, encoder, text, prefixes.count),
-        Supply(lm, encoder, kv, documents, prefixes, loader),
+        Supply(lm, encoder, kv, documents, prefixes, WholeStore(lm, kv, documents, tenant, estimate.add), loader),
         prefixes,
         Contexts(admission, tree),
         estimate,

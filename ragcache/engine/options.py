@@ -72,10 +72,13 @@ class ReadOptions(TypedDict, total=False):
 class AskOptions(RetrieveOptions, ReadOptions, total=False):
     """Options of one question.
 
-    hits: passages to read instead of retrieving, best first
+    hits:  passages to read instead of retrieving, best first
+    whole: read every passage of the store, by `full`, from exact KV of all of them that is kept on disk; refused where
+           they do not fit the model
     """
 
     hits: Sequence[Hit | Passage] | None
+    whole: bool
 
 
 class ChatOptions(RetrieveOptions, ReadOptions, total=False):

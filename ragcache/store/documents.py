@@ -89,6 +89,15 @@ class DocumentStore:
         """Count a handle as referenced from now on though no chunk is: that of the prompts' beginning."""
         self.bind(properties.HELD + handle, True)
 
+    def hold_over_all(self, handle: str, generation: int) -> bool:
+        """`hold` what was made over all documents of this generation, until one of them changes: the handle is garbage
+        then. False where one has changed already."""
+        with self._db.write() as connection:
+            if _advance(connection, "generation", 0) != generation:
+                return False
+            self._bind(connection, properties.HELD_OVER_ALL + handle, True)
+            return True
+
     # Changes
 
     def replace_document(self, document: NewDocument, new_chunks: Sequence[NewChunk]) -> list[int]:
@@ -260,7 +269,7 @@ class DocumentStore:
         last, rest = after, True
         with self._db.read() as connection:
             while rest:
-                found = connection.execute(_vectors_above(last, batch_size)).mappings().all()
+                found = connection.execute(rows.select_vectors_above(last, batch_size)).mappings().all()
                 rest = len(found) == batch_size
                 if found:
                     last = found[-1]["vector_id"]
@@ -392,11 +401,6 @@ def _counter(connection: Connection, name: str) -> int:
 
 def _ids_among(ids: Sequence[str]) -> Any:
     return select(documents.c.id).where(documents.c.id.in_(ids))
-
-
-def _vectors_above(vector_id: int, limit: int) -> Any:
-    query = select(chunks.c.vector_id, chunks.c.embedding).where(chunks.c.vector_id > vector_id)
-    return query.order_by(chunks.c.vector_id).limit(limit)
 
 
 def _parts(values: Sequence[_T]) -> Iterator[Sequence[_T]]:

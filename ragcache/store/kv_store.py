@@ -158,6 +158,10 @@ class KVStore:
         self._counts.made(key, recoded)
         return recoded
 
+    def keeps_exactly(self, key: str, block: KVBlock) -> bool:
+        """Whether the durable tier would give the block back bit for bit. Raises UnencodableBlockError."""
+        return self._durable.recoded(key, block).map(torch.Tensor.cpu).equal(block.map(torch.Tensor.cpu))
+
     @property
     def durable_tier(self) -> str:
         """The name of the tier that keeps every block; what is in a faster one need not be waited for."""

@@ -19,6 +19,7 @@ MISMATCHES: dict[str, type[StoreMismatchError]] = {
 }
 
 HELD = "held:"  # begins the names of properties that hold a handle
+HELD_OVER_ALL = "held over all:"  # likewise, of what was made over all documents: until one of them changes
 
 
 def read_all(connection: Connection) -> dict[str, object]:
@@ -29,7 +30,7 @@ def read_all(connection: Connection) -> dict[str, object]:
 
 def held(connection: Connection) -> set[str]:
     """Handles that are referenced though no chunk has them."""
-    return {name.removeprefix(HELD) for name in read_all(connection) if name.startswith(HELD)}
+    return {name.partition(":")[2] for name in read_all(connection) if name.startswith((HELD, HELD_OVER_ALL))}
 
 
 def record(connection: Connection, name: str, value: object) -> None:

@@ -44,6 +44,12 @@ def select_chunks() -> Select[Any]:
     return select(*columns, documents.c.source, documents.c.title).join_from(chunks, documents)
 
 
+def select_vectors_above(vector_id: int, limit: int) -> Select[Any]:
+    """Embeddings of the chunks with higher vector ids, by rising id."""
+    query = select(chunks.c.vector_id, chunks.c.embedding).where(chunks.c.vector_id > vector_id)
+    return query.order_by(chunks.c.vector_id).limit(limit)
+
+
 def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
     """Vector ids of the chunks whose metadata (their document's included) pass the filter. Raises FilterError."""
     query = select(chunks.c.vector_id)

@@ -8,12 +8,26 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, exists, insert, literal, select
 
-from ragcache.store.schema import chunks, garbage
+from ragcache.store.properties import HELD_OVER_ALL
+from ragcache.store.schema import chunks, garbage, properties
 
 
 def discard_chunks(connection: Connection, document_ids: Sequence[str]) -> None:
+    """What was made over all documents goes with any of them."""
+    discard_made_over_all(connection)
     to_garbage(connection, chunks.c.document_id.in_(document_ids))
     connection.execute(delete(chunks).where(chunks.c.document_id.in_(document_ids)))
+
+
+def discard_made_over_all(connection: Connection) -> None:
+    own = properties.c.name.startswith(HELD_OVER_ALL)
+    handles = {name.removeprefix(HELD_OVER_ALL) for name in connection.scalars(select(properties.c.name).where(own))}
+    if not handles:
+        return
+    known = set(connection.scalars(select(garbage.c.handle).where(garbage.c.handle.in_(handles))))
+    for handle in handles - known:
+        connection.execute(insert(garbage), {"handle": handle, "created_at": time.time()})
+    connection.execute(delete(properties).where(own))
 
 
 def to_garbage(connection: Connection, condition: Any) -> None:

@@ -134,6 +134,16 @@ def test_ask_passes_eviction_on(store):
     assert got["text"] == expected.text != plain.text
 
 
+def test_ask_reads_the_whole_store(store):
+    command = ("ask", "Cat?", "--store", store, "--max-tokens", "2", "--whole", "--json")
+    first, second = (json.loads(invoke(*command).stdout) for _ in range(2))  # each opens the store anew
+    assert (first["method"], first["text"]) == ("full", second["text"])
+    assert names(hit["document_id"] for hit in first["hits"]) == NAMES
+    assert (first["usage"]["created_tokens"] > 0, second["usage"]["created_tokens"]) == (True, 0)
+    refused = invoke(*command, "--filter", '{"year": 2024}')
+    assert (refused.exit_code, "leave out filter" in refused.stderr) == (2, True)
+
+
 def test_ask_stops_at_a_string(store):
     whole = json_of(invoke("ask", "Where?", "--store", store, "--max-tokens", 12, "--json"))["text"]
     stop = whole[3]

@@ -71,7 +71,7 @@ def test_a_prefix_that_does_not_fit_is_read_every_time_and_right(lm, tokens):
 
 def test_nothing_is_a_prefix_of_no_tokens(lm):
     with within(lm, 0).text([]) as made:
-        assert made == (None, 0, 0.0)
+        assert made == (None, 0, 0.0, 0.0)
 
 
 def test_a_changed_document_takes_what_may_quote_it(lm):

@@ -52,11 +52,15 @@ class Path:
 
 
 class Prefix(NamedTuple):
-    """exact: None for no tokens. created_tokens, encode_s: tokens that were run for it now, and seconds"""
+    """exact: None for no tokens
+    created_tokens, encode_s: tokens that were run for it now, and seconds
+    load_s: seconds of reading it from the KV store
+    """
 
     exact: Exact | None = None
     created_tokens: int = 0
     encode_s: float = 0.0
+    load_s: float = 0.0
 
 
 class Prefixes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -18,7 +19,8 @@ from ragcache.engine.asking.mini_notice import MiniNotice
 from ragcache.engine.asking.passage import Passage, find_passages
 from ragcache.engine.asking.plain_text import PlainTextWatch
 from ragcache.engine.asking.reading import Clock, Kept, Reading
-from ragcache.engine.asking.verdict import choose_method
+from ragcache.engine.asking.verdict import FULL, choose_method
+from ragcache.engine.asking.whole import check_whole, whole_hits
 from ragcache.engine.loading.loader import Ahead
 from ragcache.engine.opening import Parts
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, Context, ReadOptions, retrieval
@@ -57,10 +59,27 @@ class Questions:
         return hits
 
     def ask(self, question: str, k: int, options: AskOptions) -> Iterator[Event]:
+        if options.get("whole"):
+            return self._ask_whole(question, options)
         reading = self._reading(options)
         self._look([question], reading)
         find = partial(self._find, options.get("hits"), question, k, options, reading)
         return self._read(partial(self._parts.reader.prompts.question_ends, question), find, reading)
+
+    def _ask_whole(self, question: str, options: AskOptions) -> Iterator[Event]:
+        """A question over every passage, by full prefill."""
+        chosen: AskOptions = {**options, "method": options.get("method") or FULL}
+        reading = self._reading(chosen)
+        check_whole(options, reading.method)
+        documents, prompts = self._parts.store.documents, self._parts.reader.prompts
+        reading = replace(reading, whole=documents.generation())  # before they are listed: a change is then noticed
+        ends = partial(prompts.question_ends, question)
+
+        def find() -> Given:
+            self.drop_deleted()
+            return whole_hits(documents, prompts, ends())
+
+        return self._read(ends, find, reading)
 
     def complete(self, parts: str | Sequence[str | Hit | Passage], options: ReadOptions) -> Iterator[Event]:
         reading = self._reading(options)

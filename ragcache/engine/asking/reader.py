@@ -116,7 +116,8 @@ class Reader:
                 fused = self._read(asked, ready, seat)
         loaded, times = ready.loaded, fused.timings
         encode_s = ready.prefix.encode_s + loaded.encode_s + times.encode_s
-        asked.clock.read(times.prefill_s, loaded.load_s, encode_s, times.place_s)
+        load_s = ready.prefix.load_s + loaded.load_s
+        asked.clock.read(times.prefill_s, load_s, encode_s, times.place_s)
         written = AnswerSoFar()
         try:
             most = self.prompts.room(fused.next_position, asked.reading)

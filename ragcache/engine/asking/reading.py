@@ -24,7 +24,10 @@ from ragcache.retrieval.retriever import Hit
 
 @dataclass(frozen=True)
 class Reading:
-    """How one prompt is read and answered; see `ReadOptions`."""
+    """How one prompt is read and answered; see `ReadOptions`.
+
+    whole: generation of the documents, all of which are read; None: what was found is
+    """
 
     method: FusionMethod
     evict: SnapKV | None = None
@@ -35,6 +38,7 @@ class Reading:
     ahead: Ahead | None = None
     order: Order = "relevance"
     hint: bool = True
+    whole: int | None = None
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from ragcache.engine.answer import Source
 from ragcache.engine.asking.prefixes import Path, Prefix, Prefixes
 from ragcache.engine.asking.reading import OpenQuestion
-from ragcache.engine.loading.blocks import LoadedBlocks, load_or_compute
+from ragcache.engine.asking.whole import WholeStore
+from ragcache.engine.loading.blocks import COMPUTED, LoadedBlocks, load_or_compute
 from ragcache.engine.loading.loader import BlockLoader
 from ragcache.fusion.fuse import Fused
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.buffers import SharedContext
+from ragcache.kv.prefix_tree import Lease
 from ragcache.models.lm import LanguageModel
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
@@ -52,6 +54,7 @@ class Supply:
         kv: KVStore,
         documents: DocumentStore,
         prefixes: Prefixes,
+        whole: WholeStore,
         loader: BlockLoader | None,
     ) -> None:
         self.lm = lm
@@ -59,6 +62,7 @@ class Supply:
         self._kv = kv
         self._documents = documents
         self._prefixes = prefixes
+        self._whole = whole
         self._loader = loader
 
     @contextmanager
@@ -78,7 +82,7 @@ class Supply:
             else:
                 known = 0 if prefix.exact is None else prefix.exact.num_tokens
                 loaded = self._rest(asked, path, known)
-                sources = self._along(asked, path, loaded, known)
+                sources = self._along(asked, path, loaded, known, COMPUTED if prefix.created_tokens else EXACT)
             yield Ready(path, prefix, base, loaded, sources)
 
     def keep(self, asked: OpenQuestion, ready: Ready, answer_ids: Sequence[int], fused: Fused) -> None:
@@ -112,7 +116,14 @@ class Supply:
         else:
             most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
             with self._prefixes.match(method, path, most) or nullcontext() as lease:
-                yield Prefix(lease)
+                yield self._before(asked, lease)
+
+    def _before(self, asked: OpenQuestion, known: Lease | None) -> Prefix:
+        """What the tree has; of a store that is read whole, everything before the question."""
+        count, generation = asked.prompt.context_tokens, asked.reading.whole
+        if generation is None or (known.num_tokens if known else 0) >= count:
+            return Prefix(known)
+        return self._whole.read(asked.prompt.ids[:count], generation)
 
     def _nothing(self, asked: OpenQuestion, origin: str) -> LoadedBlocks:
         handles = [self.encoder.key(hit.chunk.token_ids) for hit in asked.hits]
@@ -151,7 +162,7 @@ class Supply:
             ahead=asked.reading.ahead,
         )
 
-    def _along(self, asked: OpenQuestion, path: Path, loaded: LoadedBlocks, known: int) -> list[Source]:
+    def _along(self, asked: OpenQuestion, path: Path, loaded: LoadedBlocks, known: int, known_as: str) -> list[Source]:
         """This turn's passages, and those of them that were read before, with where their KV came from."""
         fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
         sources = []
@@ -159,7 +170,7 @@ class Supply:
             if path.layout.separate and piece.end > known:
                 handle, origin = next(fresh)
             else:
-                handle, origin = self.encoder.key(hit.chunk.token_ids), EXACT if piece.end <= known else UNUSED
+                handle, origin = self.encoder.key(hit.chunk.token_ids), known_as if piece.end <= known else UNUSED
             sources.append(Source(hit.chunk, hit.score, handle, origin))
         by_ids = {tuple(source.chunk.token_ids): source for source in sources}
         again = asked.kept.earlier.again if asked.kept else ()

@@ -1,0 +1,181 @@
+"""A store that is read whole, against a plain pass over all of it, in this process and after a restart."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from plain_oracle import greedy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ragcache as rc
+from ragcache.errors import ConfigError, ContextTooLongError
+
+TEXTS = {
+    "cats": "The cat sat on the mat. It was happy there.\n",
+    "dogs": "Dogs bark at night in the town of Kelbrook.\n",
+    "rivers": "The river Arno rises in the Vale hills.\n",
+}
+SHORT = rc.Sampling(max_tokens=6)
+QUESTION, OTHER = "Where do dogs bark?", "Is the cat happy?"
+NO_TREE = rc.StoreConfig(prefix_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def oracle(model_directory):
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="eager")
+    return model.eval(), AutoTokenizer.from_pretrained(model_directory)
+
+
+def prompt_of(kb, question, texts):
+    """All passages by their documents' ids, tokenised alone."""
+    form, tokenizer = rc.prompt_format(kb.lm.tokenizer), kb.lm.tokenizer
+    chunks = [tokenizer(texts[id], add_special_tokens=False)["input_ids"] for id in sorted(texts)]
+    return rc.Prompt(form.prefix_ids, chunks, form.suffix_ids(tokenizer, question))
+
+
+def expected(kb, oracle, question, texts=TEXTS):
+    prompt = prompt_of(kb, question, texts)
+    n = prompt.num_tokens
+    return greedy(*oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril(), SHORT.max_tokens)
+
+
+def ask(kb, question=QUESTION, **options):
+    return kb.ask(question, whole=True, sampling=SHORT, **options)
+
+
+def whole_handles(kb):
+    """Blocks on disk that belong to no passage."""
+    own = {chunk.handle for one in kb.store.documents.documents() for chunk in kb.store.documents.chunks_of(one.id)}
+    return set(kb.store.kv.keys()) - own
+
+
+@pytest.mark.parametrize("config", [rc.StoreConfig(), NO_TREE], ids=["tree", "no tree"])
+def test_answers_are_those_of_a_plain_pass_over_everything(open_kb, oracle, config):
+    kb = open_kb(store=config)
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    first, second = ask(kb), ask(kb, OTHER)
+    assert (first.text, second.text) == (expected(kb, oracle, QUESTION), expected(kb, oracle, OTHER))
+    prompt = prompt_of(kb, OTHER, TEXTS)
+    assert second.usage.prompt_tokens == prompt.num_tokens
+    assert second.usage.computed_tokens <= len(prompt.suffix_ids)
+    assert [hit.chunk.document_id for hit in first.hits] == sorted(TEXTS)
+    assert {hit.kv for hit in first.hits} == {"computed"}
+    assert {hit.kv for hit in second.hits} == {"exact"}
+    assert first.method == "full"
+
+
+def test_the_kv_outlives_the_process(open_kb, oracle):
+    kb = open_kb()
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    assert ask(kb).usage.created_tokens == prompt_of(kb, QUESTION, TEXTS).context_tokens
+    (handle,) = whole_handles(kb)
+    kb.close()
+    again = open_kb()
+    answer = ask(again, OTHER)
+    assert answer.text == expected(again, oracle, OTHER)
+    assert answer.usage.created_tokens == 0
+    assert answer.usage.computed_tokens == len(prompt_of(again, OTHER, TEXTS).suffix_ids)
+    assert answer.timings.load_s > 0
+    assert whole_handles(again) == {handle}
+    assert again.doctor().sound
+
+
+def test_it_is_computed_again_where_its_file_is_damaged(open_kb, oracle):
+    kb = open_kb()
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    ask(kb)
+    (handle,) = whole_handles(kb)
+    (path,) = kb.store.layout.kv.rglob(f"{handle}*")
+    kb.close()
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    again = open_kb()
+    answer = ask(again)
+    assert (answer.text, answer.usage.created_tokens > 0) == (expected(again, oracle, QUESTION), True)
+
+
+@pytest.mark.parametrize("change", ["delete", "replace", "add"])
+def test_a_change_of_any_document_takes_it_away(open_kb, oracle, change):
+    kb = open_kb()
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    ask(kb)
+    (old,) = whole_handles(kb)
+    texts = dict(TEXTS)
+    if change == "delete":
+        del texts["cats"]
+        kb.delete(["cats"])
+    else:
+        name = "cats" if change == "replace" else "mice"
+        texts[name] = "Mice eat cheese in the barn.\n"
+        kb.ingest(rc.Document(name, texts[name]))
+    assert not whole_handles(kb)
+    assert old not in kb.store.kv
+    assert ask(kb).text == expected(kb, oracle, QUESTION, texts)
+    assert old not in whole_handles(kb)
+
+
+def test_nothing_is_kept_of_documents_that_change_meanwhile(kb, monkeypatch):
+    documents, hold = kb.store.documents, kb.store.documents.hold_over_all
+    before = documents.generation()
+    kb.ingest(rc.Document("mice", "Mice eat cheese.\n"))
+    assert not hold("0" * 64, before)
+    put, blocks = kb.store.kv.put, set(kb.store.kv.keys())
+
+    def put_late(handle, block, **options):
+        documents.delete_documents(["mice"])
+        return put(handle, block, **options)
+
+    monkeypatch.setattr(kb.store.kv, "put", put_late)
+    ask(kb)
+    assert set(kb.store.kv.keys()) == blocks
+
+
+def test_a_codec_that_loses_something_keeps_nothing(open_kb, oracle, caplog):
+    config = rc.StoreConfig(codec="int8", prefix_bytes=0)
+    kb = open_kb(store=config)
+    kb.ingest(rc.Document("cats", TEXTS["cats"]))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            answer = ask(kb)
+            assert answer.text == expected(kb, oracle, QUESTION, {"cats": TEXTS["cats"]})
+            assert answer.usage.created_tokens > 0
+    assert "would change it" in caplog.text
+    assert not whole_handles(kb)
+
+
+def test_a_store_that_does_not_fit_is_refused_by_name(kb):
+    kb.ingest(rc.Document("long", "It rained all day in the valley. " * 40))
+    for options in ({}, {"on_overflow": "trim"}):
+        with pytest.raises(
+            ContextTooLongError, match=r"the whole store has \d+ passages of \d+ tokens, .*ask without whole"
+        ):
+            ask(kb, **options)
+    assert not whole_handles(kb)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"filter": {"a": 1}}, "leave out filter"),
+        ({"hits": [], "score_threshold": 0.0}, "leave out hits, score_threshold"),
+        ({"order": "shared"}, "leave out order"),
+        ({"method": "reposition"}, "method 'reposition' does not; choose full"),
+        ({"method": "full", "method_options": {"reuse": False}}, "method 'full' does not"),
+    ],
+)
+def test_what_does_not_go_with_it_is_named(kb, options, message):
+    with pytest.raises(ConfigError, match=message):
+        ask(kb, **options)
+
+
+def test_tenants_and_system_prompts_have_their_own(open_kb, oracle):
+    kb = open_kb()
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    ask(kb)
+    kb.close()
+    other = open_kb(tenant="b")
+    assert ask(other).usage.created_tokens > 0
+    assert len(whole_handles(other)) == 2
+    other.close()
+    assert ask(open_kb(system="Be brief.")).usage.created_tokens > 0
