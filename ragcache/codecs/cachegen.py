@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-import numpy as np
 import torch
-import zstandard
 from torch import Tensor
 
 from ragcache.codecs.affine import parameter_dtype, rounded_up
+from ragcache.codecs.frames import check_frames, pack_frames, read_frame
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, expect, unit_roundoff
-from ragcache.errors import DamagedBlockError
 
 GROUP_TOKENS = 10
 # Of a channel's standard deviation, in the first, second and last third of the layers: later layers bear more.
 STEPS = (0.3, 0.45, 0.65)
 _LEVELS = 127  # codes are -127 to 127
-# What makes codes small is Huffman coding. Repeated runs are few and cost more than they save: a table of 64 entries
-# finds hardly any of them.
-_COMPRESSION = {"min_match": 7, "hash_log": 6}
 
 
 class CacheGenCodec(LayerCodec):
@@ -49,32 +44,27 @@ class CacheGenCodec(LayerCodec):
     part_names: ClassVar[frozenset[str]] = frozenset({"stream", "ends", "steps", "means", "deltas"})
 
     def encode_part(self, part: Part, numbers: Tensor) -> dict[str, Tensor]:
-        dtype, coder = parameter_dtype(numbers), _coder()
+        dtype = parameter_dtype(numbers)
         frames, parameters = [], []
         for layer, one in enumerate(numbers):
             codes, *own = _quantise(one.float(), STEPS[3 * layer // len(numbers)], dtype)
-            frames.append(coder.compress(codes.numpy().tobytes()))
+            frames.append(codes.numpy().tobytes())
             parameters.append(own)
         steps, means, deltas = (torch.stack(tensors) for tensors in zip(*parameters, strict=True))
-        ends = torch.tensor([len(frame) for frame in frames], dtype=torch.int64).cumsum(0)
-        stream = torch.from_numpy(np.frombuffer(b"".join(frames), dtype=np.uint8).copy())
-        return {"stream": stream, "ends": ends, "steps": steps, "means": means, "deltas": deltas}
+        return {**pack_frames(frames), "steps": steps, "means": means, "deltas": deltas}
 
     def check_part(self, part: Part, tensors: Mapping[str, Tensor], spec: BlockSpec) -> None:
         layers, heads, tokens, width = spec.shape(part)
-        stream = expect(tensors, "stream", (tensors["stream"].numel(),), torch.uint8)
-        bounds = [0, *expect(tensors, "ends", (layers,), torch.int64).tolist()]
+        expect(tensors, "stream", (tensors["stream"].numel(),), torch.uint8)
+        expect(tensors, "ends", (layers,), torch.int64)
         for name in ("steps", "means"):
             expect(tensors, name, (layers, heads, 1, width), torch.float16, torch.float32)
         expect(tensors, "deltas", (layers, heads, 1, width), torch.uint8)
-        if bounds != sorted(bounds) or bounds[-1] != stream.numel():
-            raise DamagedBlockError("the layers of an entropy-coded block do not end where its stream ends")
-        for layer in range(layers):
-            _checked_frame(tensors, layer, heads * tokens * width)
+        check_frames(tensors, [heads * tokens * width] * layers)
 
     def decode_part(self, part: Part, tensors: Mapping[str, Tensor], layer: int, out: Tensor) -> None:
         steps, means, deltas = (tensors[name][layer] for name in ("steps", "means", "deltas"))
-        codes = _decompress(_checked_frame(tensors, layer, out.numel())).view(out.shape)
+        codes = read_frame(tensors, layer, out.numel()).view(out.shape)
         if bool(deltas.any()):
             _undo_differences(codes, deltas.cpu())
         out.copy_(codes.view(torch.int8).to(out.device, non_blocking=True))
@@ -117,31 +107,3 @@ def _undo_differences(codes: Tensor, deltas: Tensor) -> None:
     for start in range(1, GROUP_TOKENS):
         others = codes[:, start::GROUP_TOKENS]
         others += codes[:, ::GROUP_TOKENS][:, : others.shape[1]] * deltas
-
-
-def _checked_frame(tensors: Mapping[str, Tensor], layer: int, size: int) -> memoryview:
-    """A layer's frame. Raises DamagedBlockError where it does not hold `size` codes."""
-    ends = tensors["ends"]
-    start, end = int(ends[layer - 1]) if layer else 0, int(ends[layer])
-    frame = memoryview(tensors["stream"][start:end].cpu().numpy())  # type: ignore[arg-type]
-    try:
-        held = zstandard.frame_content_size(frame)
-    except zstandard.ZstdError as error:
-        raise DamagedBlockError(f"layer {layer} of an entropy-coded block is no zstandard frame ({error})") from error
-    if held != size:
-        raise DamagedBlockError(f"layer {layer} of an entropy-coded block holds {held} codes, not {size}")
-    return frame
-
-
-def _coder() -> zstandard.ZstdCompressor:
-    return zstandard.ZstdCompressor(
-        compression_params=zstandard.ZstdCompressionParameters.from_level(1, **_COMPRESSION)
-    )
-
-
-def _decompress(frame: memoryview) -> Tensor:
-    try:
-        data = zstandard.ZstdDecompressor().decompress(frame)
-    except zstandard.ZstdError as error:
-        raise DamagedBlockError(f"a layer of an entropy-coded block cannot be decoded ({error})") from error
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,57 @@
+"""Entropy-coded bytes: zstandard frames in a row, as two tensors of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+import zstandard
+from torch import Tensor
+
+from ragcache.errors import DamagedBlockError
+
+# What makes codes small is Huffman coding. Repeated runs are few and cost more than they save: a table of 64 entries
+# finds hardly any of them.
+_COMPRESSION = {"min_match": 7, "hash_log": 6}
+
+
+def pack_frames(parts: Iterable[bytes]) -> dict[str, Tensor]:
+    """`stream`, uint8, a frame for each part; `ends`, int64, where each frame ends."""
+    coder = zstandard.ZstdCompressor(
+        compression_params=zstandard.ZstdCompressionParameters.from_level(1, **_COMPRESSION)
+    )
+    frames = [coder.compress(part) for part in parts]
+    ends = torch.tensor([len(frame) for frame in frames], dtype=torch.int64).cumsum(0)
+    return {"stream": torch.from_numpy(np.frombuffer(b"".join(frames), dtype=np.uint8).copy()), "ends": ends}
+
+
+def check_frames(tensors: Mapping[str, Tensor], sizes: Iterable[int]) -> None:
+    """Raises DamagedBlockError where `stream` and `ends` are not frames that hold so many bytes each."""
+    bounds = [0, *tensors["ends"].tolist()]
+    if bounds != sorted(bounds) or bounds[-1] != tensors["stream"].numel():
+        raise DamagedBlockError("the frames of an entropy-coded block do not end where its stream ends")
+    for number, size in enumerate(sizes):
+        _frame(tensors, number, size)
+
+
+def read_frame(tensors: Mapping[str, Tensor], number: int, size: int) -> Tensor:
+    """The bytes of a frame, uint8 [size], on the CPU. Raises DamagedBlockError."""
+    try:
+        data = zstandard.ZstdDecompressor().decompress(_frame(tensors, number, size))
+    except zstandard.ZstdError as error:
+        raise DamagedBlockError(f"frame {number} of an entropy-coded block cannot be decoded ({error})") from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _frame(tensors: Mapping[str, Tensor], number: int, size: int) -> memoryview:
+    ends = tensors["ends"]
+    start, end = int(ends[number - 1]) if number else 0, int(ends[number])
+    frame = memoryview(tensors["stream"][start:end].cpu().numpy())  # type: ignore[arg-type]
+    try:
+        held = zstandard.frame_content_size(frame)
+    except zstandard.ZstdError as error:
+        raise DamagedBlockError(f"frame {number} of an entropy-coded block is no zstandard frame ({error})") from error
+    if held != size:
+        raise DamagedBlockError(f"frame {number} of an entropy-coded block holds {held} bytes, not {size}")
+    return frame
