@@ -34,6 +34,7 @@
     │   │   ├── StaleBlockError         another fingerprint, recipe or prefix
     │   │   ├── MissingBlockError
     │   │   └── UnencodableBlockError   numbers that the store's codec cannot keep
+    │   ├── BasisError                  no basis can be made for the store's codec
     │   ├── DamagedIndexError
     │   ├── FilterError                 a metadata filter that cannot be evaluated
     │   ├── NoSuchDocumentError
@@ -193,6 +194,10 @@ class MissingBlockError(BlockError):
 
 class UnencodableBlockError(BlockError):
     """A block holds NaN, infinities or a dtype that the store's codec cannot encode."""
+
+
+class BasisError(StoreError):
+    """A codec needs a basis that cannot be made: there are too few tokens, or there is no room for it."""
 
 
 class DamagedIndexError(StoreError):

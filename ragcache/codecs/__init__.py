@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ragcache.codecs.base import Codec as Codec
+from ragcache.codecs.bases import Bases as Bases
 from ragcache.codecs.cachegen import CacheGenCodec
 from ragcache.codecs.fp8 import Fp8Codec
 from ragcache.codecs.kivi import Int4Codec
 from ragcache.codecs.kivi import Int8Codec as Int8Codec
+from ragcache.codecs.kvtc import KvtcCodec
 from ragcache.codecs.mikv import MikvCodec
 from ragcache.codecs.raw import RawCodec as RawCodec
 from ragcache.errors import check_choice
@@ -18,10 +20,11 @@ CODECS: dict[str, type[Codec]] = {
     "fp8": Fp8Codec,
     "cachegen": CacheGenCodec,
     "mikv": MikvCodec,
+    "kvtc": KvtcCodec,
 }
 
 
-def get_codec(name: str) -> Codec:
-    """The codec called `name`. Raises ConfigError that names those there are."""
+def get_codec(name: str, bases: Bases | None = None) -> Codec:
+    """The codec called `name`, which finds its bases there. Raises ConfigError that names those there are."""
     check_choice("codec", name, sorted(CODECS))
-    return CODECS[name]()
+    return CODECS[name](bases)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ragcache.codecs.bases import Bases
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
 
@@ -18,12 +19,15 @@ _PART_OF = "part_of"
 class Codec(ABC):
     """Encodes a KV block as named tensors, and decodes them.
 
-    name:    what the registry and every file call it
-    version: counts up whenever files written before could no longer be decoded by the code; a file of a higher
-             version than the code's is refused, one of a lower version has to be decoded still
+    name:        what the registry and every file call it
+    version:     counts up whenever files written before could no longer be decoded by the code; a file of a higher
+                 version than the code's is refused, one of a lower version has to be decoded still
+    lossless:    whether every bit comes back
+    needs_basis: whether blocks are encoded with a basis that is made from passages first
+    bases:       where such a codec finds its bases
 
-    A codec is stateless: what `decode` needs beside the tensors has to be one of the tensors. Decoding may return views
-    of its input and never writes to it: the tensors may alias a mapped file.
+    What `decode` needs beside the tensors has to be one of them, or a basis that one of them names. Decoding may return
+    views of its input and never writes to it: the tensors may alias a mapped file.
 
     Subclasses write what becomes of layers that are alike. A block whose layers differ is encoded part by part: tensors
     `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers].
@@ -31,6 +35,21 @@ class Codec(ABC):
 
     name: ClassVar[str]
     version: ClassVar[int]
+    lossless: ClassVar[bool] = False
+    needs_basis: ClassVar[bool] = False
+
+    def __init__(self, bases: Bases | None = None) -> None:
+        self.bases = bases or Bases()
+
+    @property
+    def now(self) -> Codec:
+        """The codec for new blocks: another one as long as a basis is needed that there is not."""
+        return self
+
+    def for_trial(self, example: KVBlock) -> Codec:
+        """This codec, with a basis that suits such blocks where it needs one: for sizes and times, before passages are
+        known."""
+        return self
 
     @abstractmethod
     def encode_alike(self, block: KVBlock) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ragcache.codecs import CODECS, Codec, get_codec
+from ragcache.codecs import CODECS, Bases, Codec, get_codec
 from ragcache.codecs.container import (
     Claim,
     Container,
@@ -67,26 +67,28 @@ def encode_block(key: str, block: KVBlock, codec: Codec) -> dict[str, Tensor]:
         raise UnencodableBlockError(f"block {key} cannot be stored with codec {codec.name!r}: {error}") from error
 
 
-def read_block(path: Path, key: str) -> KVBlock:
+def read_block(path: Path, key: str, bases: Bases | None = None) -> KVBlock:
     """The block of `key`, verified; its tensors alias the mapped file where the codec lets them.
+
+    bases: of codecs that need one
 
     Raises MissingBlockError, DamagedBlockError (another block's file included) and SchemaVersionError (written by a
     newer version: intact, but not ours to read).
     """
-    return _block_of(str(path), key, read_container(path))
+    return _block_of(str(path), key, read_container(path), bases)
 
 
-def unpack_block(where: str, key: str, data: bytearray) -> KVBlock:
+def unpack_block(where: str, key: str, data: bytearray, bases: Bases | None = None) -> KVBlock:
     """`read_block` of bytes that came from elsewhere; the block's tensors alias them. where: what errors call it
 
     Raises DamagedBlockError, SchemaVersionError.
     """
-    return _block_of(where, key, unpack_container(where, data))
+    return _block_of(where, key, unpack_container(where, data), bases)
 
 
-def _block_of(where: str, key: str, container: Container) -> KVBlock:
+def _block_of(where: str, key: str, container: Container, bases: Bases | None) -> KVBlock:
     tensors, metadata = container
-    codec = _codec_of(where, metadata)
+    codec = _codec_of(where, metadata, bases)
     if metadata.get("key") != key:
         raise DamagedBlockError(f"{where}: holds block {metadata.get('key')}, not {key}")
     block = codec.decode(tensors)
@@ -95,7 +97,7 @@ def _block_of(where: str, key: str, container: Container) -> KVBlock:
     return block
 
 
-def _codec_of(where: str, metadata: Mapping[str, str]) -> Codec:
+def _codec_of(where: str, metadata: Mapping[str, str], bases: Bases | None) -> Codec:
     """The codec that can decode this file. The checksum was right: an unknown version is a newer one, no damage."""
     name = metadata.get("codec", "")
     if _number(metadata, "format_version") > FORMAT_VERSION or name not in CODECS:
@@ -103,7 +105,7 @@ def _codec_of(where: str, metadata: Mapping[str, str]) -> Codec:
             f"{where}: block format {metadata.get('format_version')}, codec {name!r}; this version of ragcache reads "
             f"format {FORMAT_VERSION} with codecs {', '.join(sorted(CODECS))}: {_WAY_OUT}"
         )
-    codec = get_codec(name)
+    codec = get_codec(name, bases)
     if _number(metadata, "codec_version") > codec.version:
         raise SchemaVersionError(
             f"{where}: version {metadata.get('codec_version')} of codec {name!r}; this version of ragcache reads up to "

@@ -17,6 +17,7 @@ class RawCodec(Codec):
 
     name: ClassVar[str] = "raw"
     version: ClassVar[int] = 1
+    lossless: ClassVar[bool] = True
 
     def encode_alike(self, block: KVBlock) -> dict[str, Tensor]:
         return {"keys": block.keys, "values": block.values}

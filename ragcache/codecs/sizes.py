@@ -21,4 +21,5 @@ def example_block(layers: Sequence[LayerShape], num_tokens: int, dtype: torch.dt
 
 def encoded_bytes_per_token(codec: Codec, example: KVBlock) -> float:
     """Right for codecs whose bytes do not depend on the content; others do better where real blocks have structure."""
-    return sum(tensor.nbytes for tensor in codec.encode(example).values()) / example.num_tokens
+    encoded = codec.for_trial(example).encode(example)
+    return sum(tensor.nbytes for tensor in encoded.values()) / example.num_tokens

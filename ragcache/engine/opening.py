@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragcache.codecs import get_codec
 from ragcache.engine.asking.admission import UNKNOWN_BYTES, Admission, default_budget
 from ragcache.engine.asking.contexts import Contexts
 from ragcache.engine.asking.engine import Engine
@@ -185,7 +184,7 @@ def open_loader(store: Store, config: StoreConfig, lm: LanguageModel) -> BlockLo
     """The chooser between loading and computing a block; None where there is no choice."""
     if config.load == ALWAYS:
         return None
-    rates = open_rates(store.rates, store.kv.root, lm, get_codec(config.codec), config.measure_s)
+    rates = open_rates(store.rates, store.kv.root, lm, store.kv.basis.codec, config.measure_s)
     return BlockLoader(store.kv, rates, policy=config.load, ahead_bytes=config.speculative_bytes)
 
 

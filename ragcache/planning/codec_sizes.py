@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ragcache.codecs import CODECS, get_codec
+from ragcache.codecs.sizes import encoded_bytes_per_token
 from ragcache.planning.shape import KVShape
 
 PROBE_TOKENS = 256
@@ -22,15 +23,13 @@ class CodecSize(NamedTuple):
 def codec_sizes(shape: KVShape, chunk_tokens: int) -> list[CodecSize]:
     """Every registered codec over normally distributed numbers of the model's shape, raw first.
 
-    Right for codecs whose bytes do not depend on the content; one that finds structure does better on real blocks.
+    Right for codecs whose bytes do not depend on the content, and for one whose basis is fitted to so many bytes; one
+    that finds structure does better on real blocks.
     """
     block = shape.block(min(chunk_tokens, PROBE_TOKENS))
     found = []
     for name in CODECS:
         codec = get_codec(name)
-        encoded = codec.encode(block)
-        ratio = sum(tensor.nbytes for tensor in encoded.values()) / (shape.bytes_per_token * block.num_tokens)
-        # Asked of the encoded block: a block of a large model takes seconds to encode again.
-        lossless = codec.error_bound(codec.decode(encoded)) == 0
-        found.append(CodecSize(name, ratio * shape.bytes_per_token, ratio, lossless))
+        num_bytes = encoded_bytes_per_token(codec, block)
+        found.append(CodecSize(name, num_bytes, num_bytes / shape.bytes_per_token, codec.lossless))
     return sorted(found, key=lambda codec: codec.name != "raw")

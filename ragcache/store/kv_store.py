@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from ragcache.codecs import get_codec
+from ragcache.codecs import Bases, get_codec
 from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
 from ragcache.openmp import work_alone
@@ -21,6 +21,7 @@ from ragcache.store.complaints import Complaints
 from ragcache.store.demotion import Demotion
 from ragcache.store.eviction import EvictionPolicy, get_policy
 from ragcache.store.expiry import Expiry
+from ragcache.store.kept_basis import KeptBasis
 from ragcache.store.key_locks import KeyLocks
 from ragcache.store.pins import Pins
 from ragcache.store.remote import Connection
@@ -47,6 +48,7 @@ class KVStore:
     remote:       where blocks are kept beyond this machine; what is on this machine are then copies, within disk_bytes
     ttl_s:        seconds after which a block that was not used is dropped; None keeps it
     codec:        how new blocks are written; blocks of every known codec are read
+    basis:        name of the basis for new blocks, where the codec needs one; see KeptBasis
     eviction:     name of the tiers' policy
     admission:    "all", or "tinylfu": what a full tier keeps in place of something else
     trace:        file to which every access is appended (see ragcache/store/trace.py); None records nothing
@@ -74,6 +76,7 @@ class KVStore:
         remote: Connection | None = None,
         ttl_s: float | None = None,
         codec: str = "raw",
+        basis: str | None = None,
         eviction: str = "lru",
         admission: str = "all",
         trace: str | Path | None = None,
@@ -86,11 +89,13 @@ class KVStore:
         self._pins = Pins(self.root)
         self._device_bytes = device_bytes
         open_tier, budget = get_durable(durable), None if read_only else disk_bytes
-        tier = open_tier(self.root, get_codec(codec), budget, self._new_policy(), self._pins.__contains__)
+        encoding = get_codec(codec, Bases(lambda name: self._durable.get(name), basis))
+        tier = open_tier(self.root, encoding, budget, self._new_policy(), self._pins.__contains__)
         if remote is not None:
-            tier = CachedTier(tier, RemoteTier(remote, get_codec(codec)), fills=not read_only)
+            tier = CachedTier(tier, RemoteTier(remote, encoding), fills=not read_only)
         behind = WriteBehind(tier, write_behind_bytes)
         self._durable: DurableTier = behind if write_behind_bytes else tier
+        self.basis = KeptBasis(encoding, self._durable, None if read_only else self.pin)
         self._expiry = Expiry(ttl_s, self._durable, writable=not read_only)
         self._complaints = Complaints(log)
         self._counts = AccessCounts(None if trace is None else TraceWriter(Path(trace)))

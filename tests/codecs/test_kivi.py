@@ -112,5 +112,6 @@ def test_large_numbers_are_kept_in_float16_blocks() -> None:
     """Nothing overflows where the numbers end."""
     numbers = torch.linspace(-65504, 65504, 4096).to(torch.float16).view(1, 1, 64, 64)
     for name in sorted(CODECS):  # the contract's block, at the end of its dtype
-        decoded = get_codec(name).decode(get_codec(name).encode(KVBlock(numbers, numbers)))
+        codec = get_codec(name).for_trial(KVBlock(numbers, numbers))
+        decoded = codec.decode(codec.encode(KVBlock(numbers, numbers)))
         assert bool(decoded.keys.isfinite().all() and decoded.values.isfinite().all())

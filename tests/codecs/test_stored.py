@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from bases import keep_basis, ready
 from blocks import DTYPES, make_block, make_key
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.cli.options import StoreOptions
 from ragcache.codecs import CODECS, get_codec
+from ragcache.codecs.fitting import stand_in
 from ragcache.errors import UnencodableBlockError
 from ragcache.fusion import METHODS
 from ragcache.kv.block import KVBlock
 from ragcache.retrieval.testing import BagOfWords
+from ragcache.store.kept_basis import hold_basis
 from ragcache.store.kv_store import KVStore
 
 KEY = make_key(1)
@@ -42,13 +45,19 @@ def ingest(kb: rc.RagCache, names: list[str], **options: str) -> None:
 def test_a_block_is_bit_identical_from_every_tier(codec: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Law 6: as returned by `put` and `remember`, from memory, from disk, and promoted."""
     block = make_block(1, num_tokens=40, dtype=dtype)
-    with KVStore(tmp_path / "kv", codec=codec) as store, KVStore(tmp_path / "other", codec=codec) as other:
+    basis = keep_basis(tmp_path / "kv", codec, block)
+    assert keep_basis(tmp_path / "other", codec, block) == basis
+    with (
+        KVStore(tmp_path / "kv", codec=codec, basis=basis) as store,
+        KVStore(tmp_path / "other", codec=codec, basis=basis) as other,
+    ):
         loads = [store.put(KEY, block), other.remember(KEY, block)]
         loads += [found.block for found in (store.get(KEY), other.get(KEY)) if found]
         assert store.locate(KEY) == other.locate(KEY) == "memory"
     with KVStore(tmp_path / "kv", memory_bytes=0) as mapped, KVStore(tmp_path / "kv") as promoting:
         loads += [found.block for found in (mapped.get(KEY), promoting.get(KEY), promoting.get(KEY)) if found]
-    expected = get_codec(codec).decode(get_codec(codec).encode(block))
+    coder = get_codec(codec).for_trial(block)
+    expected = coder.decode(coder.encode(block))
     assert len(loads) == 7
     assert all(one.equal(expected) for one in loads)
 
@@ -56,9 +65,11 @@ def test_a_block_is_bit_identical_from_every_tier(codec: str, dtype: torch.dtype
 @pytest.mark.parametrize("codec", LOSSY)
 def test_memory_holds_the_codecs_bytes(codec: str, tmp_path: Path) -> None:
     block = make_block(1, num_tokens=400, layers=8)
-    encoded = get_codec(codec).decode(get_codec(codec).encode(block)).num_bytes
+    coder = get_codec(codec).for_trial(block)
+    encoded = coder.decode(coder.encode(block)).num_bytes
+    basis = keep_basis(tmp_path / "kv", codec, block)
     assert encoded < 0.75 * block.num_bytes
-    with KVStore(tmp_path / "kv", codec=codec, memory_bytes=3 * encoded) as store:
+    with KVStore(tmp_path / "kv", codec=codec, basis=basis, memory_bytes=3 * encoded) as store:
         for number in range(4):
             store.put(make_key(number), make_block(1, num_tokens=400, layers=8))
         assert store.stats().bytes_by_tier["memory"] == 3 * encoded
@@ -68,22 +79,24 @@ def test_memory_holds_the_codecs_bytes(codec: str, tmp_path: Path) -> None:
 def test_a_store_reads_blocks_of_every_codec(tmp_path: Path) -> None:
     block = make_block(1, num_tokens=30)
     for number, codec in enumerate(sorted(CODECS)):
-        with KVStore(tmp_path / "kv", codec=codec) as store:
+        with KVStore(tmp_path / "kv", codec=codec, basis=keep_basis(tmp_path / "kv", codec, block)) as store:
             store.put(make_key(number), block)
     for codec in CODECS:
         with KVStore(tmp_path / "kv", codec=codec) as store:
             for number, written in enumerate(sorted(CODECS)):
                 found = store.get(make_key(number))
                 assert found is not None
-                assert found.block.equal(get_codec(written).decode(get_codec(written).encode(block)))
+                coder = get_codec(written).for_trial(block)
+                assert found.block.equal(coder.decode(coder.encode(block)))
                 store.verify(make_key(number))
 
 
 @pytest.mark.parametrize("codec", LOSSY)
 def test_what_cannot_be_kept_is_in_no_tier(codec: str, tmp_path: Path) -> None:
     block = make_block(1)
+    basis = keep_basis(tmp_path / "kv", codec, block)
     block.values[0, 0, 0, 0] = float("nan")
-    with KVStore(tmp_path / "kv", codec=codec) as store:
+    with KVStore(tmp_path / "kv", codec=codec, basis=basis) as store:
         for keep in (store.put, store.remember):
             with pytest.raises(UnencodableBlockError, match=KEY):
                 keep(KEY, block)
@@ -104,8 +117,9 @@ def test_fusing_encoded_blocks_is_fusing_the_decoded(
     chunks = [torch.randint(250, (count,), generator=generator).tolist() for count in (40, 1, 25)]
     prompt = rc.Prompt(prefix_ids=[1, 2], chunk_ids=chunks, suffix_ids=[9, 10, 11])
     recipe = METHODS[method].recipes[0]
-    coder = get_codec(codec)
-    encoded = [coder.decode(coder.encode(block)) for block in lm.encode(chunks, recipe, prompt.prefix_ids)]
+    blocks = lm.encode(chunks, recipe, prompt.prefix_ids)
+    coder = ready(get_codec(codec), blocks[0])
+    encoded = [coder.decode(coder.encode(block)) for block in blocks]
     decoded = [KVBlock(block.keys, block.values) for block in encoded]
     one = rc.fuse(lm, prompt, method=method, blocks=encoded, recipe=recipe, **options)
     other = rc.fuse(lm, prompt, method=method, blocks=decoded, recipe=recipe, **options)
@@ -118,6 +132,8 @@ def test_every_answer_reads_what_the_store_keeps(codec: str, lm: rc.LanguageMode
     """Blocks are computed at first use: the first answer has the logits of those from memory and from disk."""
     with open_kb(tmp_path / "kb", lm, codec) as kb:
         ingest(kb, sorted(TEXTS), kv="lazy")
+        if kb.store.kv.basis.is_lacking:
+            hold_basis(kb.store.documents, kb.store.kv.basis.add(stand_in(lm.encode([list(range(40))])[0])))
         answers = []
         for _ in range(2):
             answers.append(kb.ask("Where is the cat?", k=2, sampling=SHORT))

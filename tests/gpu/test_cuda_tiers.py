@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bases import keep_basis
 from blocks import DTYPES, make_block, make_key
 from families import assert_same, random_prompt
 
@@ -59,10 +60,12 @@ def test_blocks_of_every_tier_give_the_same_answer(models, device, tmp_path, cod
     """Law 6: computed on the device, then read from it, from page-locked memory and from disk."""
     lm, _, _ = models("llama")
     prompt = random_prompt(3, chunks=(33, 70))
-    store = KVStore(tmp_path / "kv", codec=codec, memory_bytes=1 << 24, device_bytes=1 << 24)
+    blocks = rc.encode(lm, prompt)
+    basis = keep_basis(tmp_path / "kv", codec, blocks[0].map(torch.Tensor.cpu))
+    store = KVStore(tmp_path / "kv", codec=codec, basis=basis, memory_bytes=1 << 24, device_bytes=1 << 24)
     store.use_device(lm.device)
     keys = [make_key(number) for number in range(2)]
-    kept = [store.put(key, block) for key, block in zip(keys, rc.encode(lm, prompt), strict=True)]
+    kept = [store.put(key, block) for key, block in zip(keys, blocks, strict=True)]
     expected = rc.fuse(lm, prompt, blocks=kept).next_logits.cpu()
     found = store.get_many(keys)
     assert [one.tier for one in found] == ["device", "device"]

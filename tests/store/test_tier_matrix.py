@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bases import ready
 from blocks import make_block, make_key, make_mixed_block
 
 from ragcache.codecs import CODECS, Codec, get_codec
@@ -46,7 +47,8 @@ def recoded(codec: Codec, number: int) -> KVBlock:
 
 @pytest.mark.parametrize(("tier_name", "policy", "codec_name"), list(product(TIERS, sorted(POLICIES), sorted(CODECS))))
 def test_the_same_bits_within_the_budget(tier_name: str, policy: str, codec_name: str, tmp_path: Path) -> None:
-    rng, codec, root = random.Random(f"{tier_name} {policy} {codec_name}"), get_codec(codec_name), tmp_path / "kv"
+    rng, root = random.Random(f"{tier_name} {policy} {codec_name}"), tmp_path / "kv"
+    codec = ready(get_codec(codec_name), made(0), made(1))
     expected = {number: recoded(codec, number) for number in range(6)}
     budget = 3 * (max(block.num_bytes for block in expected.values()) + 1200)
     tier = TIERS[tier_name](root, codec, budget, get_policy(policy, rng.choice(["all", "tinylfu"])))

@@ -124,6 +124,7 @@ def probe_memory() -> float:
 def probe_decode(lm: LanguageModel, codec: Codec) -> float:
     """Bytes/s of decoded KV that the first layer of a block gives in its place."""
     example = example_block(lm.shape.layers[:1], DECODED_TOKENS, lm.dtype)
+    codec = codec.for_trial(example)
     block = codec.decode(codec.encode(example))
     key_place, value_place = torch.empty_like(example.keys[0]), torch.empty_like(example.values[0])
 

@@ -71,7 +71,7 @@ class DiskTier(DurableTier):
         Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError; then nothing is left behind, and an earlier
         file of the key is still there, unless there is a budget.
         """
-        return self._write(key, block, self._codec)
+        return self._write(key, block, self._codec.now)
 
     def put_now(self, key: str, block: KVBlock) -> KVBlock | None:
         """Same as `put`, which already flushes."""
@@ -82,7 +82,8 @@ class DiskTier(DurableTier):
 
     def recoded(self, key: str, block: KVBlock) -> KVBlock:
         self.path(key)
-        return self._codec.decode(encode_block(key, block, self._codec))
+        codec = self._codec.now
+        return codec.decode(encode_block(key, block, codec))
 
     def get(self, key: str) -> KVBlock | None:
         """Tensors alias the mapped file where the codec lets them. Raises DamagedBlockError, SchemaVersionError."""
@@ -90,12 +91,12 @@ class DiskTier(DurableTier):
         if self._budget is not None:
             return self._get_lent(path, key, self._budget)
         try:
-            return read_block(path, key)
+            return read_block(path, key, self._codec.bases)
         except MissingBlockError:
             return None
 
     def verify(self, key: str) -> None:
-        read_block(self.path(key), key)
+        read_block(self.path(key), key, self._codec.bases)
 
     def delete(self, key: str) -> None:
         """Gone from the device too when this returns. Raises StoreReadOnlyError."""
@@ -173,7 +174,7 @@ class DiskTier(DurableTier):
         if release is None:
             return None
         try:
-            block = read_block(path, key)
+            block = read_block(path, key, self._codec.bases)
         except MissingBlockError:
             release()
             budget.forget(key)

@@ -46,23 +46,24 @@ class RemoteTier(DurableTier):
         return self._read(lambda blobs: blobs.gives_up, False)
 
     def put(self, key: str, block: KVBlock) -> KVBlock:
-        return self._write(key, block, self._codec)
+        return self._write(key, block, self._codec.now)
 
     def put_now(self, key: str, block: KVBlock) -> KVBlock:
-        return self._write(key, block, self._codec)
+        return self._write(key, block, self._codec.now)
 
     def put_as_held(self, key: str, block: KVBlock) -> KVBlock:
         return self._write(key, block, codec_of(block))
 
     def recoded(self, key: str, block: KVBlock) -> KVBlock:
         check_key(key)
-        return self._codec.decode(encode_block(key, block, self._codec))
+        codec = self._codec.now
+        return codec.decode(encode_block(key, block, codec))
 
     def get(self, key: str) -> KVBlock | None:
         """Raises DamagedBlockError, SchemaVersionError."""
         name = _block_name(key)
         data = self._read(lambda blobs: blobs.get(name), None)
-        return None if data is None else unpack_block(f"{self.where}: {name}", key, data)
+        return None if data is None else unpack_block(f"{self.where}: {name}", key, data, self._codec.bases)
 
     def verify(self, key: str) -> None:
         name = _block_name(key)
@@ -70,7 +71,7 @@ class RemoteTier(DurableTier):
             data = blobs.get(name)
         if data is None:
             raise MissingBlockError(f"{self.where}: no block {key}")
-        unpack_block(f"{self.where}: {name}", key, data)
+        unpack_block(f"{self.where}: {name}", key, data, self._codec.bases)
 
     def delete(self, key: str) -> None:
         names = [_block_name(key), _use_name(key)]

@@ -1,0 +1,119 @@
+"""Transform coding by a basis that is learned once: KVTC (2511.01815)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ragcache.codecs.base import Codec
+from ragcache.codecs.bases import Bases
+from ragcache.codecs.fitting import stand_in
+from ragcache.codecs.frames import check_frames, pack_frames
+from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, expect, unit_roundoff
+from ragcache.codecs.raw import RawCodec
+from ragcache.codecs.transform import FIRST_TOKENS, WIDTHS, Group
+from ragcache.errors import DamagedBlockError, UnencodableBlockError
+from ragcache.kv.block import KVBlock
+
+
+class KvtcCodec(LayerCodec):
+    """KVTC's three steps: a transform that decorrelates, quantisation with bits by component, entropy coding.
+
+    1. A token's keys before RoPE in the layers of a group are one vector, and its values another. Principal components
+       of the store's own passages (see `fitting.py`) take the vectors' correlations out.
+    2. Each component has a step of its own, and codes of 8, 4 or 2 bits; most have none.
+    3. The codes of one width are packed and entropy-coded by zstandard (KVTC: DEFLATE).
+
+    The first tokens of a passage, which are attention sinks, are kept exact, and so is every token that would be
+    restored with an error beyond its group's limit. KVTC keeps the last 128 exact, too: the window in which an answer
+    is generated; a passage has no such place, so there are none by default.
+
+    Tensors, for keys and for values: `basis`, uint8 [32], the basis's name; `exact`, int64, the exact tokens in order;
+    `numbers`, [num_layers, num_kv_heads, len(exact), head_dim], theirs, in the block's dtype; `stream` and `ends`,
+    three frames a group: the codes of the other tokens, by component, of 8, 4 and 2 bits.
+
+    Bound: that of a group, see `Group.largest_error`, and the rounding of the result to the block's dtype.
+    """
+
+    name: ClassVar[str] = "kvtc"
+    version: ClassVar[int] = 1
+    needs_basis: ClassVar[bool] = True
+    part_names: ClassVar[frozenset[str]] = frozenset({"basis", "exact", "numbers", "stream", "ends"})
+
+    def __init__(self, bases: Bases | None = None, *, first_tokens: int = FIRST_TOKENS, last_tokens: int = 0) -> None:
+        super().__init__(bases)
+        self.first_tokens = first_tokens
+        self.last_tokens = last_tokens
+
+    @property
+    def now(self) -> Codec:
+        """Blocks are kept raw until there is a basis."""
+        return self if self.bases.name is not None else RawCodec()
+
+    def for_trial(self, example: KVBlock) -> Codec:
+        bases = Bases()
+        bases.add(stand_in(example))
+        return KvtcCodec(bases, first_tokens=self.first_tokens, last_tokens=self.last_tokens)
+
+    def encode_part(self, part: Part, numbers: Tensor) -> dict[str, Tensor]:
+        name = self.bases.name
+        if name is None:
+            raise UnencodableBlockError("there is no basis yet; an ingestion makes one, see docs/storage.md")
+        groups = self.bases.get(name).groups(part, tuple(numbers.shape))
+        if groups is None:
+            raise UnencodableBlockError(f"the basis was made from other layers than {tuple(numbers.shape)}")
+        tokens = torch.arange(numbers.shape[2])
+        kept = (tokens < self.first_tokens) | (tokens >= len(tokens) - self.last_tokens)
+        codes = []
+        for group in groups:
+            features = group.features(numbers)
+            codes.append(group.encode(features))
+            kept |= group.errors(features, codes[-1]) > group.limit
+        frames = [frame for group, own in zip(groups, codes, strict=True) for frame in group.pack(own[~kept])]
+        return {
+            "basis": torch.tensor(list(bytes.fromhex(name)), dtype=torch.uint8),
+            "exact": tokens[kept],
+            "numbers": numbers[:, :, kept],
+            **pack_frames(frames),
+        }
+
+    def check_part(self, part: Part, tensors: Mapping[str, Tensor], spec: BlockSpec) -> None:
+        layers, heads, num_tokens, width = spec.shape(part)
+        exact = expect(tensors, "exact", (tensors["exact"].numel(),), torch.int64)
+        bounds = [-1, *exact.tolist(), num_tokens]
+        if bounds != sorted(set(bounds)):
+            raise DamagedBlockError("the exact tokens of a block are not some of its tokens in ascending order")
+        expect(tensors, "numbers", (layers, heads, len(exact), width), spec.dtype)
+        groups = self._groups(part, tensors, spec.shape(part))
+        expect(tensors, "stream", (tensors["stream"].numel(),), torch.uint8)
+        expect(tensors, "ends", (len(WIDTHS) * len(groups),), torch.int64)
+        check_frames(tensors, [size for group in groups for size in group.packed_sizes(num_tokens - len(exact))])
+
+    def decode_part(self, part: Part, tensors: Mapping[str, Tensor], layer: int, out: Tensor) -> None:
+        heads, num_tokens, width = out.shape
+        exact, numbers = tensors["exact"], tensors["numbers"]
+        groups = self._groups(part, tensors, (len(numbers), heads, num_tokens, width))
+        number, group = next((n, group) for n, group in enumerate(groups) if layer in group.layers)
+        codes = self.bases.recent.get(
+            tensors["stream"], number, lambda: group.unpack(tensors, len(WIDTHS) * number, num_tokens - len(exact))
+        )
+        restored = torch.unflatten(group.restore(codes.to(out.device), layer).float(), 1, (heads, width))
+        coded = torch.ones(num_tokens, dtype=torch.bool)
+        coded[exact.cpu()] = False
+        out[:, coded.to(out.device)] = restored.transpose(0, 1)
+        out[:, exact.to(out.device)] = numbers[layer].to(out.device).float()
+
+    def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
+        layers, heads, _, width = tensors["numbers"].shape
+        groups = self._groups(part, tensors, (layers, heads, 0, width))
+        return max(group.largest_error * (1 + 2.0**-12) + group.reach * unit_roundoff(dtype) for group in groups)
+
+    def _groups(self, part: Part, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Sequence[Group]:
+        name = bytes(expect(tensors, "basis", (32,), torch.uint8).tolist()).hex()
+        groups = self.bases.get(name).groups(part, shape)
+        if groups is None:
+            raise DamagedBlockError(f"basis {name} was made from other layers than the block's {shape}")
+        return groups

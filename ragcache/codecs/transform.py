@@ -1,0 +1,135 @@
+"""A linear transform of tokens with quantised components, as rows of a block.
+
+In the place of tokens there are rows, for keys and for values, each with a number for every layer, head and channel:
+
+    0       the number of the layer's group; the layers of a group follow one another and share a transform
+    1       the mean
+    2       the scale: errors are weighed in units of it
+    3       the limit: the largest sum of squared errors, in scales, that a token of the group may have
+    4 ...   components of 8 bits, a row of zeros, those of 4 bits, a row of zeros, those of 2 bits, rows of zeros
+
+A component is a direction times its step: a token is restored as mean + codes @ components. The numbers of a group's
+mean and components are multiples of one power of two, and small enough against it that float64 adds them up without
+rounding, in whatever order: every process, number of threads and device restores the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from ragcache.codecs.frames import read_frame
+from ragcache.codecs.packing import pack, unpack
+from ragcache.errors import DamagedBlockError
+
+WIDTHS = (8, 4, 2)  # bits of a component's codes, before entropy coding
+FIRST_TOKENS = 4  # of a passage: attention sinks, unlike all others
+GROUP, MEAN, SCALE, LIMIT, FIRST_COMPONENT = range(5)
+_CPU = torch.device("cpu")
+
+
+def largest_code(bits: int) -> int:
+    return int(2 ** (bits - 1)) - 1
+
+
+class Group:
+    """The transform of some layers. Features are a token's numbers in them: [layers, heads, channels], flattened.
+
+    layers: numbers of its layers
+    limit:  see above
+    counts: components by width
+    largest_error: no number of a token within the limit is further off
+    reach:  no restored number is larger
+    """
+
+    def __init__(self, layers: range, rows: Tensor) -> None:
+        """rows: float32 [layers, heads, rows, channels], of these layers. Raises DamagedBlockError."""
+        flat = rows.permute(2, 0, 1, 3).flatten(1).contiguous()
+        ends = (flat[FIRST_COMPONENT:] == 0).all(1).nonzero().flatten().tolist()[: len(WIDTHS)]
+        if len(ends) < len(WIDTHS):
+            raise DamagedBlockError("a basis does not say where its components of each width end")
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        components = flat[FIRST_COMPONENT:]
+        kinds = [components[start:end] for start, end in zip(starts, ends, strict=True)]
+        self.layers = layers
+        self.limit = float(flat[LIMIT, 0])
+        self.counts = [len(kind) for kind in kinds]
+        self._levels = torch.tensor(
+            [float(largest_code(bits)) for bits, count in zip(WIDTHS, self.counts, strict=True) for _ in range(count)],
+            dtype=torch.float64,
+        )
+        self._scale = flat[SCALE].double()
+        self._held = {_CPU: (flat[MEAN].clone(), torch.cat(kinds))}
+        self._layer_features = rows.shape[1] * rows.shape[3]
+        mean, held = self._held[_CPU]
+        self.largest_error = float(self._scale.max()) * math.sqrt(self.limit)
+        self.reach = float((mean.double().abs() + self._levels @ held.double().abs()).max())
+
+    def features(self, numbers: Tensor) -> Tensor:
+        """float64 [num_tokens, features] of the numbers of all layers, [num_layers, heads, num_tokens, channels]."""
+        own = numbers[self.layers.start : self.layers.stop]
+        return own.permute(2, 0, 1, 3).flatten(1).double()
+
+    def encode(self, features: Tensor) -> Tensor:
+        """Codes, int8 [num_tokens, components]."""
+        mean, components = self._held[_CPU]
+        directions = components.double() / self._scale
+        found = ((features - mean.double()) / self._scale) @ directions.T / directions.square().sum(1)
+        return found.round_().clamp_(-self._levels, self._levels).to(torch.int8)
+
+    def restore(self, codes: Tensor, layer: int | None = None) -> Tensor:
+        """Numbers of a layer (None: all), float64 [num_tokens, features], on the codes' device. Nothing is rounded."""
+        mean, components = self._on(codes.device)
+        if layer is not None:
+            start = (layer - self.layers.start) * self._layer_features
+            own = slice(start, start + self._layer_features)
+            mean, components = mean[own], components[:, own]
+        return codes.double() @ components.double() + mean.double()
+
+    def errors(self, features: Tensor, codes: Tensor) -> Tensor:
+        """Sums of squared errors in scales, float64 [num_tokens]; see `limit`."""
+        return ((self.restore(codes) - features) / self._scale).square().sum(1)
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and components there."""
+        if device not in self._held:
+            mean, components = self._held[_CPU]
+            self._held[device] = mean.to(device), components.to(device)
+        return self._held[device]
+
+    def pack(self, codes: Tensor) -> Iterator[bytes]:
+        """The codes in a part for each width, by component."""
+        for bits, own in zip(WIDTHS, torch.split(codes, self.counts, dim=1), strict=True):
+            above = (own.to(torch.int16) + largest_code(bits)).to(torch.uint8)
+            yield pack(above, bits).T.contiguous().numpy().tobytes()
+
+    def packed_sizes(self, num_tokens: int) -> list[int]:
+        """Bytes of each part."""
+        return [count * -(-num_tokens * bits // 8) for bits, count in zip(WIDTHS, self.counts, strict=True)]
+
+    def unpack(self, tensors: Mapping[str, Tensor], first_frame: int, num_tokens: int) -> Tensor:
+        """The codes, from three frames. Raises DamagedBlockError."""
+        found = []
+        for rank, size in enumerate(self.packed_sizes(num_tokens)):
+            bits, count = WIDTHS[rank], self.counts[rank]
+            above = torch.empty(num_tokens, count, dtype=torch.uint8)
+            packed = read_frame(tensors, first_frame + rank, size)
+            unpack(packed.view(count, -(-num_tokens * bits // 8)).T, bits, above)
+            found.append((above.to(torch.int16) - largest_code(bits)).to(torch.int8))
+        return torch.cat(found, dim=1)
+
+
+def groups_of(rows: Tensor) -> tuple[Group, ...]:
+    """The groups of keys or values, float32 [num_layers, heads, rows, channels]. Raises DamagedBlockError."""
+    if rows.dtype != torch.float32 or rows.ndim != 4 or rows.shape[2] <= FIRST_COMPONENT:
+        raise DamagedBlockError(f"{rows.dtype} {tuple(rows.shape)} is no basis")
+    groups, start = [], 0
+    for _, members in groupby(rows[:, 0, GROUP, 0].tolist()):
+        layers = range(start, start + len(list(members)))
+        groups.append(Group(layers, rows[layers.start : layers.stop]))
+        start = layers.stop
+    return tuple(groups)
