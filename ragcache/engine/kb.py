@@ -49,6 +49,7 @@ from ragcache.openmp import team_ends
 from ragcache.prompt import encode_text
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.retriever import Hit, Retriever
+from ragcache.store.kept_basis import known_basis
 from ragcache.store.records import Chunk
 
 log = logging.getLogger(__name__)
@@ -233,7 +234,8 @@ class RagCache(Library, AsyncTwins):
         bound = self.store.documents.properties()
         remote = (self.config.remote or str(bound["remote"])) if "remote" in bound else None
         root, owner = self.store.layout.kv.absolute(), str(bound.get("database_id", ""))
-        return Cluster(chosen, partial(open_kv_to_fill, root, self.config, remote, owner))
+        basis = known_basis(self.store.documents)
+        return Cluster(chosen, partial(open_kv_to_fill, root, self.config, remote, owner, basis))
 
     def _kv_mode(self) -> str:
         if self._encoder is not None or self.config.kv == "lazy":

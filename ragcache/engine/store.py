@@ -13,6 +13,7 @@ from ragcache.engine.loading.policy import AUTO, LOADS
 from ragcache.engine.loading.rates_file import RatesFile
 from ragcache.errors import ConfigError, StoreMismatchError, StoreNotFoundError
 from ragcache.store.documents import DocumentStore
+from ragcache.store.kept_basis import known_basis
 from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
 from ragcache.store.layout import StoreLayout
 from ragcache.store.remote import Connection, connect, open_blobs
@@ -110,7 +111,7 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
         remote = _connect(documents, config)
         if remote is not None:
             undo.callback(remote.close)
-        kv = open_kv(layout.kv, config, remote, referenced=documents.referenced)
+        kv = open_kv(layout.kv, config, remote, referenced=documents.referenced, basis=known_basis(documents))
         undo.pop_all()
     return Store(layout, documents, kv)
 
@@ -120,6 +121,7 @@ def open_kv(
     config: StoreConfig,
     remote: Connection | None = None,
     referenced: Callable[[Iterable[str]], set[str]] | None = None,
+    basis: str | None = None,
 ) -> KVStore:
     """Raises ConfigError."""
     return KVStore(
@@ -132,6 +134,7 @@ def open_kv(
         ttl_s=config.ttl_s,
         referenced=referenced,
         codec=config.codec,
+        basis=basis,
         eviction=config.eviction,
         admission=config.admission,
         trace=config.trace,
@@ -139,17 +142,19 @@ def open_kv(
     )
 
 
-def open_kv_to_fill(root: Path, config: StoreConfig, remote: str | None = None, owner: str = "") -> KVStore:
+def open_kv_to_fill(
+    root: Path, config: StoreConfig, remote: str | None = None, owner: str = "", basis: str | None = None
+) -> KVStore:
     """The store's KV in a process that only writes blocks: it keeps none in memory, and traces nothing.
 
-    remote: its URL, where the store has one; owner: id of the database that it belongs to
+    remote: its URL, where the store has one; owner: id of the database that it belongs to; basis: see KVStore
 
     Raises as `Connection.check` does.
     """
     alone = replace(
         config, database=None, remote=None, memory_bytes=0, device_bytes=0, write_behind_bytes=0, trace=None
     )
-    return open_kv(root, alone, None if remote is None else connect(remote, owner))
+    return open_kv(root, alone, None if remote is None else connect(remote, owner), basis=basis)
 
 
 def _connect(documents: DocumentStore, config: StoreConfig) -> Connection | None:

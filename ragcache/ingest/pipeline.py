@@ -16,7 +16,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from ragcache.errors import ConfigError
+from ragcache.errors import BasisError, ConfigError
 from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.cluster import Cluster
 from ragcache.ingest.encoder import BlockNames, ModelEncoder
@@ -115,9 +115,9 @@ class Ingestor:
         timeout_s: how long to wait for another writer
         cancelled: set it to stop: looked at between and within batches, so within a second or two
 
-        Raises CancelledError, StoreBusyError, StoreReadOnlyError, StoreFullError, ClusterError, ConfigError; what was
-        committed stays. With sync, ReaderError for a given path that is not there or cannot be read; then nothing was
-        changed.
+        Raises CancelledError, StoreBusyError, StoreReadOnlyError, StoreFullError, ClusterError, ConfigError, and
+        BasisError when the first passages are too few for the codec; what was committed stays. With sync, ReaderError
+        for a given path that is not there or cannot be read; then nothing was changed.
         """
         if kv not in KV_MODES:
             raise ConfigError(f"kv={kv!r} is unknown; choose one of {', '.join(KV_MODES)}")
@@ -125,6 +125,10 @@ class Ingestor:
             raise ConfigError(f"hot_after is {hot_after}; a passage is hot after 1 retrieval or more")
         if kv != "lazy":
             _ = self.encoder
+        if cluster is not None and kv == "eager" and self.kv.basis.is_lacking:
+            raise BasisError(
+                "the store's codec has no basis yet, which no cluster makes; ingest some documents without one first"
+            )
         with (
             nullcontext() if dry_run else self.layout.writer(timeout_s),
             limited(Limit(cancelled)),

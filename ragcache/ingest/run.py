@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ragcache.errors import DuplicateDocumentError, IngestError, PromptError, ReaderError
+from ragcache.ingest.calibration import calibrate
 from ragcache.ingest.chunker import TextChunk
 from ragcache.ingest.document import Document
 from ragcache.ingest.known import KnownDocuments, sync_roots
@@ -225,6 +226,9 @@ class IngestRun:
         # The same text twice is one block.
         wanted = {key: chunk.token_ids for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
         self._say("skip", sum(one.num_tokens for one in window) - sum(map(len, wanted.values())))
+        if wanted and self.to.kv.basis.is_lacking:
+            with self.report.seconds.timed("encode_s"):
+                calibrate(self.to.documents, self.to.kv, self.to.encoder, list(wanted.values()))
         return Job(texts, wanted)
 
     # Storing

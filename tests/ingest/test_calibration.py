@@ -1,0 +1,93 @@
+"""The basis of a codec that needs one: made at the first ingestion, kept, found again, and refused from too little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_model import save_tiny_llama
+
+import ragcache as rc
+from ragcache.codecs.container import peek_metadata
+from ragcache.errors import BasisError
+from ragcache.retrieval.testing import BagOfWords
+
+SHORT = rc.Sampling(max_tokens=4)
+CONFIG = rc.StoreConfig(codec="kvtc")
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory: pytest.TempPathFactory) -> rc.LanguageModel:
+    """Two layers of two KV heads of 8: 32 features, so a basis needs 64 tokens, which are bytes here."""
+    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("tiny")))
+
+
+def open_kb(path: Path, lm: rc.LanguageModel) -> rc.RagCache:
+    return rc.RagCache.open(path, model=lm, embedder=BagOfWords(), store=CONFIG)
+
+
+def texts(*towns: str) -> list[rc.Document]:
+    return [rc.Document(town, f"{town} has a mill by the river, an old bridge and a market hall.") for town in towns]
+
+
+def codecs(kb: rc.RagCache, *ids: str) -> set[str]:
+    handles = {chunk.handle for id in ids for chunk in kb.chunks_of(id)}
+    files = [path for path in kb.store.kv.root.rglob("*.safetensors") if path.stem in handles]
+    return {peek_metadata(path)["codec"] for path in files}
+
+
+def test_the_first_ingestion_makes_the_basis_and_later_ones_use_it(lm: rc.LanguageModel, tmp_path: Path) -> None:
+    with open_kb(tmp_path / "kb", lm) as kb:
+        kb.ingest(texts("Osby", "Lund", "Mora", "Tolvik"))
+        name = str(kb.store.documents.properties()["basis"])
+        assert name in kb.store.kv.pinned
+        assert codecs(kb, "Osby", "Lund", "Mora", "Tolvik") == {"kvtc"}
+        answer = kb.ask("Who has a mill?", k=2, sampling=SHORT).text
+        report = kb.doctor()
+        assert report.sound
+        assert name in kb.store.kv
+    with open_kb(tmp_path / "kb", lm) as kb:
+        kb.ingest(texts("Vik"))
+        assert kb.store.documents.properties()["basis"] == name
+        assert codecs(kb, "Vik") == {"kvtc"}
+        kb.delete("Vik")
+        found = kb.ask("Who has a mill?", k=2, sampling=SHORT)
+        assert found.text == answer
+        assert {hit.kv for hit in found.hits} == {"disk"}
+        kb.delete(["Osby", "Lund", "Mora", "Tolvik"])
+        assert list(kb.store.kv.keys()) == [name], "blocks go with their documents, the basis stays"
+
+
+def test_too_few_tokens_are_refused_and_enough_are_taken_later(lm: rc.LanguageModel, tmp_path: Path) -> None:
+    with open_kb(tmp_path / "kb", lm) as kb:
+        with pytest.raises(BasisError, match=r"needs 64 tokens, .*ingest more passages at once, or use another codec"):
+            kb.ingest(texts("Osby"))
+        assert not kb.documents()
+        assert kb.store.kv.basis.is_lacking
+        kb.ingest(texts("Osby", "Lund"))
+        assert codecs(kb, "Osby", "Lund") == {"kvtc"}
+
+
+def test_a_question_before_there_is_a_basis_keeps_raw_kv(lm: rc.LanguageModel, tmp_path: Path) -> None:
+    with open_kb(tmp_path / "kb", lm) as kb:
+        kb.ingest(texts("Osby", "Lund"), kv="lazy")
+        kb.ask("Who has a mill?", k=1, sampling=SHORT)
+        assert codecs(kb, "Osby", "Lund") == {"raw"}
+        kb.ingest(texts("Mora", "Tolvik"))
+        assert codecs(kb, "Osby", "Lund") == {"raw"}
+        assert codecs(kb, "Mora", "Tolvik") == {"kvtc"}
+
+
+def test_a_process_that_was_open_before_takes_the_others_basis(lm: rc.LanguageModel, tmp_path: Path) -> None:
+    with open_kb(tmp_path / "kb", lm) as first, open_kb(tmp_path / "kb", lm) as second:
+        second.ingest(texts("Osby", "Lund"))
+        assert first.store.kv.basis.is_lacking
+        first.ingest(texts("Mora"))
+        assert not first.store.kv.basis.is_lacking
+        assert codecs(first, "Mora") == {"kvtc"}
+        assert len(list(first.store.kv.keys())) == 4, "three passages and one basis"
+
+
+def test_a_cluster_is_given_a_basis_and_makes_none(lm: rc.LanguageModel, tmp_path: Path) -> None:
+    with open_kb(tmp_path / "kb", lm) as kb, pytest.raises(BasisError, match="ingest some documents without one first"):
+        kb.ingest(texts("Osby", "Lund"), ray=True)
