@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import AdapterError
@@ -115,6 +115,7 @@ class Adapter:
     @torch.no_grad()
     def apply(self, model: PreTrainedModel) -> None:
         """Put the rows into the base's embedding. New rows of a head of its own are zero: no answer may hold their ids.
+        New rows of other tables (Gemma 4 has one for all layers) are copies of the first, which training takes for them.
 
         Raises AdapterError for rows that are missing or damaged.
         """
@@ -122,8 +123,10 @@ class Adapter:
         old_size = model.get_input_embeddings().weight.shape[0]
         if self.vocab_size > old_size:
             model.resize_token_embeddings(self.vocab_size, mean_resizing=False)
-        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
-            table.weight[old_size:] = 0
+        for table in model.modules():
+            if isinstance(table, nn.Embedding) and len(table.weight) == self.vocab_size:
+                table.weight[old_size:] = table.weight[0]
+        model.get_output_embeddings().weight[old_size:] = 0
         weight: Tensor = model.get_input_embeddings().weight
         weight[list(rows)] = torch.stack(list(rows.values())).to(weight)
         self.extend(model.config)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ragcache.errors import AdapterError, translate_os_errors
@@ -88,11 +88,14 @@ def _write(adapter: Adapter, base: Path, out: Path) -> None:
 
 def _tables(base: Path) -> dict[str, bool]:
     """Names of the tensors with a row for each id, and whether rows of the embedding belong there: a head has its own,
-    unless it shares them."""
+    unless it shares them. Raises AdapterError where there are others."""
     config = AutoConfig.from_pretrained(base)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    others = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is not embedding]
+    if any(len(one.weight) == len(embedding) for one in others):
+        raise AdapterError(f"{base} looks ids up in several tables and cannot be merged; use the embedded engine")
     named = model.named_parameters(remove_duplicate=False)
     return {name: weight is embedding for name, weight in named if weight is embedding or weight is head}
 

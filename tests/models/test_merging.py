@@ -119,6 +119,13 @@ def test_a_base_that_cannot_be_merged_is_named(tmp_path, base, adapter):
         merge(Adapter.find(adapter), tmp_path / "models")
 
 
+def test_a_base_of_several_tables_is_not_merged(tmp_path):
+    save_tiny("gemma4", str(tmp_path / "base"))
+    save_adapter(tmp_path / "adapter", tmp_path / "base", SPEC)
+    with pytest.raises(AdapterError, match="several tables and cannot be merged; use the embedded engine"):
+        merge(Adapter.find(tmp_path / "adapter"), tmp_path / "models")
+
+
 def test_vllm_is_started_over_the_merged_checkpoint(open_kb, tmp_path, adapter):
     pytest.importorskip("ragcache_vllm")
     kb = open_kb(model=adapter)

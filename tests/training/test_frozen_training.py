@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reuse_oracle as oracle
 import torch
+from adapters import save_adapter
 from families import masks_of, oracle_model, random_prompt, save_tiny
 from safetensors.torch import load_file
 from tiny_model import byte_tokenizer, save_tiny_llama
@@ -119,6 +120,24 @@ def test_the_loss_and_its_gradient_are_those_of_the_oracle(family, spec, tmp_pat
     both = divergence_loss(ours, ours, collate_pairs(pairs))  # padded, it is the mean over all labels
     alone = divergence_loss(ours, ours, collate_pairs(pairs[1:]))
     torch.testing.assert_close(both * (labels + 3), loss * labels + alone * 3, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4", "granite"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_loaded_adapter_is_what_was_trained(family, spec, tmp_path):
+    """Gemma 4 looks ids up in a second table, where new ones have no row of their own."""
+    directory = save_tiny(family, str(tmp_path / "base"))
+    model = frozen(directory, spec)
+    rows = {id: model.rows[row].detach() for id, row in number_rows(spec).items()}
+    save_adapter(tmp_path / "adapter", tmp_path / "base", spec, rows=rows)
+    lm = rc.load_lm(tmp_path / "adapter")
+    assert rc.load_lm(tmp_path / "adapter").fingerprint == lm.fingerprint
+    row = ROW._replace(asks=[Ask(PROMPT.suffix_ids, [5])])
+    with torch.no_grad():
+        expected = answer_logits(model, model, collate([lay_out(row, spec, True)]))[0]
+    kept = [id for id in range(199) if id not in spec.added_ids]
+    ours = rc.fuse(lm, PROMPT, spec.method).next_logits
+    torch.testing.assert_close(ours[kept], expected[kept], atol=2e-4, rtol=2e-4)
 
 
 def test_only_the_rows_can_change(tmp_path):
