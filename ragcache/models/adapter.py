@@ -115,7 +115,7 @@ class Adapter:
     @torch.no_grad()
     def apply(self, model: PreTrainedModel) -> None:
         """Put the rows into the base's embedding. New rows of a head of its own are zero: no answer may hold their ids.
-        New rows of other tables (Gemma 4 has one for all layers) are copies of the first, which training takes for them.
+        New rows of other tables (Gemma 4 has one for all layers) are copies of the first, as training takes them to be.
 
         Raises AdapterError for rows that are missing or damaged.
         """
