@@ -13,7 +13,7 @@ from ragcache.errors import ConfigError
 from ragcache.evaluation.intervals import Estimate, Z
 from ragcache.evaluation.suites.base import Column, PaperRow, Suite
 from ragcache.evaluation.suites.rows import UNREADABLE
-from ragcache.models.loading import resolve
+from ragcache.models.loading import base_of
 
 SMALL, MIDDLE, LARGE = "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B"
 
@@ -87,42 +87,48 @@ def measure(
 ) -> dict[str, Estimate]:
     """Scores of these columns.
 
-    model:     bundled name, directory or hub id
+    model:     bundled name, directory or hub id. Of an adapter the base is asked: the adapter leaves it as it is
     limit:     questions a task (of MMLU, a subject)
     directory: of task files in YAML that take the place of the harness's own of the same name, to name local data
 
     Raises ConfigError where lm-eval is not installed, or a task's data cannot be had.
     """
-    chosen = {name: TASKS[name] for name in names}
+    chosen, known = {name: TASKS[name] for name in names}, _known_tasks(directory)
     shots = dict.fromkeys(task.shots for task in chosen.values())
     found: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     for count in shots:
         tasks = list(dict.fromkeys(task.name for task in chosen.values() if task.shots == count))
-        done = _evaluate(tasks, str(model), dtype, device, count, limit, directory)
+        done = _evaluate(tasks, known, str(model), dtype, device, count, limit)
         found |= done["results"]
         sizes |= {name: int(size["effective"]) for name, size in done["n-samples"].items()}
     return {name: _estimate(found[task.name], task, sizes) for name, task in chosen.items()}
 
 
-def _evaluate(
-    tasks: list[str], model: str, dtype: str, device: str, shots: int | None, limit: int | None, directory: Path | None
-) -> dict[str, Any]:
+def _known_tasks(directory: Path | None) -> Any:
+    """The harness's index of its task files, which takes it many seconds to make."""
     try:
-        from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError("suite capability needs lm-eval; pip install 'ragcache-kv[capability]'") from error
+    return TaskManager(include_path=None if directory is None else str(directory))
+
+
+def _evaluate(
+    tasks: list[str], known: Any, model: str, dtype: str, device: str, shots: int | None, limit: int | None
+) -> dict[str, Any]:
+    from lm_eval import simple_evaluate
+
     try:
         done: dict[str, Any] = simple_evaluate(
             model="hf",
-            model_args={"pretrained": resolve(model), "dtype": dtype},
+            model_args={"pretrained": base_of(model), "dtype": dtype},
             tasks=tasks,
             num_fewshot=shots,
             device=device,
             limit=limit,
             log_samples=False,
-            task_manager=TaskManager(include_path=None if directory is None else str(directory)),
+            task_manager=known,
         )
     except UNREADABLE as error:
         raise ConfigError(
