@@ -34,7 +34,7 @@ def run_suite(suites: SuiteOptions, models: EvaluatedModel, options: EvalOptions
     """Measure a suite and write its table."""
     from ragcache.evaluation.suites import get_suite
     from ragcache.evaluation.suites.base import QuestionSet
-    from ragcache.evaluation.suites.compare import cells, compare, heads, to_json, write_comparison
+    from ragcache.evaluation.suites.compare import compare, table, to_json, write_comparison
 
     suite = get_suite(suites.suite or "")
     columns = suite.chosen(options.data or [])
@@ -47,7 +47,8 @@ def run_suite(suites: SuiteOptions, models: EvaluatedModel, options: EvalOptions
         print_json(to_json(suite, columns, lines))
         return
     say(f"{suite.name}: {model} beside {suite.table}")
-    print_table(heads(columns), [(one.source, one.model, one.method, *cells(one, columns)) for one in lines])
+    heads, *rows = table(suite, columns, lines)
+    print_table(heads, rows)
     say(suite.note)
     say(f"written to {options.out}: {suite.name}.md, {suite.name}.json")
 

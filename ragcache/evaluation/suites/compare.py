@@ -71,10 +71,15 @@ def _average(suite: Suite, columns: Sequence[Column], scores: Mapping[str, Estim
     return fmean(one.mean if isinstance(one, Estimate) else one for one in scores.values())
 
 
-def cells(line: Line, columns: Sequence[Column]) -> list[str]:
-    """A line's scores as text, a dash where there is none; the average last."""
-    found = [_text(line.scores.get(column.name), column.unit) for column in columns]
-    return [*found, "-" if line.average is None else f"{line.average:.2f}"]
+def table(suite: Suite, columns: Sequence[Column], lines: Sequence[Line]) -> list[list[str]]:
+    """Heads and rows as text, a dash where there is no score; the average last."""
+    last = ["average"] if suite.average else []
+    rows = [["source", "model", "method", *(column.title for column in columns), *last]]
+    for line in lines:
+        scores = [_text(line.scores.get(column.name), column.unit) for column in columns]
+        mean = [_text(line.average, 100)] if suite.average else []
+        rows.append([line.source, line.model, line.method, *scores, *mean])
+    return rows
 
 
 def _text(score: Estimate | float | None, unit: float) -> str:
@@ -84,10 +89,6 @@ def _text(score: Estimate | float | None, unit: float) -> str:
     if isinstance(score, Estimate):
         return f"{score.mean:.{digits}f} [{score.low:.{digits}f}, {score.high:.{digits}f}]"
     return f"{score:.{digits}f}"
-
-
-def heads(columns: Sequence[Column]) -> list[str]:
-    return ["source", "model", "method", *(column.title for column in columns), "average"]
 
 
 def write_comparison(directory: Path, suite: Suite, columns: Sequence[Column], lines: Sequence[Line]) -> list[Path]:
@@ -111,8 +112,6 @@ def to_json(suite: Suite, columns: Sequence[Column], lines: Sequence[Line]) -> d
 
 
 def _page(suite: Suite, columns: Sequence[Column], lines: Sequence[Line]) -> str:
-    names = heads(columns)
-    rows = [[line.source, line.model, line.method, *cells(line, columns)] for line in lines]
-    table = [names, ["---"] * len(names), *rows]
-    text = "\n".join("| " + " | ".join(row) + " |" for row in table)
+    heads, *rows = table(suite, columns, lines)
+    text = "\n".join("| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows))
     return f"# {suite.name}\n\nThe paper's rows are from {suite.table}. {suite.note}\n\n{text}\n"
