@@ -100,11 +100,10 @@ class KvtcCodec(LayerCodec):
         codes = self.bases.recent.get(
             tensors["stream"], number, lambda: group.unpack(tensors, len(WIDTHS) * number, num_tokens - len(exact))
         )
-        restored = torch.unflatten(group.restore(codes.to(out.device), layer).float(), 1, (heads, width))
-        coded = torch.ones(num_tokens, dtype=torch.bool)
-        coded[exact.cpu()] = False
-        out[:, coded.to(out.device)] = restored.transpose(0, 1)
-        out[:, exact.to(out.device)] = numbers[layer].to(out.device).float()
+        restored = torch.unflatten(group.restore(codes.to(out.device), layer), 1, (heads, width))
+        coded = torch.ones(num_tokens, dtype=torch.bool).index_fill_(0, exact.cpu(), False).nonzero().flatten()
+        out.index_copy_(1, coded.to(out.device), restored.transpose(0, 1))
+        out.index_copy_(1, exact.to(out.device), numbers[layer].to(out.device).float())
 
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
         layers, heads, _, width = tensors["numbers"].shape

@@ -9,8 +9,8 @@ In the place of tokens there are rows, for keys and for values, each with a numb
     4 ...   components of 8 bits, a row of zeros, those of 4 bits, a row of zeros, those of 2 bits, rows of zeros
 
 A component is a direction times its step: a token is restored as mean + codes @ components. The numbers of a group's
-mean and components are multiples of one power of two, and small enough against it that float64 adds them up without
-rounding, in whatever order: every process, number of threads and device restores the same bits.
+mean and components are multiples of one power of two, and no sum of them exceeds 2^24 of it: float32 adds them up
+without rounding, in whatever order, and every process, number of threads and device restores the same bits.
 """
 
 from __future__ import annotations
@@ -53,21 +53,25 @@ class Group:
         if len(ends) < len(WIDTHS):
             raise DamagedBlockError("a basis does not say where its components of each width end")
         starts = [0, *(end + 1 for end in ends[:-1])]
-        components = flat[FIRST_COMPONENT:]
-        kinds = [components[start:end] for start, end in zip(starts, ends, strict=True)]
+        of_width = [flat[FIRST_COMPONENT:][start:end] for start, end in zip(starts, ends, strict=True)]
+        components = torch.cat(of_width)
         self.layers = layers
         self.limit = float(flat[LIMIT, 0])
-        self.counts = [len(kind) for kind in kinds]
-        self._levels = torch.tensor(
-            [float(largest_code(bits)) for bits, count in zip(WIDTHS, self.counts, strict=True) for _ in range(count)],
-            dtype=torch.float64,
-        )
+        self.counts = [len(own) for own in of_width]
+        self._levels = levels_of(torch.tensor(WIDTHS).repeat_interleave(torch.tensor(self.counts)))
         self._scale = flat[SCALE].double()
-        self._held = {_CPU: (flat[MEAN].clone(), torch.cat(kinds))}
-        self._layer_features = rows.shape[1] * rows.shape[3]
-        mean, held = self._held[_CPU]
         self.largest_error = float(self._scale.max()) * math.sqrt(self.limit)
-        self.reach = float((mean.double().abs() + self._levels @ held.double().abs()).max())
+        self.reach = reach(flat[MEAN].double(), components.double(), self._levels)
+        grid = grid_of(self.reach)
+        if bool((torch.cat([components, flat[MEAN : MEAN + 1]]).double() / grid).frac().any()):
+            raise DamagedBlockError("the numbers of a basis are no multiples of one power of two")
+        by_layer = (len(layers), -1)
+        self._held = {
+            _CPU: (
+                torch.unflatten(flat[MEAN].clone(), 0, by_layer),
+                torch.unflatten(components, 1, by_layer).transpose(0, 1).contiguous(),
+            )
+        }
 
     def features(self, numbers: Tensor) -> Tensor:
         """float64 [num_tokens, features] of the numbers of all layers, [num_layers, heads, num_tokens, channels]."""
@@ -75,27 +79,30 @@ class Group:
         return own.permute(2, 0, 1, 3).flatten(1).double()
 
     def encode(self, features: Tensor) -> Tensor:
-        """Codes, int8 [num_tokens, components]."""
+        """Codes, int8 [num_tokens, components]: the nearest, by least squares in scales."""
         mean, components = self._held[_CPU]
-        directions = components.double() / self._scale
-        found = ((features - mean.double()) / self._scale) @ directions.T / directions.square().sum(1)
+        directions = components.transpose(0, 1).flatten(1).double() / self._scale
+        steps = directions.norm(dim=1, keepdim=True)
+        directions /= steps
+        scaled = (features - mean.flatten().double()) / self._scale
+        # Rounded to the grid, components of very unlike steps are no longer quite orthogonal.
+        found: Tensor = (torch.linalg.solve(directions @ directions.T, directions @ scaled.T) / steps).T
         return found.round_().clamp_(-self._levels, self._levels).to(torch.int8)
 
-    def restore(self, codes: Tensor, layer: int | None = None) -> Tensor:
-        """Numbers of a layer (None: all), float64 [num_tokens, features], on the codes' device. Nothing is rounded."""
-        mean, components = self._on(codes.device)
-        if layer is not None:
-            start = (layer - self.layers.start) * self._layer_features
-            own = slice(start, start + self._layer_features)
-            mean, components = mean[own], components[:, own]
-        return codes.double() @ components.double() + mean.double()
+    def restore(self, codes: Tensor, layer: int) -> Tensor:
+        """Numbers of a layer, float32 [num_tokens, heads * channels], on the codes' device. Nothing is rounded."""
+        mean, components = (held[layer - self.layers.start] for held in self._on(codes.device))
+        # Products of float32 that may be rounded to less would not be exact.
+        exact = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
+        return torch.addmm(mean.to(exact), codes.to(exact), components.to(exact)).float()
 
     def errors(self, features: Tensor, codes: Tensor) -> Tensor:
         """Sums of squared errors in scales, float64 [num_tokens]; see `limit`."""
-        return ((self.restore(codes) - features) / self._scale).square().sum(1)
+        restored = torch.cat([self.restore(codes, layer) for layer in self.layers], dim=1)
+        return ((restored - features) / self._scale).square().sum(1)
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mean and components there."""
+        """Mean and components by layer, [layers, features of one] and [layers, components, features of one], there."""
         if device not in self._held:
             mean, components = self._held[_CPU]
             self._held[device] = mean.to(device), components.to(device)
@@ -121,6 +128,21 @@ class Group:
             unpack(packed.view(count, -(-num_tokens * bits // 8)).T, bits, above)
             found.append((above.to(torch.int16) - largest_code(bits)).to(torch.int8))
         return torch.cat(found, dim=1)
+
+
+def levels_of(widths: Tensor) -> Tensor:
+    """The largest code of each width, float64; 0 of width 0."""
+    return (2.0 ** (widths.double() - 1) - 1).clamp(min=0)
+
+
+def reach(mean: Tensor, components: Tensor, levels: Tensor) -> float:
+    """No number that these restore is larger, nor a sum on the way to it. levels: largest codes, by component"""
+    return float((mean.abs() + levels @ components.abs()).max())
+
+
+def grid_of(reach: float) -> float:
+    """A power of two, of which no number within `reach` has more than 2^24."""
+    return 2.0 ** (math.ceil(math.log2(max(reach, 2.0**-100))) - 24)
 
 
 def groups_of(rows: Tensor) -> tuple[Group, ...]:
