@@ -14,6 +14,7 @@ import typer
 from ragcache.engine.options import Context, Order, Overflow, ReadOptions, RetrieveOptions, names
 from ragcache.errors import ConfigError
 from ragcache.evaluation.settings import json_or_text
+from ragcache.retrieval.search import Search
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 
 if TYPE_CHECKING:
@@ -261,6 +262,9 @@ class AnswerOptions:
     top_k: Annotated[int | None, option("--top-k", "Sample among this many tokens.")] = None
     seed: Annotated[int | None, option("--seed", "Makes sampling repeatable.")] = None
     stop: Annotated[list[str] | None, option("--stop", "End the answer at this string; may be repeated.")] = None
+    search: Annotated[Search, option("--search", "Find passages by embedding, by the question's words, or both.")] = (
+        "vector"
+    )
     filter: FilterText = None
     score_threshold: Annotated[float | None, option("--score-threshold", "Leave out passages with a lower score.")] = (
         None

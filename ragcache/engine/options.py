@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ragcache.errors import ConfigError
+from ragcache.retrieval.search import Search
 
 if TYPE_CHECKING:  # heavy ones: `ragcache --help` reads this file too
     from ragcache.engine.asking.passage import Passage
@@ -29,12 +30,14 @@ Context = Literal["last", "keep"]
 class RetrieveOptions(TypedDict, total=False):
     """Which passages are found.
 
+    search:          "vector" (nearest embeddings), "text" (the question's words: BM25), or "hybrid" (both)
     filter:          on metadata; only chunks that pass it count
     score_threshold: leave out chunks with a lower inner product
     mmr_lambda:      choose for variety too (maximal marginal relevance): 1 is the plain ranking, 0 variety alone
     fetch_k:         how many candidates mmr_lambda chooses from; 5 * k when None
     """
 
+    search: Search
     filter: Filter | None
     score_threshold: float | None
     mmr_lambda: float | None

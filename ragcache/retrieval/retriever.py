@@ -10,17 +10,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import ConfigError, FilterError, PromptError, check_least
+from ragcache.errors import ConfigError, FilterError, PromptError, check_choice, check_least
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.index import SearchIndex, SearchResult
 from ragcache.retrieval.mmr import maximal_marginal_relevance
 from ragcache.retrieval.opening import open_index
+from ragcache.retrieval.search import SEARCHES, Search
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk
 
-# Of candidates for MMR, per result wanted.
+# Candidates per result wanted: for MMR, and of each ranking that is fused.
 FETCH_FACTOR = 5
+RRF = 60  # k of reciprocal rank fusion
 # A search races with deletions in other processes at most this often before it takes what it has.
 MAX_RETRIES = 5
 # Blocks that are worth foreseeing: more are not read before the ranking is done.
@@ -37,6 +39,15 @@ class Hit(NamedTuple):
     chunk: Chunk
     score: float
     handle: str | None
+
+
+class _Wanted(NamedTuple):
+    """vector: of the question; question: its text, for a `search` that looks for words; where: what chunks pass."""
+
+    vector: NDArray[np.float32]
+    question: str
+    search: Search
+    where: Filter | None
 
 
 class Retriever:
@@ -78,6 +89,7 @@ class Retriever:
         query: str,
         k: int = 5,
         *,
+        search: Search = "vector",
         filter: Filter | None = None,
         score_threshold: float | None = None,
         mmr_lambda: float | None = None,
@@ -86,6 +98,9 @@ class Retriever:
     ) -> list[Hit]:
         """The k chunks that answer best, best first; all of them when there are fewer.
 
+        search:          "vector": by embedding; "text": by the question's words (`DocumentStore.search_text`), which
+                         leaves out chunks that have none of them; "hybrid": by both rankings, fused by reciprocal
+                         ranks (Cormack et al., SIGIR 2009). A hit's score is the inner product in every case
         filter:          metadata filter; only chunks that pass it count
         score_threshold: leave out chunks with a lower inner product
         mmr_lambda:      choose for variety too (maximal marginal relevance): 1 is the plain ranking, 0 variety alone;
@@ -99,27 +114,41 @@ class Retriever:
         """
         if not query.strip():
             raise PromptError("the question is empty; ask something")
+        check_choice("search", search, SEARCHES)
         _check_options(k, mmr_lambda, fetch_k)
-        return self.retrieve_by_vector(
-            self.embedder.embed_query(query), k, filter=filter, score_threshold=score_threshold,
-            mmr_lambda=mmr_lambda, fetch_k=fetch_k, foresee=foresee,
-        )  # fmt: skip
+        vector = self.embedder.embed_query(query)
+        wanted = _Wanted(vector, query, search, filter)
+        return self._retrieve(wanted, k, score_threshold, mmr_lambda, fetch_k, foresee)
 
     def retrieve_by_vector(
         self,
         vector: NDArray[np.float32],
         k: int = 5,
         *,
+        search: Search = "vector",
         filter: Filter | None = None,
         score_threshold: float | None = None,
         mmr_lambda: float | None = None,
         fetch_k: int | None = None,
         foresee: Foresee | None = None,
     ) -> list[Hit]:
-        """`retrieve` for a question that is embedded already ([dimension])."""
+        """`retrieve` for a question that is embedded already ([dimension]), and so has no words to search for."""
+        if search != "vector":
+            raise ConfigError(f"search is {search!r} and the question is a vector; give its text")
         _check_options(k, mmr_lambda, fetch_k)
-        wanted = k if mmr_lambda is None else max(k, fetch_k or FETCH_FACTOR * k)
-        found, chunks = self._search(vector, wanted, filter, _of_nearest(k, foresee, self.documents))
+        return self._retrieve(_Wanted(vector, "", search, filter), k, score_threshold, mmr_lambda, fetch_k, foresee)
+
+    def _retrieve(
+        self,
+        wanted: _Wanted,
+        k: int,
+        score_threshold: float | None,
+        mmr_lambda: float | None,
+        fetch_k: int | None,
+        foresee: Foresee | None,
+    ) -> list[Hit]:
+        count = k if mmr_lambda is None else max(k, fetch_k or FETCH_FACTOR * k)
+        found, chunks = self._search(wanted, count, _of_nearest(k, foresee, self.documents))
         by_id = {chunk.vector_id: chunk for chunk in chunks}
         if score_threshold is not None:
             found = _keep(found, np.flatnonzero(found.scores >= score_threshold))
@@ -156,24 +185,31 @@ class Retriever:
             self.index.save(path)
 
     def _search(
-        self,
-        vector: NDArray[np.float32],
-        k: int,
-        where: Filter | None,
-        found_ids: Callable[[list[int]], None],
+        self, wanted: _Wanted, k: int, found_ids: Callable[[list[int]], None]
     ) -> tuple[SearchResult, list[Chunk]]:
         """Results and their chunks. A chunk deleted between the search and the look-up is searched for again, so
         that as many come back as there are."""
         for _ in range(MAX_RETRIES):
             self.refresh()
-            found = self.index.find(self.documents, vector, k, where)
+            found = self._rank(wanted, k)
             found_ids(found.ids.tolist())
             chunks = self.documents.chunks_by_vector_ids(found.ids.tolist())
             if len(chunks) == len(found.ids):
                 break
-        if where and not len(found.ids):
-            self._refuse_unknown_fields(where)
+        if wanted.where and not len(found.ids):
+            self._refuse_unknown_fields(wanted.where)
         return found, chunks
+
+    def _rank(self, wanted: _Wanted, k: int) -> SearchResult:
+        vector, question, search, where = wanted
+        if search == "vector":
+            return self.index.find(self.documents, vector, k, where)
+        rankings = [self.documents.search_text(question, FETCH_FACTOR * k, where)]
+        if search == "hybrid":
+            rankings.insert(0, self.index.find(self.documents, vector, FETCH_FACTOR * k, where).ids.tolist())
+        ids = np.array(fused_ranks(rankings)[:k], np.int64)
+        rows, vectors = self.index.vectors_present(ids)
+        return SearchResult(ids[rows], vectors @ np.asarray(vector, np.float32))
 
     def _refuse_unknown_fields(self, where: Filter) -> None:
         """A filter that nothing passes because of a misspelt field should not look like an empty store."""
@@ -199,6 +235,15 @@ def _of_nearest(k: int, foresee: Foresee | None, documents: DocumentStore) -> Ca
             foresee(documents.handles_by_vector_ids(ids[: min(k, FORESEEN)]))
 
     return tell
+
+
+def fused_ranks(rankings: Sequence[Sequence[int]]) -> list[int]:
+    """All ids, the highest sum of 1 / (60 + rank) first (reciprocal rank fusion); of equals, the lower id."""
+    scores: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, id in enumerate(ranking, start=1):
+            scores[id] = scores.get(id, 0.0) + 1 / (RRF + rank)
+    return sorted(scores, key=lambda id: (-scores[id], id))
 
 
 def _keep(found: SearchResult, rows: NDArray[np.int64]) -> SearchResult:

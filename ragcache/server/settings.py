@@ -9,6 +9,7 @@ from typing import Any
 from ragcache.engine.aio import THREADS
 from ragcache.engine.options import Context, Order, Overflow
 from ragcache.errors import ConfigError, check_least
+from ragcache.retrieval.search import Search
 
 MIB = 1 << 20
 # One of the engine's threads is left for a change of the documents.
@@ -23,7 +24,7 @@ class AnswerDefaults:
     max_tokens:  longest answer
     temperature: 0 is greedy
     top_p, top_k, seed, stop: as for `Sampling`
-    filter, score_threshold, mmr_lambda, fetch_k: as for `RetrieveOptions`
+    search, filter, score_threshold, mmr_lambda, fetch_k: as for `RetrieveOptions`
     on_overflow, evict, order, hint: as for `ReadOptions`
     context:     as for `RagCache.stream_chat`; a request with documents of its own is read by these alone
     """
@@ -35,6 +36,7 @@ class AnswerDefaults:
     top_k: int | None = None
     seed: int | None = None
     stop: Sequence[str] = ()
+    search: Search = "vector"
     filter: Mapping[str, Any] | None = None
     score_threshold: float | None = None
     mmr_lambda: float | None = None

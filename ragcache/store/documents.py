@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from sqlalchemy import Column, Connection, RowMapping, bindparam, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from ragcache.errors import DuplicateDocumentError, NoSuchDocumentError
+from ragcache.errors import DuplicateDocumentError, NoSuchDocumentError, StoreReadOnlyError
 from ragcache.models.limits import LIMIT
-from ragcache.store import properties, rows
+from ragcache.store import properties, rows, text_search
 from ragcache.store.database import Database
 from ragcache.store.filters import OWN_FIELDS, Filter, compile_filter, field_names, fields_of
 from ragcache.store.records import Chunk, Counts, NewChunk, NewDocument, StoredDocument, StoredVersion, VectorBatch
@@ -42,6 +42,7 @@ class DocumentStore:
 
     def __init__(self, database: Database) -> None:
         self._db = database
+        self._text_indexed = False
 
     @classmethod
     def open(cls, url: str | Path, *, read_only: bool = False, busy_timeout_s: float = 30.0) -> Self:
@@ -232,6 +233,15 @@ class DocumentStore:
             found = {row.vector_id: row.handle for row in connection.execute(query)}
         return [handle for id in ids if (handle := found.get(id)) is not None]
 
+    def search_text(self, question: str, limit: int, where: Filter | None = None) -> list[int]:
+        """Vector ids of the chunks that hold most of the question's words, best first (BM25 on SQLite).
+
+        The first search of a store indexes its texts. Raises FilterError, StoreReadOnlyError where that is not allowed.
+        """
+        self._index_text()
+        with self._db.read() as connection:
+            return text_search.search(connection, question, limit, where)
+
     # Vectors
 
     def vector_ids(self, where: Filter | None = None) -> set[int]:
@@ -320,6 +330,23 @@ class DocumentStore:
             query = select(func.count(), func.coalesce(func.sum(chunks.c.num_tokens), 0)).select_from(chunks)
             num_chunks, num_tokens = connection.execute(query).one()
         return Counts(int(num_documents or 0), int(num_chunks), int(num_tokens))
+
+    def _index_text(self) -> None:
+        if self._text_indexed:
+            return
+        with self._db.read() as connection:
+            found = text_search.is_indexed(connection)
+        if not found and self._db.read_only:
+            raise StoreReadOnlyError(
+                f"{self._db.where}: its texts are not indexed and it was opened read-only; search it once with "
+                "search='hybrid' while it is open for writing, or use search='vector'"
+            )
+        if not found:
+            with self._db.write() as connection:
+                _advance(connection, "generation", 0)
+                if not text_search.is_indexed(connection):  # another process may have been faster
+                    text_search.make_index(connection)
+        self._text_indexed = True
 
     def _passing(self, where: Filter) -> Any:
         own = {"source": documents.c.source, "document_id": documents.c.id}

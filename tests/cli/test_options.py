@@ -241,7 +241,15 @@ def test_no_option_of_the_engine_is_absent(name):
 
 
 def test_options_reach_the_engine():
-    given = {"mmr_lambda": 0.5, "fetch_k": 9, "score_threshold": 0.1, "evict": 7, "order": "shared", "hint": False}
+    given = {
+        "search": "hybrid",
+        "mmr_lambda": 0.5,
+        "fetch_k": 9,
+        "score_threshold": 0.1,
+        "evict": 7,
+        "order": "shared",
+        "hint": False,
+    }
     options = AnswerOptions(k=3, seed=4, filter='{"year": 2024}', on_overflow="trim", **given).stream_options()
     assert options == {
         **given, "k": 3, "filter": {"year": 2024}, "on_overflow": "trim", "sampling": rc.Sampling(seed=4),

@@ -38,6 +38,8 @@ def test_a_passage_whose_kv_waits_has_no_handle(store):
         {"k": 2},
         {"filter": {"kind": "person"}},
         {"score_threshold": 0.3},
+        {"search": "hybrid", "k": 3},
+        {"search": "text"},
         {"mmr_lambda": 0.2, "fetch_k": 4, "k": 3},
     ],
 )

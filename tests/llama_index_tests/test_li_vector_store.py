@@ -189,10 +189,20 @@ def test_variety_is_that_of_the_engine(store, nodes):
         store.query(query(RIVER, 2, mode=VectorStoreQueryMode.MMR), mmr_prefetch_k=2, mmr_prefetch_factor=2.0)
 
 
+@pytest.mark.parametrize(("mode", "search"), [("hybrid", "hybrid"), ("text_search", "text")])
+def test_words_are_searched_as_the_engine_does(store, nodes, mode, search):
+    store.add(nodes)
+    hits = store.client.retrieve(RIVER, k=3, search=search)
+    asked = query(RIVER, 3, mode=VectorStoreQueryMode(mode), query_str=RIVER)
+    assert store.query(asked).ids == [hit.chunk.id for hit in hits]
+    with pytest.raises(ConfigError, match="query_str"):
+        store.query(query(RIVER, 3, mode=VectorStoreQueryMode(mode)))
+
+
 def test_other_modes_and_no_question_are_refused(store, nodes):
     store.add(nodes)
-    with pytest.raises(ConfigError, match="'hybrid'"):
-        store.query(query(RIVER, mode=VectorStoreQueryMode.HYBRID))
+    with pytest.raises(ConfigError, match="'svm'"):
+        store.query(query(RIVER, mode=VectorStoreQueryMode.SVM))
     with pytest.raises(ConfigError, match="neither"):
         store.query(VectorStoreQuery())
     assert store.query(VectorStoreQuery(query_str=RIVER, similarity_top_k=1)).ids == ["rivers"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
@@ -24,6 +24,7 @@ class RagCacheRetriever(BaseRetriever):
 
     kb:     an open `rc.RagCache`, or the path of a store, which is opened; what RAGCACHE_STORE names if left out
     k:      how many
+    search: "vector", "text" (BM25) or "hybrid" (both rankings fused)
     filter: on metadata, see docs/langchain.md
     score_threshold: least score (inner product with the question)
     mmr_lambda: diversity by maximal marginal relevance: 1 is the plain ranking, 0 the most diverse; None: no MMR
@@ -36,6 +37,7 @@ class RagCacheRetriever(BaseRetriever):
         default=None, validate_default=True, exclude=True, repr=False
     )
     k: int = Field(default=5, ge=1)
+    search: Literal["vector", "text", "hybrid"] = "vector"
     filter: Mapping[str, Any] | None = None
     score_threshold: float | None = None
     mmr_lambda: float | None = Field(default=None, ge=0, le=1)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from ragcache.engine.options import Context, Order, Overflow
+from ragcache.retrieval.search import Search
 from ragcache.server.schemas.base import JsonObject, Name, RequestModel, Text
 
 SeedInt = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -81,6 +82,7 @@ class Extension(RequestModel):
     method: Name | None = Field(default=None, description="Fusion method; see GET /v1/methods")
     method_options: JsonObject | None = Field(default=None, description='Of the method, such as {"ratio": 0.15}')
     filter: JsonObject | None = Field(default=None, description='Of metadata, such as {"year": {"$gte": 2020}}')
+    search: Search | None = Field(default=None, description="By embedding, by the question's words, or by both")
     score_threshold: float | None = Field(default=None, description="Leave out passages with a lower score")
     mmr_lambda: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="Choose for variety too")
     fetch_k: Annotated[int, Field(ge=1, le=10_000)] | None = Field(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -31,6 +31,7 @@ class RagCacheRetriever(BaseRetriever):
         kb: rc.RagCache,
         *,
         k: int = DEFAULT_K,
+        search: Literal["vector", "text", "hybrid"] = "vector",
         filters: MetadataFilters | Filter | None = None,
         score_threshold: float | None = None,
         mmr_lambda: float | None = None,
@@ -43,6 +44,7 @@ class RagCacheRetriever(BaseRetriever):
         """kb: an open store, which the caller closes
 
         k:               passages
+        search:          "vector", "text" (BM25) or "hybrid" (both rankings fused)
         filters:         LlamaIndex's metadata filters, or a ragcache filter
         score_threshold: leave out passages with a lower inner product
         mmr_lambda:      choose for variety too: 1 is the plain ranking, 0 variety alone
@@ -54,6 +56,7 @@ class RagCacheRetriever(BaseRetriever):
         self._kb = kb
         self._k = k
         self._options: dict[str, Any] = {
+            "search": search,
             "filter": to_filter(filters),
             "score_threshold": score_threshold,
             "mmr_lambda": mmr_lambda,
@@ -73,7 +76,12 @@ class RagCacheRetriever(BaseRetriever):
         return self._nodes(hits, started)
 
     def _question(self, query: QueryBundle) -> Any:
-        """Text for the store to embed, or a vector: one that came with the query, or the mean of several texts'."""
+        """Text for the store to embed, or a vector: one that came with the query, or the mean of several texts'.
+
+        A search for words needs the text.
+        """
+        if self._options["search"] != "vector":
+            return query.query_str
         if query.embedding is not None:
             check_dimension(self._kb, query.embedding, "the query embedding")
             return np.asarray(query.embedding, np.float32)

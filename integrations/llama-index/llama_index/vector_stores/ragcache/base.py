@@ -27,6 +27,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 
 DEFAULT_MMR = 0.5
+SEARCHES = {VectorStoreQueryMode.HYBRID: "hybrid", VectorStoreQueryMode.TEXT_SEARCH: "text"}
 
 
 class _Search(NamedTuple):
@@ -149,7 +150,8 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         return await asyncio.to_thread(self.get_nodes, node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """The nearest nodes by inner product, with their handles; modes "default" and "mmr".
+        """The nearest nodes by inner product, with their handles; modes "default", "mmr",
+        "hybrid" and "text_search" (the query needs a query_str for the last two).
 
         doc_ids and node_ids choose among nodes that were stored by `add`.
         kwargs: mmr_threshold (1: nearness alone, 0: variety alone), mmr_prefetch_factor or mmr_prefetch_k
@@ -167,8 +169,13 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         options: dict[str, Any] = {"filter": _wanted(query)}
         if query.mode == VectorStoreQueryMode.MMR:
             options |= _variety(query, kwargs)
+        elif query.mode in SEARCHES:
+            if query.query_str is None:
+                raise ConfigError(f"query mode {query.mode.value!r} searches for words; give the query a query_str")
+            return _Search(query.query_str, query.similarity_top_k, {**options, "search": SEARCHES[query.mode]})
         elif query.mode != VectorStoreQueryMode.DEFAULT:
-            raise ConfigError(f"query mode {query.mode.value!r} is not supported; use 'default' or 'mmr'")
+            modes = "'default', 'mmr', 'hybrid' or 'text_search'"
+            raise ConfigError(f"query mode {query.mode.value!r} is not supported; use {modes}")
         if query.query_embedding is None:
             if query.query_str is None:
                 raise ConfigError("the query has neither query_embedding nor query_str; give one of them")

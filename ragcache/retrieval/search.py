@@ -1,0 +1,8 @@
+"""The ways in which chunks are searched."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Search = Literal["vector", "text", "hybrid"]
+SEARCHES: tuple[str, ...] = get_args(Search)

@@ -1,0 +1,75 @@
+"""Full-text search of the chunks: SQLite's FTS5, ranked by BM25, or PostgreSQL's, ranked by cover density.
+
+The index is made at the first search; from then on the database keeps it true to the chunks, commit by commit. Both
+reduce English words to their stems.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sqlalchemy import Connection, Select, bindparam, column, func, literal_column, select, table, text
+
+from ragcache.store import rows
+from ragcache.store.filters import Filter
+from ragcache.store.schema import PREFIX, chunks
+
+WORDS = 64
+"""Words of a question that are looked for, the first ones: no question takes unbounded time."""
+
+_NAME = PREFIX + "text"
+_WORD = re.compile(r"\w+")
+# A chunk's text never changes under its vector id.
+_SQLITE = (
+    f"CREATE VIRTUAL TABLE {_NAME} USING fts5(text, content='{chunks.name}', content_rowid='vector_id', "
+    "tokenize='porter unicode61 remove_diacritics 2')",
+    f"CREATE TRIGGER {_NAME}_insert AFTER INSERT ON {chunks.name} BEGIN "
+    f"INSERT INTO {_NAME}(rowid, text) VALUES (new.vector_id, new.text); END",
+    f"CREATE TRIGGER {_NAME}_delete AFTER DELETE ON {chunks.name} BEGIN "
+    f"INSERT INTO {_NAME}({_NAME}, rowid, text) VALUES ('delete', old.vector_id, old.text); END",
+    f"INSERT INTO {_NAME}({_NAME}) VALUES ('rebuild')",
+)
+_VECTOR = "to_tsvector('english', text)"
+_POSTGRES = (f"CREATE INDEX {_NAME} ON {chunks.name} USING gin ({_VECTOR})",)
+
+
+def is_indexed(connection: Connection) -> bool:
+    """Whether the index was made."""
+    known = "SELECT 1 FROM sqlite_master WHERE name = :name"
+    if connection.dialect.name == "postgresql":
+        known = "SELECT 1 FROM pg_class WHERE oid = to_regclass(:name)"
+    return connection.scalar(text(known), {"name": _NAME}) is not None
+
+
+def make_index(connection: Connection) -> None:
+    """Index all texts that there are, and those to come."""
+    for statement in _POSTGRES if connection.dialect.name == "postgresql" else _SQLITE:
+        connection.execute(text(statement))
+
+
+def search(connection: Connection, question: str, limit: int, where: Filter | None) -> list[int]:
+    """Vector ids of the chunks that hold most of the question's words, best first. Raises FilterError."""
+    words = list(dict.fromkeys(_WORD.findall(question.lower())))[:WORDS]
+    if not words:
+        return []
+    postgres = connection.dialect.name == "postgresql"
+    query, id = _postgres_query(words) if postgres else _sqlite_query(words)
+    if where:
+        query = query.where(id.in_(rows.select_vector_ids(where, connection.dialect.name)))
+    return [int(found) for found in connection.scalars(query.limit(limit))]
+
+
+def _sqlite_query(words: list[str]) -> tuple[Select[Any], Any]:
+    found = table(_NAME, column("rowid"), column("rank"))
+    wanted = bindparam("words", " OR ".join(f'"{word}"' for word in words))
+    matches = literal_column(_NAME).op("MATCH")(wanted)
+    return select(found.c.rowid).where(matches).order_by(found.c.rank, found.c.rowid), found.c.rowid
+
+
+def _postgres_query(words: list[str]) -> tuple[Select[Any], Any]:
+    vector = literal_column(_VECTOR)
+    wanted = func.to_tsquery(literal_column("'english'"), bindparam("words", " | ".join(words)))
+    rank = func.ts_rank_cd(vector, wanted, 1)
+    query = select(chunks.c.vector_id).where(vector.op("@@")(wanted)).order_by(rank.desc(), chunks.c.vector_id)
+    return query, chunks.c.vector_id
