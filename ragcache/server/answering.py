@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ragcache import Answer, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
 from ragcache.engine.answer import source_to_json
 from ragcache.engine.options import names
-from ragcache.server.schemas.chat import ChatRequest, Extension, GivenDocument, Message
+from ragcache.server.schemas.chat import ChatRequest, Extension, GivenDocument, Message, ReadFields, RetrieveFields
 from ragcache.server.schemas.completion import (
     ChatUsage,
     CompletionTokensDetails,
@@ -17,6 +17,7 @@ from ragcache.server.schemas.completion import (
     PromptTokensDetails,
     SourceItem,
 )
+from ragcache.server.schemas.prompt import CompletionRequest
 from ragcache.server.settings import AnswerDefaults
 
 # Sampling has OpenAI's fields; a client that hangs up cancels; the time limit bounds the wait for a slot too, so that
@@ -55,10 +56,11 @@ def turns(messages: Sequence[Message]) -> list[dict[str, str]]:
     return found
 
 
-def sampling(request: ChatRequest, defaults: AnswerDefaults, max_positions: int) -> Sampling:
+def sampling(request: ChatRequest | CompletionRequest, defaults: AnswerDefaults, max_positions: int) -> Sampling:
     stop = _first(request.stop, defaults.stop)
+    most = request.max_completion_tokens if isinstance(request, ChatRequest) else None
     return Sampling(
-        max_tokens=min(_first(request.max_completion_tokens, request.max_tokens, defaults.max_tokens), max_positions),
+        max_tokens=min(_first(most, request.max_tokens, defaults.max_tokens), max_positions),
         temperature=_first(request.temperature, defaults.temperature),
         top_p=_first(request.top_p, defaults.top_p),
         top_k=_first(request.extension.top_k, defaults.top_k),
@@ -73,10 +75,20 @@ def _passages(asked: Extension, defaults: AnswerDefaults) -> dict[str, Any]:
         return {"passages": [_passage(document) for document in asked.documents]}
     if asked.retrieve is False:
         return {}
+    return retrieval(asked, defaults)
+
+
+def retrieval(asked: RetrieveFields, defaults: AnswerDefaults) -> dict[str, Any]:
+    """Arguments of `RagCache.retrieve`."""
     return {"k": _first(asked.k, defaults.k), **_given(names(RetrieveOptions), asked, defaults)}
 
 
-def _given(options: Iterable[str], asked: Extension, defaults: AnswerDefaults) -> dict[str, Any]:
+def read_options(request: CompletionRequest, defaults: AnswerDefaults, max_positions: int) -> dict[str, Any]:
+    """Arguments of `RagCache.stream_completion`; see `engine_call`."""
+    return {"sampling": sampling(request, defaults, max_positions), **_given(READ, request.extension, defaults)}
+
+
+def _given(options: Iterable[str], asked: RetrieveFields | ReadFields, defaults: AnswerDefaults) -> dict[str, Any]:
     """Options that the request or the server's defaults state; the engine has its own for the rest."""
     found = {name: _first(getattr(asked, name), getattr(defaults, name, None)) for name in options}
     return {name: value for name, value in found.items() if value is not None}

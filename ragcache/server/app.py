@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from ragcache import RagCache, __version__
-from ragcache.server import chat, documents, embeddings, health, models, store
+from ragcache.server import chat, completions, documents, embeddings, health, models, search, store
 from ragcache.server.auth import Guard
 from ragcache.server.errors import add_handlers
 from ragcache.server.limits import SizeLimit
@@ -18,7 +18,7 @@ from ragcache.server.page import mount_page, page_directory
 from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
 
-ROUTERS = (chat.router, embeddings.router, models.router, documents.router, store.router, health.router)
+ROUTERS = tuple(part.router for part in (chat, completions, embeddings, models, documents, search, store, health))
 DESCRIPTION = "OpenAI's API over a ragcache store: passages are retrieved, and their precomputed KV is reused."
 
 
@@ -57,7 +57,7 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     if web:
         mount_page(app, page_directory())
     add_handlers(app)
-    protected = ("/v1",) if settings.open_metrics else ("/v1", "/metrics")
+    protected = ("/v1", "/tokenize", *(() if settings.open_metrics else ("/metrics",)))
     describe(app, protected if settings.api_keys else ())
     # The last one added is the first to see a request.
     app.add_middleware(SizeLimit, settings.max_body_bytes, settings.max_upload_bytes, documents.PATH)

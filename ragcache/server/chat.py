@@ -20,7 +20,8 @@ from ragcache.server.body import JSON, read_json, request_body
 from ragcache.server.errors import ApiError
 from ragcache.server.observe import note, waited_s
 from ragcache.server.openapi import errors, streamed
-from ragcache.server.schemas.chat import ChatRequest
+from ragcache.server.schemas.base import AnswerModel
+from ragcache.server.schemas.chat import ChatRequest, SampledRequest
 from ragcache.server.schemas.completion import (
     AnswerMessage,
     ChatCompletion,
@@ -36,6 +37,7 @@ from ragcache.server.work import Work, unless_gone
 
 router = APIRouter(tags=["answers"])
 DONE = b"data: [DONE]\n\n"
+Reason = Literal["stop", "length"] | None
 
 
 @router.post(
@@ -53,8 +55,15 @@ async def create_chat_completion(request: Request) -> Response:
     service.check_model(asked.model, service.chat_model)
     call = engine_call(asked, service.settings.answers, service.kb.lm.max_positions)
     events = service.kb.astream_chat(call.messages, **call.options)
-    work = service.answer(_counted(service, request, events), asked.extension.timeout_s)
-    writer = Writer(service, request)
+    return await respond(Writer(service, request), asked, events, asked.extension.timeout_s)
+
+
+async def respond(
+    writer: Writer, asked: SampledRequest, events: AsyncIterator[Event], timeout_s: float | None
+) -> Response:
+    """The answer that these events are, in a slot: whole, or as a stream."""
+    service, request = writer.service, writer.request
+    work = service.answer(_counted(service, request, events), timeout_s)
     try:
         first = await unless_gone(request, anext(work))
         if asked.stream:
@@ -95,50 +104,52 @@ class Writer:
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def completion(self, answer: Answer) -> ChatCompletion:
+    def completion(self, answer: Answer) -> AnswerModel:
         message = AnswerMessage(role="assistant", content=answer.text, refusal=None, annotations=[])
-        choice = Choice(index=0, message=message, logprobs=None, finish_reason=_reason(answer))
+        choice = Choice(index=0, message=message, logprobs=None, finish_reason=reason_of(answer))
         return ChatCompletion(
             object="chat.completion",
             choices=[choice],
             usage=usage_of(answer),
-            ragcache=ChatExtension(sources=sources_of(answer.hits), **self._costs(answer)),
-            **self._common(),
+            ragcache=ChatExtension(sources=sources_of(answer.hits), **self.costs(answer)),
+            **self.common(),
         )
+
+    def chunk(self, text: str, reason: Reason, **more: Any) -> AnswerModel:
+        """One event. text: what has been added; more: `usage` and `ragcache`"""
+        delta = Delta(content=text) if text else Delta()
+        choice = ChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=reason)
+        return self.event([choice], **more)
 
     async def chunks(self, first: Event, rest: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
         """The stream. Once it has begun an error can only be told inside of it."""
         try:
+            more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: a value in the last chunk only
             hits = first.hits if isinstance(first, Sources) else []
-            start = Delta(role="assistant", content="", refusal=None)
-            yield self._chunk(start, None, usage, ragcache=ChatExtension(sources=sources_of(hits)))
+            yield _event(self.start(ragcache=ChatExtension(sources=sources_of(hits)), **more))
             async for one in rest:
                 if isinstance(one, Token):
-                    yield self._chunk(Delta(content=one.text), None, usage)
+                    yield _event(self.chunk(one.text, None, **more))
                 elif isinstance(one, Done):
-                    costs = ChatExtension(**self._costs(one.answer))
-                    yield self._chunk(Delta(), _reason(one.answer), usage, ragcache=costs)
+                    costs = ChatExtension(**self.costs(one.answer))
+                    yield _event(self.chunk("", reason_of(one.answer), ragcache=costs, **more))
                     if usage:
-                        yield self._usage(one.answer)
+                        yield _event(self.event([], usage=usage_of(one.answer)))
             yield DONE
         except Exception as error:
             problem = self.service.told(error)
             note(self.request, error=problem.code)
             yield event(problem.body().to_json())
 
-    def _chunk(self, delta: Delta, reason: Literal["stop", "length"] | None, usage: bool, **more: Any) -> bytes:
-        choice = ChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=reason)
-        if usage:
-            more["usage"] = None  # as OpenAI does: the key is in every chunk, its value in the last one
-        return self._event(choices=[choice], **more)
+    def start(self, **more: Any) -> AnswerModel:
+        """The first event of a stream."""
+        delta = Delta(role="assistant", content="", refusal=None)
+        return self.event([ChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=None)], **more)
 
-    def _usage(self, answer: Answer) -> bytes:
-        return self._event(choices=[], usage=usage_of(answer))
+    def event(self, choices: list[Any], **more: Any) -> AnswerModel:
+        return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **more, **self.common())
 
-    def _event(self, **fields: Any) -> bytes:
-        return event(ChatCompletionChunk(object="chat.completion.chunk", **fields, **self._common()).to_json())
-
-    def _common(self) -> dict[str, Any]:
+    def common(self) -> dict[str, Any]:
         fingerprint = f"fp_{self.service.kb.lm.fingerprint[:12]}"
         return {
             "id": self.id,
@@ -147,7 +158,7 @@ class Writer:
             "system_fingerprint": fingerprint,
         }
 
-    def _costs(self, answer: Answer) -> dict[str, Any]:
+    def costs(self, answer: Answer) -> dict[str, Any]:
         note(
             self.request,
             fusion=answer.method,
@@ -159,5 +170,9 @@ class Writer:
         return costs_of(answer, self.service.kb)
 
 
-def _reason(answer: Answer) -> Literal["stop", "length"]:
+def _event(body: AnswerModel) -> bytes:
+    return event(body.to_json())
+
+
+def reason_of(answer: Answer) -> Literal["stop", "length"]:
     return "stop" if answer.finish_reason == "stop" else "length"

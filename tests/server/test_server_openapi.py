@@ -22,6 +22,9 @@ POSITIVE, NEGATIVE = schemathesis.GenerationMode.POSITIVE, schemathesis.Generati
 # Only what takes a body or a query can be asked wrongly.
 OPERATIONS = {
     ("post", "/v1/chat/completions"): (POSITIVE, NEGATIVE),
+    ("post", "/v1/completions"): (POSITIVE, NEGATIVE),
+    ("post", "/tokenize"): (POSITIVE, NEGATIVE),
+    ("post", "/v1/search"): (POSITIVE, NEGATIVE),
     ("post", "/v1/embeddings"): (POSITIVE, NEGATIVE),
     ("get", "/v1/models"): (POSITIVE,),
     ("get", "/v1/models/{id}"): (POSITIVE,),
@@ -56,7 +59,7 @@ def api(app):
 def named_right(case):
     """No model goes by a made-up name."""
     if isinstance(case.body, dict) and "model" in case.body:
-        case.body = {**case.body, "model": "tiny" if "messages" in case.body else "bag-of-words"}
+        case.body = {**case.body, "model": "bag-of-words" if "input" in case.body else "tiny"}
     return case
 
 

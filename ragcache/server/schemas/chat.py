@@ -18,9 +18,9 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 
 # Features that change an answer and that this server does not have: refused by name unless they ask for nothing.
 UNSUPPORTED = {
-    "audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "modalities", "moderation",
-    "n", "presence_penalty", "reasoning_effort", "response_format", "tool_choice", "tools", "top_logprobs", "verbosity",
-    "web_search_options",
+    "audio", "best_of", "echo", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs",
+    "modalities", "moderation", "n", "presence_penalty", "reasoning_effort", "response_format", "suffix", "tool_choice",
+    "tools", "top_logprobs", "verbosity", "web_search_options",
 }  # fmt: skip
 
 
@@ -73,24 +73,24 @@ class GivenDocument(RequestModel):
         return self
 
 
-class Extension(RequestModel):
-    """Options that OpenAI's API has no place for. In the openai client: `extra_body={"ragcache": {...}}`."""
+class RetrieveFields(RequestModel):
+    """Which passages are found."""
 
     k: Annotated[int, Field(ge=1, le=1000)] | None = Field(default=None, description="Passages to retrieve")
-    retrieve: bool | None = Field(default=None, description="false: answer without passages")
-    documents: Annotated[list[GivenDocument], Field(max_length=1000)] | None = None  # to read instead of retrieving
-    method: Name | None = Field(default=None, description="Fusion method; see GET /v1/methods")
-    method_options: JsonObject | None = Field(default=None, description='Of the method, such as {"ratio": 0.15}')
-    filter: JsonObject | None = Field(default=None, description='Of metadata, such as {"year": {"$gte": 2020}}')
     search: Search | None = Field(default=None, description="By embedding, by the question's words, or by both")
+    filter: JsonObject | None = Field(default=None, description='Of metadata, such as {"year": {"$gte": 2020}}')
     score_threshold: float | None = Field(default=None, description="Leave out passages with a lower score")
     mmr_lambda: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="Choose for variety too")
     fetch_k: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
         default=None, description="Candidates that mmr_lambda chooses from; 5 * k if absent"
     )
-    context: Context | None = Field(
-        default=None, description="keep: every turn keeps the passages that it was read over"
-    )
+
+
+class ReadFields(RequestModel):
+    """How a prompt is read and answered."""
+
+    method: Name | None = Field(default=None, description="Fusion method; see GET /v1/methods")
+    method_options: JsonObject | None = Field(default=None, description='Of the method, such as {"ratio": 0.15}')
     order: Order | None = Field(
         default=None, description="shared: passages as method full finds most of them read already"
     )
@@ -103,6 +103,16 @@ class Extension(RequestModel):
     )
 
 
+class Extension(RetrieveFields, ReadFields):
+    """Options that OpenAI's API has no place for. In the openai client: `extra_body={"ragcache": {...}}`."""
+
+    retrieve: bool | None = Field(default=None, description="false: answer without passages")
+    documents: Annotated[list[GivenDocument], Field(max_length=1000)] | None = None  # to read instead of retrieving
+    context: Context | None = Field(
+        default=None, description="keep: every turn keeps the passages that it was read over"
+    )
+
+
 class StreamOptions(RequestModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -112,23 +122,47 @@ class PlainFormat(RequestModel):
     type: Literal["text"]
 
 
-class ChatRequest(RequestModel):
-    """OpenAI's request. Features that would change the answer and are not supported are refused by name."""
+class SampledRequest(RequestModel):
+    """What both of OpenAI's requests for an answer have."""
 
     model: Name
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: TokenCount | None = None
-    max_completion_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: SeedInt | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
-    ragcache: Extension | None = None
 
     # Accepted, and of no consequence here.
     user: Text | None = None
+
+    # Accepted only where they ask for nothing.
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
+    logit_bias: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_go_with_a_stream(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("stream_options") is not None and given.get("stream") is not True:
+            raise ValueError("stream_options go with stream: true")
+        return given
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(SampledRequest):
+    """OpenAI's request. Features that would change the answer and are not supported are refused by name."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    max_completion_tokens: TokenCount | None = None
+    ragcache: Extension | None = None
+
+    # Accepted, and of no consequence here.
     metadata: JsonObject | None = None
     store: bool | None = None
     service_tier: Text | None = None
@@ -140,10 +174,6 @@ class ChatRequest(RequestModel):
     safety_identifier: Text | None = None
 
     # Accepted only where they ask for nothing.
-    n: Annotated[int, Field(ge=1, le=1)] | None = None
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     tools: Nothing | None = None
@@ -158,17 +188,6 @@ class ChatRequest(RequestModel):
     verbosity: None = None
     web_search_options: None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _options_go_with_a_stream(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("stream_options") is not None and given.get("stream") is not True:
-            raise ValueError("stream_options go with stream: true")
-        return given
-
     @property
     def extension(self) -> Extension:
         return self.ragcache or Extension()
-
-    @property
-    def wants_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)

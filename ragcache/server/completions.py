@@ -1,0 +1,82 @@
+"""POST /v1/completions, /tokenize: raw prompts."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ragcache import Answer
+from ragcache.server.answering import read_options, usage_of
+from ragcache.server.body import JSON, read_json, request_body
+from ragcache.server.chat import Reason, Writer, reason_of, respond
+from ragcache.server.openapi import errors, streamed
+from ragcache.server.schemas.base import AnswerModel
+from ragcache.server.schemas.completion import ChatExtension
+from ragcache.server.schemas.prompt import CompletionRequest, TextChoice, TextCompletion, TokenizeRequest, TokenList
+from ragcache.server.service import Service, service_of
+
+router = APIRouter(tags=["answers"])
+
+
+@router.post(
+    "/v1/completions",
+    summary="Continue a raw prompt, as it stands",
+    responses={
+        200: streamed(TextCompletion, "The text; with stream: true, events whose data are TextCompletion"),
+        **errors(400, 404, 413, 415, 503, 504),
+    },
+    openapi_extra=request_body(json=CompletionRequest),
+)
+async def create_completion(request: Request) -> Response:
+    service = service_of(request)
+    asked = await read_json(request, CompletionRequest)
+    service.check_model(asked.model, service.chat_model)
+    options = read_options(asked, service.settings.answers, service.kb.lm.max_positions)
+    events = service.kb.astream_completion(asked.text, **options)
+    return await respond(TextWriter(service, request), asked, events, asked.extension.timeout_s)
+
+
+@dataclass
+class TextWriter(Writer):
+    """Writes one answer in the shapes of OpenAI's older API."""
+
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+
+    def completion(self, answer: Answer) -> AnswerModel:
+        choice = TextChoice(index=0, text=answer.text, logprobs=None, finish_reason=reason_of(answer))
+        return self.event([choice], usage=usage_of(answer), ragcache=ChatExtension(**self.costs(answer)))
+
+    def start(self, **more: Any) -> AnswerModel:
+        return self.chunk("", None, **more)
+
+    def chunk(self, text: str, reason: Reason, **more: Any) -> AnswerModel:
+        return self.event([TextChoice(index=0, text=text, logprobs=None, finish_reason=reason)], **more)
+
+    def event(self, choices: list[Any], **more: Any) -> AnswerModel:
+        return TextCompletion(object="text_completion", choices=choices, **more, **self.common())
+
+
+@router.post(
+    "/tokenize",
+    summary="Token ids of a text, by the language model's tokenizer",
+    responses={200: {"model": TokenList}, **errors(400, 404, 413, 415)},
+    openapi_extra=request_body(json=TokenizeRequest),
+)
+async def tokenize(request: Request) -> Response:
+    service = service_of(request)
+    asked = await read_json(request, TokenizeRequest)
+    if asked.model is not None:
+        service.check_model(asked.model, service.chat_model)
+    tokens = await service.in_thread(_tokens, service, asked)
+    found = TokenList(count=len(tokens), max_model_len=service.kb.lm.max_positions, tokens=tokens)
+    return Response(found.to_json(), media_type=JSON)
+
+
+def _tokens(service: Service, asked: TokenizeRequest) -> list[int]:
+    special = asked.content is None if asked.add_special_tokens is None else asked.add_special_tokens
+    return list(service.kb.lm.tokenizer.encode(asked.text, add_special_tokens=special))
