@@ -37,6 +37,7 @@ from ragcache.ingest.document import Document
 from ragcache.models.lm import LanguageModel
 from ragcache.models.loading import DTYPES, load_lm
 from ragcache.retrieval.embedder import Embedder, load_embedder
+from ragcache.retrieval.search import SEARCHES, Search
 
 DEPTHS = (5, 10)
 
@@ -117,7 +118,7 @@ def measure(
     chunker = ChunkerConfig(max_tokens=settings.chunk_tokens)
     with RagCache.open(workdir / "store", model=lm, embedder=embedder, chunker=chunker) as kb:
         report = kb.ingest(documents, kv=settings.kv)
-        ranked, seconds = _ask(kb, questions)
+        asked = {search: _ask(kb, questions, search) for search in SEARCHES}
         stored = kb.store.kv.stats().bytes_by_tier["disk"]
     words = sum(len(document.text.split()) for document in documents)
     figures = {
@@ -128,22 +129,28 @@ def measure(
         "tokens": report.tokens,
         "tokens_per_word": report.tokens / words,
         "questions": len(questions),
-        **{f"recall@{depth}": recall(ranked, questions, depth) for depth in DEPTHS},
+        **{f"recall@{depth}": recall(asked["vector"][0], questions, depth) for depth in DEPTHS},
+        **{
+            f"recall@{depth}, {search}": recall(asked[search][0], questions, depth)
+            for search in SEARCHES[1:]
+            for depth in DEPTHS
+        },
         "ingestion_tokens_per_s": report.tokens / report.seconds.total_s,
         "kv_bytes": stored,
         "kv_bytes_per_token": stored / report.tokens,
         "ingestion_seconds": {name: round(value, 3) for name, value in asdict(report.seconds).items()},
     }
     name = f"corpus-{corpus.name.partition('.')[0]}-{settings.shape or Path(settings.model).name}"
-    return Result(name, settings, hardware, {"retrieve": Timing.of(seconds)}, {}, figures, [])
+    timings = {f"retrieve: {search}": Timing.of(seconds) for search, (_, seconds) in asked.items()}
+    return Result(name, settings, hardware, timings, {}, figures, [])
 
 
-def _ask(kb: RagCache, questions: Sequence[Question]) -> tuple[list[list[str]], list[float]]:
+def _ask(kb: RagCache, questions: Sequence[Question], search: Search) -> tuple[list[list[str]], list[float]]:
     """Document ids of the hits, best first, and seconds, by question."""
     ranked, seconds = [], []
     for question in questions:
         started = time.perf_counter()
-        hits = kb.retrieve(question.text, k=max(DEPTHS))
+        hits = kb.retrieve(question.text, k=max(DEPTHS), search=search)
         seconds.append(time.perf_counter() - started)
         ranked.append([hit.chunk.document_id for hit in hits])
     return ranked, seconds

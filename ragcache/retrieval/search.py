@@ -5,4 +5,4 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 Search = Literal["vector", "text", "hybrid"]
-SEARCHES: tuple[str, ...] = get_args(Search)
+SEARCHES: tuple[Search, ...] = get_args(Search)
