@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 from ragcache import Answer, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
 from ragcache.engine.answer import source_to_json
 from ragcache.engine.options import names
-from ragcache.server.schemas.chat import ChatRequest, Extension, GivenDocument, Message, ReadFields, RetrieveFields
+from ragcache.server.schemas.chat import (
+    ChatRequest,
+    Extension,
+    GivenDocument,
+    JsonFormat,
+    Message,
+    PlainFormat,
+    ReadFields,
+    RetrieveFields,
+    SchemaFormat,
+)
 from ragcache.server.schemas.completion import (
     ChatUsage,
     CompletionTokensDetails,
@@ -66,7 +76,14 @@ def sampling(request: ChatRequest | CompletionRequest, defaults: AnswerDefaults,
         top_k=_first(request.extension.top_k, defaults.top_k),
         seed=_first(request.seed, defaults.seed),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        json_schema=_schema(request.response_format) if isinstance(request, ChatRequest) else None,
     )
+
+
+def _schema(wanted: PlainFormat | JsonFormat | SchemaFormat | None) -> dict[str, Any] | None:
+    if isinstance(wanted, JsonFormat):
+        return {"type": "object"}
+    return wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else None
 
 
 def _passages(asked: Extension, defaults: AnswerDefaults) -> dict[str, Any]:

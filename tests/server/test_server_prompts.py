@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jsonschema
 import openai
 import pytest
 from serving import events
@@ -124,3 +125,31 @@ def test_a_key_guards_them(serve):
     served = serve(api_keys=["secret"])
     for path, body in (("/tokenize", {"prompt": "a"}), ("/v1/search", {"query": "a"}), ("/v1/completions", {})):
         assert served.http.post(path, json=body).status_code == 401
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["club", "town"]}, "year": {"type": "integer", "minimum": 1900, "maximum": 1999}},
+    "required": ["kind", "year"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_hold_to_a_schema(mini, stream):
+    wanted = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
+    client = openai.OpenAI(base_url=mini.base_url, api_key="none")
+    asked = {"model": "mini", "messages": [{"role": "user", "content": "Where?"}], "response_format": wanted}
+    if stream:
+        parts = client.chat.completions.create(**asked, stream=True)
+        text = "".join(part.choices[0].delta.content or "" for part in parts)
+    else:
+        text = client.chat.completions.create(**asked).choices[0].message.content
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_a_schema_that_cannot_be_compiled_is_the_requests_fault(mini):
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}}
+    response = mini.chat("Where?", response_format=wanted)
+    assert response.status_code == 400
+    assert "json_schema cannot be compiled" in response.json()["error"]["message"]

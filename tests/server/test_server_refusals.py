@@ -46,7 +46,7 @@ def error_of(response: httpx.Response) -> dict:
         ({"logit_bias": {"50": 1}}, "logit_bias", "unsupported_parameter"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
         ({"frequency_penalty": -1}, "frequency_penalty", "unsupported_parameter"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
         ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),

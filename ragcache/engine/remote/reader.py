@@ -219,7 +219,15 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
         "frequency_penalty": 0.0,
         "seed": sampling.seed,
         "stop": list(sampling.stop),
+        **_form(sampling),
     }
+
+
+def _form(sampling: Sampling) -> dict[str, Any]:
+    """vLLM's own name for an answer of a given form."""
+    forms = {"json": sampling.json_schema, "regex": sampling.regex, "choice": sampling.choices}
+    given = {name: form for name, form in forms.items() if form is not None}
+    return {"structured_outputs": given} if given else {}
 
 
 def _sources(asked: OpenQuestion, handles: Sequence[str], origins: Sequence[str]) -> list[Source]:

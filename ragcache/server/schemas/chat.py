@@ -19,7 +19,7 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 # Features that change an answer and that this server does not have: refused by name unless they ask for nothing.
 UNSUPPORTED = {
     "audio", "best_of", "echo", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs",
-    "modalities", "moderation", "n", "presence_penalty", "reasoning_effort", "response_format", "suffix", "tool_choice",
+    "modalities", "moderation", "n", "presence_penalty", "reasoning_effort", "suffix", "tool_choice",
     "tools", "top_logprobs", "verbosity", "web_search_options",
 }  # fmt: skip
 
@@ -122,6 +122,27 @@ class PlainFormat(RequestModel):
     type: Literal["text"]
 
 
+class JsonFormat(RequestModel):
+    type: Literal["json_object"]
+
+
+class JsonSchema(RequestModel):
+    """strict: the answer always holds to the schema, whatever this says."""
+
+    name: Name
+    description: Text | None = None
+    schema_: JsonObject = Field(alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(RequestModel):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[PlainFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+
+
 class SampledRequest(RequestModel):
     """What both of OpenAI's requests for an answer have."""
 
@@ -160,6 +181,7 @@ class ChatRequest(SampledRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: TokenCount | None = None
+    response_format: ResponseFormat | None = None
     ragcache: Extension | None = None
 
     # Accepted, and of no consequence here.
@@ -180,7 +202,6 @@ class ChatRequest(SampledRequest):
     tool_choice: Literal["none", "auto"] | None = None
     functions: Nothing | None = None
     function_call: Literal["none", "auto"] | None = None
-    response_format: PlainFormat | None = None
     modalities: list[Literal["text"]] | None = None
     audio: None = None
     moderation: None = None

@@ -1,0 +1,109 @@
+"""Answers of a given form: a grammar says after every token which ones may follow (llguidance)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ragcache.errors import ConfigError
+
+EXAMPLE = '{"type": "object"}'
+MAX_GRAMMAR = 1 << 20
+"""Characters of a schema, an expression or choices: no grammar takes unbounded time."""
+KEPT = 32
+"""Grammars of each kind that are not compiled again."""
+
+
+@lru_cache(maxsize=KEPT)
+def json_grammar(schema: str) -> str:
+    """The grammar of a JSON schema (JSON). Raises ConfigError where it cannot be compiled."""
+    if len(schema) > MAX_GRAMMAR:
+        raise ConfigError(f"json_schema has {len(schema)} characters; {MAX_GRAMMAR} are the most")
+    return _checked(_library().LLMatcher.grammar_from_json_schema(schema), "json_schema")
+
+
+@lru_cache(maxsize=KEPT)
+def regex_grammar(expression: str) -> str:
+    """The grammar of a regular expression. Raises ConfigError where it cannot be compiled."""
+    if len(expression) > MAX_GRAMMAR:
+        raise ConfigError(f"regex has {len(expression)} characters; {MAX_GRAMMAR} are the most")
+    return _checked(_library().LLMatcher.grammar_from_regex(expression), "regex")
+
+
+@lru_cache(maxsize=KEPT)
+def choice_grammar(choices: tuple[str, ...]) -> str:
+    """The grammar of one of these texts. Raises ConfigError for none at all."""
+    if not choices or not all(isinstance(one, str) and one for one in choices):
+        raise ConfigError("choices must be texts with something in them, at least one")
+    if sum(map(len, choices)) > MAX_GRAMMAR:
+        raise ConfigError(f"choices have {sum(map(len, choices))} characters; {MAX_GRAMMAR} are the most")
+    return _checked(_library().LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"), "choices")
+
+
+def as_json(schema: Mapping[str, Any] | str) -> str:
+    """A schema as JSON. Raises ConfigError for what is no JSON object."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"json_schema is no JSON ({error}); give a schema such as {EXAMPLE}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"json_schema is no JSON object; give a schema such as {EXAMPLE}")
+    return text
+
+
+def _checked(grammar: str, what: str) -> str:
+    is_error, messages = _library().LLMatcher.validate_grammar_with_warnings(grammar)
+    if is_error:
+        raise ConfigError(f"{what} cannot be compiled: {' '.join(messages).strip()}")
+    return grammar
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError("answers of a given form need llguidance; pip install 'ragcache-kv[structured]'") from error
+    return llguidance
+
+
+class Constraint:
+    """One answer on its way through a grammar. Raises ConfigError for a model that it cannot be put on."""
+
+    def __init__(
+        self, grammar: str, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_ids: Collection[int]
+    ) -> None:
+        if not eos_ids:
+            raise ConfigError("the model has no token that ends a text, so an answer of a given form could not end")
+        self._vocabulary = _vocabulary(tokenizer, vocab_size, tuple(sorted(eos_ids)))
+        self._matcher = _library().LLMatcher(self._vocabulary, grammar, log_level=0)
+
+    def allow(self, logits: Tensor) -> Tensor:
+        """The logits, float32 [vocab_size], with every token at -inf that may not come next."""
+        allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        if self._matcher.is_error():
+            raise ConfigError(f"the answer's form is too complex: {self._matcher.get_error()}")
+        forbidden = torch.ones(logits.shape[0], dtype=torch.bool)
+        forbidden[: allowed.shape[0]] = allowed[: logits.shape[0]] == 0
+        return logits.masked_fill(forbidden.to(logits.device), float("-inf"))
+
+    def accept(self, token: int) -> None:
+        """Go on behind this token."""
+        self._matcher.consume_token(token)
+
+
+@lru_cache(maxsize=8)
+def _vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_ids: tuple[int, ...]) -> Any:
+    """The tokenizer as the library reads it, which takes a second for a large one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError("answers of a given form need the model's fast tokenizer (tokenizer.json), and it has none")
+    from llguidance.hf import from_tokenizer
+
+    return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_ids))
