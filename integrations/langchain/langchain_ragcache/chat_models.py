@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, closing, contextmanager
-from typing import Annotated, Any, Self, cast
+from importlib.util import find_spec
+from operator import itemgetter
+from typing import Annotated, Any, Literal, Self, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, ModelProfile
-from langchain_core.language_models.base import LangSmithParams
+from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
 from langchain_core.messages import BaseMessage
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema
+from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 import ragcache as rc
@@ -18,15 +24,17 @@ from langchain_ragcache.answers import PROVIDER, to_chunk, to_result
 from langchain_ragcache.messages import to_engine
 from langchain_ragcache.opening import open_kb
 from langchain_ragcache.options import refuse_unknown
-from ragcache.errors import CancelledError, ModelMismatchError, TimedOutError
+from ragcache.errors import CancelledError, ConfigError, ModelMismatchError, TimedOutError
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+# Forms that an answer is held to: of one call.
+FORMS = ("json_schema", "regex", "choices")
 # The engine's options, but for those that LangChain has names of its own for: the sampling's fields, a task or stream
 # that is cancelled, and `timeout`.
 RENAMED = ("sampling", "cancelled", "timeout_s")
 READING = (*(name for name in rc.ReadOptions.__annotations__ if name not in RENAMED), "context")
 # `stream` is LangChain's own switch, `model` is checked.
-CALL_OPTIONS = (*SAMPLING, *READING, "timeout", "model", "stream")
+CALL_OPTIONS = (*SAMPLING, *FORMS, *READING, "timeout", "model", "stream")
 # Standard parameters of chat models that reach a service; there is none here.
 OF_SERVICES = ("api_key", "base_url", "max_retries")
 
@@ -45,7 +53,8 @@ class ChatRagCache(BaseChatModel):
     context:     "last", or "keep": every turn keeps the passages that stand in its message
     timeout:     seconds that an answer may take, waiting included: `timeout_s` of `rc.ReadOptions`
 
-    `invoke`, `bind` and their like take the same, but for kb, and refuse what they do not know. api_key, base_url and
+    `invoke`, `bind` and their like take the same, but for kb, and json_schema, regex and choices of `rc.Sampling`; they
+    refuse what they do not know. api_key, base_url and
     max_retries are taken at construction, as from every chat model, and have no effect: there is no service.
     Raises PromptError, ContextTooLongError, UnknownHandleError, ConfigError, CancelledError.
     """
@@ -165,11 +174,42 @@ class ChatRagCache(BaseChatModel):
         """Options of the engine for one call. Raises ConfigError, ModelMismatchError."""
         refuse_unknown(type(self).__name__, given, CALL_OPTIONS)
         self._check_model(given.get("model") or self.model)
-        sampling = {name: self._option(given, name) for name in SAMPLING}
+        sampling = {name: self._option(given, name) for name in SAMPLING} | {name: given.get(name) for name in FORMS}
         ends = (self.stop or []) if stop is None else stop
         reading = {name: self._option(given, name) for name in READING}
         limit = self._option(given, "timeout")
         return {**reading, "timeout_s": limit, "sampling": rc.Sampling(**sampling, stop=tuple(ends))}
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Answers as objects of a schema: decoding is held to it, so the model need not know of it.
+
+        schema: a Pydantic class (answers are its instances), a TypedDict class, or a JSON or OpenAI schema (dicts)
+        method: "json_schema", which "function_calling" means too; "json_mode" holds answers to JSON alone
+        include_raw: answer {"raw": message, "parsed": object or None, "parsing_error": error or None}
+
+        An answer that reaches max_tokens is cut, and then no object. Raises ConfigError.
+        """
+        refuse_unknown("with_structured_output", kwargs, ())
+        if schema is None and method != "json_mode":
+            raise ConfigError("with_structured_output needs a schema; without one use method='json_mode'")
+        wanted = {"type": "object"} if method == "json_mode" or schema is None else convert_to_json_schema(schema)
+        is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
+        parser: Any = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
+        told = {"kwargs": {"method": method, "strict": strict}, "schema": wanted}
+        llm = self.bind(json_schema=wanted, ls_structured_output_format=told)
+        if not include_raw:
+            return llm | parser
+        parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     # About the model
 
@@ -195,7 +235,7 @@ class ChatRagCache(BaseChatModel):
             text_inputs=True,
             text_outputs=True,
             tool_calling=False,
-            structured_output=False,
+            structured_output=find_spec("llguidance") is not None,
         )
 
     def get_token_ids(self, text: str) -> list[int]:

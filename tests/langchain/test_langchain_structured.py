@@ -1,0 +1,67 @@
+"""Answers as objects: a model that knows nothing of a schema is held to it."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import pytest
+from langchain_core.exceptions import OutputParserException
+from langchain_ragcache import ChatRagCache
+from pydantic import BaseModel, Field
+
+import ragcache as rc
+from ragcache.errors import ConfigError
+from ragcache.retrieval.testing import BagOfWords
+
+
+class Place(BaseModel):
+    kind: str = Field(pattern="^(club|town)$")
+    year: int = Field(ge=1900, le=1999)
+
+
+class PlaceDict(TypedDict):
+    year: int
+
+
+@pytest.fixture
+def model(tiny, tmp_path):
+    with rc.RagCache.open(tmp_path / "kb", model=tiny, embedder=BagOfWords()) as kb:
+        yield ChatRagCache(kb=kb)
+
+
+def test_a_pydantic_class(model):
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(model.with_structured_output(Place, method=method).invoke("Where?"), Place)
+
+
+async def test_a_pydantic_class_async(model):
+    assert isinstance(await model.with_structured_output(Place).ainvoke("Where?"), Place)
+
+
+@pytest.mark.parametrize("schema", [PlaceDict, Place.model_json_schema()])
+def test_dictionaries(model, schema):
+    found = model.with_structured_output(schema).invoke("Where?", max_tokens=60)
+    assert isinstance(found["year"], int)
+
+
+def test_raw_answers_and_what_went_wrong(model):
+    found = model.with_structured_output(Place, include_raw=True).invoke("Where?")
+    assert found["parsed"] == Place.model_validate_json(found["raw"].content)
+    assert found["parsing_error"] is None
+    cut = model.with_structured_output(Place, include_raw=True).invoke("Where?", max_tokens=3)
+    assert cut["parsed"] is None
+    assert isinstance(cut["parsing_error"], OutputParserException)
+
+
+def test_forms_of_one_call(model):
+    assert model.invoke("Really?", choices=["yes", "no"]).content in ("yes", "no")
+    assert model.bind(regex="[0-9]{4}").invoke("When?").content.isdigit()
+
+
+def test_what_is_missing_or_unknown_is_said(model):
+    with pytest.raises(ConfigError, match="needs a schema"):
+        model.with_structured_output()
+    with pytest.raises(ConfigError, match="tools"):
+        model.with_structured_output(Place, tools=[])
+    with pytest.raises(ConfigError, match="cannot be compiled"):
+        model.invoke("x", json_schema={"type": "strange"})
