@@ -22,10 +22,15 @@ KEPT = 32
 
 @lru_cache(maxsize=KEPT)
 def json_grammar(schema: str) -> str:
-    """The grammar of a JSON schema (JSON). Raises ConfigError where it cannot be compiled."""
+    """The grammar of a JSON schema (JSON), on one line: left free, white space may go on for ever.
+
+    Raises ConfigError where it cannot be compiled.
+    """
     if len(schema) > MAX_GRAMMAR:
         raise ConfigError(f"json_schema has {len(schema)} characters; {MAX_GRAMMAR} are the most")
-    return _checked(_library().LLMatcher.grammar_from_json_schema(schema), "json_schema")
+    return _checked(
+        _library().LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False}), "json_schema"
+    )
 
 
 @lru_cache(maxsize=KEPT)

@@ -62,13 +62,13 @@ def search(connection: Connection, question: str, limit: int, where: Filter | No
 
 def _sqlite_query(words: list[str]) -> tuple[Select[Any], Any]:
     found = table(_NAME, column("rowid"), column("rank"))
-    wanted = bindparam("words", " OR ".join(f'"{word}"' for word in words))
+    wanted: Any = bindparam("words", " OR ".join(f'"{word}"' for word in words))
     matches = literal_column(_NAME).op("MATCH")(wanted)
     return select(found.c.rowid).where(matches).order_by(found.c.rank, found.c.rowid), found.c.rowid
 
 
 def _postgres_query(words: list[str]) -> tuple[Select[Any], Any]:
-    vector = literal_column(_VECTOR)
+    vector: Any = literal_column(_VECTOR)
     wanted = func.to_tsquery(literal_column("'english'"), bindparam("words", " | ".join(words)))
     rank = func.ts_rank_cd(vector, wanted, 1)
     query = select(chunks.c.vector_id).where(vector.op("@@")(wanted)).order_by(rank.desc(), chunks.c.vector_id)

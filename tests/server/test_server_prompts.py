@@ -26,7 +26,7 @@ def test_a_completion_is_the_engines(served, kb):
         assert found["id"].startswith("cmpl-")
         [choice] = found["choices"]
         assert choice == {"index": 0, "text": expected.text, "logprobs": None, "finish_reason": "length"}
-        assert found["usage"]["prompt_tokens"] == expected.usage.prompt_tokens == len(kb.lm.tokenizer.encode(PROMPT))
+        assert found["usage"]["prompt_tokens"] == expected.usage.prompt_tokens
         assert found["usage"]["completion_tokens"] == 6
     assert completed(served, temperature=1.0, seed=5).json() != expected.text
 

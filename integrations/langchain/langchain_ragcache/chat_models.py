@@ -193,6 +193,7 @@ class ChatRagCache(BaseChatModel):
 
         schema: a Pydantic class (answers are its instances), a TypedDict class, or a JSON or OpenAI schema (dicts)
         method: "json_schema", which "function_calling" means too; "json_mode" holds answers to JSON alone
+        strict: False lets objects have properties that the schema does not name and does not forbid
         include_raw: answer {"raw": message, "parsed": object or None, "parsing_error": error or None}
 
         An answer that reaches max_tokens is cut, and then no object. Raises ConfigError.
@@ -200,16 +201,21 @@ class ChatRagCache(BaseChatModel):
         refuse_unknown("with_structured_output", kwargs, ())
         if schema is None and method != "json_mode":
             raise ConfigError("with_structured_output needs a schema; without one use method='json_mode'")
-        wanted = {"type": "object"} if method == "json_mode" or schema is None else convert_to_json_schema(schema)
-        is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
-        parser: Any = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
+        wanted: Any = {"type": "object"}
+        if schema is not None and method != "json_mode":
+            wanted = convert_to_json_schema(schema)
+        parser: Runnable[Any, Any] = JsonOutputParser()
+        if isinstance(schema, type) and is_basemodel_subclass(schema):
+            parser = PydanticOutputParser(pydantic_object=schema)
         told = {"kwargs": {"method": method, "strict": strict}, "schema": wanted}
-        llm = self.bind(json_schema=wanted, ls_structured_output_format=told)
+        held_to = wanted if strict is False else _closed(wanted)
+        llm = self.bind(json_schema=held_to, ls_structured_output_format=told)
         if not include_raw:
             return llm | parser
         parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
         failed = RunnablePassthrough.assign(parsed=lambda _: None)
-        return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+        raw: Runnable[LanguageModelInput, Any] = RunnableMap(raw=llm)
+        return raw | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     # About the model
 
@@ -244,6 +250,20 @@ class ChatRagCache(BaseChatModel):
             return self.custom_get_token_ids(text)
         ids: list[int] = self.kb.lm.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with no other properties than it names, where it does not say."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(part) for name, part in schema.items()}
+    return (
+        {"additionalProperties": False, **closed}
+        if closed.get("type") == "object" and "properties" in closed
+        else closed
+    )
 
 
 @contextmanager
