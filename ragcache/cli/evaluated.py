@@ -60,7 +60,7 @@ class EvalOptions:
         list[str] | None,
         option(
             "--data",
-            "File of JSON lines, set of --data-dir, registry, needle or ruler; of a suite, a column. May be repeated.",
+            "File of JSON lines, set of --data-dir, registry, pages, needle or ruler; of a suite, a column.",
         ),
     ] = None
     data_dir: Annotated[Path | None, option("--data-dir", "Directory of public question sets.")] = None

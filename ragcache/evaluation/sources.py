@@ -1,4 +1,4 @@
-"""Questions by name: "nq10", "registry:hops=2,passages=8", "needle:lengths=512/1024", or a file of JSON lines."""
+"""Questions by name ("nq10", "registry:hops=2,passages=8", "pages:kind=leaning"), or a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ragcache.evaluation.haystack import CountTokens
 from ragcache.evaluation.lines import read_entries
 from ragcache.evaluation.needle import NeedleSettings, needle_cases
 from ragcache.evaluation.public import PublicSettings, public_cases
-from ragcache.evaluation.registry import RegistrySettings, registry_cases
+from ragcache.evaluation.registry import PagesSettings, RegistrySettings, pages_cases, registry_cases
 from ragcache.evaluation.ruler import RulerSettings, ruler_cases
 from ragcache.evaluation.settings import make, split_settings
 
-GENERATED = ("registry", "needle", "ruler")
+GENERATED = ("registry", "pages", "needle", "ruler")
 
 
 def load_cases(
@@ -22,7 +22,7 @@ def load_cases(
 ) -> list[Case]:
     """The cases of a source.
 
-    source:       a file; the name of a set in `directory`; or "registry", "needle", "ruler"; with settings behind ":"
+    source:       a file; the name of a set in `directory`; or one of GENERATED; with settings behind ":"
     count_tokens: tokens of a text, for generators that fill a context of a given length
     limit:        questions to take; of generators with several cells, questions a cell
 
@@ -35,6 +35,8 @@ def load_cases(
     given = split_settings(tail)
     if name == "registry":
         return registry_cases(make(RegistrySettings, given, name), limit)
+    if name == "pages":
+        return pages_cases(make(PagesSettings, given, name), limit)
     if name == "needle":
         return needle_cases(make(NeedleSettings, given, name), count_tokens, limit)
     if name == "ruler":

@@ -65,7 +65,7 @@ def test_eval_draws_heat_maps_of_needles(model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--data", "nothing"), "'nothing' is neither a file nor one of registry, needle, ruler"),
+        (("--data", "nothing"), "'nothing' is neither a file nor one of registry, pages, needle, ruler"),
         (("--methods", "nothing"), "method 'nothing' is unknown"),
         (("--methods", "link"), "has no trained link tokens"),
     ],

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -98,7 +99,7 @@ class Trainer:
         self.options, self.rank, self.world_size = options, rank, world_size
         self.device = torch.device(options.device)
         self.out = Path(options.out)
-        self.tokenizer = build_tokenizer()
+        self.tokenizer = self._build_tokenizer()
         self.master = self._start().to(self.device)
         self.model = copy.deepcopy(self.master).to(torch.bfloat16)
         self.model.model.rotary_emb.inv_freq = self.master.model.rotary_emb.inv_freq  # angles need float32
@@ -125,6 +126,9 @@ class Trainer:
         if self.rank == 0:
             self._save_checkpoint(time.monotonic())
             self._save()
+
+    def _build_tokenizer(self) -> Tokenizer:
+        return build_tokenizer()
 
     def _start(self) -> Any:
         """The model to start from, in float32."""

@@ -17,6 +17,8 @@ from torch.nn import functional as F  # noqa: N812
 
 HINT_WEIGHT = 0.3
 """Of the hints' loss beside that of the answers."""
+FUSED_LENGTH = 768
+"""Tokens of a context from which on the fused attention kernel is faster."""
 
 
 class PackedBatch(NamedTuple):
@@ -81,7 +83,8 @@ def _states(model: Any, batch: PackedBatch) -> list[Tensor]:
     ids = torch.cat([batch.context_ids, batch.question_ids.flatten(1)], dim=1)
     x = F.embedding(ids, model.model.embed_tokens.weight)
     cos, sin = (table.to(x.dtype) for table in _rotary(model, batch))
-    layout = _Layout(context_len, num_questions, question_len, _context_mask(batch), _unseen(batch), (cos, sin))
+    masks = (_context_mask(batch), _unseen(batch), batch.segments is None)
+    layout = _Layout(context_len, num_questions, question_len, *masks, (cos, sin))
     states = []
     for layer in model.model.layers:
         x = _layer(layer, x, layout, model.config)
@@ -107,6 +110,7 @@ class _Layout(NamedTuple):
     question_len: int
     context_mask: Tensor
     unseen: Tensor
+    is_causal: bool
     rotary: tuple[Tensor, Tensor]
 
 
@@ -139,7 +143,8 @@ def _rotary(model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     positions = torch.cat([context, question], dim=1)
     angles = positions[..., None].float() * model.model.rotary_emb.inv_freq.float()
     angles = torch.cat([angles, angles], dim=-1)[:, None]
-    return angles.cos(), angles.sin()
+    scale = model.model.rotary_emb.attention_scaling  # YaRN's
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def _layer(layer: Any, x: Tensor, layout: _Layout, config: Any) -> Tensor:
@@ -173,17 +178,20 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, layout: _Layout) -> T
     groups = queries.shape[1] // keys.shape[1]
     if groups > 1:
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    context = _attend_in_context(queries, keys, values, layout.unseen)
+    context = _attend_in_context(queries, keys, values, layout)
     questions = _attend_from_questions(queries, keys, values, layout)
     return torch.cat([context, questions], dim=2).transpose(1, 2).flatten(2)
 
 
-def _attend_in_context(queries: Tensor, keys: Tensor, values: Tensor, unseen: Tensor) -> Tensor:
-    """Attention by plain matrix products: on a CPU, at these lengths, faster than the fused kernel."""
-    n = unseen.shape[-1]
+def _attend_in_context(queries: Tensor, keys: Tensor, values: Tensor, layout: _Layout) -> Tensor:
+    """Attention by plain matrix products: on a CPU, at short lengths, faster than the fused kernel."""
+    n = layout.context_len
     queries, keys, values = queries[:, :, :n], keys[:, :, :n], values[:, :, :n]
+    if n >= FUSED_LENGTH:
+        mask = None if layout.is_causal else ~layout.unseen
+        return F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=layout.is_causal)
     scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-1, -2)
-    attended: Tensor = scores.masked_fill(unseen, float("-inf")).softmax(-1) @ values
+    attended: Tensor = scores.masked_fill(layout.unseen, float("-inf")).softmax(-1) @ values
     return attended
 
 

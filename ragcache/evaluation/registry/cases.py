@@ -5,11 +5,14 @@ The same seed gives the same questions in every process.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case, Passage
 from ragcache.evaluation.registry.contexts import KINDS, draw_texts
+from ragcache.evaluation.registry.names import DataSplit
+from ragcache.evaluation.registry.pages import PAGE_KINDS, PageQuestion, draw_pages
 from ragcache.evaluation.settings import check_choice
 
 
@@ -61,3 +64,48 @@ def _cases(settings: RegistrySettings, passages: int, count: int) -> list[Case]:
         id = f"registry-{name}-{passages}-{number:04d}"
         cases.append(Case(id, text.question.text, marked, (text.question.answer,), cell=cell))
     return cases
+
+
+@dataclass(frozen=True)
+class PagesSettings:
+    """kind: one of PAGE_KINDS; passages: pages in a context, several for one cell each: 8/16."""
+
+    kind: str = "single"
+    passages: tuple[int, ...] = (8,)
+    questions: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, PAGE_KINDS)
+        if self.questions < 1 or min(self.passages) < 2:
+            raise ConfigError("pages needs at least 1 question and 2 passages")
+
+
+def pages_cases(settings: PagesSettings, limit: int | None = None) -> list[Case]:
+    """One question a context of long passages; names and all wordings are held out.
+
+    `limit` takes the place of `settings.questions`. An answer is right when it holds the value that is asked for.
+    """
+    count = limit or settings.questions
+    return [case for passages in settings.passages for case in _pages(settings, passages, count)]
+
+
+def _pages(settings: PagesSettings, passages: int, count: int) -> list[Case]:
+    rng = random.Random(f"pages/{settings.seed}/{settings.kind}/{passages}")
+    cases: list[Case] = []
+    while len(cases) < count:
+        pages = draw_pages(rng, passages, DataSplit.HELD_OUT, DataSplit.HELD_OUT)
+        asked = [one for one in pages.questions if one.kind == settings.kind]
+        if asked:
+            cases.append(
+                _page_case(rng.choice(asked), pages.passages, f"pages-{settings.kind}-{passages}-{len(cases):04d}")
+            )
+    return cases
+
+
+def _page_case(asked: PageQuestion, texts: list[str], id: str) -> Case:
+    cell: dict[str, str | int] = {"passages": len(texts), "question": asked.kind}
+    if asked.kind == "leaning":
+        cell |= {"place": asked.place, "candidates": asked.candidates}
+    marked = tuple(Passage(text, is_gold=rank in asked.gold) for rank, text in enumerate(texts))
+    return Case(id, asked.question.text, marked, (asked.question.value,), cell=cell)

@@ -35,7 +35,7 @@ def answerable_questions(
     for document in by_id.values():
         facts = world.entities[document.id].facts
         for relation in document.relations:
-            questions.append(_single_hop(rng, document.id, relation, facts[relation], wordings))
+            questions.append(single_hop(rng, document.id, relation, facts[relation], wordings))
             bridge = by_id.get(facts[relation])
             if bridge is not None:
                 bridge_facts = {name: world.entities[bridge.id].facts[name] for name in bridge.relations}
@@ -51,12 +51,13 @@ def leaning_questions(
     for first, second in parts:
         facts = world.entities[first.id].facts
         for relation in second.relations:
-            asked = _single_hop(rng, first.id, relation, facts[relation], wordings)
+            asked = single_hop(rng, first.id, relation, facts[relation], wordings)
             questions.append(asked._replace(gold=(first.id, second.id)))
     return questions
 
 
-def _single_hop(rng: random.Random, name: str, relation: str, value: str, wordings: DataSplit) -> Question:
+def single_hop(rng: random.Random, name: str, relation: str, value: str, wordings: DataSplit) -> Question:
+    """Ask for what one document states."""
     templates = wording.QUESTIONS if wordings is DataSplit.TRAIN else wording.HELD_OUT_QUESTIONS
     answer = capitalised(f"{name} {_stated(relation, value)}.")
     return Question(rng.choice(templates[relation]).format(n=name), answer, 1, (name,), relation, value)

@@ -23,6 +23,45 @@ PREDICATES: dict[str, tuple[str, ...]] = {
 """Three words stand between a name and what tells its value from others (a river's or club's "the" is one of them):
 the distance that the model's first layer looks back from the start."""
 
+HELD_OUT_PREDICATES: dict[str, tuple[str, ...]] = {
+    "town": ("still lives in {v}", "now resides in {v}"),
+    "profession": ("is still a {v}", "now works as a {v}"),
+    "born": ("dates from {v}", "was first christened in {v}"),
+    "club": ("now belongs to {v}", "still plays for {v}"),
+    "river": ("now lies on {v}", "stands beside {v}"),
+    "founded": ("was first founded in {v}", "is started in {v}"),
+    "product": ("is best known for {v}", "makes very good {v}"),
+    "weekday": ("now meets on {v}", "still gathers on {v}"),
+    "mouth": ("now flows into {v}", "still ends in {v}"),
+    "source": ("still springs from {v}", "now rises in {v}"),
+}
+"""Of long passages, which hold no sentence in a wording of training."""
+
+INTRODUCTIONS: tuple[str, ...] = (
+    "{a} and {b} share an entry.",
+    "{a} and {b} are a pair.",
+    "One entry is that of {a} and {b}.",
+    "The registry names {a} and {b} together.",
+)
+HELD_OUT_INTRODUCTIONS: tuple[str, ...] = ("One pair is that of {a} and {b}.", "{a} and {b} share one entry.")
+"""Of two that a later passage calls the former and the latter, or she and he."""
+
+ORDINALS: tuple[tuple[str, str], ...] = (
+    ("the former", "the latter"),
+    ("the first of them", "the second of them"),
+    ("the first of the pair", "the second of the pair"),
+)
+HELD_OUT_ORDINALS: tuple[tuple[str, str], ...] = (
+    ("the former of them", "the latter of them"),
+    ("the former of the pair", "the latter of the pair"),
+)
+PRONOUNS = ("she", "he")
+
+CORRECTIONS: tuple[str, ...] = ("Correction: {s}.", "Correction of the registry: {s}.")
+HELD_OUT_CORRECTIONS: tuple[str, ...] = ("Correction of the entry: {s}.",)
+
+NO_ANSWER = "The registry does not say."
+
 MENTIONS: dict[str, tuple[str, ...]] = {
     "town": (
         "Its best-known residents are {v}.",

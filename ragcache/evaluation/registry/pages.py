@@ -1,0 +1,247 @@
+"""Contexts of long passages, in which some sentences mean nothing without the passage before.
+
+A page is a passage of several articles, 150 to 300 tokens of the bundled models. Beside its articles it may hold
+
+    a split      an article's last sentence, cut behind its subject; the next page begins with the rest
+    a couple     two entities that a page introduces together; somewhere on the next page a sentence begins with "the
+                 former", "the latter", "she" or "he"
+    a correction of what an article on another page states
+
+All that leans in one context states the same relation of entities of one kind, so that nothing but its place tells
+whose it is: a guess is right once in `PageQuestion.candidates` times.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from ragcache.evaluation.registry import names, wording
+from ragcache.evaluation.registry.contexts import passage_text
+from ragcache.evaluation.registry.documents import Article, capitalised, predicate_of, write_document, write_in_two
+from ragcache.evaluation.registry.names import DataSplit
+from ragcache.evaluation.registry.questions import Question, answerable_questions, single_hop
+from ragcache.evaluation.registry.world import RELATIONS, Entity, World, draw_world
+
+T = TypeVar("T")
+
+PAGE_KINDS = ("single", "two-hop", "leaning", "conflicting", "unanswerable")
+PLACES = ("head", "middle", "end")
+ARTICLES = (5, 7)
+SPARE = 6
+"""Entities of a world that no page is about."""
+OWN_RELATIONS = {"person": ("profession", "born"), "town": ("founded", "product")}
+"""Relations that no other entity's article gives away: those that are corrected, or asked in vain."""
+
+
+class PageQuestion(NamedTuple):
+    """A question over pages.
+
+    kind:       one of PAGE_KINDS
+    gold:       ranks of the pages that the answer needs
+    place:      "leaning": where on its page the sentence stands that leans; else ""
+    candidates: "leaning": sentences of the context that state the relation of something named elsewhere; else 0
+    """
+
+    kind: str
+    question: Question
+    gold: tuple[int, ...]
+    place: str = ""
+    candidates: int = 0
+
+
+class Pages(NamedTuple):
+    """Texts of the pages, in order, and everything that can be asked about them."""
+
+    passages: list[str]
+    questions: list[PageQuestion]
+
+
+@dataclass(eq=False)
+class _Page:
+    items: list[str] = field(default_factory=list)
+    rank: int = -1
+
+    def insert(self, rng: random.Random, text: str, place: str) -> None:
+        index = {"head": 0, "end": len(self.items)}.get(place)
+        self.items.insert(rng.randint(1, max(1, len(self.items) - 1)) if index is None else index, text)
+
+
+class _Leaning(NamedTuple):
+    """What is said of an entity on `page`, which introduces it, and on the page behind it, at `place`."""
+
+    entity: Entity
+    page: _Page
+    place: str
+
+
+def draw_pages(
+    rng: random.Random,
+    num_passages: int,
+    entities: DataSplit = DataSplit.TRAIN,
+    wordings: DataSplit = DataSplit.TRAIN,
+    *,
+    articles: tuple[int, int] = ARTICLES,
+) -> Pages:
+    """Draw `num_passages` pages, at least 2, of so many articles each, and the questions that they answer."""
+    return _Draft(rng, num_passages, entities, wordings, articles).pages()
+
+
+class _Draft:
+    """One context in the making."""
+
+    def __init__(
+        self, rng: random.Random, num_passages: int, split: DataSplit, wordings: DataSplit, articles: tuple[int, int]
+    ) -> None:
+        self.rng, self.wordings = rng, wordings
+        self.num_splits, self.num_couples = _numbers(rng, num_passages)
+        leaning = self.num_splits + 2 * self.num_couples
+        self.world = _world(rng, split, num_passages * articles[1] + leaning + SPARE, leaning)
+        self.groups = [[_Page(), _Page()] for _ in range(self.num_splits + self.num_couples)]
+        self.groups += [[_Page()] for _ in range(num_passages - 2 * len(self.groups))]
+        self.chosen = self._choose(leaning)
+        self.free = [name for name in self.world.entities if name not in {one.name for one in self.chosen}]
+        rng.shuffle(self.free)
+        self.documents: dict[str, Article] = {}
+        self.where: dict[str, _Page] = {}
+        for page in (page for group in self.groups for page in group):
+            self._fill(page, rng.randint(*articles))
+
+    def pages(self) -> Pages:
+        leaning = self._lean()
+        corrected = self._correct()
+        self.rng.shuffle(self.groups)
+        pages = [page for group in self.groups for page in group]
+        for rank, page in enumerate(pages):
+            page.rank = rank
+        asked = [*self._plain(corrected), *self._leaning(leaning), *self._unanswerable()]
+        return Pages(["".join(page.items) for page in pages], asked)
+
+    def _choose(self, count: int) -> list[Entity]:
+        """Entities of one kind that only what leans will be about."""
+        by_kind = {kind: [e for e in self.world.entities.values() if e.kind == kind] for kind in RELATIONS}
+        kind = self.rng.choice([kind for kind, found in by_kind.items() if len(found) >= count])
+        self.relation = self.rng.choice(RELATIONS[kind])
+        return self.rng.sample(by_kind[kind], count)
+
+    def _fill(self, page: _Page, count: int) -> None:
+        for _ in range(count):
+            name = self.free.pop()
+            document = write_document(self.rng, self.world.entities[name], wordings=self.wordings)
+            self.documents[name], self.where[name] = document, page
+            page.items.append(passage_text(self.rng, document))
+
+    def _lean(self) -> list[_Leaning]:
+        found: list[_Leaning] = []
+        left = list(self.chosen)
+        for first, second in (group for group in self.groups if len(group) == 2):
+            if len(found) < self.num_splits:
+                found.append(self._split(left.pop(), first, second))
+            else:
+                found += self._couple(left.pop(), left.pop(), first, second)
+        return found
+
+    def _split(self, entity: Entity, first: _Page, second: _Page) -> _Leaning:
+        head, rest = write_in_two(self.rng, entity, self.relation, self.wordings)
+        first.insert(self.rng, passage_text(self.rng, head), "end")
+        second.insert(self.rng, passage_text(self.rng, rest), "head")
+        return _Leaning(entity, first, "head")
+
+    def _couple(self, one: Entity, other: Entity, first: _Page, second: _Page) -> list[_Leaning]:
+        texts = self._texts(wording.INTRODUCTIONS, wording.HELD_OUT_INTRODUCTIONS)
+        introduced = capitalised(self.rng.choice(texts).format(a=one.name, b=other.name))
+        first.insert(self.rng, f"{introduced}\n", self.rng.choice(PLACES))
+        found = []
+        for entity, subject in zip((one, other), self._references(one, other), strict=True):
+            place = self.rng.choice(PLACES)
+            said = predicate_of(self.rng, self.relation, entity.facts[self.relation], self.wordings)
+            second.insert(self.rng, capitalised(f"{subject} {said}.\n"), place)
+            found.append(_Leaning(entity, first, place))
+        return found
+
+    def _references(self, one: Entity, other: Entity) -> tuple[str, str]:
+        women = [entity.name.split(" ")[0] in names.FEMALE_NAMES for entity in (one, other)]
+        if one.kind == "person" and women[0] != women[1] and self.rng.random() < 0.5:
+            she, he = wording.PRONOUNS
+            return (she, he) if women[0] else (he, she)
+        return self.rng.choice(self._texts(wording.ORDINALS, wording.HELD_OUT_ORDINALS))
+
+    def _texts(self, trained: Sequence[T], held_out: Sequence[T]) -> Sequence[T]:
+        return trained if self.wordings is DataSplit.TRAIN else held_out
+
+    def _correct(self) -> dict[tuple[str, str], tuple[str, _Page]]:
+        """Correct about one fact in four pages: (name, relation) -> the value that holds, and where it stands."""
+        pages = [page for group in self.groups for page in group]
+        found: dict[tuple[str, str], tuple[str, _Page]] = {}
+        for _ in range(max(1, len(pages) // 4)):
+            stated = [
+                (name, relation)
+                for name, document in self.documents.items()
+                for relation in document.relations
+                if relation in OWN_RELATIONS.get(self.world.entities[name].kind, ()) and (name, relation) not in found
+            ]
+            name, relation = self.rng.choice(stated)
+            page = self.rng.choice([page for page in pages if page is not self.where[name]])
+            found[name, relation] = self._corrected(name, relation), page
+            said = predicate_of(self.rng, relation, found[name, relation][0], self.wordings)
+            text = self.rng.choice(self._texts(wording.CORRECTIONS, wording.HELD_OUT_CORRECTIONS))
+            page.insert(self.rng, text.format(s=f"{name} {said}") + "\n", "middle")
+        return found
+
+    def _corrected(self, name: str, relation: str) -> str:
+        entities = self.world.entities.values()
+        values = {entity.facts[relation] for entity in entities if relation in entity.facts}
+        return self.rng.choice(sorted(values - {self.world.entities[name].facts[relation]}))
+
+    def _plain(self, corrected: dict[tuple[str, str], tuple[str, _Page]]) -> list[PageQuestion]:
+        found = []
+        for asked in answerable_questions(self.rng, self.world, self.documents.values(), self.wordings):
+            facts = list(zip(asked.gold, asked.path.split("-"), strict=True))
+            pages = [self.where[name] for name in asked.gold]
+            ranks = tuple(page.rank for page in pages)
+            if asked.hops == 1 and facts[0] in corrected:
+                value, page = corrected[facts[0]]
+                again = single_hop(self.rng, *facts[0], value, self.wordings)
+                found.append(PageQuestion("conflicting", again, (*ranks, page.rank)))
+            elif not any(fact in corrected for fact in facts) and len(set(ranks)) == asked.hops:
+                found.append(PageQuestion("two-hop" if asked.hops == 2 else "single", asked, ranks))
+        return found
+
+    def _leaning(self, leaning: Sequence[_Leaning]) -> list[PageQuestion]:
+        found = []
+        for entity, page, place in leaning:
+            asked = single_hop(self.rng, entity.name, self.relation, entity.facts[self.relation], self.wordings)
+            found.append(PageQuestion("leaning", asked, (page.rank, page.rank + 1), place, len(leaning)))
+        return found
+
+    def _unanswerable(self) -> list[PageQuestion]:
+        found = []
+        for name in self.free:
+            entity = self.world.entities[name]
+            relation = self.rng.choice(OWN_RELATIONS.get(entity.kind, RELATIONS[entity.kind]))
+            asked = single_hop(self.rng, name, relation, "", self.wordings)
+            answer = wording.NO_ANSWER
+            asked = asked._replace(answer=answer, gold=(), value=answer.removesuffix("."))
+            found.append(PageQuestion("unanswerable", asked, ()))
+        return found[:SPARE]
+
+
+def _numbers(rng: random.Random, num_passages: int) -> tuple[int, int]:
+    """Splits and couples: one and two over 8 pages, and in fewer whatever fits."""
+    if num_passages < 4:
+        splits = rng.randint(0, 1)
+        return splits, 1 - splits
+    if num_passages < 8:
+        return rng.randint(0, 1), 1
+    return num_passages // 8, num_passages // 4
+
+
+def _world(rng: random.Random, split: DataSplit, num_entities: int, leaning: int) -> World:
+    """A world that has at least `leaning` entities of one kind."""
+    while True:
+        world = draw_world(rng, split, num_entities)
+        kinds = [entity.kind for entity in world.entities.values()]
+        if max(kinds.count(kind) for kind in RELATIONS) >= leaning:
+            return world

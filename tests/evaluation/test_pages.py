@@ -1,0 +1,201 @@
+"""Contexts of long passages: what leans says nothing by itself, answers stand where they are said to, words are new."""
+
+from __future__ import annotations
+
+import random
+from statistics import median
+
+import pytest
+
+from ragcache.errors import ConfigError
+from ragcache.evaluation.registry import (
+    PAGE_KINDS,
+    DataSplit,
+    PagesSettings,
+    draw_pages,
+    is_held_out,
+    pages_cases,
+    wording,
+)
+from ragcache.evaluation.registry.pages import PLACES
+
+SIZES = [2, 3, 4, 7, 8, 16]
+
+
+def contexts(num_passages, count=12, split=DataSplit.HELD_OUT):
+    """Contexts, with the lines that pages are broken into joined."""
+    rng = random.Random(f"{num_passages}/{count}")
+    drawn = [draw_pages(rng, num_passages, split, split) for _ in range(count)]
+    return [pages._replace(passages=[" ".join(text.split()) for text in pages.passages]) for pages in drawn]
+
+
+def asked(kind, num_passages=8, count=12):
+    return [(pages, one) for pages in contexts(num_passages, count) for one in pages.questions if one.kind == kind]
+
+
+def last_name(name):
+    return name.split(" ")[-1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_context_has_as_many_pages_as_asked_and_every_kind_of_question_comes_up(size):
+    found = contexts(size, 20)
+    assert all(len(pages.passages) == size for pages in found)
+    kinds = {one.kind for pages in found for one in pages.questions}
+    assert kinds == set(PAGE_KINDS)
+
+
+def test_pages_are_150_to_300_tokens_long():
+    from tools.mini.tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer(pages=True)
+    rng = random.Random(1)
+    drawn = [draw_pages(rng, 8, DataSplit.HELD_OUT, DataSplit.HELD_OUT) for _ in range(12)]
+    lengths = [len(tokenizer.encode(text).ids) for pages in drawn for text in pages.passages]
+    assert 150 < median(lengths) < 300
+    assert sum(120 < length < 330 for length in lengths) > 0.97 * len(lengths)
+
+
+def test_the_same_seed_gives_the_same_context():
+    assert draw_pages(random.Random(3), 8) == draw_pages(random.Random(3), 8)
+    assert draw_pages(random.Random(3), 8) != draw_pages(random.Random(4), 8)
+
+
+def test_single_hop_answers_stand_on_their_page():
+    for pages, (_, question, gold, *_) in asked("single"):
+        assert question.gold[0] in pages.passages[gold[0]] or question.gold[0][4:] in pages.passages[gold[0]]
+        assert question.value in pages.passages[gold[0]]
+
+
+def test_two_hop_answers_need_two_pages():
+    found = asked("two-hop")
+    assert found
+    for pages, (_, question, gold, *_) in found:
+        assert len(set(gold)) == 2
+        assert question.gold[1].removeprefix("the ") in pages.passages[gold[0]]
+        assert question.value in pages.passages[gold[1]]
+
+
+@pytest.mark.parametrize("size", [2, 8, 16])
+def test_what_leans_is_named_on_the_page_before_only(size):
+    found = asked("leaning", size)
+    assert found
+    for pages, (_, question, (first, second), *_) in found:
+        name = question.gold[0].removeprefix("the ")
+        assert second == first + 1
+        assert name in pages.passages[first]
+        assert question.value in pages.passages[second]
+        stated = [f"{name} {text.format(v=question.value)}" for text in wording.HELD_OUT_PREDICATES[question.path]]
+        assert not any(text in page for text in stated for page in pages.passages)
+
+
+def test_what_leans_stands_at_the_head_in_the_middle_and_at_the_end():
+    found = asked("leaning", count=60)
+    places = [one.place for _, one in found]
+    assert all(places.count(place) > len(places) / 8 for place in PLACES)
+    for pages, one in found:
+        page = pages.passages[one.gold[1]]
+        place = page.index(one.question.value) / len(page)
+        if page.count(one.question.value) == 1:
+            assert {"head": place < 0.4, "middle": 0.02 < place < 0.98, "end": place > 0.6}[one.place]
+
+
+def test_candidates_count_the_sentences_that_lean():
+    for size, least in ((4, 2), (8, 5), (16, 10)):
+        for pages in contexts(size):
+            leaning = [one for one in pages.questions if one.kind == "leaning"]
+            assert {one.candidates for one in leaning} == {len(leaning)}
+            assert len(leaning) >= least
+            assert len({one.question.path for one in leaning}) == 1
+
+
+def test_a_correction_holds_against_the_article():
+    found = asked("conflicting")
+    assert found
+    for pages, (_, question, gold, *_) in found:
+        name, relation = question.gold[0], question.path
+        corrected = [
+            text.format(s=f"{name} {said.format(v=question.value)}").replace(" a a", " an a")
+            for text in wording.HELD_OUT_CORRECTIONS
+            for said in wording.HELD_OUT_PREDICATES[relation]
+        ]
+        start = [text.split(question.value)[0][:40] for text in corrected]
+        assert gold[0] != gold[1]
+        assert any(text in pages.passages[gold[1]] for text in start)
+        assert question.value in pages.passages[gold[1]]
+        assert last_name(name) in pages.passages[gold[0]]
+
+
+def test_what_cannot_be_answered_is_stated_nowhere():
+    for pages, (_, question, gold, *_) in asked("unanswerable"):
+        assert gold == ()
+        assert question.answer == wording.NO_ANSWER
+        name = question.text
+        for said in wording.HELD_OUT_PREDICATES[question.path]:
+            begin = said.split("{v}")[0]
+            subject = next(one for one in _names(name))
+            assert not any(f"{subject} {begin}" in page for page in pages.passages)
+
+
+def _names(question):
+    """The name in a question: its longest run of capitalised words behind the first."""
+    words = question.rstrip("?").replace("'s", "").split(" ")
+    runs = [[]]
+    for word in words[1:]:
+        runs = [*runs, []] if not word[:1].isupper() else [*runs[:-1], [*runs[-1], word]]
+    yield " ".join(max(runs, key=len))
+
+
+def test_pages_hold_no_sentence_in_a_wording_of_training():
+    for pages in contexts(8):
+        names = {one.question.gold[0].removeprefix("the ") for one in pages.questions if one.question.gold}
+        assert all(is_held_out(one.question.gold[0]) for one in pages.questions if one.question.gold)
+        text = "\n".join(pages.passages)
+        for name in names:
+            for said in (said for group in wording.PREDICATES.values() for said in group):
+                assert f"{name} {said.split('{v}')[0]}" not in text
+        assert not any(one.question.text in _trained_questions(one) for one in pages.questions if one.kind == "single")
+
+
+def _trained_questions(one):
+    return [text.format(n=one.question.gold[0]) for text in wording.QUESTIONS[one.question.path]]
+
+
+def test_held_out_wordings_of_pages_are_made_of_known_words():
+    def words(texts):
+        return {word.strip(".,:?").lower() for text in texts for word in text.split() if "{" not in word}
+
+    tables = (wording.PREDICATES, wording.QUESTIONS, wording.BRIDGES, wording.MENTIONS)
+    known = words(text for table in tables for group in table.values() for text in group)
+    known |= words([*wording.INTRODUCTIONS, *wording.CORRECTIONS, *sum(wording.ORDINALS, ())])
+    for texts in wording.HELD_OUT_PREDICATES.values():
+        assert words(texts) <= known
+    held_out = [*wording.HELD_OUT_INTRODUCTIONS, *wording.HELD_OUT_CORRECTIONS, *sum(wording.HELD_OUT_ORDINALS, ())]
+    assert words(held_out) <= known
+    for table, held in (
+        (wording.INTRODUCTIONS, wording.HELD_OUT_INTRODUCTIONS),
+        (wording.ORDINALS, wording.HELD_OUT_ORDINALS),
+        (wording.CORRECTIONS, wording.HELD_OUT_CORRECTIONS),
+    ):
+        assert not set(table) & set(held)
+    assert wording.PREDICATES.keys() == wording.HELD_OUT_PREDICATES.keys()
+    assert not any(set(wording.PREDICATES[name]) & set(texts) for name, texts in wording.HELD_OUT_PREDICATES.items())
+
+
+@pytest.mark.parametrize("kind", PAGE_KINDS)
+def test_cases_mark_the_pages_that_the_answer_needs(kind):
+    cases = pages_cases(PagesSettings(kind, (2, 8), questions=4))
+    assert len(cases) == 8
+    assert len({case.id for case in cases}) == len(cases)
+    assert [case.cell["passages"] for case in cases] == [2] * 4 + [8] * 4
+    wanted = {"single": 1, "two-hop": 2, "leaning": 2, "conflicting": 2, "unanswerable": 0}[kind]
+    assert all(sum(bool(passage.is_gold) for passage in case.passages) == wanted for case in cases)
+    assert all(("candidates" in case.cell) == (kind == "leaning") for case in cases)
+    assert pages_cases(PagesSettings(kind, (8,), 4)) == pages_cases(PagesSettings(kind, (8,), 100), limit=4)
+
+
+def test_settings_out_of_range_are_refused():
+    with pytest.raises(ConfigError, match="kind=odd"):
+        PagesSettings("odd")
+    with pytest.raises(ConfigError, match="2 passages"):
+        PagesSettings(passages=(1,))

@@ -1,0 +1,76 @@
+"""Growing the base model changes nothing but its positions; long contexts run through the same arithmetic."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from ragcache.evaluation.registry import PAGE_KINDS
+from tools.mini.base import train
+from tools.mini.evaluate import MINI_BASE
+from tools.mini.long import LongOptions, LongTrainer, grow
+from tools.mini.packed import FUSED_LENGTH, PackedBatch, packed_hidden
+from tools.mini.tokenizer import build_tokenizer
+
+
+@pytest.fixture(scope="module")
+def grown():
+    return grow(MINI_BASE, build_tokenizer(pages=True), seed=0).eval()
+
+
+def test_new_layers_change_nothing_and_tokens_keep_their_embeddings(grown):
+    base = AutoModelForCausalLM.from_pretrained(MINI_BASE, dtype=torch.float32).eval()
+    assert grown.config.num_hidden_layers == 2 * base.config.num_hidden_layers
+    text = "# Selma Permann\n\nSelma Permann works as a weaver. Permann now lives in East Birchbury.\n"
+    old = Tokenizer.from_file(str(MINI_BASE / "tokenizer.json")).encode(text).ids
+    new = build_tokenizer(pages=True).encode(text).ids
+    rotary = grown.model.rotary_emb
+    kept = rotary.inv_freq, rotary.attention_scaling
+    try:
+        rotary.inv_freq, rotary.attention_scaling = base.model.rotary_emb.inv_freq, 1.0
+        with torch.no_grad():
+            hidden = [model.model(torch.tensor([ids])).last_hidden_state for model, ids in ((base, old), (grown, new))]
+    finally:
+        rotary.inv_freq, rotary.attention_scaling = kept
+    torch.testing.assert_close(hidden[1], hidden[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("apart", [False, True])
+def test_long_contexts_are_read_as_transformers_reads_them(grown, apart):
+    length, room = FUSED_LENGTH + 40, 12
+    generator = torch.Generator().manual_seed(1)
+    context = torch.randint(70, 2000, (1, length), generator=generator)
+    questions = torch.randint(70, 2000, (1, 2, room), generator=generator)
+    segments = torch.arange(length)[None] // 100 + 1 if apart else None
+    batch = PackedBatch(context, torch.tensor([length]), questions, questions, segments, torch.zeros(1, dtype=bool))
+    hidden = packed_hidden(grown, batch)
+    for number in range(2):
+        ids = torch.cat([context[0], questions[0, number]])[None]
+        sees = torch.ones(length + room, length + room, dtype=torch.bool).tril()
+        if apart:
+            sees[:length, :length] &= segments[0][:, None] == segments[0][None]
+        plain = grown.model(ids, attention_mask=sees[None, None]).last_hidden_state[0, length:]
+        torch.testing.assert_close(hidden[0, number], plain, atol=1e-4, rtol=1e-3)
+
+
+def test_a_run_trains_on_all_kinds_and_resumes(tmp_path, capsys):
+    threads = torch.get_num_threads()
+    options = {"out": str(tmp_path), "workers": 1, "log_every": 1, "batch_pages": 2}
+    try:
+        train(LongOptions(max_tokens=6_000, **options), LongTrainer)
+        train(LongOptions(max_tokens=12_000, **options), LongTrainer)
+    finally:
+        torch.set_num_threads(threads)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert len(lines[-1]["accuracy"]) == len(PAGE_KINDS) + 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.rope_parameters["rope_type"] == "yarn"
+    drawn = LongTrainer(LongOptions(**options), 0, 1)._draw(random.Random(0))
+    assert 0 <= drawn[0] <= len(PAGE_KINDS)

@@ -1,0 +1,156 @@
+"""Train the base model for long passages: `python -m tools.mini.long --out DIR`.
+
+Starts from a short base model (`tools.mini.base`), doubles its layers and stretches its positions: behind every layer
+comes one that changes nothing yet (its outputs start at zero), and YaRN (Peng et al., arXiv 2309.00071) makes room for
+4,096 tokens. Then it goes on as `tools.mini.base` does, on pages of the registry, with some short contexts between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from ragcache.evaluation.registry import PAGE_KINDS, Pages, draw_pages
+from tools.mini.base import Options, Trainer, train
+from tools.mini.batches import BatchMaker, Encoded, suffix_text
+from tools.mini.curriculum import STAGES
+from tools.mini.evaluate import MINI_BASE
+from tools.mini.packed import PackedBatch
+from tools.mini.tokenizer import BOS, EOS, MAX_LENGTH, SYSTEM_LINE, build_tokenizer, token_id
+
+TRAINED_LENGTH = 512
+"""Tokens of the contexts that the short base model was trained on, about."""
+KIND_SHARES = dict(zip(PAGE_KINDS, (0.15, 0.2, 0.4, 0.15, 0.1), strict=True))
+SHORT_SHARE = 0.25
+"""Of batches over short passages, as the base model was trained on."""
+PAGES = (2, 16)
+SHORT_STAGE = len(STAGES) - 1
+
+
+@dataclass(frozen=True)
+class LongOptions(Options):
+    """base: directory to start from; total_tokens: over which the learning rate falls to zero; batch_pages: of a
+    batch, about; num_questions: of a context."""
+
+    base: str = str(MINI_BASE)
+    total_tokens: int = 12_000_000
+    batch_pages: int = 12
+    num_questions: int = 12
+    muon_lr: float = 0.006
+    adam_lr: float = 6e-4
+
+
+def grow(base: Path, tokenizer: Tokenizer, seed: int) -> Any:
+    """The base model with twice its layers and room for MAX_LENGTH tokens; it still computes the same, but for YaRN.
+
+    A token that both tokenizers know keeps its embedding.
+    """
+    old = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config: dict[str, Any] = old.config.to_dict()
+    stretch = MAX_LENGTH / TRAINED_LENGTH
+    yarn = {"rope_type": "yarn", "factor": stretch, "original_max_position_embeddings": TRAINED_LENGTH}
+    config["rope_parameters"] = {**config["rope_parameters"], **yarn}
+    config["num_hidden_layers"] = 2 * old.config.num_hidden_layers
+    config["vocab_size"] = -(-tokenizer.get_vocab_size() // 64) * 64
+    config.pop("layer_types", None)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    with torch.no_grad():
+        _take_embeddings(model, old, tokenizer, Tokenizer.from_file(str(base / "tokenizer.json")))
+        model.model.norm.load_state_dict(old.model.norm.state_dict())
+        for index, layer in enumerate(model.model.layers):
+            if index % 2 == 0:
+                layer.load_state_dict(old.model.layers[index // 2].state_dict())
+            else:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+def _take_embeddings(model: Any, old: Any, tokenizer: Tokenizer, known: Tokenizer) -> None:
+    rows: Tensor = model.get_input_embeddings().weight
+    before: Tensor = old.get_input_embeddings().weight
+    rows.copy_(before.mean(0) + before.std(0) * torch.randn(rows.shape))
+    old_ids = known.get_vocab()
+    for token, id in tokenizer.get_vocab().items():
+        if token in old_ids:
+            rows[id] = before[old_ids[token]]
+
+
+class LongTrainer(Trainer):
+    """One process of the run. The accuracies of its progress are those of PAGE_KINDS, and of short contexts."""
+
+    options: LongOptions
+
+    def _build_tokenizer(self) -> Tokenizer:
+        return build_tokenizer(pages=True)
+
+    def _start(self) -> Any:
+        return grow(Path(self.options.base), self.tokenizer, self.options.seed)
+
+    def _accuracies(self) -> list[float]:
+        return self.progress.accuracy[: len(PAGE_KINDS) + 1]
+
+    def _stage_name(self) -> str:
+        return "pages"
+
+    def _finished(self) -> bool:
+        return self.progress.tokens >= min(self.options.total_tokens, self.options.max_tokens)
+
+    def _schedule(self) -> float:
+        warmed = min(1.0, (self.progress.step + 1) / self.options.warmup_steps)
+        return warmed * max(0.0, 1.0 - self.progress.tokens / self.options.total_tokens)
+
+    def _advance(self) -> None:
+        """All is learned at once."""
+
+    def _draw(self, rng: random.Random) -> tuple[int, PackedBatch]:
+        maker = BatchMaker(self.tokenizer, rng)
+        if rng.random() < SHORT_SHARE:
+            return len(PAGE_KINDS), maker.draw(STAGES[SHORT_STAGE])
+        kind = rng.choices(PAGE_KINDS, list(KIND_SHARES.values()))[0]
+        passages = round(math.exp(rng.uniform(math.log(PAGES[0]), math.log(PAGES[1]))))
+        rows: list[Encoded] = []
+        while len(rows) < max(1, self.options.batch_pages // passages):
+            pages = draw_pages(rng, passages)
+            if any(one.kind == kind for one in pages.questions):
+                rows.append(self._row(rng, pages, kind))
+        return PAGE_KINDS.index(kind), maker.pack(rows)
+
+    def _row(self, rng: random.Random, pages: Pages, kind: str) -> Encoded:
+        """A context with questions of one kind; where there are fewer, some are asked twice."""
+        asked = [one.question for one in pages.questions if one.kind == kind]
+        rng.shuffle(asked)
+        asked = (asked * self.options.num_questions)[: self.options.num_questions]
+        context = [token_id(BOS), *self._ids(f"{SYSTEM_LINE}\n")]
+        for text in pages.passages:
+            context += self._ids(text)
+        return Encoded(
+            context, [(self._ids(suffix_text(q.text)), [*self._ids(q.answer), token_id(EOS)]) for q in asked]
+        )
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).ids
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = asdict(LongOptions(out=""))
+    numbers = ("total_tokens", "max_tokens", "batch_pages", "seed", "workers", "muon_lr", "adam_lr")
+    for name in ("out", "base", "device", *numbers):
+        value = defaults[name]
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, required=name == "out")
+    train(LongOptions(**vars(parser.parse_args())), LongTrainer)
+
+
+if __name__ == "__main__":
+    main()
