@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from sqlalchemy import Column, Connection, RowMapping, bindparam, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from ragcache.errors import DuplicateDocumentError, NoSuchDocumentError, StoreReadOnlyError
+from ragcache.errors import DuplicateDocumentError, NoSuchDocumentError
 from ragcache.models.limits import LIMIT
 from ragcache.store import properties, rows, text_search
+from ragcache.store.counting import advance, current
 from ragcache.store.database import Database
 from ragcache.store.filters import OWN_FIELDS, Filter, compile_filter, field_names, fields_of
 from ragcache.store.records import Chunk, Counts, NewChunk, NewDocument, StoredDocument, StoredVersion, VectorBatch
-from ragcache.store.schema import chunks, counters, documents, garbage
+from ragcache.store.schema import chunks, documents, garbage
 from ragcache.store.unreferenced import discard_chunks, is_referenced, rescue, to_garbage
 from ragcache.store.validation import check_document
 
@@ -42,7 +43,6 @@ class DocumentStore:
 
     def __init__(self, database: Database) -> None:
         self._db = database
-        self._text_indexed = False
 
     @classmethod
     def open(cls, url: str | Path, *, read_only: bool = False, busy_timeout_s: float = 30.0) -> Self:
@@ -83,7 +83,7 @@ class DocumentStore:
             properties.refuse_other(bound.get(name, value), name, value, self._db.where)
             return
         with self._db.write() as connection:
-            _advance(connection, "generation", 0)
+            advance(connection, "generation", 0)
             self._bind(connection, name, value)
 
     def hold(self, handle: str) -> None:
@@ -94,7 +94,7 @@ class DocumentStore:
         """`hold` what was made over all documents of this generation, until one of them changes: the handle is garbage
         then. False where one has changed already."""
         with self._db.write() as connection:
-            if _advance(connection, "generation", 0) != generation:
+            if advance(connection, "generation", 0) != generation:
                 return False
             self._bind(connection, properties.HELD_OVER_ALL + handle, True)
             return True
@@ -111,7 +111,7 @@ class DocumentStore:
         check_document(document, new_chunks)
         try:
             with self._db.write() as connection:
-                _advance(connection, "generation")
+                advance(connection, "generation")
                 return self._replace(connection, document, new_chunks, time.time())
         except IntegrityError as error:
             raise DuplicateDocumentError(
@@ -127,7 +127,7 @@ class DocumentStore:
         check_document(NewDocument(new_id, version.source, version.content_hash, file=version.file or ""), [])
         try:
             with self._db.write() as connection:
-                _advance(connection, "generation")
+                advance(connection, "generation")
                 return self._move(connection, id, {"id": new_id, **version._asdict()}, chunk_ids)
         except IntegrityError as error:
             raise DuplicateDocumentError(
@@ -138,13 +138,13 @@ class DocumentStore:
         """Delete documents with their chunks; returns the ids that were there, in the order given."""
         wanted = list(dict.fromkeys(ids))
         with self._db.write() as connection:
-            _advance(connection, "generation", 0)
-            found = {id for part in _parts(wanted) for id in connection.scalars(_ids_among(part))}
+            advance(connection, "generation", 0)
+            found = {id for part in _parts(wanted) for id in connection.scalars(rows.select_ids_among(part))}
             for part in _parts([id for id in wanted if id in found]):
                 discard_chunks(connection, part)
                 connection.execute(delete(documents).where(documents.c.id.in_(part)))
             if found:
-                _advance(connection, "generation")
+                advance(connection, "generation")
             rescue(connection)
         return [id for id in wanted if id in found]
 
@@ -155,7 +155,7 @@ class DocumentStore:
     def set_handles(self, handles: Mapping[str, str | None]) -> None:
         """`set_handle` for several chunks, in one transaction. Raises NoSuchDocumentError; then nothing changed."""
         with self._db.write() as connection:
-            _advance(connection, "generation", 0)
+            advance(connection, "generation", 0)
             for chunk_id, handle in handles.items():
                 to_garbage(connection, chunks.c.id == chunk_id)
                 values = {"handle": handle} if handle is None else {"handle": handle, "uses_left": 0}
@@ -168,7 +168,7 @@ class DocumentStore:
         """A chunk whose KV is not kept yet was retrieved (kv="hot"); an unknown chunk is ignored."""
         counted = update(chunks).where(chunks.c.id == chunk_id, chunks.c.uses_left > 0)
         with self._db.write() as connection:
-            _advance(connection, "generation", 0)
+            advance(connection, "generation", 0)
             connection.execute(counted.values(uses_left=chunks.c.uses_left - 1))
 
     # Documents and chunks
@@ -238,9 +238,7 @@ class DocumentStore:
 
         The first search of a store indexes its texts. Raises FilterError, StoreReadOnlyError where that is not allowed.
         """
-        self._index_text()
-        with self._db.read() as connection:
-            return text_search.search(connection, question, limit, where)
+        return text_search.search(self._db, question, limit, where)
 
     # Vectors
 
@@ -288,7 +286,7 @@ class DocumentStore:
     def generation(self) -> int:
         """Rises with every commit that changed documents; the same number means the same documents."""
         with self._db.read() as connection:
-            return _counter(connection, "generation")
+            return current(connection, "generation")
 
     # Handles
 
@@ -331,23 +329,6 @@ class DocumentStore:
             num_chunks, num_tokens = connection.execute(query).one()
         return Counts(int(num_documents or 0), int(num_chunks), int(num_tokens))
 
-    def _index_text(self) -> None:
-        if self._text_indexed:
-            return
-        with self._db.read() as connection:
-            found = text_search.is_indexed(connection)
-        if not found and self._db.read_only:
-            raise StoreReadOnlyError(
-                f"{self._db.where}: its texts are not indexed and it was opened read-only; search it once with "
-                "search='hybrid' while it is open for writing, or use search='vector'"
-            )
-        if not found:
-            with self._db.write() as connection:
-                _advance(connection, "generation", 0)
-                if not text_search.is_indexed(connection):  # another process may have been faster
-                    text_search.make_index(connection)
-        self._text_indexed = True
-
     def _passing(self, where: Filter) -> Any:
         own = {"source": documents.c.source, "document_id": documents.c.id}
         return compile_filter(where, documents.c.metadata, self._db.dialect, own)
@@ -382,7 +363,7 @@ class DocumentStore:
         discard_chunks(connection, [document.id])
         if not connection.execute(update(documents).where(documents.c.id == document.id).values(values)).rowcount:
             connection.execute(insert(documents), {**values, "created_at": now})
-        last = _advance(connection, "vector_id", len(new_chunks))
+        last = advance(connection, "vector_id", len(new_chunks))
         ids = list(range(last - len(new_chunks) + 1, last + 1))
         if new_chunks:
             self._bind(connection, "embedding_dim", len(new_chunks[0].embedding))
@@ -413,21 +394,6 @@ class DocumentStore:
         connection.execute(delete(documents).where(documents.c.id == id))
         rescue(connection)
         return gone
-
-
-def _advance(connection: Connection, name: str, step: int = 1) -> int:
-    """Raise a counter and return it. The first statement of every write: it makes other writers wait (see schema)."""
-    statement = update(counters).where(counters.c.name == name).values(value=counters.c.value + step)
-    connection.execute(statement)
-    return _counter(connection, name)
-
-
-def _counter(connection: Connection, name: str) -> int:
-    return int(connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one())
-
-
-def _ids_among(ids: Sequence[str]) -> Any:
-    return select(documents.c.id).where(documents.c.id.in_(ids))
 
 
 def _parts(values: Sequence[_T]) -> Iterator[Sequence[_T]]:

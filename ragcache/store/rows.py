@@ -44,6 +44,11 @@ def select_chunks() -> Select[Any]:
     return select(*columns, documents.c.source, documents.c.title).join_from(chunks, documents)
 
 
+def select_ids_among(ids: Sequence[str]) -> Select[Any]:
+    """Those of these documents' ids that are there."""
+    return select(documents.c.id).where(documents.c.id.in_(ids))
+
+
 def select_vectors_above(vector_id: int, limit: int) -> Select[Any]:
     """Embeddings of the chunks with higher vector ids, by rising id."""
     query = select(chunks.c.vector_id, chunks.c.embedding).where(chunks.c.vector_id > vector_id)

@@ -11,7 +11,10 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, bindparam, column, func, literal_column, select, table, text
 
+from ragcache.errors import StoreReadOnlyError
 from ragcache.store import rows
+from ragcache.store.counting import advance
+from ragcache.store.database import Database
 from ragcache.store.filters import Filter
 from ragcache.store.schema import PREFIX, chunks
 
@@ -34,7 +37,7 @@ _VECTOR = "to_tsvector('english', text)"
 _POSTGRES = (f"CREATE INDEX {_NAME} ON {chunks.name} USING gin ({_VECTOR})",)
 
 
-def is_indexed(connection: Connection) -> bool:
+def _is_indexed(connection: Connection) -> bool:
     """Whether the index was made."""
     known = "SELECT 1 FROM sqlite_master WHERE name = :name"
     if connection.dialect.name == "postgresql":
@@ -42,22 +45,42 @@ def is_indexed(connection: Connection) -> bool:
     return connection.scalar(text(known), {"name": _NAME}) is not None
 
 
-def make_index(connection: Connection) -> None:
+def _make_index(connection: Connection) -> None:
     """Index all texts that there are, and those to come."""
     for statement in _POSTGRES if connection.dialect.name == "postgresql" else _SQLITE:
         connection.execute(text(statement))
 
 
-def search(connection: Connection, question: str, limit: int, where: Filter | None) -> list[int]:
-    """Vector ids of the chunks that hold most of the question's words, best first. Raises FilterError."""
+def search(database: Database, question: str, limit: int, where: Filter | None) -> list[int]:
+    """Vector ids of the chunks that hold most of the question's words, best first.
+
+    Makes the index where there is none. Raises FilterError, StoreReadOnlyError where that is not allowed.
+    """
     words = list(dict.fromkeys(_WORD.findall(question.lower())))[:WORDS]
     if not words:
         return []
-    postgres = connection.dialect.name == "postgresql"
-    query, id = _postgres_query(words) if postgres else _sqlite_query(words)
+    query, id = _postgres_query(words) if database.dialect == "postgresql" else _sqlite_query(words)
     if where:
-        query = query.where(id.in_(rows.select_vector_ids(where, connection.dialect.name)))
-    return [int(found) for found in connection.scalars(query.limit(limit))]
+        query = query.where(id.in_(rows.select_vector_ids(where, database.dialect)))
+    _ensure_index(database)
+    with database.read() as connection:
+        return [int(found) for found in connection.scalars(query.limit(limit))]
+
+
+def _ensure_index(database: Database) -> None:
+    """Make the index where there is none. Raises StoreReadOnlyError where that is not allowed."""
+    with database.read() as connection:
+        found = _is_indexed(connection)
+    if not found and database.read_only:
+        raise StoreReadOnlyError(
+            f"{database.where}: its texts are not indexed and it was opened read-only; search it once with "
+            "search='hybrid' while it is open for writing, or use search='vector'"
+        )
+    if not found:
+        with database.write() as connection:
+            advance(connection, "generation", 0)
+            if not _is_indexed(connection):  # another process may have been faster
+                _make_index(connection)
 
 
 def _sqlite_query(words: list[str]) -> tuple[Select[Any], Any]:
