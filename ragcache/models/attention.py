@@ -386,9 +386,8 @@ def _mask(current: FusedPass, layer: int, positions: Tensor, start: int, end: in
 def attention_received(projected: Projected, key: Tensor, key_positions: Tensor) -> Tensor:
     """Attention that each key gets from the projected rows, summed over rows and heads: float32 [length].
 
-    key: [1, num_kv_heads, length, head_dim], rotated; each row sees at least one. The softmax is over these keys: for
-    the layer's own attention the rows' keys are among them. A few rows at a time, so that the weights of a long suffix
-    never stand in memory at once.
+    key: [1, num_kv_heads, length, head_dim], rotated, over which the softmax is; each row sees at least one. A few rows
+    at a time, so that the weights of a long suffix never stand in memory at once.
     """
     query, positions = projected.query, projected.positions
     step = max(1, SCORES_AT_ONCE // (query.shape[1] * key.shape[2]))
