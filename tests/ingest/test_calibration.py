@@ -91,3 +91,16 @@ def test_a_process_that_was_open_before_takes_the_others_basis(lm: rc.LanguageMo
 def test_a_cluster_is_given_a_basis_and_makes_none(lm: rc.LanguageModel, tmp_path: Path) -> None:
     with open_kb(tmp_path / "kb", lm) as kb, pytest.raises(BasisError, match="ingest some documents without one first"):
         kb.ingest(texts("Osby", "Lund"), ray=True)
+
+
+def test_another_machine_reads_blocks_and_basis_from_the_remote(lm: rc.LanguageModel, tmp_path: Path) -> None:
+    config = rc.StoreConfig(codec="kvtc", database=f"sqlite:///{tmp_path}/db", remote=f"file://{tmp_path}/remote")
+    (tmp_path / "remote").mkdir()
+    answers = []
+    for machine in ("one", "two"):
+        with rc.RagCache.open(tmp_path / machine, model=lm, embedder=BagOfWords(), store=config) as kb:
+            if machine == "one":
+                kb.ingest(texts("Osby", "Lund", "Mora"))
+            answers.append(kb.ask("Who has a mill?", k=2, sampling=SHORT))
+    assert {hit.kv for hit in answers[1].hits} == {"remote"}
+    assert answers[1].text == answers[0].text
