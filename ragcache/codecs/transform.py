@@ -123,11 +123,11 @@ class Group:
         found = []
         for rank, size in enumerate(self.packed_sizes(num_tokens)):
             bits, count = WIDTHS[rank], self.counts[rank]
-            above = torch.empty(num_tokens, count, dtype=torch.uint8)
-            packed = read_frame(tensors, first_frame + rank, size)
-            unpack(packed.view(count, -(-num_tokens * bits // 8)).T, bits, above)
-            found.append((above.to(torch.int16) - largest_code(bits)).to(torch.int8))
-        return torch.cat(found, dim=1)
+            packed = read_frame(tensors, first_frame + rank, size).view(count, -(-num_tokens * bits // 8), 1)
+            above = torch.empty(count, num_tokens, 1, dtype=torch.uint8)
+            unpack(packed, bits, above)
+            found.append(above.squeeze(2).sub_(largest_code(bits)).view(torch.int8))  # modulo 256
+        return torch.cat(found).T
 
 
 def levels_of(widths: Tensor) -> Tensor:
