@@ -223,6 +223,11 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     add_numbers(parser, default, names)
     add_places(parser, "where blocks are written; a disk, not tmpfs")
     given = parser.parse_args(arguments)
+    for name in given.codecs.split(","):
+        if name in CODECS and CODECS[name].needs_basis:  # this store would keep raw blocks in place of them
+            parser.error(
+                f"--codecs {name} needs a basis of trained KV; python -m benchmarks.codecs --codec {name} times it"
+            )
     return settings_from(given, Settings), given
 
 
