@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -168,7 +168,9 @@ def answer_defaults(answer: AnswerOptions, turns: TurnOptions) -> AnswerDefaults
     from ragcache.server.settings import AnswerDefaults
 
     options = answer.stream_options()
-    return AnswerDefaults(**asdict(options.pop("sampling")), **options, context=turns.context)
+    sampling = asdict(options.pop("sampling"))
+    own = {field.name: sampling[field.name] for field in fields(AnswerDefaults) if field.name in sampling}
+    return AnswerDefaults(**own, **options, context=turns.context)
 
 
 def log_as_json() -> None:

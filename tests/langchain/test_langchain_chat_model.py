@@ -311,8 +311,6 @@ def test_there_are_no_tools(chat):
 
     with pytest.raises(NotImplementedError):
         chat.bind_tools([find])
-    with pytest.raises(NotImplementedError):
-        chat.with_structured_output({"title": "x", "type": "object", "properties": {}})
 
 
 # Handles

@@ -72,8 +72,9 @@ class WholeStore:
 
 def check_whole(options: Mapping[str, Any], method: FusionMethod) -> None:
     """Raises ConfigError for options and methods that do not go with reading everything."""
-    given = [name for name in ("hits", *names(RetrieveOptions)) if options.get(name) is not None]
-    given += ["order"] if options.get("order", "relevance") != "relevance" else []
+    defaults = {"search": "vector", "order": "relevance"}
+    chosen = {name: options.get(name) for name in ("hits", *names(RetrieveOptions), "order")}
+    given = [name for name, value in chosen.items() if value is not None and value != defaults.get(name)]
     if given:
         raise ConfigError(f"whole reads every passage of the store, in its order; leave out {', '.join(given)}")
     if method.reuses_blocks or not method.takes_exact:
