@@ -229,7 +229,7 @@ def _joined(groups: Sequence[Tensor], heads: int, width: int) -> Tensor:
 
 
 def _padded(shaped: Sequence[Tensor]) -> list[Tensor]:
-    """As many rows each, filled up with zeros."""
+    """The same, filled up with zeros to the rows of the longest."""
     most = max(rows.shape[2] for rows in shaped)
     return [torch.nn.functional.pad(rows, (0, 0, 0, most - rows.shape[2])) for rows in shaped]
 

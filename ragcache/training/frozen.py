@@ -29,7 +29,7 @@ from ragcache.training.layout import EncodedRow
 from ragcache.training.loss import answer_logits
 
 NOISE = 0.1
-"""Of a row about the token that it starts as, in standard deviations of the embedding: like rows part."""
+"""Spread of a row about the token that it starts as, in standard deviations of the embedding: like rows part."""
 
 
 class FrozenModel(nn.Module):

@@ -27,7 +27,7 @@ def data(tmp_path) -> Path:
 
 
 def f1(prediction: str, answer: str) -> float:
-    """Of plain lower-case words, which is all that is written here."""
+    """Token F1 of plain lower-case words, which is all that is written here."""
     left, right = Counter(prediction.lower().split()), Counter(answer.lower().removeprefix("the ").split())
     shared = sum((left & right).values())
     return 2 * shared / (left.total() + right.total()) if shared else 0.0

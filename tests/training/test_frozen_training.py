@@ -211,7 +211,7 @@ def logits_by_engine(out, method):
 
 
 def logits_as_trained(out):
-    """Of the first answer token, by the training forward over the base with the adapter's rows."""
+    """Logits of the first answer token, by the training forward over the base with the adapter's rows."""
     adapter = Adapter.find(out)
     lm = rc.load_lm(adapter.base.name, packed=False)
     tokenizer = rc.load_lm(out).tokenizer

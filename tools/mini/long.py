@@ -31,7 +31,7 @@ TRAINED_LENGTH = 512
 """Tokens of the contexts that the short base model was trained on, about."""
 KIND_SHARES = dict(zip(PAGE_KINDS, (0.15, 0.2, 0.4, 0.15, 0.1), strict=True))
 SHORT_SHARE = 0.25
-"""Of batches over short passages, as the base model was trained on."""
+"""Share of the batches over short passages, as the base model was trained on."""
 PAGES = (2, 16)
 SHORT_STAGE = len(STAGES) - 1
 

@@ -35,7 +35,7 @@ HELD_OUT_PREDICATES: dict[str, tuple[str, ...]] = {
     "mouth": ("now flows into {v}", "still ends in {v}"),
     "source": ("still springs from {v}", "now rises in {v}"),
 }
-"""Of long passages, which hold no sentence in a wording of training."""
+"""Wordings of held-out long passages, none of which training sees."""
 
 INTRODUCTIONS: tuple[str, ...] = (
     "{a} and {b} share an entry.",
@@ -44,7 +44,7 @@ INTRODUCTIONS: tuple[str, ...] = (
     "The registry names {a} and {b} together.",
 )
 HELD_OUT_INTRODUCTIONS: tuple[str, ...] = ("One pair is that of {a} and {b}.", "{a} and {b} share one entry.")
-"""Of two that a later passage calls the former and the latter, or she and he."""
+"""Sentences that introduce two, whom a later passage calls the former and the latter, or she and he."""
 
 ORDINALS: tuple[tuple[str, str], ...] = (
     ("the former", "the latter"),
