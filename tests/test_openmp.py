@@ -83,6 +83,8 @@ from pathlib import Path
 import ragcache as rc
 from ragcache.engine.store import StoreConfig
 from ragcache.retrieval.testing import BagOfWords
+from transformers import GenerationMixin  # what it imports starts threads of its own
+more += teams()
 
 if sys.argv[1] == "off":
     openmp._OPENMP = None

@@ -15,7 +15,8 @@ def test_it_measures_every_policy_on_every_disk(tmp_path):
     assert len(written["goals"]) == len(PLACES)
     assert not any(goal["applies"] for goal in written["goals"])
     assert {goal["limit"] for goal in written["goals"]} == {1.1}
-    assert all(len(written["figures"][f"raw, {place}: auto, blocks computed"]) == 2 for place in PLACES)
+    # the round that warms up, the one that counts, and again where the hypervisor took its time
+    assert all(len(written["figures"][f"raw, {place}: auto, blocks computed"]) >= 2 for place in PLACES)
 
 
 def test_a_bucket_gives_no_more_than_its_rate(monkeypatch):

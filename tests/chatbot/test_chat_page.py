@@ -11,6 +11,8 @@ import pytest
 from browsing import CORPUS, Tab, open_corpus, serving
 from playwright.sync_api import expect
 
+from ragcache.fusion import METHODS
+
 QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 OTHER, OTHER_ANSWER = "Which product is Mount Birchcombe known for?", "Mount Birchcombe is known for saddles."
 
@@ -105,7 +107,7 @@ def test_bars_are_as_long_as_their_phases(open_tab, site, slowed):
 
 def test_method_and_number_of_passages_are_chosen(tab: Tab):
     picker = tab.page.get_by_label("Method")
-    expect(picker.locator("option")).to_have_count(13)
+    expect(picker.locator("option")).to_have_count(len([*METHODS, "auto"]))
     expect(picker.locator("option", has_text="markers")).to_be_disabled()
     picker.select_option("reposition")
     tab.page.get_by_label("Passages to read").fill("2")

@@ -67,16 +67,16 @@ def test_what_is_served_and_what_is_trained_is_what_the_papers_draw(trained, nam
 
 
 @pytest.mark.parametrize(("recipe", "starts"), [("isolated", [0, 0, 0]), ("prefix", [2, 2, 2])])
-def test_raw_reuse_keeps_positions_and_drops_no_passage(recipe, starts):
+def test_raw_reuse_keeps_positions_and_drops_no_passage(lm, recipe, starts):
     """Positions of an isolated passage lie within the prefix's, and it is placed all the same."""
-    layout = get_method("concat").layout(None, PROMPT.parts, rc.Recipe(recipe))
+    layout = get_method("concat").layout(lm, PROMPT.parts, rc.Recipe(recipe))
     assert [piece.start for piece in layout.placed(2)] == starts
     assert layout.running(2) == (SUFFIX, [8, 9], True)
 
 
-def test_text_between_passages_runs_and_sees_what_stands_before_it():
+def test_text_between_passages_runs_and_sees_what_stands_before_it(lm):
     parts = [Text((1, 2)), Passages(((10, 11),)), Text((5,)), Text((6,)), Passages(((12,), (13, 14))), Text((7, 8))]
-    layout = get_method("reposition").layout(None, parts, rc.Recipe())
+    layout = get_method("reposition").layout(lm, parts, rc.Recipe())
     assert [(p.start, p.ids, p.passage) for p in layout.pieces] == [
         (0, (1, 2), None),
         (2, (10, 11), 0),
@@ -91,8 +91,8 @@ def test_text_between_passages_runs_and_sees_what_stands_before_it():
     assert [p.passage for p in layout.placed(7)] == [2]
 
 
-def test_full_prefill_reads_passages_as_text_and_no_marker():
-    layout = get_method("full").layout(None, PROMPT.parts, rc.Recipe(markers=(180, 181)))
+def test_full_prefill_reads_passages_as_text_and_no_marker(lm):
+    layout = get_method("full").layout(lm, PROMPT.parts, rc.Recipe(markers=(180, 181)))
     assert layout.ids == layout.elements == layout.running().ids == PROMPT.ids
     assert layout.placed() == []
     assert layout.usable(4) == 4
