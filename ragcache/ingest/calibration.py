@@ -8,8 +8,6 @@ from ragcache.codecs.fitting import fit_basis
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.batches import plan_batches
-from ragcache.models.encoding import AbandonedSignal
-from ragcache.models.limits import LIMIT
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kept_basis import hold_basis, known_basis
 from ragcache.store.kv_store import KVStore
@@ -37,12 +35,7 @@ def _sample(chunks: Sequence[Sequence[int]]) -> list[Sequence[int]]:
 
 
 def _encode(encoder: ModelEncoder, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
-    limit = LIMIT.get()
     found: list[KVBlock] = []
     for batch in plan_batches(list(map(len, chunks)), encoder.batch_tokens):
-        try:
-            found += encoder.encode([chunks[rank] for rank in batch], limit.allows)
-        except AbandonedSignal:
-            limit.check()
-            raise
+        found += encoder.encode_limited([chunks[rank] for rank in batch])
     return found

@@ -12,6 +12,8 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe
 from ragcache.models.card import ModelCard
+from ragcache.models.encoding import AbandonedSignal
+from ragcache.models.limits import LIMIT
 from ragcache.models.lm import LanguageModel
 
 ReadPrefix = Callable[[Sequence[int]], AbstractContextManager[Exact | None]]
@@ -114,6 +116,16 @@ class ModelEncoder(BlockNames):
             self.lm.finish()
             self.on_encoded(longest, time.perf_counter() - started, len(chunks))
         return blocks
+
+    def encode_limited(self, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
+        """`encode` within the caller's limit (`limits.limited`). Raises what the limit raises, amid the batch too."""
+        limit = LIMIT.get()
+        limit.check()
+        try:
+            return self.encode(chunks, limit.allows)
+        except AbandonedSignal:
+            limit.check()
+            raise
 
     def encode_first(self) -> KVBlock:
         """The block of the prompts' beginning."""

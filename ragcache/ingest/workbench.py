@@ -24,7 +24,6 @@ from ragcache.ingest.report import IngestReport, IngestSeconds
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.block import KVBlock
 from ragcache.models.batches import plan_batches
-from ragcache.models.encoding import AbandonedSignal
 from ragcache.models.limits import LIMIT, POLL_S, Limit, limited
 from ragcache.openmp import work_alone
 from ragcache.retrieval.embedder import Embedder
@@ -180,13 +179,8 @@ class Workbench:
         _wait(writes)
 
     def _encode(self, chunks: list[list[int]], seconds: IngestSeconds) -> list[KVBlock]:
-        limit = LIMIT.get()
         with seconds.timed("encode_s"):
-            try:
-                return self.names.encoder.encode(chunks, limit.allows)
-            except AbandonedSignal:
-                limit.check()
-                raise
+            return self.names.encoder.encode_limited(chunks)
 
     def _write(self, key: str, block: KVBlock, report: IngestReport) -> None:
         with report.seconds.timed("write_s"):

@@ -59,8 +59,7 @@ def load_lm(
     nor its tokenizer.
     """
     register()
-    base, adapter, config, tokenizer = _find(name)
-    reuse = _reuse(config, str(name)) if adapter is None else adapter.spec
+    base, adapter, config, tokenizer, reuse = _find(name)
     model = _load_weights(base, config, _dtype(dtype, config), _device(device))
     if adapter is not None:
         adapter.check_base(checkpoint_digest(base))
@@ -79,8 +78,7 @@ def load_card(name: str | Path, fingerprint: str) -> ModelCard:
 
     Raises what `load_lm` raises of configuration and tokenizer.
     """
-    base, adapter, config, tokenizer = _find(name)
-    reuse = _reuse(config, str(name)) if adapter is None else adapter.spec
+    base, adapter, config, tokenizer, reuse = _find(name)
     if adapter is not None:
         adapter.extend(config)
     vocab_size = int(config.get_text_config(decoder=True).vocab_size)
@@ -91,18 +89,23 @@ def load_card(name: str | Path, fingerprint: str) -> ModelCard:
 
 
 class _Found(NamedTuple):
-    """base: directory or hub id of weights and configuration; adapter: of them, where the name is that of one"""
+    """base: directory or hub id of weights and configuration; adapter: of them, where the name is that of one
+
+    reuse: what the adapter, or else the base, was trained for
+    """
 
     base: str
     adapter: Adapter | None
     config: PreTrainedConfig
     tokenizer: Tokenizer | None
+    reuse: ReuseSpec | None
 
 
 def _find(name: str | Path) -> _Found:
     """Everything but the weights. Raises what `load_card` raises."""
     where = resolve(name)
-    adapter, base = Adapter.find(where), base_of(name)
+    adapter = Adapter.find(where)
+    base = where if adapter is None else resolve(adapter.base.name)
     try:
         config = _load_config(base, name if adapter is None else adapter.base.name)
     except ModelNotFoundError as error:
@@ -113,9 +116,10 @@ def _find(name: str | Path) -> _Found:
         ) from error
     refuse_by_config(config, str(name))
     tokenizer = _load_tokenizer(where)
-    if adapter is not None:
-        adapter.check(config, tokenizer)
-    return _Found(base, adapter, config, tokenizer)
+    if adapter is None:
+        return _Found(base, None, config, tokenizer, _reuse(config, str(name)))
+    adapter.check(config, tokenizer)
+    return _Found(base, adapter, config, tokenizer, adapter.spec)
 
 
 def _generation(where: str) -> GenerationConfig | None:

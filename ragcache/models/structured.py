@@ -26,8 +26,7 @@ def json_grammar(schema: str) -> str:
 
     Raises ConfigError where it cannot be compiled.
     """
-    if len(schema) > MAX_GRAMMAR:
-        raise ConfigError(f"json_schema has {len(schema)} characters; {MAX_GRAMMAR} are the most")
+    _check_size("json_schema has", len(schema))
     return _checked(
         _library().LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False}), "json_schema"
     )
@@ -36,8 +35,7 @@ def json_grammar(schema: str) -> str:
 @lru_cache(maxsize=KEPT)
 def regex_grammar(expression: str) -> str:
     """The grammar of a regular expression. Raises ConfigError where it cannot be compiled."""
-    if len(expression) > MAX_GRAMMAR:
-        raise ConfigError(f"regex has {len(expression)} characters; {MAX_GRAMMAR} are the most")
+    _check_size("regex has", len(expression))
     return _checked(_library().LLMatcher.grammar_from_regex(expression), "regex")
 
 
@@ -46,8 +44,7 @@ def choice_grammar(choices: tuple[str, ...]) -> str:
     """The grammar of one of these texts. Raises ConfigError for none at all."""
     if not choices or not all(isinstance(one, str) and one for one in choices):
         raise ConfigError("choices must be texts with something in them, at least one")
-    if sum(map(len, choices)) > MAX_GRAMMAR:
-        raise ConfigError(f"choices have {sum(map(len, choices))} characters; {MAX_GRAMMAR} are the most")
+    _check_size("choices have", sum(map(len, choices)))
     return _checked(_library().LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"), "choices")
 
 
@@ -61,6 +58,11 @@ def as_json(schema: Mapping[str, Any] | str) -> str:
     if not isinstance(found, dict):
         raise ConfigError(f"json_schema is no JSON object; give a schema such as {EXAMPLE}")
     return text
+
+
+def _check_size(what: str, size: int) -> None:
+    if size > MAX_GRAMMAR:
+        raise ConfigError(f"{what} {size} characters; {MAX_GRAMMAR} are the most")
 
 
 def _checked(grammar: str, what: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ragcache.engine.asking.prefixes import Prefix
 from ragcache.engine.asking.prompts import Prompts
-from ragcache.engine.loading.blocks import NOT_KEPT, compute
+from ragcache.engine.loading.blocks import NOT_KEPT
 from ragcache.engine.options import RetrieveOptions, names
 from ragcache.errors import ConfigError, ContextTooLongError, UnencodableBlockError
 from ragcache.fusion.base import FusionMethod
@@ -51,7 +51,7 @@ class WholeStore:
         loaded = self._kv.get(handle)
         if loaded is not None:
             return Prefix(ExactBlock(loaded.block, rope), load_s=time.perf_counter() - started)
-        (block,) = compute(self._encoder, [ids])
+        (block,) = self._encoder.encode_limited([ids])
         encode_s = time.perf_counter() - started
         self._keep(handle, block, generation)
         return Prefix(ExactBlock(block, rope), len(ids), encode_s)

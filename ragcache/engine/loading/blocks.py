@@ -19,8 +19,6 @@ from ragcache.errors import (
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.batches import plan_batches
-from ragcache.models.encoding import AbandonedSignal
-from ragcache.models.limits import LIMIT
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
@@ -102,17 +100,6 @@ class Keeper:
             self._kv.delete(handle)
 
 
-def compute(encoder: ModelEncoder, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
-    """Blocks of one batch. Raises what the question's limit raises, amid the batch too."""
-    limit = LIMIT.get()
-    limit.check()
-    try:
-        return encoder.encode(chunks, limit.allows)
-    except AbandonedSignal:
-        limit.check()
-        raise
-
-
 def load_or_compute(
     encoder: ModelEncoder,
     kv_store: KVStore,
@@ -152,7 +139,7 @@ def _load_all(
     names = list(missing)
     for batch in plan_batches([len(chunk.token_ids) for chunk in missing.values()], encoder.batch_tokens):
         members = [names[rank] for rank in batch]
-        made = compute(encoder, [missing[handle].token_ids for handle in members])
+        made = encoder.encode_limited([missing[handle].token_ids for handle in members])
         for handle, block in zip(members, made, strict=True):
             computed[handle] = keeper.keep(missing[handle], handle, block)
     return LoadedBlocks(
