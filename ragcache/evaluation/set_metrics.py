@@ -75,8 +75,7 @@ def code_similarity(prediction: str, answers: Sequence[str]) -> float:
 
 def any_contained(prediction: str, answers: Sequence[str]) -> bool:
     """RULER's for questions with several gold answers: whether the prediction contains one of them, in any case."""
-    found = prediction.lower()
-    return any(answer.lower() in found for answer in answers)
+    return share_contained(prediction, answers) > 0
 
 
 def _needs(package: str, what: str) -> ConfigError:

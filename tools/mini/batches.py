@@ -146,16 +146,21 @@ class BatchMaker:
             questions += self._questions(stage, hops, world, documents)
         asked = self.rng.sample(questions, stage.num_questions)
         ask = self._completion if stage.kind == "completions" else self._question
-        return Encoded(self._context(documents), [ask(question) for question in asked])
+        context = self._context([passage_text(self.rng, document) for document in documents])
+        return Encoded(context, [ask(question) for question in asked])
+
+    def row(self, passages: Sequence[str], asked: Sequence[Question]) -> Encoded:
+        """A context of these texts and questions about it."""
+        return Encoded(self._context(passages), [self._question(question) for question in asked])
 
     def _questions(self, stage: Stage, hops: int, world: World, documents: list[Article]) -> list[Question]:
         questions = answerable_questions(self.rng, world, documents)
         return [q for q in questions if q.hops == hops and (not stage.relations or q.path in stage.relations)]
 
-    def _context(self, documents: Sequence[Article]) -> list[int]:
+    def _context(self, passages: Sequence[str]) -> list[int]:
         context = [*self._prefix]
-        for document in documents:
-            context += self._encode(passage_text(self.rng, document))
+        for text in passages:
+            context += self._encode(text)
         return context
 
     def _question(self, question: Question) -> tuple[list[int], list[int]]:

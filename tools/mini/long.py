@@ -19,13 +19,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ragcache.evaluation.registry import PAGE_KINDS, Pages, draw_pages
+from ragcache.evaluation.registry import PAGE_KINDS, Pages, Question, draw_pages
 from tools.mini.base import Options, Trainer, train
-from tools.mini.batches import BatchMaker, Encoded, suffix_text
+from tools.mini.batches import BatchMaker, Encoded
 from tools.mini.curriculum import STAGES
 from tools.mini.evaluate import MINI_BASE
 from tools.mini.packed import PackedBatch
-from tools.mini.tokenizer import BOS, EOS, MAX_LENGTH, SYSTEM_LINE, build_tokenizer, token_id
+from tools.mini.tokenizer import MAX_LENGTH, build_tokenizer
 
 TRAINED_LENGTH = 512
 """Tokens of the contexts that the short base model was trained on, about."""
@@ -123,23 +123,14 @@ class LongTrainer(Trainer):
         while len(rows) < max(1, self.options.batch_pages // passages):
             pages = draw_pages(rng, passages)
             if any(one.kind == kind for one in pages.questions):
-                rows.append(self._row(rng, pages, kind))
+                rows.append(maker.row(pages.passages, self._asked(rng, pages, kind)))
         return PAGE_KINDS.index(kind), maker.pack(rows)
 
-    def _row(self, rng: random.Random, pages: Pages, kind: str) -> Encoded:
-        """A context with questions of one kind; where there are fewer, some are asked twice."""
+    def _asked(self, rng: random.Random, pages: Pages, kind: str) -> list[Question]:
+        """Questions of one kind; where there are fewer than a context needs, some are asked twice."""
         asked = [one.question for one in pages.questions if one.kind == kind]
         rng.shuffle(asked)
-        asked = (asked * self.options.num_questions)[: self.options.num_questions]
-        context = [token_id(BOS), *self._ids(f"{SYSTEM_LINE}\n")]
-        for text in pages.passages:
-            context += self._ids(text)
-        return Encoded(
-            context, [(self._ids(suffix_text(q.text)), [*self._ids(q.answer), token_id(EOS)]) for q in asked]
-        )
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text).ids
+        return (asked * self.options.num_questions)[: self.options.num_questions]
 
 
 def main() -> None:

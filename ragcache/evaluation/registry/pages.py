@@ -30,6 +30,7 @@ T = TypeVar("T")
 PAGE_KINDS = ("single", "two-hop", "leaning", "conflicting", "unanswerable")
 PLACES = ("head", "middle", "end")
 ARTICLES = (5, 7)
+"""Articles of a page, at least and at most."""
 SPARE = 6
 """Entities of a world that no page is about."""
 OWN_RELATIONS = {"person": ("profession", "born"), "town": ("founded", "product")}
@@ -82,23 +83,19 @@ def draw_pages(
     num_passages: int,
     entities: DataSplit = DataSplit.TRAIN,
     wordings: DataSplit = DataSplit.TRAIN,
-    *,
-    articles: tuple[int, int] = ARTICLES,
 ) -> Pages:
-    """Draw `num_passages` pages, at least 2, of so many articles each, and the questions that they answer."""
-    return _Draft(rng, num_passages, entities, wordings, articles).pages()
+    """Draw `num_passages` pages, at least 2, and the questions that they answer."""
+    return _Draft(rng, num_passages, entities, wordings).pages()
 
 
 class _Draft:
     """One context in the making."""
 
-    def __init__(
-        self, rng: random.Random, num_passages: int, split: DataSplit, wordings: DataSplit, articles: tuple[int, int]
-    ) -> None:
+    def __init__(self, rng: random.Random, num_passages: int, split: DataSplit, wordings: DataSplit) -> None:
         self.rng, self.wordings = rng, wordings
         self.num_splits, self.num_couples = _numbers(rng, num_passages)
         leaning = self.num_splits + 2 * self.num_couples
-        self.world = _world(rng, split, num_passages * articles[1] + leaning + SPARE, leaning)
+        self.world = _world(rng, split, num_passages * ARTICLES[1] + leaning + SPARE, leaning)
         self.groups = [[_Page(), _Page()] for _ in range(self.num_splits + self.num_couples)]
         self.groups += [[_Page()] for _ in range(num_passages - 2 * len(self.groups))]
         self.chosen = self._choose(leaning)
@@ -107,7 +104,7 @@ class _Draft:
         self.documents: dict[str, Article] = {}
         self.where: dict[str, _Page] = {}
         for page in (page for group in self.groups for page in group):
-            self._fill(page, rng.randint(*articles))
+            self._fill(page, rng.randint(*ARTICLES))
 
     def pages(self) -> Pages:
         leaning = self._lean()
