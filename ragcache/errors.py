@@ -11,6 +11,7 @@
     │   ├── AdapterError                an adapter that is damaged, or belongs to another model
     │   └── UnsupportedModelError       a model whose keys cannot be moved exactly
     ├── EmbedderError                   the embedding model is absent or damaged
+    ├── RerankerError                   the reranker is absent, damaged or no cross-encoder
     ├── ForeignPackageError             another project's package `ragcache` is installed beside this one (also an
     │                                   ImportError)
     ├── EngineError                     another engine (vLLM) cannot be reached, refuses, or broke off
@@ -100,6 +101,10 @@ class UnsupportedModelError(ModelError):
 
 class EmbedderError(RagCacheError):
     """The embedding model is absent, damaged or unusable."""
+
+
+class RerankerError(RagCacheError):
+    """The reranker is absent, damaged, or a model of another kind."""
 
 
 class ForeignPackageError(RagCacheError, ImportError):

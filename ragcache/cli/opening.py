@@ -43,6 +43,7 @@ def open_with_models(
         model=models.model,
         method=models.chosen_method(),
         embedder=models.embedder,
+        reranker=models.reranker,
         recipe=models.recipe,
         dtype=models.dtype,
         device=models.device,

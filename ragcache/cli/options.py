@@ -184,6 +184,9 @@ class ModelOptions:
     embedder: Annotated[
         str | None, option("--embedder", "minilm, contriever, directory or hub id; the store's own if not given.")
     ] = None
+    reranker: Annotated[
+        str | None, option("--reranker", "Directory or hub id of a cross-encoder that orders what a search finds.")
+    ] = None
     dtype: Annotated[str | None, option("--dtype", "float32, bfloat16, float16 or auto; the store's own.")] = None
     device: Annotated[str, option("--device", "Where the models run: cpu or cuda.")] = "cpu"
     system: Annotated[str | None, option("--system", "System prompt, before all passages.")] = None
@@ -273,7 +276,12 @@ class AnswerOptions:
         float | None, option("--mmr-lambda", "Choose passages for variety too: 1 is the plain ranking.")
     ] = None
     fetch_k: Annotated[
-        int | None, option("--fetch-k", "Passages that --mmr-lambda chooses from; 5 times --k if not given.")
+        int | None,
+        option("--fetch-k", "Passages that --mmr-lambda or --reranker chooses from; 5 times --k if not given."),
+    ] = None
+    rerank: Annotated[
+        bool | None,
+        option("--rerank/--no-rerank", "Ask --reranker; by default where there is one and no --mmr-lambda."),
     ] = None
     on_overflow: Annotated[
         Overflow, option("--on-overflow", "Passages that do not fit: refuse, or leave whole ones out.")

@@ -48,6 +48,7 @@ from ragcache.models.scheduler import PassStats
 from ragcache.openmp import team_ends
 from ragcache.prompt import encode_text
 from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.store.kept_basis import known_basis
 from ragcache.store.records import Chunk
@@ -79,6 +80,7 @@ class RagCache(Library, AsyncTwins):
         method: str | FusionMethod | None = None,
         evict: SnapKV | int | None = None,
         embedder: str | Path | Embedder | None = None,
+        reranker: str | Path | Reranker | None = None,
         recipe: str | Recipe | None = None,
         dtype: str | None = None,
         device: str = "cpu",
@@ -101,6 +103,8 @@ class RagCache(Library, AsyncTwins):
         evict:    of the passages' tokens, what each layer and KV head keeps once the first token of an answer is known:
                   a budget or a SnapKV; None: all of them
         embedder: "minilm", "contriever", directory, hub id or an Embedder; None: the store's own, "minilm" if new
+        reranker: directory or hub id of a cross-encoder, or a Reranker, that chooses among what a search finds; see the
+                  option `rerank`
         recipe:   how chunks are encoded; None: as the model was trained, else the method's first choice
         dtype, device: of the language model
         system, question_format: see `ragcache.prompt.prompt_format`
@@ -115,7 +119,7 @@ class RagCache(Library, AsyncTwins):
         To list, delete and check documents no models are needed: see `Library.open`.
 
         Raises StoreNotFoundError, StoreMismatchError (model, embedder or schema version), StoreReadOnlyError,
-        ModelError, EmbedderError, ConfigError, EngineError.
+        ModelError, EmbedderError, RerankerError, ConfigError, EngineError.
         """
         if "models" in method_options:
             raise ConfigError("models=False is no option; Library.open opens a store without its models")
@@ -131,7 +135,7 @@ class RagCache(Library, AsyncTwins):
                 card, remote = open_engine(opened.documents, model, engine, engine_key)
             else:
                 card, remote = open_model(opened.documents, model, dtype, device), None
-            retriever = open_retriever(opened, config, embedder, device)
+            retriever = open_retriever(opened, config, embedder, reranker, device)
             return cls(assemble(opened, config, card, retriever, chosen, remote))
         except BaseException:
             opened.close()

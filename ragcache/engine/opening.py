@@ -44,6 +44,7 @@ from ragcache.models.loading import load_card, load_lm, resolve
 from ragcache.openmp import team_ends
 from ragcache.prompt import PromptFormat, prompt_format
 from ragcache.retrieval.embedder import Embedder, load_embedder
+from ragcache.retrieval.reranker import Reranker, load_reranker
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
 
@@ -188,10 +189,18 @@ def open_loader(store: Store, config: StoreConfig, lm: LanguageModel) -> BlockLo
     return BlockLoader(store.kv, rates, policy=config.load, ahead_bytes=config.speculative_bytes)
 
 
-def open_retriever(store: Store, config: StoreConfig, embedder: str | Path | Embedder | None, device: str) -> Retriever:
-    """Raises EmbedderError, EmbedderMismatchError, ConfigError."""
+def open_retriever(
+    store: Store,
+    config: StoreConfig,
+    embedder: str | Path | Embedder | None,
+    reranker: str | Path | Reranker | None,
+    device: str,
+) -> Retriever:
+    """Raises EmbedderError, EmbedderMismatchError, RerankerError, ConfigError."""
     found = open_embedder(store.documents, embedder, device)
-    return Retriever.open(store.documents, store.layout.index, found, kind=config.index)
+    if isinstance(reranker, str | Path):
+        reranker = load_reranker(reranker, device)
+    return Retriever.open(store.documents, store.layout.index, found, kind=config.index, reranker=reranker)
 
 
 def open_model(

@@ -34,7 +34,9 @@ class RetrieveOptions(TypedDict, total=False):
     filter:          on metadata; only chunks that pass it count
     score_threshold: leave out chunks with a lower inner product
     mmr_lambda:      choose for variety too (maximal marginal relevance): 1 is the plain ranking, 0 variety alone
-    fetch_k:         how many candidates mmr_lambda chooses from; 5 * k when None
+    fetch_k:         how many candidates mmr_lambda or the reranker chooses from; 5 * k when None
+    rerank:          have the reranker that the store was opened with choose and order them; None: where there is one
+                     and mmr_lambda is None
     """
 
     search: Search
@@ -42,6 +44,7 @@ class RetrieveOptions(TypedDict, total=False):
     score_threshold: float | None
     mmr_lambda: float | None
     fetch_k: int | None
+    rerank: bool | None
 
 
 class ReadOptions(TypedDict, total=False):

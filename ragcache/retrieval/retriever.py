@@ -15,12 +15,13 @@ from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.index import SearchIndex, SearchResult
 from ragcache.retrieval.mmr import maximal_marginal_relevance
 from ragcache.retrieval.opening import open_index
+from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.search import SEARCHES, Search
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk
 
-# Candidates per result wanted: for MMR, and of each ranking that is fused.
+# Candidates per result wanted: for MMR and the reranker, and of each ranking that is fused.
 FETCH_FACTOR = 5
 RRF = 60  # k of reciprocal rank fusion
 # A search races with deletions in other processes at most this often before it takes what it has.
@@ -42,12 +43,14 @@ class Hit(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """vector: of the question; question: its text, for a `search` that looks for words; where: what chunks pass."""
+    """vector: of the question; question: its text, for a `search` that looks for words and for the reranker; where:
+    what chunks pass; rerank: the reranker has the last word."""
 
     vector: NDArray[np.float32]
     question: str
     search: Search
     where: Filter | None
+    rerank: bool
 
 
 class Retriever:
@@ -57,7 +60,9 @@ class Retriever:
     store's generation. The embedding model's name and dimension are recorded in the store at first use.
     """
 
-    def __init__(self, documents: DocumentStore, index: SearchIndex, embedder: Embedder) -> None:
+    def __init__(
+        self, documents: DocumentStore, index: SearchIndex, embedder: Embedder, reranker: Reranker | None = None
+    ) -> None:
         """Raises EmbedderMismatchError when the store was made with another embedder, ConfigError when the index
         was."""
         if (index.embedder, index.dimension) != (embedder.name, embedder.dimension):
@@ -70,17 +75,26 @@ class Retriever:
         self.documents = documents
         self.index = index
         self.embedder = embedder
+        self.reranker = reranker
         self._refreshing = threading.Lock()
 
     @classmethod
-    def open(cls, documents: DocumentStore, path: Path, embedder: Embedder, *, kind: str = "flat") -> Retriever:
+    def open(
+        cls,
+        documents: DocumentStore,
+        path: Path,
+        embedder: Embedder,
+        *,
+        kind: str = "flat",
+        reranker: Reranker | None = None,
+    ) -> Retriever:
         """A retriever over the index saved at `path`, brought up to date; rebuilt from SQL when the file is absent,
         damaged, of another kind or embedder. Nothing is written, but the table of kind "pgvector".
 
         Raises EmbedderMismatchError, ConfigError (kind), StoreNotFoundError.
         """
         index = open_index(documents, path, kind, embedder.name, embedder.dimension)
-        retriever = cls(documents, index, embedder)
+        retriever = cls(documents, index, embedder, reranker)
         retriever.refresh()
         return retriever
 
@@ -94,6 +108,7 @@ class Retriever:
         score_threshold: float | None = None,
         mmr_lambda: float | None = None,
         fetch_k: int | None = None,
+        rerank: bool | None = None,
         foresee: Foresee | None = None,
     ) -> list[Hit]:
         """The k chunks that answer best, best first; all of them when there are fewer.
@@ -105,7 +120,9 @@ class Retriever:
         score_threshold: leave out chunks with a lower inner product
         mmr_lambda:      choose for variety too (maximal marginal relevance): 1 is the plain ranking, 0 variety alone;
                          hits are then in the order chosen
-        fetch_k:         candidates that MMR chooses from; 5 * k when None
+        fetch_k:         candidates that MMR, or the reranker, chooses from; 5 * k when None
+        rerank:          have the reranker choose and order the k by reading each candidate with the question; None:
+                         where there is one, and mmr_lambda is None. A hit's score stays the inner product
         foresee:         told the handles of the k nearest as soon as they are found, before their texts are read and
                          before threshold and MMR have their say; once more where the search has to be repeated
 
@@ -116,8 +133,9 @@ class Retriever:
             raise PromptError("the question is empty; ask something")
         check_choice("search", search, SEARCHES)
         _check_options(k, mmr_lambda, fetch_k)
+        reranked = self._reranks(rerank, mmr_lambda)
         vector = self.embedder.embed_query(query)
-        wanted = _Wanted(vector, query, search, filter)
+        wanted = _Wanted(vector, query, search, filter, reranked)
         return self._retrieve(wanted, k, score_threshold, mmr_lambda, fetch_k, foresee)
 
     def retrieve_by_vector(
@@ -130,13 +148,17 @@ class Retriever:
         score_threshold: float | None = None,
         mmr_lambda: float | None = None,
         fetch_k: int | None = None,
+        rerank: bool | None = None,
         foresee: Foresee | None = None,
     ) -> list[Hit]:
         """`retrieve` for a question that is embedded already ([dimension]), and so has no words to search for."""
         if search != "vector":
             raise ConfigError(f"search is {search!r} and the question is a vector; give its text")
+        if rerank:
+            raise ConfigError("rerank is True and the question is a vector, which no reranker reads; give its text")
         _check_options(k, mmr_lambda, fetch_k)
-        return self._retrieve(_Wanted(vector, "", search, filter), k, score_threshold, mmr_lambda, fetch_k, foresee)
+        wanted = _Wanted(vector, "", search, filter, False)
+        return self._retrieve(wanted, k, score_threshold, mmr_lambda, fetch_k, foresee)
 
     def _retrieve(
         self,
@@ -147,7 +169,8 @@ class Retriever:
         fetch_k: int | None,
         foresee: Foresee | None,
     ) -> list[Hit]:
-        count = k if mmr_lambda is None else max(k, fetch_k or FETCH_FACTOR * k)
+        chosen_from = fetch_k or FETCH_FACTOR * k
+        count = chosen_from if wanted.rerank or mmr_lambda is not None else k
         found, chunks = self._search(wanted, count, _of_nearest(k, foresee, self.documents))
         by_id = {chunk.vector_id: chunk for chunk in chunks}
         if score_threshold is not None:
@@ -155,7 +178,8 @@ class Retriever:
         if mmr_lambda is not None:
             found = self._diversify(found, k, mmr_lambda)
         pairs = zip(found.ids.tolist(), found.scores.tolist(), strict=True)
-        return [Hit(by_id[id], score, by_id[id].handle) for id, score in pairs if id in by_id]
+        hits = [Hit(by_id[id], score, by_id[id].handle) for id, score in pairs if id in by_id]
+        return self._reranked(wanted.question, hits, k) if wanted.rerank else hits
 
     def refresh(self) -> bool:
         """Take in what was committed since the index was last brought up to date; whether there was anything."""
@@ -201,7 +225,7 @@ class Retriever:
         return found, chunks
 
     def _rank(self, wanted: _Wanted, k: int) -> SearchResult:
-        vector, question, search, where = wanted
+        vector, question, search, where, _ = wanted
         if search == "vector":
             return self.index.find(self.documents, vector, k, where)
         rankings = [self.documents.search_text(question, FETCH_FACTOR * k, where)]
@@ -210,6 +234,22 @@ class Retriever:
         ids = np.array(fused_ranks(rankings)[:k], np.int64)
         rows, vectors = self.index.vectors_present(ids)
         return SearchResult(ids[rows], vectors @ np.asarray(vector, np.float32))
+
+    def _reranks(self, asked: bool | None, mmr_lambda: float | None) -> bool:
+        if not asked:
+            return asked is None and self.reranker is not None and mmr_lambda is None
+        if self.reranker is None:
+            raise ConfigError("rerank is True and there is no reranker; open the store with one: reranker=, --reranker")
+        if mmr_lambda is not None:
+            raise ConfigError("mmr_lambda and rerank both choose among the candidates; give one of them")
+        return True
+
+    def _reranked(self, question: str, hits: list[Hit], k: int) -> list[Hit]:
+        """The k that the reranker puts first; of equals, the one that was found first."""
+        if self.reranker is None or not hits:
+            return hits
+        scores = self.reranker.scores(question, [hit.chunk.text for hit in hits])
+        return [hits[row] for row in np.argsort(-scores, kind="stable")[:k]]
 
     def _refuse_unknown_fields(self, where: Filter) -> None:
         """A filter that nothing passes because of a misspelt field should not look like an empty store."""

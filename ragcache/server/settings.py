@@ -24,7 +24,7 @@ class AnswerDefaults:
     max_tokens:  longest answer
     temperature: 0 is greedy
     top_p, top_k, seed, stop: as for `Sampling`
-    search, filter, score_threshold, mmr_lambda, fetch_k: as for `RetrieveOptions`
+    search, filter, score_threshold, mmr_lambda, fetch_k, rerank: as for `RetrieveOptions`
     on_overflow, evict, order, hint: as for `ReadOptions`
     context:     as for `RagCache.stream_chat`; a request with documents of its own is read by these alone
     """
@@ -41,6 +41,7 @@ class AnswerDefaults:
     score_threshold: float | None = None
     mmr_lambda: float | None = None
     fetch_k: int | None = None
+    rerank: bool | None = None
     on_overflow: Overflow = "error"
     evict: int | None = None
     order: Order = "relevance"

@@ -245,6 +245,7 @@ def test_options_reach_the_engine():
         "search": "hybrid",
         "mmr_lambda": 0.5,
         "fetch_k": 9,
+        "rerank": True,
         "score_threshold": 0.1,
         "evict": 7,
         "order": "shared",

@@ -19,7 +19,14 @@ READ = {
     "order": "shared",
     "hint": False,
 }
-RETRIEVE = {"search": "hybrid", "filter": {"letters": 3}, "score_threshold": 0.25, "mmr_lambda": 0.5, "fetch_k": 9}
+RETRIEVE = {
+    "search": "hybrid",
+    "filter": {"letters": 3},
+    "score_threshold": 0.25,
+    "mmr_lambda": 0.5,
+    "fetch_k": 9,
+    "rerank": False,
+}
 
 
 def call(defaults: AnswerDefaults | None = None, **extension):

@@ -16,6 +16,7 @@ FROM_ENVIRONMENT = {
     "model": "RAGCACHE_MODEL",
     "method": "RAGCACHE_METHOD",
     "embedder": "RAGCACHE_EMBEDDER",
+    "reranker": "RAGCACHE_RERANKER",
     "dtype": "RAGCACHE_DTYPE",
     "device": "RAGCACHE_DEVICE",
     "system": "RAGCACHE_SYSTEM",
@@ -27,7 +28,7 @@ def open_kb(kb: rc.RagCache | str | Path | None = None, **options: Any) -> rc.Ra
     """An open store as it is; a path, opened; None: the store that RAGCACHE_STORE names.
 
     options: of `rc.RagCache.open`; what is not given is taken from RAGCACHE_MODEL, RAGCACHE_METHOD, RAGCACHE_EMBEDDER,
-             RAGCACHE_DTYPE, RAGCACHE_DEVICE, RAGCACHE_SYSTEM and RAGCACHE_TENANT
+             RAGCACHE_RERANKER, RAGCACHE_DTYPE, RAGCACHE_DEVICE, RAGCACHE_SYSTEM and RAGCACHE_TENANT
 
     Raises ConfigError (no path anywhere, or options for a store that is open), EmbedderError (a store filled with
     LangChain's embeddings, opened without them) and what `rc.RagCache.open` raises.

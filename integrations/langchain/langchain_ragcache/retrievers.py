@@ -29,7 +29,8 @@ class RagCacheRetriever(BaseRetriever):
     filter: on metadata, see docs/langchain.md
     score_threshold: least score (inner product with the question)
     mmr_lambda: diversity by maximal marginal relevance: 1 is the plain ranking, 0 the most diverse; None: no MMR
-    fetch_k: how many candidates MMR chooses from
+    fetch_k: how many candidates MMR or the reranker chooses from
+    rerank: whether the reranker that kb was opened with orders them; None: where there is one, without MMR
 
     All but kb may be given to `invoke` as well. Raises FilterError, ConfigError.
     """
@@ -43,6 +44,7 @@ class RagCacheRetriever(BaseRetriever):
     score_threshold: float | None = None
     mmr_lambda: float | None = Field(default=None, ge=0, le=1)
     fetch_k: int | None = None
+    rerank: bool | None = None
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 

@@ -82,8 +82,9 @@ class RetrieveFields(RequestModel):
     score_threshold: float | None = Field(default=None, description="Leave out passages with a lower score")
     mmr_lambda: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="Choose for variety too")
     fetch_k: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
-        default=None, description="Candidates that mmr_lambda chooses from; 5 * k if absent"
+        default=None, description="Candidates that mmr_lambda or the reranker chooses from; 5 * k if absent"
     )
+    rerank: bool | None = Field(default=None, description="Whether the server's reranker, if it has one, orders them")
 
 
 class ReadFields(RequestModel):

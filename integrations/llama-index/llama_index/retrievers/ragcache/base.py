@@ -37,6 +37,7 @@ class RagCacheRetriever(BaseRetriever):
         score_threshold: float | None = None,
         mmr_lambda: float | None = None,
         fetch_k: int | None = None,
+        rerank: bool | None = None,
         callback_manager: CallbackManager | None = None,
         object_map: dict[str, Any] | None = None,
         objects: list[IndexNode] | None = None,
@@ -49,7 +50,9 @@ class RagCacheRetriever(BaseRetriever):
         filters:         LlamaIndex's metadata filters, or a ragcache filter
         score_threshold: leave out passages with a lower inner product
         mmr_lambda:      choose for variety too: 1 is the plain ranking, 0 variety alone
-        fetch_k:         candidates that mmr_lambda chooses from; 5 * k when None
+        fetch_k:         candidates that mmr_lambda or the reranker chooses from; 5 * k when None
+        rerank:          whether the reranker that kb was opened with orders them; None: where there is one and
+                         mmr_lambda is None
 
         Raises FilterError for an operator that the store cannot say.
         """
@@ -62,6 +65,7 @@ class RagCacheRetriever(BaseRetriever):
             "score_threshold": score_threshold,
             "mmr_lambda": mmr_lambda,
             "fetch_k": fetch_k,
+            "rerank": rerank,
         }
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
@@ -79,9 +83,9 @@ class RagCacheRetriever(BaseRetriever):
     def _question(self, query: QueryBundle) -> Any:
         """Text for the store to embed, or a vector: one that came with the query, or the mean of several texts'.
 
-        A search for words needs the text.
+        A search for words needs the text, and so does a reranker.
         """
-        if self._options["search"] != "vector":
+        if self._options["search"] != "vector" or self._options["rerank"]:
             return query.query_str
         if query.embedding is not None:
             check_dimension(self._kb, query.embedding, "the query embedding")
