@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
@@ -14,7 +14,6 @@ import ragcache as rc
 from langchain_ragcache.documents import to_document
 from langchain_ragcache.opening import open_kb
 from langchain_ragcache.options import refuse_unknown
-from ragcache.retrieval.search import Search
 
 RETRIEVAL = ("k", *rc.RetrieveOptions.__annotations__)
 
@@ -39,7 +38,7 @@ class RagCacheRetriever(BaseRetriever):
         default=None, validate_default=True, exclude=True, repr=False
     )
     k: int = Field(default=5, ge=1)
-    search: Search = "vector"
+    search: Literal["vector", "text", "hybrid"] = "vector"
     filter: Mapping[str, Any] | None = None
     score_threshold: float | None = None
     mmr_lambda: float | None = Field(default=None, ge=0, le=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -18,7 +18,6 @@ from llama_index.vector_stores.ragcache.filters import Filter, to_filter
 from llama_index.vector_stores.ragcache.nodes import to_scored_node
 
 import ragcache as rc
-from ragcache.retrieval.search import Search
 
 DEFAULT_K = 5
 
@@ -32,7 +31,7 @@ class RagCacheRetriever(BaseRetriever):
         kb: rc.RagCache,
         *,
         k: int = DEFAULT_K,
-        search: Search = "vector",
+        search: Literal["vector", "text", "hybrid"] = "vector",
         filters: MetadataFilters | Filter | None = None,
         score_threshold: float | None = None,
         mmr_lambda: float | None = None,
