@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, Unpack, cast
 
@@ -107,6 +107,12 @@ class AsyncTwins:
     async def aask(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> Answer:
         """Cancelling the task stops the work."""
         return await self._threads.call_cancellable(self._own("ask"), question, k, **options)
+
+    async def aask_many(
+        self, questions: Iterable[str], k: int = DEFAULT_K, **options: Unpack[AskOptions]
+    ) -> list[Answer]:
+        """Cancelling the task stops the work."""
+        return await self._threads.call_cancellable(self._own("ask_many"), questions, k, **options)
 
     async def achat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Answer:
         """Cancelling the task stops the work."""

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.engine.aio import AsyncTwins
-from ragcache.engine.answer import Answer, Done, Event
+from ragcache.engine.answer import Answer, Event
 from ragcache.engine.asking.admission import Admission
+from ragcache.engine.asking.collecting import ask_many, collect
 from ragcache.engine.asking.passage import Passage
 from ragcache.engine.asking.questions import Questions
 from ragcache.engine.asking.verdict import AUTO
@@ -299,7 +300,17 @@ class RagCache(Library, AsyncTwins):
 
     def ask(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> Answer:
         """Answer a question from the store. Options as for `stream`; the same events, collected."""
-        return _answer(self.stream(question, k, **options))
+        return collect(self.stream(question, k, **options))
+
+    def ask_many(self, questions: Iterable[str], k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> list[Answer]:
+        """Answer questions side by side: they share the model's passes. The answers are in the questions' order.
+
+        options: as for `ask`, for all of them
+
+        The first error ends the others and is raised.
+        """
+        check_names(options, AskOptions)
+        return ask_many(partial(self.ask, k=k, **options), questions, options.get("cancelled"))
 
     def stream(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> Iterator[Event]:
         """Sources, then tokens, then the whole answer.
@@ -318,7 +329,7 @@ class RagCache(Library, AsyncTwins):
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Answer:
         """Answer a conversation. Options as for `stream_chat`; the same events, collected."""
-        return _answer(self.stream_chat(messages, **options))
+        return collect(self.stream_chat(messages, **options))
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Iterator[Event]:
         """Go on with a conversation: sources, then tokens, then the whole answer.
@@ -334,7 +345,7 @@ class RagCache(Library, AsyncTwins):
 
     def complete(self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]) -> Answer:
         """Continue a raw prompt. Options as for `stream_completion`; the same events, collected."""
-        return _answer(self.stream_completion(parts, **options))
+        return collect(self.stream_completion(parts, **options))
 
     def stream_completion(
         self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]
@@ -382,10 +393,3 @@ class RagCache(Library, AsyncTwins):
 
 def _listed(inputs: Inputs) -> list[Input]:
     return [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)
-
-
-def _answer(events: Iterator[Event]) -> Answer:
-    for event in events:
-        if isinstance(event, Done):
-            return event.answer
-    raise ConfigError("the stream ended without an answer")  # a Reader that breaks its contract
