@@ -78,13 +78,15 @@ class ReadOptions(TypedDict, total=False):
 class AskOptions(RetrieveOptions, ReadOptions, total=False):
     """Options of one question.
 
-    hits:  passages to read instead of retrieving, best first
-    whole: read every passage of the store, by `full`, from exact KV of all of them that is kept on disk; refused where
-           they do not fit the model
+    hits:   passages to read instead of retrieving, best first
+    whole:  read every passage of the store, by `full`, from exact KV of all of them that is kept on disk; refused where
+            they do not fit the model
+    system: system prompt in place of the one that the store was opened with; "": none
     """
 
     hits: Sequence[Hit | Passage] | None
     whole: bool
+    system: str | None
 
 
 class ChatOptions(RetrieveOptions, ReadOptions, total=False):
@@ -96,11 +98,13 @@ class ChatOptions(RetrieveOptions, ReadOptions, total=False):
     context:  "last": the model reads the passages of one turn; "keep": each turn's own, where they stood, so that
               every prompt is the one before with more behind it. They stand in the messages, or are retrieved by k;
               what the conversation has read is not read again. While it does not fit the model, the oldest go
+    system:   as for `AskOptions`, where no message is a system message
     """
 
     passages: Sequence[Hit | Passage] | None
     k: int | None
     context: Context
+    system: str | None
 
 
 def names(options: type) -> tuple[str, ...]:

@@ -279,3 +279,29 @@ def test_whole_documents_keep_text_and_id(kb):
     assert kb.delete("mine") == ["mine"]
     with pytest.raises(NoSuchDocumentError):
         kb.store.documents.set_handle("mine", None)
+
+
+def test_a_call_may_have_a_system_prompt_of_its_own(open_kb, oracle, tmp_path):
+    kb = open_kb(tmp_path / "own", system="Be brief.")
+    kb.ingest([rc.Document("cats", CATS)])
+    question, options = "The cat?", {"k": 1, "sampling": SHORT}
+    for system, head in (("Shout.", "[system]Shout.[end]"), ("", ""), (None, "[system]Be brief.[end]")):
+        expected = reading(oracle, [f"{bos(oracle)}{head}[user]", CATS, f"Question: {question}[end][assistant]"])
+        asked = kb.ask(question, **options, system=system)
+        assert (asked.text, [hit.kv for hit in asked.hits]) == (expected, ["memory"])
+        for context in ("last", "keep"):
+            chatted = kb.chat([user(question)], **options, system=system, context=context)
+            assert (chatted.text, chatted.usage.prompt_tokens) == (expected, asked.usage.prompt_tokens), context
+        whole = kb.ask(question, whole=True, sampling=SHORT, system=system)
+        assert whole.usage.prompt_tokens == asked.usage.prompt_tokens
+    with pytest.raises(ConfigError, match="exclude each other"):
+        kb.chat([{"role": "system", "content": "Shout."}, user(question)], system="Be brief.")
+
+
+def test_blocks_behind_a_system_prompt_serve_no_other(open_kb, tmp_path):
+    kb = open_kb(tmp_path / "prefixed", recipe="prefix", system="Be brief.")
+    kb.ingest([rc.Document("cats", CATS)])
+    for call in (kb.ask, lambda question, **options: kb.chat([user(question)], k=1, **options)):
+        with pytest.raises(ConfigError, match="recipe isolated"):
+            call("The cat?", system="Shout.", sampling=SHORT)
+    assert kb.ask("The cat?", 1, system="Shout.", method="full", sampling=SHORT).text

@@ -15,7 +15,7 @@ from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.layout import Additions
 from ragcache.ingest.encoder import BlockNames
 from ragcache.models.card import ModelCard
-from ragcache.prompt import Prompt, PromptEnds, PromptFormat, encode_text
+from ragcache.prompt import Prompt, PromptEnds, PromptFormat, encode_text, prompt_format
 from ragcache.retrieval.retriever import Hit
 
 Known = Callable[[FusionMethod, Sequence[int]], int]
@@ -51,9 +51,23 @@ class Prompts:
                 f"with method={method.name!r}"
             )
 
-    def question_ends(self, question: str) -> PromptEnds:
-        """Raises PromptError (empty question)."""
-        return PromptEnds(self.format.prefix_ids, self.format.suffix_ids(self.lm.tokenizer, question))
+    def check_system(self, system: str | None, method: FusionMethod) -> None:
+        """Raises ConfigError for another system prompt than the one that the store's blocks were encoded behind."""
+        if system is not None and method.reuses_blocks and self.names.recipe.sees_prefix:
+            raise ConfigError(
+                "system= needs blocks of recipe isolated, and this store's were encoded behind its own system prompt; "
+                'open it with recipe="isolated" or with this system prompt, or ask with method="full"'
+            )
+
+    def question_ends(self, question: str, system: str | None = None) -> PromptEnds:
+        """system: in place of the store's own
+
+        Raises PromptError (empty question), ConfigError (a chat template that takes no system message).
+        """
+        form = self.format
+        if system is not None:
+            form = prompt_format(self.lm.tokenizer, system=system, question_format=form.question_format)
+        return PromptEnds(form.prefix_ids, form.suffix_ids(self.lm.tokenizer, question))
 
     def prompt(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> tuple[Prompt, int]:
         """The prompt over as many hits as fit, and how many were left out.

@@ -63,8 +63,10 @@ class Questions:
             return self._ask_whole(question, options)
         reading = self._reading(options)
         self._look([question], reading)
+        prompts, system = self._parts.reader.prompts, options.get("system")
+        prompts.check_system(system, reading.method)
         find = partial(self._find, options.get("hits"), question, k, options, reading)
-        return self._read(partial(self._parts.reader.prompts.question_ends, question), find, reading)
+        return self._read(partial(prompts.question_ends, question, system), find, reading)
 
     def _ask_whole(self, question: str, options: AskOptions) -> Iterator[Event]:
         """A question over every passage, by full prefill."""
@@ -73,7 +75,7 @@ class Questions:
         check_whole(options, reading.method)
         documents, prompts = self._parts.store.documents, self._parts.reader.prompts
         reading = replace(reading, whole=documents.generation())  # before they are listed: a change is then noticed
-        ends = partial(prompts.question_ends, question)
+        ends = partial(prompts.question_ends, question, options.get("system"))
 
         def find() -> Given:
             self.drop_deleted()
@@ -96,12 +98,13 @@ class Questions:
         if context not in get_args(Context):
             raise ConfigError(f"context {context!r} is unknown; choose one of {', '.join(get_args(Context))}")
         reading = self._reading(options)
+        system = self._system(conversation, options, reading)
         self._look(conversation.given_text, reading)
         if context == "keep":
             if passages is not None:
                 raise ConfigError('context="keep" takes passages in the messages, where each turn has its own, or k=')
-            return self._read_kept(conversation, k, options, reading)
-        tokenizer, system, reader = self._parts.card.tokenizer, self._parts.system, self._parts.reader
+            return self._read_kept(conversation, k, options, reading, system)
+        tokenizer, reader = self._parts.card.tokenizer, self._parts.reader
         if passages is None and k is None:
             written, inline = conversation.as_written(tokenizer, system)
             self.drop_deleted()
@@ -149,6 +152,16 @@ class Questions:
         recipe = self._parts.reader.prompts.names.recipe
         return choose_method(store.layout.root, self._parts.card, name or own.name, options, recipe)[0]
 
+    def _system(self, conversation: Conversation, options: ChatOptions, reading: Reading) -> str | None:
+        """The system prompt of a conversation without a system message. Raises ConfigError."""
+        given = options.get("system")
+        if given is None:
+            return self._parts.system
+        if any(turn.role == "system" for turn in conversation.turns):
+            raise ConfigError("system= and a system message exclude each other; give one of them")
+        self._parts.reader.prompts.check_system(given, reading.method)
+        return given
+
     def _look(self, prompt: Iterable[str], reading: Reading) -> None:
         """Say so, once, where stored passages come as text to a method that would have used their KV."""
         if reading.method.reuses_blocks:
@@ -176,14 +189,14 @@ class Questions:
             yield from parts.reader.stream(ends, hits, reading, clock)
 
     def _read_kept(
-        self, conversation: Conversation, k: int | None, options: ChatOptions, reading: Reading
+        self, conversation: Conversation, k: int | None, options: ChatOptions, reading: Reading, system: str | None
     ) -> Iterator[Event]:
         parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.card.tokenizer
         with _timed(reading) as clock:
             reader.prompts.check_keeps(reading)
             self.drop_deleted()
-            pieces = conversation.in_pieces(tokenizer, None if k is None else reader.prompts.format, parts.system)
-            talk = KeptConversation(conversation, parts.turns, tokenizer, options.get("filter"), parts.system)
+            pieces = conversation.in_pieces(tokenizer, None if k is None else reader.prompts.format, system)
+            talk = KeptConversation(conversation, parts.turns, tokenizer, options.get("filter"), system)
             inline = inline_passages(conversation).items()
             given = {turn: find_passages(own, parts.store.documents, parts.whole) for turn, own in inline}
             earlier, suffix_ids = talk.read(pieces, given)
