@@ -156,6 +156,7 @@ def test_wrongly_paired_keys_choose_other_tokens():
     assert not (right == wrong).any()
 
 
+@pytest.mark.slow
 def test_a_run_reports_who_was_there_and_who_was_not(tmp_path: Path):
     options = ["--peers=ragcache,transformers,vllm", "--environments", str(tmp_path), "--workdir", str(tmp_path)]
     result = peers.main([*TINY, *options, "--out", str(tmp_path / "out")])

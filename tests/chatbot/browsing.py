@@ -44,7 +44,7 @@ class Slowed:
     """Between a server and its application: time between the events of answers, other contents, an end before theirs.
 
     pause_s: before each part of an event stream. rewrite: changes the JSON of each event of an answer in place.
-    break_after: parts of a stream after which the connection breaks
+    break_after: events of a stream after which the connection breaks
     """
 
     def __init__(self, app: FastAPI) -> None:
@@ -68,7 +68,7 @@ class Slowed:
                 await asyncio.sleep(self.pause_s)
                 if self.break_after is not None and sent >= self.break_after:
                     return
-                sent += 1
+                sent += message.get("body", b"").startswith(b"data: ")  # others only keep a slow stream alive
                 message = {**message, "body": self._rewritten(message.get("body", b""))}
             await send(message)
 

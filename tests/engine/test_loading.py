@@ -245,7 +245,7 @@ def test_some_are_read_while_others_are_computed(setup):
     per_token = setup.kv.size(setup.handles[-1]) / len(IDS[-1])
     loader = setup.loader(per_token * 100, 100.0)  # either takes as long
     permits, fetch = threading.Semaphore(0), setup.kv.fetch
-    setup.kv.fetch = lambda key: fetch(key) if permits.acquire(timeout=HANG_S) else None
+    setup.kv.fetch = lambda key: fetch(key) if permits.acquire(timeout=1) else None
     setup.encoder.before = lambda chunks: permits.release()  # one read for one computation
     loaded = setup.load(loader)
     permits.release(len(IDS))

@@ -39,6 +39,7 @@ def run(name: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @needs_mini
 @pytest.mark.timeout(600)
 def test_quickstart(tmp_path):
@@ -69,6 +70,7 @@ def check_figures(said: str) -> None:
     assert 0 < sum(seconds.values()) - seconds["after"] <= seconds["after"] + 0.005  # each is rounded
 
 
+@pytest.mark.slow
 @needs_mini
 @pytest.mark.timeout(600)
 def test_a_method_of_ones_own(tmp_path):

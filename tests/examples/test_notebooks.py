@@ -152,6 +152,7 @@ def table(printed: str) -> dict[str, tuple[int, int, float]]:
     return {method: (int(right), int(same), int(share) / 100) for method, right, same, share in rows}
 
 
+@pytest.mark.slow
 def test_methods_are_compared(choosing):
     choosing.check_whole()
     listed = re.findall(r"^(\w+) +(?:none|needed) ", choosing.printed("methods"), re.M)
@@ -170,6 +171,7 @@ def test_methods_are_compared(choosing):
     assert choosing.has_picture("chart")
 
 
+@pytest.mark.slow
 def test_auto_takes_the_cheapest_that_the_check_passed(choosing):
     rows = re.findall(r"^(\w+) +KL (\S+), (\d+)% computed, (safe|not safe)", choosing.printed("check"), re.M)
     assert {method for method, *_ in rows} == {"reposition", "link", "epic"}
@@ -180,6 +182,7 @@ def test_auto_takes_the_cheapest_that_the_check_passed(choosing):
     assert len(taken[2]) > 10
 
 
+@pytest.mark.slow
 def test_eviction_keeps_fewer_tokens(choosing):
     rows = re.findall(
         r"^budget +(\w+): +(\d+) tokens kept in a layer, (\d) of 8 right$", choosing.printed("evict"), re.M

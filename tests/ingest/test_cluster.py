@@ -102,6 +102,7 @@ def assert_same(here: Kit, there: Kit, *, same_batches: bool = True) -> None:
         torch.testing.assert_close(one.values, two.values, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_the_store_and_the_report_are_those_of_the_local_pipeline(tmp_path, lm, corpus):
     given = [corpus, corpus / "absent.txt", Document("own", text_of("Own"), {"a": [1]}), Document("bad", "x", {1: 2})]

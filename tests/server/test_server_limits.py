@@ -211,6 +211,7 @@ def test_large_bodies_are_refused_while_they_arrive(serve):
 
 def test_a_running_stream_finishes_when_the_server_stops(serve):
     served = serve(slots=4)
+    served.server.drain_s = 60
     with served.http.stream(
         "POST",
         "/v1/chat/completions",
