@@ -161,6 +161,10 @@ class Tab:
         expect(self.page.locator("#documents-list li")).not_to_have_count(0)
         return self
 
+    def show(self, tab: str) -> None:
+        """One of the tabs Documents, Settings, Store."""
+        self.page.get_by_role("tab", name=tab).click()
+
     def send(self, question: str) -> Locator:
         """Ask, and give the turn at once."""
         turns = self.page.locator(".turn")

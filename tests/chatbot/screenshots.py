@@ -44,13 +44,12 @@ def _picture(tab: Tab, name: str, *, chart: bool) -> None:
     tab.open().ask(QUESTION)
     turn = tab.ask(SECOND)
     if chart:
-        turn.locator(".passages > summary").click()
         turn.locator(".prefill > summary").click()
         turn.get_by_role("button", name="Measure a full prefill").click()
         expect(turn.get_by_role("button", name="Measure again")).to_be_visible()
         turn.evaluate("turn => turn.scrollIntoView()")
     elif name == "light":
-        turn.locator(".passage", has_text=FOUND).first.locator("summary").click()
+        turn.locator(".cite").first.click()
     tab.page.mouse.move(0, 0)
     tab.page.screenshot(path=IMAGES / f"chat-{name}.png")
     tab.page.close()

@@ -25,7 +25,7 @@ def expect_aborted(tab: Tab, path: str, button: Locator) -> None:
 def test_stop_ends_an_answer(tab: Tab, slowed):
     slowed.pause_s = 0.3
     turn = tab.send(QUESTION)
-    expect(turn.locator(".passage").first).to_be_visible()
+    expect(turn.locator(".chip").first).to_be_visible()
     expect_aborted(tab, "/v1/chat/completions", tab.page.get_by_role("button", name="Stop", exact=True))
     expect(turn).to_have_attribute("data-state", "stopped")
     expect(tab.page.get_by_role("button", name="Send")).to_be_visible()

@@ -113,6 +113,7 @@ def test_conversation_shows_medians_by_method(tab: Tab, slowed):
         tab.ask(QUESTION)
         expect(figures).to_contain_text(f"Answers{number}")
         expect(figures).to_contain_text(f"First token, link{median}")
+    tab.show("Settings")
     tab.page.get_by_label("Method").select_option("full")
     tab.ask(QUESTION)
     expect(figures).to_contain_text("First token, link40 ms, median of 3First token, full60 ms")

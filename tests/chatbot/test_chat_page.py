@@ -11,7 +11,7 @@ import pytest
 from browsing import CORPUS, Tab, open_corpus, serving
 from playwright.sync_api import expect
 
-from ragcache.fusion import METHODS
+import ragcache as rc
 
 QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 OTHER, OTHER_ANSWER = "Which product is Mount Birchcombe known for?", "Mount Birchcombe is known for saddles."
@@ -23,11 +23,13 @@ def test_question_is_answered_with_its_passages(tab: Tab, kb):
     hits = kb.retrieve(QUESTION, k=5)
     passages = turn.locator(".passage")
     expect(passages).to_have_count(5)
-    for hit, passage in zip(hits, passages.all(), strict=True):
+    for hit, passage, chip in zip(hits, passages.all(), turn.locator(".chip").all(), strict=True):
         text = passage.locator("blockquote")
         expect(text).to_be_hidden()
-        passage.locator("summary").click()
+        chip.click()
         expect(text).to_be_visible()
+        expect(passages.filter(visible=True)).to_have_count(1)
+        expect(chip).to_have_attribute("aria-expanded", "true")
         assert text.text_content() == hit.chunk.text
         expect(passage).to_contain_text(f"score {hit.score:.2f}, {hit.chunk.num_tokens} tokens")
 
@@ -107,8 +109,13 @@ def test_bars_are_as_long_as_their_phases(open_tab, site, slowed):
 
 def test_method_and_number_of_passages_are_chosen(tab: Tab):
     picker = tab.page.get_by_label("Method")
-    expect(picker.locator("option")).to_have_count(len([*METHODS, "auto"]))
+    tab.show("Settings")
+    expect(picker.locator("option")).to_have_count(1 + len(rc.methods()))
+    assert picker.locator("> option").all_text_contents() == ["Recommended", "Fast", "Balanced", "Exact"]
     expect(picker.locator("option", has_text="markers")).to_be_disabled()
+    expect(tab.page.locator("#method-paper")).to_be_hidden()
+    tab.page.locator("#method-more summary").click()
+    expect(tab.page.locator("#method-paper")).to_have_text(re.compile("^link: .*KVLink"))
     picker.select_option("reposition")
     tab.page.get_by_label("Passages to read").fill("2")
     turn = tab.ask(OTHER)
@@ -119,6 +126,7 @@ def test_method_and_number_of_passages_are_chosen(tab: Tab):
     expect(turn.locator(".kv").first).to_have_text("KV unused")
     expect(turn.get_by_role("button", name="Measure a full prefill")).to_be_hidden()
     tab.page.reload()
+    tab.show("Settings")
     expect(picker).to_have_value("full")
     expect(tab.page.get_by_label("Passages to read")).to_have_value("2")
 
@@ -128,6 +136,7 @@ def test_earlier_turns_are_sent_unless_they_are_not_wanted(tab: Tab):
     tab.page.on("request", lambda request: asked.append(request.post_data_json) if request.post_data else None)
     tab.ask(QUESTION)
     tab.ask(OTHER)
+    tab.show("Settings")
     tab.page.get_by_label("Send earlier turns").uncheck()
     tab.ask(OTHER)
     said = [[(message["role"], message["content"]) for message in body["messages"]] for body in asked]
@@ -157,16 +166,12 @@ def test_reload_keeps_the_conversation(tab: Tab):
     expect(tab.page.get_by_text("Ask your documents")).to_be_visible()
 
 
-def test_text_of_models_and_documents_is_never_markup(tab: Tab):
+def test_text_is_never_markup_and_the_policy_holds(tab: Tab):
     markup = "<img src=x onerror=alert(1)><b>bold</b>"
     turn = tab.ask(markup)
     expect(turn.locator(".question")).to_contain_text(markup)
     assert tab.page.locator("#turns img, #turns .question b").count() == 0
-
-
-def test_policy_is_sent_and_holds(site, tab: Tab):
-    assert httpx.get(site.url, trust_env=False).headers["content-security-policy"] == "default-src 'self'"
-    tab.ask(QUESTION)
+    assert httpx.get(tab.site.url, trust_env=False).headers["content-security-policy"] == "default-src 'self'"
     inline = "const s = document.createElement('script'); s.textContent = 'window.ran = 1'; document.head.append(s)"
     tab.page.evaluate(f"() => {{ {inline} }}")
     assert tab.page.evaluate("window.ran") is None

@@ -55,5 +55,5 @@ export class Composer {
 function fit() {
   const box = byId("question");
   box.style.height = "auto";
-  box.style.height = `${box.scrollHeight + 2}px`;
+  box.style.height = `${box.scrollHeight}px`;
 }

@@ -4,11 +4,10 @@ const STORED = "ragcache.conversation";
 const VERSION = 1;
 
 /**
- * One question and what came of it.
- * @typedef {object} Turn
- * @property {string} question
+ * What came of one question.
+ * @typedef {object} Answer
  * @property {"asking" | "done" | "stopped" | "failed"} state
- * @property {string} text the answer, as far as it came
+ * @property {string} text as far as it came
  * @property {string} method that was asked for; "" for the store's own
  * @property {boolean} earlier whether earlier turns were sent
  * @property {boolean} trim whether passages that do not fit were left out
@@ -19,6 +18,8 @@ const VERSION = 1;
  * @property {import("./comparison.js").Comparison | null} [comparison] with a full prefill, where one was measured
  * @property {import("./errors.js").Trouble | null} trouble
  */
+
+/** @typedef {Answer & {question: string}} Turn */
 
 export class Conversation {
   /** @type {Turn[]} */

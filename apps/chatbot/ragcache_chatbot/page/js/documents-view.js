@@ -3,6 +3,7 @@
 import { confirmed } from "./confirm.js";
 import { byId, element } from "./dom.js";
 import { count, counted } from "./format.js";
+import { icon } from "./icons.js";
 import { troubleBox } from "./store-view.js";
 
 const PAGE = 50;
@@ -60,7 +61,7 @@ export class DocumentsView {
     const state = ["ready", "complete"].includes(document.state) ? "" : `, ${document.state}`;
     const facts = `${counted(document.chunks, "passage")}, ${counted(document.tokens, "token")}${state}`;
     const onclick = () => void this.#delete(document, name);
-    const button = element("button", { type: "button", class: "small quiet", "aria-label": `Delete ${name}`, onclick }, "Delete");
+    const button = element("button", { type: "button", class: "bare", "aria-label": `Delete ${name}`, title: "Delete", onclick }, icon("delete"));
     const text = element("span", { title: document.id }, element("b", {}, name), element("span", { class: "note" }, facts));
     return element("li", {}, text, button);
   }

@@ -1,19 +1,19 @@
-// A part of a turn that opens and closes; closed at first.
+// One line that opens what it sums up; closed at first.
 
 import { element } from "./dom.js";
+import { icon } from "./icons.js";
 
 export class Fold {
-  #summary = element("summary");
+  #title = element("span");
 
   /** @param {string} name @param {...Node} body */
   constructor(name, ...body) {
-    this.node = element("details", { class: `fold ${name}` }, this.#summary, element("div", { class: "fold-body" }, ...body));
+    const summary = element("summary", {}, this.#title, icon("chevron"));
+    this.node = element("details", { class: `fold ${name}` }, summary, element("div", { class: "fold-body" }, ...body));
   }
 
-  /** @param {string} text @param {string} [beside] */
-  title(text, beside = "") {
-    if (this.#summary.textContent === text + beside) return;
-    const note = beside ? [element("span", { class: "note" }, beside)] : [];
-    this.#summary.replaceChildren(element("span", {}, text), ...note);
+  /** @param {string} text */
+  title(text) {
+    if (this.#title.textContent !== text) this.#title.textContent = text;
   }
 }

@@ -17,10 +17,7 @@ export function showHints({ model, documents }, ask) {
   const parts = [];
   if (!documents) parts.push(element("p", {}, "The store is empty. Add documents first."));
   if (BUNDLED.test(model)) {
-    const says =
-      "This server runs the bundled mini model: 3 million parameters, trained on a made-up registry of people, clubs, " +
-      "towns and rivers. It answers questions about that, one fact or two at a time, and is no general chatter. " +
-      "Over the example corpus:";
+    const says = "This is the bundled mini model: it answers questions about a made-up registry, and is no general chatter.";
     const examples = EXAMPLES.map((question) => {
       const onclick = () => ask(question);
       return element("li", {}, element("button", { type: "button", class: "example", onclick }, question));

@@ -45,8 +45,8 @@ export function estimated(timings, estimate_s) {
 }
 
 /**
- * The ways of reading that a turn can show: its own, and a full prefill beside it.
- * @param {import("./conversation.js").Turn} turn
+ * The ways of reading that an answer can show: its own, and a full prefill beside it.
+ * @param {import("./conversation.js").Answer} answer
  * @returns {Reading[]}
  */
 export function readings({ ending, comparison }) {

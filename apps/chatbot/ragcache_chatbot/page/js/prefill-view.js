@@ -4,8 +4,10 @@ import { element, svg } from "./dom.js";
 import { Fold } from "./fold.js";
 import { count, counted, duration } from "./format.js";
 import { PHASES, readings } from "./phases.js";
+import { originsText } from "./sources-view.js";
 
 const GAP = 0.4; // percent of the width, between segments
+const SMALL = 0.05; // of the time to the first token: phases below are named together
 
 /** @typedef {import("./phases.js").Reading} Reading */
 
@@ -33,20 +35,20 @@ export class PrefillView {
     });
   }
 
-  /** @param {import("./conversation.js").Turn} turn */
-  update(turn) {
-    this.#waiting.textContent = waiting(turn, this.waited_s);
+  /** @param {import("./conversation.js").Answer} answer */
+  update(answer) {
+    this.#waiting.textContent = waiting(answer, this.waited_s);
     this.#waiting.hidden = !this.#waiting.textContent;
-    const found = readings(turn);
+    const found = readings(answer);
     this.#fold.node.hidden = !found.length;
     if (!found.length) return;
-    this.#fold.title(line(turn));
-    this.#picture.replaceChildren(...picture(found, turn));
+    this.#fold.title(line(answer));
+    this.#picture.replaceChildren(...picture(found, answer));
     this.#table.replaceChildren(...tableParts(found));
     this.#trouble.textContent = this.trouble;
     this.#trouble.hidden = !this.trouble;
-    this.#measure.hidden = turn.state !== "done" || turn.ending?.method === "full";
-    const words = turn.comparison ? "Measure again" : "Measure a full prefill";
+    this.#measure.hidden = answer.state !== "done" || answer.ending?.method === "full";
+    const words = answer.comparison ? "Measure again" : "Measure a full prefill";
     this.#measure.textContent = this.measuring ? `Stop measuring (${this.measuring})` : words;
   }
 
@@ -55,25 +57,25 @@ export class PrefillView {
   }
 }
 
-/** What is known before the server says more. @param {import("./conversation.js").Turn} turn @param {number} waited_s */
+/** What is known before the server says more. @param {import("./conversation.js").Answer} answer @param {number} waited_s */
 function waiting({ state, ending, first_token_s }, waited_s) {
   if (ending) return "";
   if (first_token_s !== null) return `First token seen after ${duration(first_token_s)}`;
   return state === "asking" ? `Reading the prompt: ${waited_s.toFixed(1)} s` : "";
 }
 
-/** @param {import("./conversation.js").Turn} turn that has ended */
+/** @param {import("./conversation.js").Answer} answer that has ended */
 function line({ ending, usage }) {
   const computed = usage && `${count(ending?.computed_tokens ?? 0)} of ${counted(usage.prompt_tokens, "token")} computed`;
-  return [computed, `${duration(ending?.timings.ttft_s ?? 0)} to the first token`].filter(Boolean).join(", ");
+  return [duration(ending?.timings.ttft_s ?? 0), computed].filter(Boolean).join(", ");
 }
 
-/** @param {Reading[]} found @param {import("./conversation.js").Turn} turn */
-function picture(found, turn) {
+/** @param {Reading[]} found @param {import("./conversation.js").Answer} answer */
+function picture(found, answer) {
   const longest_s = Math.max(...found.map(({ total_s }) => total_s), Number.EPSILON);
   const rows = found.map((reading) => row(reading.label, bar(reading, longest_s), duration(reading.total_s)));
-  const says = element("p", { class: "statement" }, statement(turn));
-  return [element("div", { class: "readings" }, ...rows), legend(found), says];
+  const says = element("p", { class: "statement" }, statement(answer));
+  return [element("div", { class: "readings" }, ...rows), legend(found[0]), says];
 }
 
 /** @param {string} label @param {Node} beside @param {string} value */
@@ -103,14 +105,18 @@ function segment(name, x, width, estimated) {
   return svg("rect", { class: style, x: `${x}%`, y: 1, width: `${shown}%`, height: 16, rx: 2 });
 }
 
-/** @param {Reading[]} found */
-function legend(found) {
-  const seen = Object.entries(PHASES).filter(([name]) =>
-    found.some(({ segments }) => segments.some((segment) => segment.name === name && isSeen(segment))),
-  );
-  const entries = seen.map(([name, says]) => element("li", { title: says }, swatch(name), name));
-  return element("ul", { class: "legend", "aria-hidden": "true" }, ...entries);
+/** The answer's own phases, the longest first; small ones together. @param {Reading} own */
+function legend({ segments, total_s }) {
+  const seen = segments.filter(isSeen).sort((a, b) => b.seconds - a.seconds);
+  const large = seen.filter(({ seconds }) => seconds >= SMALL * total_s);
+  const small_s = seen.slice(large.length).reduce((total, { seconds }) => total + seconds, 0);
+  const entries = large.map(({ name, seconds }) => legendEntry(PHASES[/** @type {keyof typeof PHASES} */ (name)], swatch(name), `${name} ${duration(seconds)}`));
+  const others = small_s ? [legendEntry("Phases below a twentieth of the whole", `others ${duration(small_s)}`)] : [];
+  return element("ul", { class: "legend", "aria-hidden": "true" }, ...entries, ...others);
 }
+
+/** @param {string} title @param {...(Node | string)} parts */
+const legendEntry = (title, ...parts) => element("li", { title }, ...parts);
 
 /** @param {string} name */
 function swatch(name) {
@@ -121,10 +127,11 @@ function swatch(name) {
 /** @param {import("./phases.js").Segment} segment */
 const isSeen = ({ seconds }) => seconds >= 1e-6;
 
-/** Tokens first: they are exact, and times vary. None is set in proportion to another. @param {import("./conversation.js").Turn} turn */
-function statement({ ending, usage, comparison }) {
+/** Tokens first: they are exact, and times vary. None is set in proportion to another. @param {import("./conversation.js").Answer} answer */
+function statement({ ending, usage, comparison, sources }) {
   const tokens = usage && `${count(usage.cached_tokens)} of ${counted(usage.prompt_tokens, "prompt token")} not computed.`;
-  return [tokens, ending && times(ending, comparison)].filter(Boolean).join(" ");
+  const passages = sources?.length && `KV of ${counted(sources.length, "passage")}: ${originsText(sources)}.`;
+  return [tokens, ending && times(ending, comparison), passages].filter(Boolean).join(" ");
 }
 
 /** @param {import("./chat.js").Ending} ending @param {import("./comparison.js").Comparison | null} [comparison] */

@@ -1,6 +1,7 @@
 // Method, number of passages, earlier turns: the form, kept over a reload.
 
 import { byId, element } from "./dom.js";
+import { methodName, methodSays, NAMED } from "./method-names.js";
 
 const STORED = "ragcache.settings";
 const DEFAULTS = { method: "", k: 5, earlier: true };
@@ -14,7 +15,7 @@ export class Settings {
 
   constructor() {
     const kept = stored();
-    this.#select.append(element("option", { value: kept.method, textContent: kept.method || "The store's own" }));
+    this.#select.append(element("option", { value: kept.method, textContent: kept.method ? methodName(kept.method) : "Recommended" }));
     byId("k").value = String(kept.k);
     byId("earlier").checked = kept.earlier;
     for (const id of ["method", "k", "earlier"]) byId(id).addEventListener("change", () => this.#changed());
@@ -42,10 +43,14 @@ export class Settings {
     const chosen = this.method;
     this.#methods = methods;
     this.#own = own;
-    const options = methods.map(({ name, usable }) =>
-      element("option", { value: name, disabled: !usable, textContent: usable ? name : `${name} (needs a trained model)` }),
+    const named = NAMED.flatMap((name) => methods.find((method) => method.name === name) ?? []);
+    const others = methods.filter((method) => !named.includes(method));
+    const own_name = methodName(own) === own ? "" : ` (${methodName(own)})`;
+    this.#select.replaceChildren(
+      element("option", { value: "", textContent: `Recommended${own_name}` }),
+      ...named.map(option),
+      element("optgroup", { label: "More methods" }, ...others.map(option)),
     );
-    this.#select.replaceChildren(element("option", { value: "", textContent: `The store's own: ${own}` }), ...options);
     this.#select.value = methods.some(({ name, usable }) => usable && name === chosen) ? chosen : "";
     this.#describe();
   }
@@ -65,8 +70,21 @@ export class Settings {
 
   #describe() {
     const method = this.#methods.find(({ name }) => name === (this.method || this.#own));
-    byId("method-note").textContent = method ? [method.summary, method.paper].filter(Boolean).join(". ") : "";
+    byId("method-note").textContent = method ? methodSays(method.name) || says(method) : "";
+    byId("method-more").hidden = !method;
+    byId("method-paper").textContent = method ? [`${method.name}: ${method.summary}`, method.paper].filter(Boolean).join(". ") : "";
   }
+}
+
+/** @param {Method} method */
+function option({ name, usable }) {
+  const shown = methodName(name);
+  return element("option", { value: name, disabled: !usable, textContent: usable ? shown : `${shown} (needs a trained model)` });
+}
+
+/** What a method does, as a sentence. @param {Method} method */
+function says({ summary = "" }) {
+  return summary && `${summary[0].toUpperCase()}${summary.slice(1)}.`;
 }
 
 /** What was kept, as far as it makes sense. */

@@ -1,7 +1,8 @@
-// The passages that an answer was read from.
+// The passages that an answer was read from: a chip each, which opens the passage.
 
 import { element } from "./dom.js";
 import { counted } from "./format.js";
+import { icon } from "./icons.js";
 
 /** Where keys and values came from: how it is said, and why. Another word of the server is shown as it is. */
 const ORIGINS = {
@@ -14,10 +15,17 @@ const ORIGINS = {
   unused: ["KV unused", "The method read the passage's text."],
 };
 
+let made = 0; // so that every passage has an id of its own
+
+/** @typedef {import("./chat.js").Source} Source */
+
 /** @param {string} kv @returns {string[]} */
 const origin = (kv) => ORIGINS[/** @type {keyof typeof ORIGINS} */ (kv)] ?? [kv, ""];
 
-/** @param {import("./chat.js").Source[]} sources @returns {string} such as "3 from memory, 1 computed now" */
+/** @param {Source} source */
+export const nameOf = ({ title, source, chunk_id }) => title || source || chunk_id;
+
+/** @param {Source[]} sources @returns {string} such as "3 from memory, 1 computed now" */
 export function originsText(sources) {
   /** @type {Map<string, number>} */
   const tally = new Map();
@@ -25,26 +33,65 @@ export function originsText(sources) {
   return [...tally].map(([kv, number]) => `${number} ${origin(kv)[0]}`).join(", ");
 }
 
-/** @param {import("./chat.js").Source[]} sources @returns {HTMLElement} */
-export function sourcesView(sources) {
-  return element("ol", { class: "sources" }, ...sources.map((source) => element("li", {}, passage(source))));
+export class SourcesView {
+  node = element("section", { class: "sources", "aria-label": "Sources" });
+  /** @type {HTMLElement[]} */
+  #passages = [];
+  /** @type {HTMLElement[]} */
+  #chips = [];
+  /** @type {Source[] | null} */
+  #shown = null;
+
+  /** @param {Source[] | null} sources */
+  update(sources) {
+    this.node.hidden = !sources;
+    if (!sources || sources === this.#shown) return;
+    this.#shown = sources;
+    this.#passages = sources.map((source) => passage(source, () => this.close()));
+    this.#chips = sources.map((source, i) => chip(i + 1, nameOf(source), this.#passages[i].id, () => this.#toggle(i)));
+    const chips = element("ol", { class: "chips" }, ...this.#chips.map((one) => element("li", {}, one)));
+    this.node.replaceChildren(...(sources.length ? [chips, ...this.#passages] : [element("p", { class: "note" }, "No passage was found.")]));
+  }
+
+  /** Show one passage, and no other. @param {number} index */
+  open(index) {
+    this.close();
+    this.#passages[index].hidden = false;
+    this.#chips[index].setAttribute("aria-expanded", "true");
+    this.#passages[index].scrollIntoView({ block: "nearest" });
+  }
+
+  close() {
+    for (const one of this.#passages) one.hidden = true;
+    for (const one of this.#chips) one.setAttribute("aria-expanded", "false");
+  }
+
+  /** @param {number} index */
+  #toggle(index) {
+    if (this.#passages[index].hidden) this.open(index);
+    else this.close();
+  }
 }
 
-/** @param {import("./chat.js").Source} source */
-function passage(source) {
+/** @param {number} number @param {string} name @param {string} id of the passage @param {() => void} onclick */
+function chip(number, name, id, onclick) {
+  const settings = { type: "button", class: "chip", title: name, "aria-expanded": "false", "aria-controls": id, onclick };
+  return element("button", settings, element("b", {}, String(number)), element("span", { class: "chip-name" }, name));
+}
+
+/** @param {Source} source @param {() => void} close */
+function passage(source, close) {
   const [words, why] = origin(source.kv);
   const facts = [source.score === null ? "" : `score ${source.score.toFixed(2)}`, counted(source.tokens, "token")];
-  return element(
-    "details",
-    { class: "passage" },
-    element(
-      "summary",
-      {},
-      element("span", { class: "passage-name" }, source.title || source.source || source.chunk_id),
-      element("span", { class: "passage-facts" }, facts.filter(Boolean).join(", ")),
-      element("span", { class: `kv kv-${source.kv in ORIGINS ? source.kv : "other"}` }, words),
-    ),
-    element("blockquote", {}, source.text),
-    element("p", { class: "note" }, [source.source, why].filter(Boolean).join(" · ")),
+  const button = element("button", { type: "button", class: "bare", "aria-label": "Close the passage", onclick: close }, icon("close"));
+  const head = element(
+    "header",
+    {},
+    element("h4", { class: "passage-name" }, nameOf(source)),
+    element("span", { class: "passage-facts" }, facts.filter(Boolean).join(", ")),
+    element("span", { class: `kv kv-${source.kv in ORIGINS ? source.kv : "other"}` }, words),
+    button,
   );
+  const note = element("p", { class: "note" }, [source.source, why].filter(Boolean).join(" · "));
+  return element("div", { class: "passage", id: `passage-${++made}`, hidden: true }, head, element("blockquote", {}, source.text), note);
 }

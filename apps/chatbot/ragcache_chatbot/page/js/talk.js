@@ -92,14 +92,14 @@ export class Talk {
   }
 
   /** Compare with a full prefill, or end the comparison that runs. @param {TurnView} view */
-  async #compare(view) {
-    const { turn, prefill } = view;
+  async #compare({ turn, answer }) {
+    const { prefill } = answer;
     if (prefill.measuring) return this.#comparing?.abort();
     this.#comparing?.abort();
     const { signal } = (this.#comparing = new AbortController());
     const show = (/** @type {Partial<import("./prefill-view.js").PrefillView>} */ change) => {
       Object.assign(prefill, change);
-      view.updatePrefill();
+      answer.updatePrefill();
     };
     show({ measuring: "starting", trouble: "" });
     try {
@@ -143,7 +143,7 @@ export class Talk {
     turn.usage = usage ?? turn.usage;
     turn.text += text ?? "";
     if (sources || ending || usage) view.update();
-    else view.updateText();
+    else view.answer.updateText();
     if (sources) this.#save();
   }
 
@@ -152,8 +152,8 @@ export class Talk {
     const start_ms = performance.now();
     const since = () => (performance.now() - start_ms) / 1000;
     const timer = setInterval(() => {
-      view.prefill.waited_s = since();
-      view.updatePrefill();
+      view.answer.prefill.waited_s = since();
+      view.answer.updatePrefill();
     }, CLOCK_MS);
     return {
       /** @param {boolean} [inVain] no token came */
@@ -161,7 +161,7 @@ export class Talk {
         clearInterval(timer);
         if (view.turn.first_token_s !== null || inVain) return;
         view.turn.first_token_s = since();
-        view.updatePrefill();
+        view.answer.updatePrefill();
       },
     };
   }
@@ -171,8 +171,9 @@ export class Talk {
     this.#views.at(-1)?.fold();
     const actions = {
       again: this.again.bind(this),
-      measure: (/** @type {TurnView} */ view) => void this.#compare(view),
+      measure: () => void this.#compare(view),
     };
+    /** @type {TurnView} */
     const view = new TurnView(turn, actions);
     this.#views.push(view);
     byId("turns").append(view.node);

@@ -1,5 +1,7 @@
 // Light or dark: the system's choice until the reader makes one. Runs before the first paint.
 
+import { icon } from "./icons.js";
+
 const STORED = "ragcache.theme";
 const system = matchMedia("(prefers-color-scheme: dark)");
 
@@ -14,8 +16,8 @@ function show() {
   document.documentElement.dataset.theme = now;
   const button = document.getElementById("theme");
   if (!button) return;
-  button.textContent = now === "dark" ? "Light" : "Dark";
-  button.setAttribute("aria-label", `${button.textContent} theme`);
+  button.setAttribute("aria-label", now === "dark" ? "Light theme" : "Dark theme");
+  button.replaceChildren(icon(now === "dark" ? "sun" : "moon"));
 }
 
 function toggle() {
