@@ -177,4 +177,6 @@ def _variables(threads: int, environments: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CACHE_ROOT": str(environments / "vllm-cache"),
+        # Its clock goes on while it is stopped, for as long as a slow peer answers eight askers.
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(8 * int(ASK_TIMEOUT_S)),
     }
