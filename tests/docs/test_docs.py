@@ -17,6 +17,7 @@ import ragcache as rc
 from ragcache.cli.app import build_app
 from ragcache.engine.care.doctor import DoctorReport
 from ragcache.engine.care.info import Info
+from ragcache.planning.shape import KVShape
 from ragcache.store.records import StoredDocument
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,3 +177,12 @@ def test_json_fields_are_documented():
     assert {f.name for f in fields(rc.Answer)} <= promised["ask"]
     assert {f.name for f in fields(rc.Usage)} <= promised["ask"]
     assert {f.name for f in fields(rc.IngestReport)} <= promised["ingest"]
+
+
+def test_the_kv_of_models_is_what_their_shapes_make():
+    row = r"^\| `[\w./-]+` \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) MB \|$"
+    rows = re.findall(row, TEXTS["docs/models.md"], re.M)
+    assert len(rows) == TEXTS["docs/models.md"].split("## What to look for")[0].count("| `")
+    for layers, heads, width, megabytes in rows:
+        shape = KVShape(int(layers), int(heads), int(width), dtype="bfloat16")
+        assert float(megabytes) == round(1000 * shape.bytes_per_token / 1e6, 1)
