@@ -22,7 +22,8 @@ from ragcache.errors import ConfigError
 if TYPE_CHECKING:
     from ragcache import Answer, Hit, RagCache, Sampling
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# Links in a clone, files in a wheel.
+EXAMPLES = (Path(__file__).resolve().parents[1] / "demo" / "corpus").resolve().parent
 QUESTIONS_SUFFIX = "_questions.jsonl"
 MAX_TOKENS = 48
 REPEATS = 3

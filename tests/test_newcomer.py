@@ -1,0 +1,23 @@
+"""What a new user does with the built wheel, outside the repository."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_newcomer_gets_there(tmp_path):
+    done = subprocess.run([ROOT / "scripts" / "newcomer", tmp_path], capture_output=True, text=True, check=False)
+    if "No matching distribution" in done.stderr or "Could not find a version" in done.stderr:
+        pytest.skip("packages cannot be fetched")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Petra Elley now lives in East Thornbury" in done.stdout
+    assert "Jonas Lansen belongs to the Chess Club Crown." in done.stdout
+    assert "tram.md" in done.stdout.split("== ragcache list")[1].split("==")[0]
+    assert done.stdout.endswith("== all went well\n")
