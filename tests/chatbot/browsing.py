@@ -180,6 +180,12 @@ class Tab:
         expect(turn).to_have_attribute("data-state", "done")
         return turn
 
+    def kept(self) -> list[dict[str, Any]]:
+        """The turns of the one conversation that the browser keeps."""
+        entries = self.page.evaluate("Object.entries(localStorage)")
+        [kept] = [json.loads(text) for name, text in entries if name.startswith("ragcache.conversation")]
+        return kept["turns"]
+
     def expect_no_overflow(self) -> None:
         wide, room = self.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert wide <= room

@@ -215,6 +215,11 @@ def test_phone(open_tab, site):
         tab.show(name)
         tab.expect_no_overflow()
         expect_targets(tab)
+    tab.page.get_by_role("button", name="Conversations").click()
+    expect(panels).to_be_hidden()
+    expect(tab.page.get_by_role("navigation").get_by_role("listitem")).to_have_count(1)
+    tab.expect_no_overflow()
+    expect_targets(tab)
     tab.page.get_by_role("button", name="Back").click()
     expect(tab.page.get_by_label("Question", exact=True)).to_be_visible()
 

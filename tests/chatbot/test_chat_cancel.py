@@ -22,21 +22,16 @@ def expect_aborted(tab: Tab, path: str, button: Locator) -> None:
     assert failed.value.failure == "net::ERR_ABORTED"
 
 
-def test_stop_ends_an_answer(tab: Tab, slowed):
+def test_stop_and_new_conversation_end_an_answer(tab: Tab, slowed):
     slowed.pause_s = 0.3
     turn = tab.send(QUESTION)
     expect(turn.locator(".chip").first).to_be_visible()
     expect_aborted(tab, "/v1/chat/completions", tab.page.get_by_role("button", name="Stop", exact=True))
     expect(turn).to_have_attribute("data-state", "stopped")
     expect(tab.page.get_by_role("button", name="Send")).to_be_visible()
-
-
-def test_new_conversation_ends_an_answer(tab: Tab, slowed):
-    slowed.pause_s = 0.3
     tab.send(QUESTION)
-    tab.page.get_by_role("button", name="New conversation").click()
-    yes = tab.page.get_by_role("dialog").get_by_role("button", name="New conversation")
-    expect_aborted(tab, "/v1/chat/completions", yes)
+    expect_aborted(tab, "/v1/chat/completions", tab.page.get_by_role("button", name="New conversation"))
+    expect(tab.page.locator(".turn")).to_have_count(0)
 
 
 def test_stop_ends_a_question_that_waits_for_the_models_name(open_tab, site):
@@ -75,20 +70,18 @@ def test_cancel_ends_an_upload(tab: Tab, slowed, sent):
     expect(tab.page.locator("#upload")).to_be_hidden()
 
 
-@pytest.mark.parametrize("button", ["Stop measuring", "New conversation"])
-def test_measuring_is_stopped(tab: Tab, button):
+def test_measuring_is_stopped(tab: Tab):
     turn = tab.ask(QUESTION)
     turn.locator(".prefill > summary").click()
     asked = []
     tab.page.route("**/v1/chat/completions", lambda route: asked.append(route))  # never answered
-    turn.get_by_role("button", name="Measure a full prefill").click()
+    measure = turn.get_by_role("button", name="Measure a full prefill")
     stop = turn.get_by_role("button", name="Stop measuring (1 of 10)")
-    expect(stop).to_be_visible()
-    if button == "New conversation":
-        tab.page.get_by_role("button", name=button).click()
-        stop = tab.page.get_by_role("dialog").get_by_role("button", name=button)
-    expect_aborted(tab, "/v1/chat/completions", stop)
-    assert len(asked) == 1
-    if button == "Stop measuring":
-        expect(turn.get_by_role("button", name="Measure a full prefill")).to_be_visible()
-        expect(turn.locator(".prefill [role=alert]")).to_be_hidden()
+    for number, button in enumerate((stop, tab.page.get_by_role("button", name="New conversation")), 1):
+        measure.click()
+        expect(stop).to_be_visible()
+        expect_aborted(tab, "/v1/chat/completions", button)
+        assert len(asked) == number
+        if button == stop:
+            expect(measure).to_be_visible()
+            expect(turn.locator(".prefill [role=alert]")).to_be_hidden()

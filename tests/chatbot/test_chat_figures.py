@@ -71,7 +71,7 @@ def test_no_ratio_is_claimed(tab: Tab, slowed, full_s):
 
 def test_tokens_come_before_times(tab: Tab):
     turn = tab.ask(QUESTION)
-    kept = tab.page.evaluate("JSON.parse(localStorage['ragcache.conversation']).turns[0].usage")
+    kept = tab.kept()[0]["usage"]
     assert kept["cached_tokens"] > 0
     statement = open_chart(turn).locator(".statement")
     start = f"{kept['cached_tokens']} of {kept['prompt_tokens']} prompt tokens not computed. Time"
@@ -117,12 +117,11 @@ def test_conversation_shows_medians_by_method(tab: Tab, slowed):
     tab.page.get_by_label("Method").select_option("full")
     tab.ask(QUESTION)
     expect(figures).to_contain_text("First token, link40 ms, median of 3First token, full60 ms")
-    turns = tab.page.evaluate("JSON.parse(localStorage['ragcache.conversation']).turns")
+    turns = tab.kept()
     assert len(turns) == len(times)
     avoided, tokens = (sum(turn["usage"][name] for turn in turns) for name in ("cached_tokens", "prompt_tokens"))
     expect(figures).to_contain_text(f"Tokens not computed{avoided:,} of {tokens:,}")
     tab.page.reload()
     expect(figures).to_contain_text(f"Tokens not computed{avoided:,} of {tokens:,}")
     tab.page.get_by_role("button", name="New conversation").click()
-    tab.page.get_by_role("dialog").get_by_role("button", name="New conversation").click()
     expect(figures).to_have_text("Answers0")

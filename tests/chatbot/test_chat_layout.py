@@ -50,7 +50,7 @@ def test_finished_answer_is_in_view_below_its_question(sized: Tab):
     parts = turn.locator(".question, .answer, .sources, .prefill").evaluate_all("all => all.map(one => one.className)")
     assert parts == ["question", "answer", "sources", "fold prefill"]
     line = turn.locator(".prefill > summary")
-    usage = sized.page.evaluate("JSON.parse(localStorage['ragcache.conversation']).turns.at(-1)")
+    usage = sized.kept()[-1]
     computed, prompt = usage["ending"]["computed_tokens"], usage["usage"]["prompt_tokens"]
     assert re.fullmatch(rf"[\d.]+ m?s, {computed} of {prompt} tokens computed", line.inner_text())
     chart = turn.locator(".prefill svg[role=img]").first
@@ -92,7 +92,7 @@ def test_question_stays_pinned_and_never_covers_the_focus(sized: Tab, slowed):
     # Nor is the focus ever below it.
     turn.get_by_role("button", name="Ask again").focus()
     turn.get_by_role("button", name="Ask again").evaluate("node => node.scrollIntoView({block: 'end'})")
-    for _ in range(6):  # the line, five chips
+    for _ in range(8):  # other actions, the line, five chips
         sized.page.keyboard.press("Shift+Tab")
         bottom = turn.locator(".question").evaluate("node => node.getBoundingClientRect().bottom")
         assert sized.page.evaluate("document.activeElement.getBoundingClientRect().top") >= bottom - 1

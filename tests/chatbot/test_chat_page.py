@@ -131,23 +131,40 @@ def test_method_and_number_of_passages_are_chosen(tab: Tab):
     expect(tab.page.get_by_label("Passages to read")).to_have_value("2")
 
 
-def test_earlier_turns_are_sent_unless_they_are_not_wanted(tab: Tab):
+def test_settings_are_sent_and_kept(tab: Tab):
     asked = []
     tab.page.on("request", lambda request: asked.append(request.post_data_json) if request.post_data else None)
     tab.ask(QUESTION)
     tab.ask(OTHER)
     tab.show("Settings")
     tab.page.get_by_label("Send earlier turns").uncheck()
+    tab.page.get_by_label("Temperature").fill("0.25")
+    tab.page.get_by_label("Longest answer").fill("2")
+    tab.page.get_by_label("System prompt").fill("Answer in one sentence.")
+    expect(tab.ask(OTHER)).to_contain_text("cut at the longest answer allowed")
+    tab.page.get_by_label("Temperature").fill("3")
+    tab.page.get_by_label("Longest answer").fill("")
+    tab.page.get_by_label("System prompt").fill("")
+    expect(tab.page.locator("#temperature-note")).to_have_text(re.compile("^Give a number from 0 to 2;"))
     tab.ask(OTHER)
     said = [[(message["role"], message["content"]) for message in body["messages"]] for body in asked]
     assert said == [
         [("user", QUESTION)],
         [("user", QUESTION), ("assistant", ANSWER), ("user", OTHER)],
+        [("system", "Answer in one sentence."), ("user", OTHER)],
         [("user", OTHER)],
     ]
+    sampling = [{name: body.get(name) for name in ("temperature", "max_tokens")} for body in asked]
+    nothing = {"temperature": None, "max_tokens": None}
+    assert sampling == [nothing, nothing, {"temperature": 0.25, "max_tokens": 2}, nothing]
+    tab.page.get_by_label("Longest answer").fill("7")
+    tab.page.get_by_label("Longest answer").blur()
+    tab.page.reload()
+    expect(tab.page.get_by_label("Longest answer")).to_have_value("7")
+    expect(tab.page.get_by_label("Send earlier turns")).not_to_be_checked()
 
 
-def test_reload_keeps_the_conversation(tab: Tab):
+def test_conversations_are_kept_listed_and_deleted(tab: Tab):
     tab.ask(QUESTION)
     turn = tab.ask(OTHER)
     turn.locator(".prefill > summary").click()
@@ -160,8 +177,17 @@ def test_reload_keeps_the_conversation(tab: Tab):
         one.inner_html() for one in tab.page.locator(".turn .picture, .turn .answer, .turn .sources").all()
     ] == shown
     tab.page.get_by_role("button", name="New conversation").click()
-    tab.page.get_by_role("dialog").get_by_role("button", name="New conversation").click()
     expect(tab.page.locator(".turn")).to_have_count(0)
+    tab.page.reload()
+    expect(tab.page.get_by_text("Ask your documents")).to_be_visible()
+    kept = tab.page.get_by_role("navigation", name="Conversations").get_by_role("button", name=QUESTION, exact=True)
+    kept.click()
+    expect(tab.page.locator(".turn")).to_have_count(2)
+    expect(kept).to_have_attribute("aria-current", "true")
+    tab.page.get_by_role("button", name=f"Delete {QUESTION}").click()
+    tab.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(tab.page.locator(".turn")).to_have_count(0)
+    expect(kept).to_have_count(0)
     tab.page.reload()
     expect(tab.page.get_by_text("Ask your documents")).to_be_visible()
 

@@ -10,6 +10,7 @@ import { nameOf, SourcesView } from "./sources-view.js";
 /** @typedef {import("./conversation.js").Answer} Answer */
 
 export class AnswerView {
+  #name = element("h4", { class: "answer-name", hidden: true });
   #text = new AnswerText();
   #note = element("p", { class: "turn-note" });
   #trouble = element("div", { class: "trouble", role: "alert" });
@@ -18,18 +19,25 @@ export class AnswerView {
 
   /**
    * @param {Answer} answer
-   * @param {() => void} measure compares with a full prefill, or ends the comparison that runs
+   * @param {(view: AnswerView) => void} measure compares with a full prefill, or ends the comparison that runs
    */
   constructor(answer, measure) {
     this.answer = answer;
-    this.prefill = new PrefillView(measure);
-    const parts = [this.#text.node, this.#note, this.#trouble, this.#sources.node, ...this.prefill.nodes];
+    this.prefill = new PrefillView(() => measure(this));
+    const parts = [this.#name, this.#text.node, this.#note, this.#trouble, this.#sources.node, ...this.prefill.nodes];
     this.node = element("div", { class: "answer-part" }, ...parts);
     this.update();
   }
 
+  /** Where another answer stands beside it. @param {string} name */
+  name(name) {
+    this.#name.textContent = name;
+    this.#name.hidden = false;
+  }
+
   /** Show the answer as it is now. */
   update() {
+    this.node.dataset.state = this.answer.state;
     this.updateText();
     this.#note.textContent = noteText(this.answer);
     this.#note.hidden = !this.#note.textContent;

@@ -28,8 +28,10 @@ import { ApiError, ConnectionError } from "./api.js";
 /** @typedef {{role: string, content: string}} Message */
 
 /**
- * @typedef {{model: string, messages: Message[], method: string, k: number, trim: boolean}} Ask
- * method: "" for the store's own. trim: leave passages out that do not fit the model's context
+ * @typedef {{model: string, messages: Message[], method: string, k: number, trim: boolean, sampling: object,
+ *   passages?: object}} Ask
+ * method: "" for the store's own. trim: leave passages out that do not fit the model's context. sampling: temperature and
+ * max_tokens, where they are not the server's. passages: instead of a search
  */
 
 /**
@@ -40,8 +42,10 @@ import { ApiError, ConnectionError } from "./api.js";
  * @returns {AsyncGenerator<ChatEvent>}
  */
 export async function* askStreaming(api, ask, signal) {
-  const ragcache = { k: ask.k, ...methodField(ask.method), ...(ask.trim ? { on_overflow: "trim" } : {}) };
-  const request = { model: ask.model, messages: ask.messages, stream: true, stream_options: { include_usage: true }, ragcache };
+  const { model, messages, sampling } = ask;
+  const passages = ask.passages ?? { k: ask.k };
+  const ragcache = { ...passages, ...methodField(ask.method), ...(ask.trim ? { on_overflow: "trim" } : {}) };
+  const request = { model, messages, ...sampling, stream: true, stream_options: { include_usage: true }, ragcache };
   let complete = false;
   for await (const { data } of api.events("v1/chat/completions", request, signal)) {
     if (data === "[DONE]") complete = true;

@@ -3,30 +3,30 @@
 import { byId, element } from "./dom.js";
 import { count, duration, median } from "./format.js";
 
-/** @param {import("./conversation.js").Turn[]} turns */
-export function showFigures(turns) {
-  const answered = turns.filter(({ state, ending, usage }) => state === "done" && ending && usage);
+/** @param {import("./conversation.js").Answer[]} answers */
+export function showFigures(answers) {
+  const answered = answers.filter(({ state, ending, usage }) => state === "done" && ending && usage);
   const found = rows(answered).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]);
   byId("conversation-figures").replaceChildren(...found);
 }
 
-/** @param {import("./conversation.js").Turn[]} turns @returns {[string, string][]} */
-function rows(turns) {
-  const prompts = turns.flatMap(({ usage }) => usage ?? []);
+/** @param {import("./conversation.js").Answer[]} answers @returns {[string, string][]} */
+function rows(answers) {
+  const prompts = answers.flatMap(({ usage }) => usage ?? []);
   const avoided = sum(prompts.map(({ cached_tokens }) => cached_tokens));
   const all = sum(prompts.map(({ prompt_tokens }) => prompt_tokens));
   return [
     ["Answers", count(prompts.length)],
     ...(all ? [/** @type {[string, string]} */ (["Tokens not computed", `${count(avoided)} of ${count(all)}`])] : []),
-    ...firstTokens(turns),
+    ...firstTokens(answers),
   ];
 }
 
-/** Times of different methods are not mixed. @param {import("./conversation.js").Turn[]} turns @returns {[string, string][]} */
-function firstTokens(turns) {
+/** Times of different methods are not mixed. @param {import("./conversation.js").Answer[]} answers @returns {[string, string][]} */
+function firstTokens(answers) {
   /** @type {Map<string, number[]>} */
   const times = new Map();
-  for (const { method, timings } of turns.flatMap(({ ending }) => ending ?? []))
+  for (const { method, timings } of answers.flatMap(({ ending }) => ending ?? []))
     times.set(method, [...(times.get(method) ?? []), timings.ttft_s]);
   return [...times].map(([method, found]) => {
     const what = found.length > 1 ? `, median of ${count(found.length)}` : "";

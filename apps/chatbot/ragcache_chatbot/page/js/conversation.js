@@ -1,6 +1,5 @@
-// The turns of one conversation, kept in this browser over a reload.
+// The turns of one conversation, kept in this browser.
 
-const STORED = "ragcache.conversation";
 const VERSION = 1;
 
 /**
@@ -9,8 +8,6 @@ const VERSION = 1;
  * @property {"asking" | "done" | "stopped" | "failed"} state
  * @property {string} text as far as it came
  * @property {string} method that was asked for; "" for the store's own
- * @property {boolean} earlier whether earlier turns were sent
- * @property {boolean} trim whether passages that do not fit were left out
  * @property {import("./chat.js").Source[] | null} sources
  * @property {import("./chat.js").Ending | null} ending
  * @property {import("./chat.js").Usage | null} usage
@@ -19,36 +16,36 @@ const VERSION = 1;
  * @property {import("./errors.js").Trouble | null} trouble
  */
 
-/** @typedef {Answer & {question: string}} Turn */
+/**
+ * One question. `earlier`: whether earlier turns were sent; `trim`: whether passages that do not fit were left out;
+ * `beside`: what another method answers over the same passages
+ * @typedef {Answer & {question: string, earlier: boolean, trim: boolean, system?: string, beside?: Answer | null}} Turn
+ */
 
 export class Conversation {
-  /** @type {Turn[]} */
-  turns = [];
-
-  constructor() {
-    this.turns = stored();
+  /** @param {string} name that it is kept under */
+  constructor(name) {
+    this.name = name;
+    const { turns, changed_ms } = stored(name);
+    this.turns = turns;
+    this.changed_ms = changed_ms;
   }
 
   /**
    * @param {string} question
-   * @param {{method: string, earlier: boolean, trim: boolean}} how
+   * @param {{method: string, earlier: boolean, trim: boolean, system: string}} how
    * @returns {Turn}
    */
   add(question, how) {
-    const nothing = { sources: null, ending: null, usage: null, first_token_s: null, comparison: null, trouble: null };
-    /** @type {Turn} */
-    const turn = { question, state: "asking", text: "", ...how, ...nothing };
+    const turn = { question, ...asking(how.method), ...how };
     this.turns.push(turn);
+    this.changed_ms = Date.now();
     return turn;
   }
 
-  /** @param {Turn} turn */
-  remove(turn) {
-    this.turns = this.turns.filter((other) => other !== turn);
-  }
-
-  clear() {
-    this.turns = [];
+  /** Remove a turn and all that follow it. @param {Turn} turn */
+  cut(turn) {
+    this.turns.splice(this.turns.indexOf(turn));
   }
 
   /**
@@ -62,13 +59,16 @@ export class Conversation {
       { role: "user", content: question },
       { role: "assistant", content: text },
     ]);
-    return [...history, { role: "user", content: turn.question }];
+    const system = turn.system ? [{ role: "system", content: turn.system }] : [];
+    return [...system, ...history, { role: "user", content: turn.question }];
   }
 
   /** @returns {boolean} false where the browser would not keep it */
   save() {
     try {
-      localStorage.setItem(STORED, JSON.stringify({ version: VERSION, turns: this.turns }));
+      const { turns, changed_ms } = this;
+      if (turns.length) localStorage.setItem(this.name, JSON.stringify({ version: VERSION, changed_ms, turns }));
+      else localStorage.removeItem(this.name);
       return true;
     } catch {
       return false; // storage is full, or forbidden
@@ -76,17 +76,26 @@ export class Conversation {
   }
 }
 
-/** @returns {Turn[]} */
-function stored() {
-  try {
-    const { version, turns } = JSON.parse(localStorage.getItem(STORED) ?? "{}");
-    return version === VERSION && Array.isArray(turns) ? turns.map(settled) : [];
-  } catch {
-    return []; // written by something else
-  }
+/** An answer that is asked for. @param {string} method @returns {Answer} */
+export function asking(method) {
+  const nothing = { sources: null, ending: null, usage: null, first_token_s: null, comparison: null, trouble: null };
+  return { state: "asking", text: "", method, ...nothing };
 }
 
-/** A turn that a reload cut off has stopped. @param {Turn} turn @returns {Turn} */
-function settled(turn) {
-  return turn.state === "asking" ? { ...turn, state: "stopped" } : turn;
+/** @param {string} name @returns {{turns: Turn[], changed_ms: number}} */
+function stored(name) {
+  try {
+    const { version, turns, changed_ms = 0 } = JSON.parse(localStorage.getItem(name) ?? "{}");
+    if (version === VERSION && Array.isArray(turns)) return { turns: turns.map(settled), changed_ms };
+  } catch {
+    // written by something else
+  }
+  return { turns: [], changed_ms: 0 };
+}
+
+/** An answer that a reload cut off has stopped. @template {Answer} T @param {T} answer @returns {T} */
+function settled(answer) {
+  const beside = /** @type {Answer & {beside?: Answer | null}} */ (answer).beside;
+  const whole = beside ? { ...answer, beside: settled(beside) } : answer;
+  return whole.state === "asking" ? { ...whole, state: "stopped" } : whole;
 }

@@ -2,31 +2,40 @@
 
 import { Api } from "./api.js";
 import { Composer } from "./composer.js";
-import { confirmed } from "./confirm.js";
-import { Conversation } from "./conversation.js";
+import { Conversations } from "./conversations.js";
+import { ConversationsView } from "./conversations-view.js";
 import { Documents } from "./documents.js";
 import { DocumentsView } from "./documents-view.js";
 import { byId } from "./dom.js";
+import { closeDrawers, prepareDrawers } from "./drawers.js";
 import { showHints } from "./hints.js";
 import { Keyring } from "./keyring.js";
-import { preparePanels } from "./panels.js";
 import { Settings } from "./settings.js";
 import { StoreView } from "./store-view.js";
+import { prepareTabs } from "./tabs.js";
 import { Talk } from "./talk.js";
 import { UploadView } from "./upload-view.js";
 
 const api = new Api(new Keyring());
 const settings = new Settings();
 const store = new StoreView(api);
+const conversations = new Conversations();
 let model = "";
 
-const talk = new Talk(api, new Conversation(), settings, {
+const talk = new Talk(api, conversations.current, settings, {
   model: servedModel,
   busy: (busy) => composer.busy(busy),
   answered: () => void refreshStore(),
+  saved: () => kept.update(),
 });
 const ask = (/** @type {string} */ question) => void talk.ask(question);
 const composer = new Composer({ ask, stop: () => talk.stop(), busy: () => talk.busy });
+const kept = new ConversationsView(conversations, (conversation) => {
+  closeDrawers();
+  if (conversation === talk.conversation) return;
+  talk.open(conversation);
+  composer.write("");
+});
 
 const documents = new Documents(api);
 const list = new DocumentsView(documents, () => void refreshStore());
@@ -55,17 +64,12 @@ async function offerMethods(own) {
   if (byId("method").options.length > 1) return;
   const { data } = await api.json("v1/methods");
   settings.offer(data, own);
+  talk.update();
 }
 
-async function newConversation() {
-  const text = "The questions and answers that this browser keeps are removed. Documents stay.";
-  if (talk.conversation.turns.length && !(await confirmed("Start a new conversation?", text, "New conversation"))) return;
-  talk.clear();
-  composer.write("");
-}
-
-byId("new-conversation").addEventListener("click", () => void newConversation());
-preparePanels();
+prepareDrawers();
+prepareTabs();
+kept.update();
 void refreshStore();
 void list.refresh();
 byId("question").focus();

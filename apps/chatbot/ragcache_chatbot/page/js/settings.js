@@ -1,10 +1,12 @@
-// Method, number of passages, earlier turns: the form, kept over a reload.
+// How questions are asked: the form, kept over a reload.
 
 import { byId, element } from "./dom.js";
 import { methodName, methodSays, NAMED } from "./method-names.js";
 
 const STORED = "ragcache.settings";
-const DEFAULTS = { method: "", k: 5, earlier: true };
+const DEFAULTS = { method: "", k: 5, earlier: true, temperature: "", max_tokens: "", system: "" };
+/** A number that is empty is the server's own. */
+const NUMBERS = ["k", "temperature", "max_tokens"];
 
 /** @typedef {{name: string, paper: string, summary?: string, needs_training: boolean, usable: boolean}} Method */
 
@@ -16,9 +18,9 @@ export class Settings {
   constructor() {
     const kept = stored();
     this.#select.append(element("option", { value: kept.method, textContent: kept.method ? methodName(kept.method) : "Recommended" }));
-    byId("k").value = String(kept.k);
+    for (const name of [...NUMBERS, "system"]) byId(name).value = String(kept[/** @type {keyof typeof DEFAULTS} */ (name)]);
     byId("earlier").checked = kept.earlier;
-    for (const id of ["method", "k", "earlier"]) byId(id).addEventListener("change", () => this.#changed());
+    for (const id of Object.keys(DEFAULTS)) byId(id).addEventListener("change", () => this.#changed());
   }
 
   /** "" for the store's own. @returns {string} */
@@ -26,9 +28,21 @@ export class Settings {
     return this.#select.value;
   }
 
-  get k() {
-    const k = byId("k");
-    return k.validity.valid && k.value ? Number(k.value) : DEFAULTS.k;
+  get system() {
+    return byId("system").value.trim();
+  }
+
+  /** Names of the methods that can be asked for. */
+  get usable() {
+    return this.#methods.filter(({ usable }) => usable).map(({ name }) => name);
+  }
+
+  /** Passages to read, and how the answer is chosen. */
+  get asked() {
+    const sampling = Object.fromEntries(
+      ["temperature", "max_tokens"].flatMap((name) => (given(name) === null ? [] : [[name, given(name)]])),
+    );
+    return { k: given("k") ?? DEFAULTS.k, sampling };
   }
 
   get earlier() {
@@ -61,10 +75,10 @@ export class Settings {
   }
 
   #changed() {
-    const k = byId("k");
-    byId("k-note").hidden = k.validity.valid && k.value !== "";
-    byId("k-note").textContent = `Give a whole number from ${k.min} to ${k.max}; until then ${DEFAULTS.k} are read.`;
-    localStorage.setItem(STORED, JSON.stringify({ method: this.method, k: this.k, earlier: this.earlier }));
+    for (const name of NUMBERS) noteOn(name);
+    const { method, earlier, system } = this;
+    const numbers = Object.fromEntries(NUMBERS.map((name) => [name, given(name) ?? DEFAULTS[/** @type {"k"} */ (name)]]));
+    localStorage.setItem(STORED, JSON.stringify({ method, earlier, system, ...numbers }));
     this.#describe();
   }
 
@@ -87,15 +101,27 @@ function says({ summary = "" }) {
   return summary && `${summary[0].toUpperCase()}${summary.slice(1)}.`;
 }
 
-/** What was kept, as far as it makes sense. */
+/** The number in a field; null where there is none, or one out of range. @param {string} name */
+function given(name) {
+  const { validity, value } = byId(name);
+  return validity.valid && value !== "" ? Number(value) : null;
+}
+
+/** @param {string} name */
+function noteOn(name) {
+  const { validity, min, max, step } = byId(name);
+  const kind = step === "1" ? "a whole number" : "a number";
+  byId(`${name}-note`).hidden = validity.valid;
+  byId(`${name}-note`).textContent = `Give ${kind} from ${min} to ${max}; until then the default is used.`;
+}
+
+/** What was kept, as far as it is of the right kind. @returns {typeof DEFAULTS} */
 function stored() {
   try {
-    const { method, k, earlier } = JSON.parse(localStorage.getItem(STORED) ?? "{}");
-    return {
-      method: typeof method === "string" ? method : DEFAULTS.method,
-      k: Number.isInteger(k) && k > 0 && k <= 50 ? k : DEFAULTS.k,
-      earlier: typeof earlier === "boolean" ? earlier : DEFAULTS.earlier,
-    };
+    const kept = JSON.parse(localStorage.getItem(STORED) ?? "{}");
+    const isRight = (/** @type {string} */ name, /** @type {unknown} */ value) =>
+      typeof kept[name] === typeof value || (NUMBERS.includes(name) && typeof kept[name] === "number");
+    return Object.assign({}, ...Object.entries(DEFAULTS).map(([name, value]) => ({ [name]: isRight(name, value) ? kept[name] : value })));
   } catch {
     return DEFAULTS;
   }

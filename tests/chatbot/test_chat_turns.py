@@ -1,0 +1,54 @@
+"""The chat page against a real server, in headless Chromium: what can be done with a question and its answer."""
+
+from __future__ import annotations
+
+import re
+
+from browsing import Tab
+from playwright.sync_api import expect
+
+QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
+OTHER, OTHER_ANSWER = "Which product is Mount Birchcombe known for?", "Mount Birchcombe is known for saddles."
+
+
+def test_answer_is_copied_and_question_edited(open_tab, site):
+    tab = open_tab(site, permissions=["clipboard-read", "clipboard-write"]).open()
+    turn = tab.ask(QUESTION)
+    turn.get_by_role("button", name="Copy the answer").click()
+    expect(tab.page.locator("#announcer")).to_have_text("Copied")
+    assert tab.page.evaluate("navigator.clipboard.readText()") == ANSWER
+    tab.ask(QUESTION)
+    edit, box = turn.get_by_role("button", name="Edit the question"), turn.get_by_role("textbox")
+    edit.click()
+    expect(box).to_have_value(QUESTION)
+    expect(turn).to_contain_text("The turns below are removed.")
+    box.press("Escape")
+    expect(box).to_have_count(0)
+    expect(edit).to_be_focused()
+    edit.click()
+    box.fill(OTHER)
+    turn.get_by_role("button", name="Ask this").click()
+    expect(tab.page.locator(".turn")).to_have_count(1)
+    expect(tab.page.locator(".turn .asked")).to_have_text(re.compile(f"{re.escape(OTHER)}$"))
+    expect(tab.page.locator(".turn .answer")).to_have_text(OTHER_ANSWER)
+
+
+def test_two_methods_answer_side_by_side(tab: Tab):
+    asked = []
+    tab.page.on("request", lambda request: asked.append(request.post_data_json) if request.post_data else None)
+    turn = tab.ask(QUESTION)
+    texts = turn.locator(".passage blockquote").all_text_contents()
+    turn.get_by_label("Compare with").select_option("full")
+    answers = turn.locator(".answer-part")
+    expect(answers.locator(".answer-name")).to_have_text(["Recommended", "Exact"])
+    expect(answers.locator(".answer")).to_have_text([ANSWER, ANSWER])
+    expect(answers.nth(1)).to_have_attribute("data-state", "done")
+    own, beside = asked
+    assert (beside["messages"], beside["ragcache"]["method"]) == (own["messages"], "full")
+    assert [document["text"] for document in beside["ragcache"]["documents"]] == texts
+    left, right = (one.bounding_box() for one in answers.all())
+    assert left["y"] == right["y"]
+    assert left["x"] + left["width"] <= right["x"]
+    expect(tab.page.locator("#conversation-figures")).to_contain_text("Answers2")
+    tab.page.reload()
+    expect(answers.locator(".answer")).to_have_text([ANSWER, ANSWER])
