@@ -25,6 +25,8 @@ async def get_store(request: Request) -> Response:
         method=service.kb.method,
         embedder=service.embedding_model,
         max_positions=service.kb.lm.max_positions,
+        max_upload_bytes=service.settings.max_upload_bytes,
+        max_upload_files=service.settings.max_upload_files,
         **{name: getattr(info, name) for name in counted},
     )
     return Response(figures.to_json(), media_type=JSON)

@@ -42,6 +42,7 @@ def test_upload_ask_and_delete(open_tab, site, kb):
     expect(news).to_have_text("1 document added.")
     site.slowed.pause_s = 0
     expect(tab.page.locator("#upload")).to_be_hidden()
+    assert any(text == f"Sending 1 file, {len(TEXT)} B" and value == 1 for text, value, _ in progress)
     assert any(text.startswith("Computing KV") for text, _, _ in progress)
     assert any(value == 1 for _, value, _ in progress)
     expect(tab.page.get_by_role("heading", name=f"{before + 1} documents")).to_be_visible()
@@ -85,18 +86,31 @@ def test_files_are_dropped_and_bad_ones_are_named(tab: Tab, kb):
     assert kb.document(NAME) is not None
 
 
-def test_upload_that_is_too_large(open_tab, kb):
-    with serving(kb, max_upload_bytes=2048) as site:
+def test_files_that_the_server_will_not_take_are_not_sent(open_tab, kb):
+    with serving(kb, max_upload_bytes=4096, max_upload_files=3) as site:
         tab = open_tab(site).open()
-        tab.page.get_by_label("Add files").set_input_files(as_file(NAME, TEXT * 100))
         trouble = tab.page.locator("#documents-news [role=alert]")
-        expect(trouble).to_contain_text("2048")
+        large, small = as_file(NAME, TEXT * 100), as_file("small.md", "x" * 1000)
+        for files, says in (
+            ([small, large], f"which takes 4.0 KiB at once: {NAME} ({len(TEXT) / 10.24:.1f} KiB). Split"),
+            ([small] * 4, "These are 4 files; the server takes 3 at once."),
+            ([{**small, "name": f"{number}.md"} for number in range(3)], "These files have 2.9 KiB together"),
+        ):
+            tab.page.get_by_label("Add files").set_input_files(files)
+            expect(trouble).to_contain_text(says)
+        assert [request for request in tab.requests if request.endswith("/v1/documents")] == []
+        # A page that does not know the limits hears of them.
+        tab.page.route("**/v1/store", lambda route: None)
+        tab.page.reload()
+        tab.page.get_by_label("Add files").set_input_files(large)
+        expect(trouble).to_contain_text("4096")
         expect(trouble).to_contain_text("fewer or smaller files")
+        expect(trouble.get_by_role("button")).to_have_count(0)  # the same again would fail again
         assert kb.document(NAME) is None
         assert "413" in tab.complaints.pop()  # the browser's own line
 
 
-def test_long_list_is_shown_by_pages(tab: Tab, kb):
+def test_list_is_searched_and_shown_by_folders_and_pages(tab: Tab, kb):
     total = len(kb.documents())
     items = tab.page.locator("#documents-list li")
     expect(items).to_have_count(50)
@@ -104,3 +118,19 @@ def test_long_list_is_shown_by_pages(tab: Tab, kb):
         tab.page.get_by_role("button", name="Show more").click()
         expect(items).to_have_count(shown)
     expect(tab.page.get_by_role("button", name="Show more")).to_have_text(f"Show more ({total - 150})")
+    folders = tab.page.locator("#documents-list .folder")
+    expect(folders.locator("summary")).to_have_text(["people", "towns"])
+    expect(folders.first.locator("li")).to_have_count(sum("/people/" in one.id for one in kb.documents()))
+    folders.first.locator("summary").click()
+    expect(folders.first.locator("li").first).to_be_hidden()
+    tab.page.get_by_role("button", name="Show more").click()
+    expect(items).to_have_count(total)
+    expect(folders.first.locator("li").first).to_be_hidden()
+    find = tab.page.get_by_label("Find documents by name")
+    find.fill("Victor Branovic")
+    expect(tab.page.get_by_role("heading", name="1 found")).to_be_visible()
+    assert items.get_by_text("Victor Branovic").count() == 1
+    find.fill("no such thing")
+    expect(tab.page.locator("#documents-list")).to_have_text("No document has this in its name.")
+    find.fill("")
+    expect(items).to_have_count(50)

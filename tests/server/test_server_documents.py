@@ -205,6 +205,7 @@ def test_figures_follow_changes(served: Served, kb):
     assert (before["documents"], before["model"], before["method"]) == (4, "tiny", "reposition")
     assert before["embedder"] == "bag-of-words"
     assert before["max_positions"] == 4096
+    assert (before["max_upload_bytes"], before["max_upload_files"]) == (64 << 20, 100)
     served.http.post(PATH, json={"documents": [NEW]})
     after = served.http.get("/v1/store").json()
     assert after["documents"] == 5

@@ -41,6 +41,8 @@ class StoreFigures(AnswerModel):
     method: str
     embedder: str
     max_positions: int
+    max_upload_bytes: int = Field(description="Largest body of POST /v1/documents")
+    max_upload_files: int = Field(description="Files in one upload")
     documents: int
     chunks: int
     tokens: int

@@ -1,6 +1,7 @@
 // The server's HTTP API.
 
 import { serverEvents } from "./sse.js";
+import { upload } from "./upload.js";
 
 /** An answer of the server that is an error. */
 export class ApiError extends Error {
@@ -57,11 +58,12 @@ export class Api {
    * @param {string} path
    * @param {unknown} body FormData, or sent as JSON
    * @param {AbortSignal} [signal]
+   * @param {(share: number) => void} [onSent] how much of a form has been sent, of 1
    * @returns {AsyncGenerator<import("./sse.js").ServerEvent>}
    */
-  async *events(path, body, signal) {
+  async *events(path, body, signal, onSent) {
     const init = body instanceof FormData ? { method: "POST", body, signal } : jsonRequest(body, signal);
-    const answer = await this.#fetch(path, { ...init, headers: { ...init.headers, Accept: "text/event-stream" } });
+    const answer = await this.#fetch(path, { ...init, headers: { ...init.headers, Accept: "text/event-stream" } }, onSent);
     if (!answer.body) return;
     const events = serverEvents(answer.body);
     try {
@@ -78,15 +80,18 @@ export class Api {
   /**
    * @param {string} path
    * @param {RequestInit} [init]
+   * @param {(share: number) => void} [onSent]
    * @returns {Promise<Response>}
    */
-  async #fetch(path, init = {}) {
+  async #fetch(path, init = {}, onSent) {
     const url = new URL(path, document.baseURI);
     for (;;) {
       const { key } = this.keyring;
       const headers = new Headers(init.headers);
       if (key) headers.set("Authorization", `Bearer ${key}`);
-      const answer = await unbroken(() => fetch(url, { ...init, headers }), init.signal);
+      const { body, signal } = init;
+      const isForm = onSent && body instanceof FormData;
+      const answer = await unbroken(() => (isForm ? upload(url, { body, headers, signal }, onSent) : fetch(url, { ...init, headers })), signal);
       if (answer.ok) return answer;
       if (answer.status !== 401 || !(await this.keyring.renew(key))) throw await apiError(answer);
     }

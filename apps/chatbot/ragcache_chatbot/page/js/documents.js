@@ -22,10 +22,12 @@ export class Documents {
   /**
    * @param {number} offset
    * @param {number} limit
+   * @param {string} name part of an id; "" for all
    * @returns {Promise<{data: Document[], total: number}>}
    */
-  list(offset, limit) {
-    return this.api.json(`v1/documents?limit=${limit}&offset=${offset}`);
+  list(offset, limit, name) {
+    const query = new URLSearchParams({ limit: String(limit), offset: String(offset), ...(name ? { id: `*${name}*` } : {}) });
+    return this.api.json(`v1/documents?${query}`);
   }
 
   /** @param {string} id @returns {Promise<Document>} */
@@ -39,15 +41,16 @@ export class Documents {
   }
 
   /**
-   * @param {Iterable<File>} files
-   * @param {(progress: Progress) => void} onProgress
+   * @param {Iterable<File>} files those of a folder are named with their path in it
+   * @param {(share: number) => void} onSent how much has been sent, of 1
+   * @param {(progress: Progress) => void} onProgress of what follows
    * @param {AbortSignal} signal
    * @returns {Promise<Report>}
    */
-  async add(files, onProgress, signal) {
+  async add(files, onSent, onProgress, signal) {
     const form = new FormData();
-    for (const file of files) form.append("files", file, file.name);
-    for await (const { event, data } of this.api.events("v1/documents", form, signal)) {
+    for (const file of files) form.append("files", file, file.webkitRelativePath || file.name);
+    for await (const { event, data } of this.api.events("v1/documents", form, signal, onSent)) {
       const said = JSON.parse(data);
       if (event === "progress") onProgress(said);
       else if (event === "done") return said;

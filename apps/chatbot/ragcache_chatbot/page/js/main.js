@@ -14,18 +14,20 @@ import { Settings } from "./settings.js";
 import { StoreView } from "./store-view.js";
 import { prepareTabs } from "./tabs.js";
 import { Talk } from "./talk.js";
+import { troubleBox } from "./trouble.js";
 import { UploadView } from "./upload-view.js";
 
 const api = new Api(new Keyring());
 const settings = new Settings();
 const store = new StoreView(api);
 const conversations = new Conversations();
-let model = "";
 
 const talk = new Talk(api, conversations.current, settings, {
   model: servedModel,
   busy: (busy) => composer.busy(busy),
-  answered: () => void refreshStore(),
+  answered: ({ state }) => {
+    if (state !== "failed") void refresh(); // what failed is told where it was asked
+  },
   saved: () => kept.update(),
 });
 const ask = (/** @type {string} */ question) => void talk.ask(question);
@@ -38,16 +40,21 @@ const kept = new ConversationsView(conversations, (conversation) => {
 });
 
 const documents = new Documents(api);
-const list = new DocumentsView(documents, () => void refreshStore());
-new UploadView(documents, (ids) => {
-  void list.refresh(ids);
-  void refreshStore();
-});
+const list = new DocumentsView(documents, () => void refresh());
+new UploadView(documents, { limits: () => store.figures, changed: (ids) => void refresh(ids) });
+
+/** What the server holds, the list of documents where ids are given. One message says why it cannot be had. @param {string[]} [ids] */
+async function refresh(ids) {
+  try {
+    await Promise.all([refreshStore(), ids && list.refresh(ids)]);
+    byId("trouble").replaceChildren();
+  } catch (error) {
+    byId("trouble").replaceChildren(troubleBox(error, () => void refresh(ids ?? [])));
+  }
+}
 
 async function refreshStore() {
   const figures = await store.refresh();
-  if (!figures) return;
-  model = figures.model;
   byId("served").textContent = figures.model;
   showHints(figures, ask);
   await offerMethods(figures.method);
@@ -55,7 +62,7 @@ async function refreshStore() {
 
 /** The model's name, which a question may need before the store's figures are here. Raises ApiError, ConnectionError. */
 async function servedModel(/** @type {AbortSignal} */ signal) {
-  if (!model) ({ model } = await api.json("v1/store", { signal }));
+  const { model } = store.figures ?? (await api.json("v1/store", { signal }));
   return model;
 }
 
@@ -70,6 +77,5 @@ async function offerMethods(own) {
 prepareDrawers();
 prepareTabs();
 kept.update();
-void refreshStore();
-void list.refresh();
+void refresh([]);
 byId("question").focus();

@@ -1,4 +1,4 @@
-this.answer.name(this.turn.method ? methodName(this.turn.method) : "Recommended");// One question with its answer, another method's beside it, and what can be done with them.
+// One question with its answer, another method's beside it, and what can be done with them.
 
 import { AnswerView } from "./answer-view.js";
 import { copyButton } from "./copy.js";
@@ -60,7 +60,7 @@ export class TurnView {
   showBeside(answer) {
     this.#beside?.node.remove();
     this.#beside = new AnswerView(answer, this.actions.measure);
-    this.answer.name(methodName(this.turn.ending?.method ?? this.turn.method) || "Recommended");
+    this.answer.name(this.turn.method ? methodName(this.turn.method) : "Recommended");
     this.#beside.name(methodName(answer.method));
     this.#answers.append(this.#beside.node);
     return this.#beside;
