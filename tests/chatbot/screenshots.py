@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 CORPUS = Path("examples/corpus")  # sources are shown by this path
 QUESTION, SECOND = "What is Victor Branovic's profession?", "What does the home town of Julia Haleau make?"
-FOUND = "Julia Haleau"
 
 
 def main() -> None:
