@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragcache import RagCache, RagCacheError, methods
+from ragcache.ingest.readers import READERS
 from ragcache.server.body import JSON
 from ragcache.server.openapi import errors
 from ragcache.server.schemas.store import MethodItem, MethodList, StoreFigures
@@ -27,6 +28,7 @@ async def get_store(request: Request) -> Response:
         max_positions=service.kb.lm.max_positions,
         max_upload_bytes=service.settings.max_upload_bytes,
         max_upload_files=service.settings.max_upload_files,
+        file_kinds=list(READERS),
         **{name: getattr(info, name) for name in counted},
     )
     return Response(figures.to_json(), media_type=JSON)

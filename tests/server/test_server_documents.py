@@ -206,6 +206,7 @@ def test_figures_follow_changes(served: Served, kb):
     assert before["embedder"] == "bag-of-words"
     assert before["max_positions"] == 4096
     assert (before["max_upload_bytes"], before["max_upload_files"]) == (64 << 20, 100)
+    assert {".md", ".pdf"} < set(before["file_kinds"])
     served.http.post(PATH, json={"documents": [NEW]})
     after = served.http.get("/v1/store").json()
     assert after["documents"] == 5

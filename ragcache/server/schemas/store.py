@@ -43,6 +43,7 @@ class StoreFigures(AnswerModel):
     max_positions: int
     max_upload_bytes: int = Field(description="Largest body of POST /v1/documents")
     max_upload_files: int = Field(description="Files in one upload")
+    file_kinds: list[str] = Field(description="Endings of the files that can be read, such as .md")
     documents: int
     chunks: int
     tokens: int

@@ -41,7 +41,7 @@ const kept = new ConversationsView(conversations, (conversation) => {
 
 const documents = new Documents(api);
 const list = new DocumentsView(documents, () => void refresh());
-new UploadView(documents, { limits: () => store.figures, changed: (ids) => void refresh(ids) });
+const uploads = new UploadView(documents, (ids) => void refresh(ids));
 
 /** What the server holds, the list of documents where ids are given. One message says why it cannot be had. @param {string[]} [ids] */
 async function refresh(ids) {
@@ -56,6 +56,7 @@ async function refresh(ids) {
 async function refreshStore() {
   const figures = await store.refresh();
   byId("served").textContent = figures.model;
+  uploads.allow(figures);
   showHints(figures, ask);
   await offerMethods(figures.method);
 }

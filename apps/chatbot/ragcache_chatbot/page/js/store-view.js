@@ -6,7 +6,7 @@ import { bytes, count } from "./format.js";
 /**
  * @typedef {{model: string, method: string, embedder: string, documents: number, chunks: number, tokens: number,
  *   bytes_by_tier: Record<string, number>, hits_by_tier: Record<string, number>, misses: number,
- *   max_positions: number | null, max_upload_bytes: number, max_upload_files: number}} StoreFigures
+ *   max_positions: number | null, max_upload_bytes: number, max_upload_files: number, file_kinds: string[]}} StoreFigures
  */
 
 export class StoreView {

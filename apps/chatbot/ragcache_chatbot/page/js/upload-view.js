@@ -2,74 +2,112 @@
 
 import { ConnectionError } from "./api.js";
 import { byId, element } from "./dom.js";
-import { bytes, count, counted } from "./format.js";
+import { bytes, counted } from "./format.js";
 import { troubleBox } from "./trouble.js";
 
 /** What a stage of an ingestion does. */
 const STAGES = { read: "Reading", embed: "Embedding", encode: "Computing KV", commit: "Storing" };
 const PART_BYTES = 1024; // what a form holds beside a file, at most
 
-/** What the server takes at once. @typedef {{max_upload_bytes: number, max_upload_files: number}} Limits */
+/**
+ * What the server takes at once, and the endings of the files that it can read.
+ * @typedef {{max_upload_bytes: number, max_upload_files: number, file_kinds: string[]}} Limits
+ */
 
 export class UploadView {
+  /** Before the server has told its own, it refuses what is too much. @type {Limits} */
+  #limits = { max_upload_bytes: Infinity, max_upload_files: Infinity, file_kinds: [] };
   /** @type {AbortController | null} */
   #running = null;
 
   /**
    * @param {import("./documents.js").Documents} documents
-   * @param {{limits: () => Limits | null, changed: (ids: string[]) => void}} page
-   *   limits: null while they are not known; changed: the store may hold other documents now, these among them
+   * @param {(ids: string[]) => void} changed the store may hold other documents now, these among them
    */
-  constructor(documents, page) {
+  constructor(documents, changed) {
     this.documents = documents;
-    this.page = page;
-    for (const picker of [byId("files"), byId("folder")]) {
-      picker.addEventListener("change", () => {
-        void this.#add([...picker.files]);
-        picker.value = "";
-      });
-    }
+    this.changed = changed;
+    onPicked(byId("files"), (files) => void this.#add(files));
+    onPicked(byId("folder"), (files) => void this.#add(files.filter((file) => this.#isReadable(file))));
     byId("upload-cancel").addEventListener("click", () => this.#running?.abort());
     acceptDrops(byId("documents"), (files) => void this.#add(files));
   }
 
+  /** @param {Limits} limits */
+  allow(limits) {
+    this.#limits = limits;
+    byId("files").accept = limits.file_kinds.join(",");
+  }
+
+  /** Whether a file of a folder is sent: most folders hold others too. @param {File} file */
+  #isReadable({ name }) {
+    const { file_kinds } = this.#limits;
+    return !file_kinds.length || file_kinds.some((kind) => name.toLowerCase().endsWith(kind));
+  }
+
   /** @param {File[]} files */
   async #add(files) {
-    if (!files.length) return;
     if (this.#running) return say("Wait for the upload that is running.");
-    const limits = this.page.limits();
-    const excess = limits && tooMuch(files, limits);
-    if (excess) return byId("documents-news").replaceChildren(element("p", { class: "trouble", role: "alert" }, excess));
+    if (!files.length) return say("There is no file that can be read.");
     this.#running = new AbortController();
     const { signal } = this.#running;
     byId("documents-news").replaceChildren();
-    showSent(files, 0);
     try {
-      const report = await this.documents.add(files, (share) => showSent(files, share), showProgress, signal);
+      const report = await this.#send(files, signal);
       byId("documents-news").replaceChildren(...reportView(report));
-      this.page.changed([...report.added, ...report.updated]);
+      this.changed([...report.added, ...report.updated]);
     } catch (error) {
       if (signal.aborted) say("Cancelled. What was stored before stays.");
       else byId("documents-news").replaceChildren(troubleBox(error, () => void this.#add(files)));
-      if (!(error instanceof ConnectionError)) this.page.changed([]); // what was stored before
+      if (!(error instanceof ConnectionError)) this.changed([]); // what was stored before
     }
     this.#running = null;
     byId("upload").hidden = true;
   }
+
+  /** @param {File[]} files @param {AbortSignal} signal @returns {Promise<import("./documents.js").Report>} */
+  async #send(files, signal) {
+    const most = this.#limits.max_upload_bytes;
+    const large = files.filter(({ size }) => size + PART_BYTES > most);
+    const error = (/** @type {File} */ { size }) => `has ${bytes(size)}; this server takes ${bytes(most)} at once.`;
+    /** @type {import("./documents.js").Report} */
+    const report = { added: [], updated: [], unchanged: [], failed: large.map((file) => ({ source: file.name, error: error(file) })) };
+    for (const batch of batches(files.filter((file) => !large.includes(file)), this.#limits)) {
+      showSent(batch, 0);
+      const { added, updated, unchanged, failed } = await this.documents.add(batch, (share) => showSent(batch, share), showProgress, signal);
+      report.added.push(...added);
+      report.updated.push(...updated);
+      report.unchanged.push(...unchanged);
+      report.failed.push(...failed);
+    }
+    return report;
+  }
 }
 
-/** Why these files cannot be sent, and what can; "" where they can. @param {File[]} files @param {Limits} limits */
-function tooMuch(files, { max_upload_bytes, max_upload_files }) {
-  if (files.length > max_upload_files)
-    return `These are ${counted(files.length, "file")}; the server takes ${count(max_upload_files)} at once. Add fewer.`;
-  const most = max_upload_bytes - PART_BYTES * files.length;
-  const large = files.filter(({ size }) => size > most);
-  if (large.length) {
-    const names = large.map(({ name, size }) => `${name} (${bytes(size)})`).join(", ");
-    return `Too large for this server, which takes ${bytes(max_upload_bytes)} at once: ${names}. Split what is in there, or leave it out.`;
+/** @param {HTMLInputElement} picker @param {(files: File[]) => void} take */
+function onPicked(picker, take) {
+  picker.addEventListener("change", () => {
+    const files = [...(picker.files ?? [])];
+    picker.value = ""; // so that the same can be chosen again
+    if (files.length) take(files);
+  });
+}
+
+/** As many requests as the server's limits want. @param {File[]} files none larger than the server takes @param {Limits} limits */
+function batches(files, { max_upload_bytes, max_upload_files }) {
+  /** @type {File[][]} */
+  const made = [];
+  let room = 0;
+  for (const file of files) {
+    const size = file.size + PART_BYTES;
+    if (size > room || made[made.length - 1].length >= max_upload_files) {
+      made.push([]);
+      room = max_upload_bytes;
+    }
+    made[made.length - 1].push(file);
+    room -= size;
   }
-  const all = files.reduce((sum, { size }) => sum + size, 0);
-  return all > most ? `These files have ${bytes(all)} together; the server takes ${bytes(max_upload_bytes)} at once. Add fewer.` : "";
+  return made;
 }
 
 /** @param {File[]} files @param {number} share */
