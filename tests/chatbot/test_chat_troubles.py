@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from browsing import Tab, serving
 from playwright.sync_api import expect
 
@@ -117,17 +116,19 @@ def test_prompt_that_is_too_long(tab: Tab):
     tab.complaints.clear()
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_busy_server_is_asked_again(tab: Tab, status):
+def test_busy_server_is_asked_again(tab: Tab):
     """Answers that no limit of this server gives on demand come from a route of the browser."""
     error = {"error": {"message": "too many questions", "type": "overloaded_error", "param": None, "code": "busy"}}
-    answer = {"status": status, "headers": {"Retry-After": "7"}, "body": json.dumps(error)}
-    tab.page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer), times=1)
-    turn = tab.send(QUESTION)
-    expect(turn.get_by_role("alert")).to_have_text("too many questionsThe server is busy. Try again in 7 s.")
-    turn.get_by_role("button", name="Try again").click()
-    expect(tab.page.locator(".turn .answer")).to_have_text(ANSWER)
-    assert str(status) in tab.complaints.pop()
+    for status in (429, 503):
+        answer = {"status": status, "headers": {"Retry-After": "7"}, "body": json.dumps(error)}
+        tab.page.route("**/v1/chat/completions", lambda route, answer=answer: route.fulfill(**answer), times=1)
+        turn = tab.send(QUESTION)
+        says = "too many questionsThe server is busy. Try again in 7 s."
+        expect(turn.get_by_role("alert")).to_have_text(says)
+        turn.get_by_role("button", name="Try again").click()
+        expect(tab.page.locator(".turn").last.locator(".answer")).to_have_text(ANSWER)
+        expect(tab.page.locator(".turn").last).to_have_attribute("data-state", "done")
+        assert str(status) in tab.complaints.pop()
 
 
 def test_full_prefill_that_cannot_be_measured(tab: Tab):
