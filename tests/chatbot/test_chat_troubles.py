@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from browsing import Tab, serving
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 
@@ -116,12 +117,15 @@ def test_prompt_that_is_too_long(tab: Tab):
     tab.complaints.clear()
 
 
+def refusing(status: int) -> Callable[[Route], None]:
+    error = {"error": {"message": "too many questions", "type": "overloaded_error", "param": None, "code": "busy"}}
+    return lambda route: route.fulfill(status=status, headers={"Retry-After": "7"}, body=json.dumps(error))
+
+
 def test_busy_server_is_asked_again(tab: Tab):
     """Answers that no limit of this server gives on demand come from a route of the browser."""
-    error = {"error": {"message": "too many questions", "type": "overloaded_error", "param": None, "code": "busy"}}
     for status in (429, 503):
-        answer = {"status": status, "headers": {"Retry-After": "7"}, "body": json.dumps(error)}
-        tab.page.route("**/v1/chat/completions", lambda route, answer=answer: route.fulfill(**answer), times=1)
+        tab.page.route("**/v1/chat/completions", refusing(status), times=1)
         turn = tab.send(QUESTION)
         says = "too many questionsThe server is busy. Try again in 7 s."
         expect(turn.get_by_role("alert")).to_have_text(says)
