@@ -37,7 +37,9 @@ LOCAL_RAY = "local"
 
 @command
 def ingest(
-    paths: Annotated[list[Path], typer.Argument(help="Files and folders: text, Markdown, HTML, PDF, JSON lines.")],
+    paths: Annotated[
+        list[Path], typer.Argument(help="Files and folders: text, Markdown, HTML, PDF, JSON lines, code, office documents.")
+    ],
     store: StoreOptions,
     models: ModelOptions,
     chunks: ChunkOptions,

@@ -60,6 +60,11 @@ def split_blocks(text: str) -> Iterator[Block]:
         start, size = resume, WINDOW
 
 
+def first_heading(text: str) -> str:
+    """The words of the first heading; "" where there is none."""
+    return next((block.title for block in split_blocks(text) if block.level), "")
+
+
 def _parse(parser: MarkdownIt, text: str, begin: int, end: int) -> list[Block]:
     """Blocks that begin in text[begin:end]; their ends are left open."""
     part = text[begin:end]

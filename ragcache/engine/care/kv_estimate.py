@@ -18,8 +18,8 @@ from ragcache.ingest.run import Input
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import encode_text
 
-# A PDF's text is compressed, and pictures lie beside it: its size says nothing.
-OPAQUE = {".pdf"}
+# Their text is compressed, or pictures lie beside it: the size of the file says nothing.
+OPAQUE = {".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".ipynb"}
 SAMPLES, SAMPLE_BYTES = 16, 4096
 EXAMPLE_TOKENS = 256
 
@@ -27,7 +27,7 @@ EXAMPLE_TOKENS = 256
 class KVEstimate(NamedTuple):
     """text_bytes, tokens: of the inputs whose text can be measured; markup counts as text
     num_bytes: of KV that they need on disk, were none of it there yet
-    unknown:   files whose size says nothing about their text (PDF)
+    unknown:   files whose size says nothing about their text (PDF, office documents)
     """
 
     text_bytes: int
@@ -36,7 +36,7 @@ class KVEstimate(NamedTuple):
     unknown: int
 
     def __str__(self) -> str:
-        rest = f", and that of {self.unknown} PDF files" if self.unknown else ""
+        rest = f", and that of {self.unknown} PDF files and the like" if self.unknown else ""
         return (
             f"{bytes_text(self.text_bytes)} of text, about {self.tokens:,} tokens: their KV takes about "
             f"{bytes_text(self.num_bytes)} on disk{rest} once it is computed, less what is stored already"

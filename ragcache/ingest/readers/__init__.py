@@ -18,6 +18,11 @@ from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers.base import Reader, printable, unreadable
 
+# Source code. JSON, XML and YAML are data, of which a folder may hold much that nobody asks for.
+CODE = (
+    ".c .cc .cpp .cs .cu .go .h .hpp .java .js .jsx .kt .lua .php .pl .proto .py .r .rb .rs .scala .sh .sql .swift .ts "
+    ".tsx"
+)
 # Which module reads a kind of file, by its function `read_<module>`. Imported at first use: the parsers take most of a
 # second, and whoever only lists files needs none.
 READERS = {
@@ -32,6 +37,8 @@ READERS = {
     ".pdf": "pdf",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    **dict.fromkeys((".docx", ".pptx", ".xlsx", ".epub", ".ipynb", ".csv"), "converted"),
+    **dict.fromkeys(CODE.split(), "code"),
 }
 
 

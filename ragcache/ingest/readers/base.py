@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -51,3 +52,14 @@ def unreadable(error: OSError) -> str:
 def printable(path: Path) -> str:
     """The path with forward slashes, and bytes of a name that are not UTF-8 written out: no store holds them."""
     return path.as_posix().encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def storable(text: str) -> str:
+    """The text without NULs and halves of surrogate pairs, which broken files give and no store can hold."""
+    return text.replace("\0", "").encode("utf-8", "ignore").decode()
+
+
+def fenced(code: str, language: str = "") -> str:
+    """The code as a Markdown block, its fence longer than any in it."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", code)), default=0))
+    return f"{fence}{language}\n{code}\n{fence}"

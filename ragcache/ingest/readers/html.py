@@ -12,7 +12,7 @@ from bs4.element import NavigableString, PreformattedString, Tag
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import decode, read_bytes
+from ragcache.ingest.readers.base import decode, fenced, read_bytes
 
 DROPPED = ["script", "style", "nav", "noscript", "template", "svg", "iframe", "head", "button", "select"]
 HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
@@ -77,8 +77,7 @@ def _line_ends(match: re.Match[str]) -> str:
 def _open(tag: Tag) -> str:
     if tag.name == "pre":
         code = re.sub(r"[\x01\x02]", "", tag.get_text()).strip("\n")
-        fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", code)), default=0))
-        return f"\n\n\x01{fence}\n{code}\n{fence}\x02\n\n"
+        return f"\n\n\x01{fenced(code)}\x02\n\n"
     if tag.name == "li":
         return "\n- "
     if tag.name == "tr":

@@ -11,7 +11,7 @@ from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers.base import decode, read_bytes
 from ragcache.ingest.readers.front_matter import parse_front_matter
-from ragcache.ingest.structure import split_blocks
+from ragcache.ingest.structure import first_heading
 
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?P<lines>(?:.*\n)*?)(?:---|\.\.\.)[ \t]*(?:\n|\Z)")
 
@@ -20,9 +20,9 @@ def read_markdown(path: Path, document_id: str) -> Iterator[Document | ReaderErr
     metadata, text = split_front_matter(decode(read_bytes(path), path))
     if not text.strip():
         raise ReaderError(path, "there is no text below its front matter")
-    first = next((block.title for block in split_blocks(text) if block.level), "")
     title = metadata.get("title")
-    yield Document(document_id, text, metadata, title=first if title is None else str(title), source=document_id)
+    named = first_heading(text) if title is None else str(title)
+    yield Document(document_id, text, metadata, title=named, source=document_id)
 
 
 def split_front_matter(text: str) -> tuple[dict[str, Any], str]:

@@ -11,7 +11,7 @@ from pypdf.errors import DependencyError, FileNotDecryptedError
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import read_bytes
+from ragcache.ingest.readers.base import read_bytes, storable
 
 # A line is taken as wrapped when the next line's first word would not have fitted into this share of the page's widest
 # line. Characters stand in for widths, so the share leaves room for proportional type. Behind the end of a sentence it
@@ -29,8 +29,8 @@ def read_pdf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
         reader = PdfReader(path)
         if reader.is_encrypted and not reader.decrypt(""):
             raise ReaderError(path, "the PDF is encrypted with a password; save it without one")
-        pages = [join_wrapped_lines(_clean(page.extract_text())) for page in reader.pages]
-        title = _clean(str((reader.metadata.title if reader.metadata else None) or "")).strip()
+        pages = [join_wrapped_lines(storable(page.extract_text())) for page in reader.pages]
+        title = storable(str((reader.metadata.title if reader.metadata else None) or "")).strip()
     except (ReaderError, MemoryError):
         raise
     except (FileNotDecryptedError, DependencyError) as error:
@@ -68,8 +68,3 @@ def _join(line: str, following: str) -> str:
     if re.search(r"[a-zß-öø-ÿ]-\Z", line) and following[:1].islower():
         return line[:-1] + following
     return f"{line} {following}"
-
-
-def _clean(text: str) -> str:
-    """Drop NULs and halves of surrogate pairs, which broken fonts give and no store can hold."""
-    return text.replace("\0", "").encode("utf-8", "ignore").decode()

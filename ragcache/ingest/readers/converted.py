@@ -1,0 +1,56 @@
+"""Office documents, e-books, notebooks and tables, turned into Markdown by markitdown (extra `documents`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+from ragcache.errors import ReaderError
+from ragcache.ingest.document import Document
+from ragcache.ingest.readers.base import decode, read_bytes, storable
+from ragcache.ingest.structure import first_heading
+
+# markitdown's converter of each kind. The converter is named, not guessed from the bytes: that would load a model.
+CONVERTERS = {
+    ".docx": "DocxConverter",
+    ".pptx": "PptxConverter",
+    ".xlsx": "XlsxConverter",
+    ".epub": "EpubConverter",
+    ".ipynb": "IpynbConverter",
+    ".csv": "CsvConverter",
+}
+TEXTUAL = (".ipynb", ".csv")
+# What converters write of a file without text: comments that number slides, and names of sheets.
+_MADE = re.compile(r"(?s:<!--.*?-->)|^## .*$", re.MULTILINE)
+
+
+def read_converted(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
+    data, suffix = read_bytes(path), path.suffix.lower()
+    if suffix in TEXTUAL:
+        data = decode(data, path).encode()
+    title, text = _convert(data, suffix, path)
+    if not any(map(str.isalnum, _MADE.sub("", text))):
+        raise ReaderError(path, "there is no text in it")
+    yield Document(document_id, text, title=title or first_heading(text), source=document_id)
+
+
+def _convert(data: bytes, suffix: str, path: Path) -> tuple[str, str]:
+    """Title, where the file states one, and text. Raises ReaderError."""
+    lacking = f'reading {suffix} files takes the extra documents; run: pip install "ragcache-kv[documents]"'
+    try:
+        from markitdown import MissingDependencyException, StreamInfo, converters
+    except ImportError as error:
+        raise ReaderError(path, lacking) from error
+    try:
+        converter = getattr(converters, CONVERTERS[suffix])()
+        made = converter.convert(BytesIO(data), StreamInfo(extension=suffix, charset="utf-8"))
+    except MissingDependencyException as error:
+        raise ReaderError(path, lacking) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # the parsers below raise any kind
+        raise ReaderError(path, f"the file is damaged or encrypted ({type(error).__name__}: {error})") from error
+    text = storable(made.markdown).replace("\r\n", "\n").replace("\r", "\n")
+    return " ".join(storable(made.title or "").split()), text

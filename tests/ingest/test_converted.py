@@ -1,0 +1,171 @@
+"""Office documents, e-books, notebooks, tables and source code, read where ingestion reads them: under its limits."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from ragcache.errors import ReaderError
+from ragcache.ingest.document import Document
+from ragcache.ingest.isolated import IsolatedReader
+from ragcache.ingest.readers import find_files, read_file
+
+W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+RELATED = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+PACKAGE = "http://schemas.openxmlformats.org/package/2006"
+HEADING = '<w:p><w:pPr><w:pStyle w:val="Heading1"/></w:pPr><w:r><w:t>The Alna</w:t></w:r></w:p>'
+SENTENCE = "<w:p><w:r><w:t>It rises near Osby.</w:t></w:r></w:p>"
+
+
+def zipped(files: dict[str, str]) -> bytes:
+    held = BytesIO()
+    with zipfile.ZipFile(held, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return held.getvalue()
+
+
+def docx(body: str) -> bytes:
+    main = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
+    return zipped({
+        "[Content_Types].xml": f'<Types xmlns="{PACKAGE}/content-types">'
+        '<Default Extension="rels" ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
+        f'<Override PartName="/word/document.xml" ContentType="{main}"/></Types>',
+        "_rels/.rels": f'<Relationships xmlns="{PACKAGE}/relationships">'
+        f'<Relationship Id="r1" Type="{RELATED}/officeDocument" Target="word/document.xml"/></Relationships>',
+        "word/document.xml": f'<w:document xmlns:w="{W}"><w:body>{body}</w:body></w:document>',
+    })  # fmt: skip
+
+
+def pptx(*titles: str) -> bytes:
+    from pptx import Presentation
+
+    deck, held = Presentation(), BytesIO()
+    for title in titles:
+        slide = deck.slides.add_slide(deck.slide_layouts[5])
+        slide.shapes.title.text = title
+    deck.save(held)
+    return held.getvalue()
+
+
+def xlsx(rows: list[list[object]]) -> bytes:
+    from openpyxl import Workbook
+
+    book, held = Workbook(), BytesIO()
+    book.active.title = "Rivers"
+    for row in rows:
+        book.active.append(row)
+    book.save(held)
+    return held.getvalue()
+
+
+def epub() -> bytes:
+    container = "urn:oasis:names:tc:opendocument:xmlns:container"
+    return zipped({
+        "mimetype": "application/epub+zip",
+        "META-INF/container.xml": f'<container xmlns="{container}" version="1.0"><rootfiles>'
+        '<rootfile full-path="book.opf" media-type="application/oebps-package+xml"/></rootfiles></container>',
+        "book.opf": '<package xmlns="http://www.idpf.org/2007/opf" version="3.0" unique-identifier="id">'
+        '<metadata xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:title>Rivers of the Vale</dc:title>'
+        "<dc:identifier id=\"id\">1</dc:identifier></metadata><manifest>"
+        '<item id="one" href="one.xhtml" media-type="application/xhtml+xml"/></manifest>'
+        '<spine><itemref idref="one"/></spine></package>',
+        "one.xhtml": '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>One</h1><p>The Arno.</p></body></html>',
+    })  # fmt: skip
+
+
+NOTEBOOK = {
+    "nbformat": 4,
+    "nbformat_minor": 5,
+    "metadata": {},
+    "cells": [
+        {"cell_type": "markdown", "metadata": {}, "source": ["# Lengths\n", "\n", "In kilometres."]},
+        {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": 1, "source": ["alna = 17"]},
+    ],
+}
+PYTHON = "# Lengths\n\ndef alna():\n    return 17\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    pytest.importorskip("markitdown", reason="needs ragcache-kv[documents]")
+    path = tmp_path_factory.mktemp("documents")
+    files = {
+        "alna.docx": docx(HEADING + SENTENCE),
+        "bare.docx": docx("<w:p/>"),
+        "broken.docx": docx(SENTENCE)[:200],
+        "deck.pptx": pptx("The Alna", "It rises near Osby"),
+        "bare.pptx": pptx(""),
+        "table.xlsx": xlsx([["river", "length"], ["Alna", 17]]),
+        "bare.xlsx": xlsx([]),
+        "book.epub": epub(),
+        "notes.ipynb": json.dumps(NOTEBOOK).encode(),
+        "table.csv": b"river,length\nAlna,17\n",
+        "latin.csv": b"caf\xe9,1\n",
+        "alna.py": PYTHON.encode(),
+    }
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(folder) -> dict[str, Document | ReaderError]:
+    """What one reading process, with the limits of an ingestion, makes of each file."""
+    reader = IsolatedReader()
+    try:
+        records = {file.path.name: list(reader.read(file)) for file in find_files([folder]).files}
+    finally:
+        reader.close()
+    assert {len(of_file) for of_file in records.values()} == {1}
+    return {name: one for name, (one,) in records.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "words"),
+    [
+        ("alna.docx", "The Alna", ["# The Alna", "It rises near Osby."]),
+        ("deck.pptx", "The Alna", ["# The Alna", "# It rises near Osby"]),
+        ("table.xlsx", "Rivers", ["| river | length |", "| Alna | 17 |"]),
+        ("book.epub", "Rivers of the Vale", ["# One", "The Arno."]),
+        ("notes.ipynb", "Lengths", ["In kilometres.", "```python\nalna = 17\n```"]),
+        ("table.csv", "", ["| river | length |", "| Alna | 17 |"]),
+        ("alna.py", "alna.py", ["```py\n# Lengths", "    return 17\n```\n"]),
+    ],
+)
+def test_each_kind_becomes_a_document_under_its_path(found, folder, name, title, words):
+    document, path = found[name], str(folder / name)
+    assert isinstance(document, Document), document
+    assert (document.id, document.source, document.title) == (path, path, title)
+    places = [document.text.find(word) for word in words]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bare.docx", "there is no text in it"),
+        ("bare.pptx", "there is no text in it"),
+        ("bare.xlsx", "there is no text in it"),
+        ("broken.docx", "damaged or encrypted"),
+        ("latin.csv", "not UTF-8"),
+    ],
+)
+def test_what_cannot_be_read_says_why(found, folder, name, reason):
+    error = found[name]
+    assert isinstance(error, ReaderError), error
+    assert (error.path, reason in error.reason) == (str(folder / name), True)
+
+
+def test_a_missing_extra_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.docx").write_bytes(b"PK")
+    monkeypatch.setitem(sys.modules, "markitdown", None)
+    (error,) = read_file(find_files([tmp_path]).files[0])
+    assert isinstance(error, ReaderError)
+    assert 'pip install "ragcache-kv[documents]"' in error.reason
