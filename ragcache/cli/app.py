@@ -18,9 +18,11 @@ from ragcache.cli.serve import serve
 from ragcache.cli.simulate import simulate
 from ragcache.cli.train import train
 from ragcache.cli.vllm import vllm
+from ragcache.cli.watch import watch
 
 COMMANDS = {
     "ingest": ingest,
+    "watch": watch,
     "ask": ask,
     "chat": chat,
     "serve": serve,

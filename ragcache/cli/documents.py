@@ -33,24 +33,25 @@ if TYPE_CHECKING:
 
 
 LOCAL_RAY = "local"
+KvMode = Annotated[
+    Literal["eager", "lazy", "hot"],
+    option("--kv", "Compute KV now (eager), on first use (lazy), or keep that of passages in demand alone (hot)."),
+]
+HotAfter = Annotated[int, option("--hot-after", "With --kv hot: a passage is hot at its so manieth retrieval.", min=1)]
 
 
 @command
 def ingest(
     paths: Annotated[
-        list[Path], typer.Argument(help="Files and folders: text, Markdown, HTML, PDF, JSON lines, code, office documents.")
+        list[Path],
+        typer.Argument(help="Files and folders: text, Markdown, HTML, PDF, JSON lines, code, office documents."),
     ],
     store: StoreOptions,
     models: ModelOptions,
     chunks: ChunkOptions,
     reading: ReadLimitOptions,
-    kv: Annotated[
-        Literal["eager", "lazy", "hot"],
-        option("--kv", "Compute KV now (eager), on first use (lazy), or keep that of passages in demand alone (hot)."),
-    ] = "eager",
-    hot_after: Annotated[
-        int, option("--hot-after", "With --kv hot: a passage is hot at its so manieth retrieval.", min=1)
-    ] = 2,
+    kv: KvMode = "eager",
+    hot_after: HotAfter = 2,
     sync: Annotated[
         bool, option("--sync", "Delete documents whose files have vanished from the given paths, follow renamed ones.")
     ] = False,

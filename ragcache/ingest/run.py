@@ -288,7 +288,9 @@ class IngestRun:
         self._advance("commit", 1, one.document.id)
 
     def _remove_vanished(self) -> None:
-        gone = self._known.vanished(self._roots, self._files, self._seen)
+        # A folder that vanished since it was named is not one whose files were deleted.
+        roots = [root for root in self._roots if os.path.exists(root)]
+        gone = self._known.vanished(roots, self._files, self._seen)
         if gone:
             self.report.removed += gone if self.report.dry_run else self.to.delete(gone)
 

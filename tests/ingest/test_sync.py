@@ -13,6 +13,7 @@ from kit import Kit
 from sqlalchemy import create_engine, text
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, ReaderError
+from ragcache.ingest import run
 from ragcache.ingest.document import Document
 from ragcache.ingest.report import Moved
 
@@ -296,3 +297,18 @@ def test_a_dry_run_says_what_a_run_does_and_changes_nothing(kit, docs):
     for field in ("added", "updated", "unchanged", "moved", "removed", "chunks", "tokens", "computed_tokens", "failed"):
         assert getattr(told, field) == getattr(done, field), field
     assert (len(told.added), len(told.updated), len(told.moved), len(told.removed)) == (1, 1, 1, 1)
+
+
+def test_a_folder_that_vanishes_before_it_is_walked_loses_nothing(kit, docs, monkeypatch):
+    kit.ingestor.ingest(docs)
+    before = content(kit)
+    walk = run.find_files
+
+    def too_late(paths):
+        shutil.rmtree(docs, ignore_errors=True)
+        return walk(paths)
+
+    monkeypatch.setattr(run, "find_files", too_late)
+    report = kit.ingestor.ingest(docs, sync=True)
+    assert (report.removed, len(report.failed)) == ([], 1)
+    assert content(kit) == before

@@ -1,0 +1,79 @@
+"""watch."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ragcache.cli.command import command
+from ragcache.cli.documents import HotAfter, KvMode, print_report
+from ragcache.cli.opening import open_with_models
+from ragcache.cli.options import WAIT_S, ChunkOptions, ModelOptions, ReadLimitOptions, StoreOptions, Wait
+from ragcache.cli.output import say_error
+from ragcache.errors import CancelledError, ReaderError, StoreBusyError
+
+if TYPE_CHECKING:
+    from ragcache import RagCache
+
+
+@command
+def watch(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that the store is to follow.", metavar="FOLDER...")],
+    store: StoreOptions,
+    models: ModelOptions,
+    chunks: ChunkOptions,
+    reading: ReadLimitOptions,
+    kv: KvMode = "eager",
+    hot_after: HotAfter = 2,
+    wait: Wait = WAIT_S,
+) -> None:
+    """Keep the store true to folders: `ingest --sync` now, and whenever something changes in them.
+
+    A folder that vanishes is reported, and its documents stay until it is back. Ctrl-C or SIGTERM ends the command;
+    what was stored stays.
+    """
+    from ragcache.ingest.watching import watch_folders
+
+    with open_with_models(store, models, chunks, reading, create=True) as kb, stopped_by_signals() as stop:
+
+        def sync(paths: Sequence[Path]) -> bool:
+            return _sync(kb, paths, kv, hot_after, wait, stop)
+
+        watch_folders(folders, sync, say_error, stop)
+
+
+def _sync(kb: RagCache, paths: Sequence[Path], kv: str, hot_after: int, wait: float, stop: threading.Event) -> bool:
+    """Whether it was done, or need not be done any more."""
+    try:
+        report = kb.ingest(paths, kv=kv, hot_after=hot_after, sync=True, timeout_s=wait, cancelled=stop)
+    except CancelledError:
+        return True
+    except StoreBusyError as error:
+        say_error(error)
+        return False
+    except ReaderError as error:  # vanished meanwhile: that is a change of its own
+        say_error(error)
+        return True
+    if report.added or report.updated or report.moved or report.removed:
+        print_report(report, named=True)
+    for failure in report.failed:
+        say_error(failure.error)
+    return True
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, in place of what they do otherwise."""
+    stop = threading.Event()
+    before = {one: signal.signal(one, lambda *_: stop.set()) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

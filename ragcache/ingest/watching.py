@@ -1,0 +1,90 @@
+"""Watch folders, so that a store can follow them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+
+from ragcache.errors import ConfigError, ReaderError
+from ragcache.ingest.readers import READERS
+
+# How often a folder that has vanished is looked for, and a change that could not be taken in is tried again.
+POLL_MS = 500
+
+# Takes in folders, or single files of theirs. False: not now, try again.
+Sync = Callable[[Sequence[Path]], bool]
+
+
+def watch_folders(
+    folders: Iterable[str | os.PathLike[str]],
+    sync: Sync,
+    lost: Callable[[ReaderError], None],
+    stop: threading.Event,
+) -> None:
+    """Call `sync` with the folders, and then with what changes in them, until `stop` is set.
+
+    lost: told once of a folder that has vanished; it is not synced before it is back
+
+    Raises ReaderError for a folder that is not there at the beginning or cannot be watched, ConfigError without
+    watchfiles.
+    """
+    roots = [Path(os.path.abspath(folder)) for folder in folders]
+    known = roots
+    for root in roots:
+        if not root.is_dir():
+            raise ReaderError(root, "there is no folder of this name")
+    while not stop.is_set():
+        there = _present(roots)
+        for root in known:
+            if root not in there:
+                lost(ReaderError(root, "the folder has vanished; its documents stay until it is back"))
+        known = there
+        if there:
+            _follow(there, roots, sync, stop)
+        else:
+            stop.wait(POLL_MS / 1000)
+
+
+def _present(roots: Iterable[Path]) -> list[Path]:
+    return [root for root in roots if root.is_dir()]
+
+
+def _follow(there: list[Path], roots: list[Path], sync: Sync, stop: threading.Event) -> None:
+    """Sync until a folder vanishes or comes back, or `stop` is set."""
+    try:
+        from watchfiles import watch
+    except ImportError as error:
+        raise ConfigError('watchfiles is not installed; run: pip install "ragcache-kv[watch]"') from error
+    due = there
+    with closing(
+        watch(*there, watch_filter=None, stop_event=stop, rust_timeout=POLL_MS, yield_on_timeout=True)
+    ) as changes:
+        try:
+            first = next(changes, None)  # it watches from here on: what changes during the first sync is not missed
+        except FileNotFoundError:  # vanished this moment
+            return
+        except OSError as error:
+            raise ReaderError(there[0], f"it cannot be watched ({error})") from error
+        for found in chain([first or set()], changes):
+            if stop.is_set() or _present(roots) != there:
+                return
+            due = list(dict.fromkeys([*due, *_touched([Path(path) for _, path in found], there)]))
+            if due and sync(due):
+                due = []
+
+
+def _touched(paths: Iterable[Path], roots: list[Path]) -> list[Path]:
+    """The files that are new or have changed; the folders themselves where something went, or where a folder did."""
+    files = []
+    for path in paths:
+        if any(part.startswith(".") for root in roots if root in path.parents for part in path.relative_to(root).parts):
+            continue
+        if not path.is_file():
+            return roots
+        if path.suffix.lower() in READERS:
+            files.append(path)
+    return sorted(files)
