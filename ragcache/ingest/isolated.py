@@ -25,6 +25,8 @@ from ragcache.models.limits import LIMIT, POLL_S
 
 # Starting an interpreter does not count as reading; on a busy machine it takes a while.
 START_S = 60.0
+# Each thread of a library of linear algebra has buffers, which would count as what the reading takes.
+_ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # The parent's own sys.path, and not the folder that it happens to stand in (-P): a document named json.py is no module.
 _CODE = """
 import json, sys
@@ -100,7 +102,10 @@ class _Process:
 
     def __init__(self, limits: ReadLimits) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-c", _CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", "-c", _CODE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **_ALONE},
         )
         self._lines: SimpleQueue[bytes] = SimpleQueue()
         threading.Thread(target=_pump, args=(self._popen.stdout, self._lines), daemon=True).start()
