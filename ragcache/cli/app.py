@@ -14,6 +14,7 @@ from ragcache.cli.documents import delete, ingest, list_documents
 from ragcache.cli.evaluate import evaluate
 from ragcache.cli.pinning import pin, unpin
 from ragcache.cli.plan import plan
+from ragcache.cli.reencode import reencode
 from ragcache.cli.serve import serve
 from ragcache.cli.simulate import simulate
 from ragcache.cli.train import train
@@ -23,6 +24,7 @@ from ragcache.cli.watch import watch
 COMMANDS = {
     "ingest": ingest,
     "watch": watch,
+    "reencode": reencode,
     "ask": ask,
     "chat": chat,
     "serve": serve,

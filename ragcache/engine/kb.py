@@ -26,15 +26,15 @@ from ragcache.engine.library import Library
 from ragcache.engine.loading.loader import LoadCounts
 from ragcache.engine.loading.rates import RateFigures
 from ragcache.engine.loading.rates_file import machine_key
-from ragcache.engine.opening import Choices, Parts, assemble, open_engine, open_model, open_retriever
+from ragcache.engine.opening import Choices, Parts, assemble, open_cluster, open_engine, open_model, open_retriever
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions, check_names
-from ragcache.engine.store import StoreConfig, open_kv_to_fill, open_store
+from ragcache.engine.store import StoreConfig, open_store
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.ingest.chunker import ChunkerConfig
-from ragcache.ingest.cluster import Cluster, RayConfig
+from ragcache.ingest.cluster import RayConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.pipeline import IngestConfig
@@ -51,7 +51,6 @@ from ragcache.prompt import encode_text
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.retriever import Hit, Retriever
-from ragcache.store.kept_basis import known_basis
 from ragcache.store.records import Chunk
 
 log = logging.getLogger(__name__)
@@ -219,7 +218,7 @@ class RagCache(Library, AsyncTwins):
             chunker=None if split else self._parts.whole,
             sync=sync,
             dry_run=dry_run,
-            cluster=None if chosen is None else self._cluster(chosen),
+            cluster=None if chosen is None else open_cluster(self.store, self.config, chosen),
             timeout_s=timeout_s,
             cancelled=cancelled,
         )
@@ -235,12 +234,12 @@ class RagCache(Library, AsyncTwins):
             say_line(report.kv_text)
         return report
 
-    def _cluster(self, chosen: RayConfig) -> Cluster:
-        bound = self.store.documents.properties()
-        remote = (self.config.remote or str(bound["remote"])) if "remote" in bound else None
-        root, owner = self.store.layout.kv.absolute(), str(bound.get("database_id", ""))
-        basis = known_basis(self.store.documents)
-        return Cluster(chosen, partial(open_kv_to_fill, root, self.config, remote, owner, basis))
+    @team_ends()
+    def copy(
+        self, other: Library, *, kv: str = "eager", progress: Progress | None = None, timeout_s: float = 30.0
+    ) -> IngestReport:
+        """Store the documents of another store, which may be of another model; see `Ingestor.copy`."""
+        return self._parts.ingestor.copy(other.store.documents, kv=kv, progress=progress, timeout_s=timeout_s)
 
     def _kv_mode(self) -> str:
         if self._encoder is not None or self.config.kv == "lazy":

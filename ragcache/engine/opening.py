@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +26,13 @@ from ragcache.engine.loading.policy import ALWAYS
 from ragcache.engine.loading.probe import open_rates
 from ragcache.engine.remote.reader import RemoteReader
 from ragcache.engine.remote.vllm import VllmEngine
-from ragcache.engine.store import Store, StoreConfig
+from ragcache.engine.store import Store, StoreConfig, open_kv_to_fill
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.chunker import Chunker, ChunkerConfig
+from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.encoder import BlockNames, ModelEncoder
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.whole import WholeTexts
@@ -47,6 +49,7 @@ from ragcache.retrieval.embedder import Embedder, load_embedder
 from ragcache.retrieval.reranker import Reranker, load_reranker
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
+from ragcache.store.kept_basis import known_basis
 
 DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
@@ -201,6 +204,14 @@ def open_retriever(
     if isinstance(reranker, str | Path):
         reranker = load_reranker(reranker, device)
     return Retriever.open(store.documents, store.layout.index, found, kind=config.index, reranker=reranker)
+
+
+def open_cluster(store: Store, config: StoreConfig, chosen: RayConfig) -> Cluster:
+    """A Ray cluster whose actors write blocks where the store has them."""
+    bound = store.documents.properties()
+    remote = (config.remote or str(bound["remote"])) if "remote" in bound else None
+    root, owner = store.layout.kv.absolute(), str(bound.get("database_id", ""))
+    return Cluster(chosen, partial(open_kv_to_fill, root, config, remote, owner, known_basis(store.documents)))
 
 
 def open_model(

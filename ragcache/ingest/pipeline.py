@@ -16,9 +16,10 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from ragcache.errors import BasisError, ConfigError
+from ragcache.errors import BasisError, ConfigError, check_choice
 from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.cluster import Cluster
+from ragcache.ingest.copying import CopyRun, StoredCuts
 from ragcache.ingest.encoder import BlockNames, ModelEncoder
 from ragcache.ingest.isolated import IsolatedReader
 from ragcache.ingest.limits import ReadLimits
@@ -146,6 +147,28 @@ class Ingestor:
                 progress=progress,
             )
             return run(inputs)
+
+    def copy(
+        self,
+        source: DocumentStore,
+        *,
+        kv: str = "eager",
+        progress: Progress | None = None,
+        timeout_s: float = 30.0,
+    ) -> IngestReport:
+        """Store the documents of another store, which may be of another model: the same passages under the same ids,
+        embedded and encoded by the models of this one. The other store is not changed.
+
+        A document whose passage is too long for the model is in the report's `failed`. After an interruption, running
+        again finishes. Options and errors as for `ingest`; kv is "eager" or "lazy".
+        """
+        check_choice("kv", kv, ("eager", "lazy"))
+        if kv == "eager":
+            _ = self.encoder
+        cuts = StoredCuts(self.names.card.tokenizer, self.names.card.max_positions)
+        with self.layout.writer(timeout_s), closing(self._bench(cuts)) as bench:
+            run = CopyRun(source, self, bench, partial(WorkHere, bench), cuts, eager=kv == "eager", progress=progress)
+            return run([])
 
     def _bench(self, chunker: Chunker | WholeTexts) -> Workbench:
         return Workbench(

@@ -113,13 +113,7 @@ class IngestRun:
 
     def _windows(self, inputs: Sequence[Input]) -> Iterator[list[Prepared]]:
         window: list[Prepared] = []
-        for record, file in self._records(inputs):
-            if isinstance(record.found, ReaderError):
-                self._fail(record.found.path, record.found, file)
-                continue
-            prepared = self._prepare(record.found, file, record)
-            if prepared is None:
-                continue
+        for prepared in self._prepared(inputs):
             window.append(prepared)
             self._expect(prepared)
             if sum(one.num_tokens for one in window) >= self.to.config.window_tokens:
@@ -127,6 +121,13 @@ class IngestRun:
                 window = []
         if window:
             yield window
+
+    def _prepared(self, inputs: Sequence[Input]) -> Iterator[Prepared]:
+        for record, file in self._records(inputs):
+            if isinstance(record.found, ReaderError):
+                self._fail(record.found.path, record.found, file)
+            elif (prepared := self._prepare(record.found, file, record)) is not None:
+                yield prepared
 
     def _records(self, inputs: Sequence[Input]) -> Iterator[tuple[Record, str]]:
         """All records of the inputs, in order, with the ids of their files. A file that is called something else than

@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import pytest
 from terminal import NAMES, invoke, names
+from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.ingest.report import bytes_text
@@ -353,3 +354,15 @@ def test_list_and_delete_by_source_and_id(store, folder, monkeypatch):
     assert listed() == ["arno"]
     assert invoke("delete", "--store", store).exit_code == 2
     assert listed() == ["arno"]
+
+
+def test_reencode_makes_a_store_for_another_model(store, tmp_path):
+    other, target = save_tiny_llama(tmp_path / "other", seed=3, positions=768), tmp_path / "kb2"
+    report = json_of(invoke("reencode", target, "--store", store, "--model", other, "--json"))
+    assert names(sorted(report["added"])) == NAMES
+    with rc.Library.open(store) as old, rc.Library.open(target) as new:
+        assert new.info().model == str(other)
+        assert [one.id for one in new.documents()] == [one.id for one in old.documents()]
+    for arguments, said in (((target,), "--model"), ((store, "--model", other), "name another directory")):
+        refused = invoke("reencode", *arguments, "--store", store)
+        assert (refused.exit_code, said in refused.stderr) == (2, True)

@@ -1,0 +1,115 @@
+"""A store's documents under another model, against a store that was filled under it from the start."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_model import save_tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ragcache as rc
+from ragcache.errors import ConfigError
+
+TEXTS = {
+    "one.md": "# Tolvik\n\nTolvik has a river.\n\n## Mills\n\n"
+    + "".join(f"Mill {n} stands at the river. " for n in range(12))
+    + "\n",
+    "two.txt": "".join(f"Osby has club {n}. " for n in range(9)) + "\n",
+}
+OWN = rc.Document("own", "Mora has a lake.\nAnd a bridge.", {"year": 1901}, title="Mora", source="https://mora")
+CHUNKS = rc.ChunkerConfig(max_tokens=128, min_tokens=16)
+SHORT = rc.Sampling(max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> rc.LanguageModel:
+    """A model with other weights, whose tokenizer has a token for a word."""
+    directory = save_tiny_llama(tmp_path_factory.mktemp("other"), seed=1)
+    tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer.add_tokens(["river"])
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return rc.load_lm(directory)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "docs"
+    path.mkdir()
+    for name, text in TEXTS.items():
+        (path / name).write_text(text)
+    return path
+
+
+def fill(kb: rc.RagCache, folder) -> rc.RagCache:
+    kb.ingest(folder)
+    kb.ingest(OWN, split=False)
+    return kb
+
+
+def stored(kb: rc.Library) -> list:
+    return [
+        (one.id, one.source, one.title, one.metadata, one.file, one.content_hash,
+         [(chunk.id, chunk.text, chunk.metadata) for chunk in kb.chunks_of(one.id)])
+        for one in kb.documents()
+    ]  # fmt: skip
+
+
+def test_a_copy_is_what_the_other_model_would_have_read(open_kb, other, folder, tmp_path):
+    first = fill(open_kb(chunker=CHUNKS), folder)
+    before = [chunk.token_ids for chunk in first.chunks_of(str(folder / "one.md"))]
+    copy = open_kb(tmp_path / "copy", model=other, chunker=CHUNKS)
+    report = copy.copy(first)
+    assert (sorted(report.added), report.failed) == (sorted(one.id for one in first.documents()), [])
+    assert report.computed_tokens == report.tokens > 0
+    assert stored(copy) == stored(first)
+    assert [chunk.token_ids for chunk in first.chunks_of(str(folder / "one.md"))] == before  # left alone
+    # The oracle: the same passages, given to the other model as documents of their own.
+    fresh = open_kb(tmp_path / "fresh", model=other)
+    chunks = [chunk for one in copy.documents() for chunk in copy.chunks_of(one.id)]
+    fresh.ingest([rc.Document(chunk.id, chunk.text) for chunk in chunks], split=False)
+    for chunk in chunks:
+        (again,) = fresh.chunks_of(chunk.id)
+        plain = other.tokenizer(f"{chunk.text.rstrip()}\n", add_special_tokens=False)["input_ids"]
+        assert chunk.token_ids == plain
+        assert chunk.handle == again.handle
+    assert before != [chunk.token_ids for chunk in copy.chunks_of(str(folder / "one.md"))]
+    answer = copy.ask("Where does the mill stand?", 3, sampling=SHORT)
+    assert {hit.kv for hit in answer.hits} <= {"memory", "disk"}
+
+
+def test_files_that_did_not_change_cost_nothing_in_the_copy(open_kb, other, folder, tmp_path):
+    first = fill(open_kb(chunker=CHUNKS), folder)
+    copy = open_kb(tmp_path / "copy", model=other, chunker=CHUNKS)
+    copy.copy(first, kv="lazy")
+    assert {one.state for one in copy.documents()} == {"pending"}
+    report = copy.ingest(folder, kv="lazy", sync=True)
+    assert sorted(report.unchanged) == sorted(str(folder / name) for name in TEXTS)
+    assert (report.added, report.updated, report.removed) == ([], [], [])
+
+
+def test_an_interrupted_copy_goes_on(open_kb, other, folder, tmp_path):
+    first = fill(open_kb(chunker=CHUNKS), folder)
+    copy = open_kb(tmp_path / "copy", model=other, ingest=rc.IngestConfig(window_tokens=1))
+
+    def stop(event: rc.ProgressEvent) -> None:
+        if event.stage == "commit" and event.done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy.copy(first, progress=stop)
+    done = [one.id for one in copy.documents()]
+    report = copy.copy(first)
+    assert (len(done), report.unchanged) == (2, done)
+    assert [one.id for one in copy.documents()] == [one.id for one in first.documents()]
+    with pytest.raises(ConfigError, match="kv 'hot' is unknown"):
+        copy.copy(first, kv="hot")
+
+
+def test_a_passage_that_is_too_long_is_reported(open_kb, folder, tmp_path):
+    first = fill(open_kb(), folder)
+    small = rc.load_lm(save_tiny_llama(tmp_path / "small", seed=2, positions=100))
+    copy = open_kb(tmp_path / "copy", model=small)
+    report = copy.copy(first)
+    assert {failure.source for failure in report.failed} == {str(folder / name) for name in TEXTS}
+    assert report.added == ["own"]
