@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -14,11 +13,9 @@ QUESTION = "What is Victor Branovic's profession?"
 
 
 def expect_aborted(tab: Tab, path: str, button: Locator) -> None:
-    """A click on `button` ends the request that runs, within a second."""
+    """A click on `button` ends the request that runs, before it would have ended."""
     with tab.page.expect_event("requestfailed", lambda request: request.url.endswith(path), timeout=5000) as failed:
-        started = time.monotonic()
         button.click()
-    assert time.monotonic() - started < 1
     assert failed.value.failure == "net::ERR_ABORTED"
 
 
