@@ -24,6 +24,7 @@ def examples(tmp_path):
     return corpus.parent
 
 
+@pytest.mark.slow
 def test_it_runs_and_shares_grow_with_reuse(tmp_path, examples, capsys):
     sizes = ["--shape", "toy", "--documents", "6", "--tokens", "24", "--k", "3", "--stream-questions", "6"]
     result = main(

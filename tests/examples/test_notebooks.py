@@ -88,6 +88,7 @@ def test_it_is_stored_clean(path):
     assert book.cells[0].cell_type == "markdown"
 
 
+@pytest.mark.slow
 def test_a_block_is_what_the_model_says(fused_prefill):
     fused_prefill.check_whole()
     found = re.search(r"(\d+) tokens: prefix (\d+), 8 passages, suffix (\d+)", fused_prefill.printed("block"))
@@ -103,6 +104,7 @@ def test_a_block_is_what_the_model_says(fused_prefill):
     assert float(re.search(r"differ by (\S+)", fused_prefill.printed("any-rank"))[1]) < 1e-4
 
 
+@pytest.mark.slow
 def test_computed_tokens_are_suffix_and_links(fused_prefill):
     total, suffix = (
         int(re.search(pattern, fused_prefill.printed("block"))[1]) for pattern in (r"^(\d+) tokens", r"suffix (\d+)")
@@ -119,6 +121,7 @@ def test_computed_tokens_are_suffix_and_links(fused_prefill):
     assert len({token for *_, token in rows}) == 1
 
 
+@pytest.mark.slow
 def test_passages_read_apart_drift_and_links_repair_it(fused_prefill):
     drift = [float(share) for share in fused_prefill.printed("apart").split(":")[1].split()]
     assert drift[0] < 1e-4 < 0.01 < drift[1] < max(drift)
@@ -127,6 +130,7 @@ def test_passages_read_apart_drift_and_links_repair_it(fused_prefill):
     assert int(right["reposition"]) < 3
 
 
+@pytest.mark.slow
 def test_phases_are_timed_and_drawn(fused_prefill):
     rows = re.findall(
         r"^(\w+) .*retrieve +(\S+) ms.*prefill +(\S+) ms.*\((\d+) of (\d+)", fused_prefill.printed("time"), re.M
@@ -139,6 +143,7 @@ def test_phases_are_timed_and_drawn(fused_prefill):
     assert fused_prefill.has_picture("chart")
 
 
+@pytest.mark.slow
 def test_the_next_process_reads_blocks_from_disk(fused_prefill):
     first, second, third = fused_prefill.printed("tiers").splitlines()
     assert first == "Petra Elley now lives in East Thornbury, which lies on the Wild Sema. KV from disk"

@@ -198,7 +198,7 @@ def test_settling_keeps_the_rows_of_its_base_and_saves_the_average(tmp_path):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("stage", [TAKING_UP, SETTLING])
+@pytest.mark.parametrize("stage", [pytest.param(TAKING_UP, marks=pytest.mark.slow), SETTLING])
 def test_a_resumed_run_for_reuse_equals_an_uninterrupted_one(stage, tmp_path):
     options = ReuseOptions(out=str(tmp_path / "whole"), workers=1, max_tokens=20_000, start_stage=stage)
     train(options, ReuseTrainer)
