@@ -86,14 +86,7 @@ def ingest(
                 paths, kv=kv, hot_after=hot_after, sync=sync, dry_run=dry_run, ray=cluster,
                 progress=bars, timeout_s=wait,
             )  # fmt: skip
-    if as_json:
-        print_json(report_to_json(report))
-    else:
-        print_report(report, named=sync or dry_run)
-    for failure in report.failed:
-        say_error(failure.error)
-    if report.failed:
-        raise typer.Exit(FAILED)
+    finish(report, as_json, named=sync or dry_run)
 
 
 def ray_config(address: str | None, actors: int | None) -> RayConfig | None:
@@ -105,6 +98,18 @@ def ray_config(address: str | None, actors: int | None) -> RayConfig | None:
     from ragcache import RayConfig
 
     return RayConfig(None if address == LOCAL_RAY else address, actors)
+
+
+def finish(report: IngestReport, as_json: bool, *, named: bool = False) -> None:
+    """End a command with its report. Raises Exit where some input failed; named: see `print_report`."""
+    if as_json:
+        print_json(report_to_json(report))
+    else:
+        print_report(report, named=named)
+    for failure in report.failed:
+        say_error(failure.error)
+    if report.failed:
+        raise typer.Exit(FAILED)
 
 
 def report_to_json(report: IngestReport) -> dict[str, Any]:

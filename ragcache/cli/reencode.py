@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from ragcache.cli.command import FAILED, command
-from ragcache.cli.documents import print_report, report_to_json
+from ragcache.cli.command import command
+from ragcache.cli.documents import finish
 from ragcache.cli.opening import open_for_care, open_with_models
 from ragcache.cli.options import WAIT_S, Json, ModelOptions, StoreOptions, Wait, option
-from ragcache.cli.output import on_terminal, print_json, say_error
+from ragcache.cli.output import on_terminal
 from ragcache.errors import ConfigError
 
 
@@ -47,11 +47,4 @@ def reencode(
             progress_bars() if on_terminal() else nullcontext() as bars,
         ):
             report = kb.copy(old, kv=kv, progress=bars, timeout_s=wait)
-    if as_json:
-        print_json(report_to_json(report))
-    else:
-        print_report(report)
-    for failure in report.failed:
-        say_error(failure.error)
-    if report.failed:
-        raise typer.Exit(FAILED)
+    finish(report, as_json)
