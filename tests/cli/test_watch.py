@@ -11,20 +11,13 @@ from pathlib import Path
 
 import pytest
 from terminal import invoke
+from waiting import until
 
 import ragcache as rc
 from ragcache.errors import StoreError
 from ragcache.ingest.watching import watch_folders
 
 pytest.importorskip("watchfiles", reason="needs ragcache-kv[watch]")
-WAIT_S = 60.0
-
-
-def until(condition):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.fixture

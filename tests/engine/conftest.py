@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import ragcache as rc
@@ -18,3 +20,11 @@ def kb(open_kb) -> rc.RagCache:
     report = kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
     assert sorted(report.added) == sorted(TEXTS)
     return kb
+
+
+@pytest.fixture
+def slow_model(lm):
+    """Every pass takes at least 20 ms: long enough for a loop to be seen going on, and for askers to meet."""
+    hook = lm.model.get_input_embeddings().register_forward_hook(lambda *_: time.sleep(0.02))
+    yield
+    hook.remove()

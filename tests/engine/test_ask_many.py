@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -13,13 +12,6 @@ from ragcache.errors import CancelledError, ConfigError, PromptError
 QUESTIONS = ["Where do dogs bark?", "Where does the river rise?", "When does the club meet?", "Is the cat happy?"] * 2
 SHORT = rc.Sampling(max_tokens=6)
 LONG = rc.Sampling(max_tokens=200)
-
-
-@pytest.fixture
-def slow_model(lm):
-    hook = lm.model.get_input_embeddings().register_forward_hook(lambda *_: time.sleep(0.01))
-    yield
-    hook.remove()
 
 
 @pytest.mark.usefixtures("slow_model")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -41,14 +40,6 @@ async def test_many_at_once(kb):
     expected = kb.ask(QUESTION, 2, sampling=SHORT).text
     found = await asyncio.gather(*(kb.aask(QUESTION, 2, sampling=SHORT) for _ in range(40)))
     assert {answer.text for answer in found} == {expected}
-
-
-@pytest.fixture
-def slow_model(lm):
-    """Every pass takes at least 20 ms: long enough for a loop to be seen going on."""
-    hook = lm.model.get_input_embeddings().register_forward_hook(lambda *_: time.sleep(0.02))
-    yield
-    hook.remove()
 
 
 @pytest.mark.usefixtures("slow_model")

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from waiting import until
 
 from ragcache.codecs import get_codec
 from ragcache.engine.loading.blocks import load_or_compute
@@ -115,13 +116,6 @@ class Setup:
             loader.close()
         self.kv.close()
         self.documents.close()
-
-
-def until(condition) -> None:
-    over = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < over
-        time.sleep(0.001)
 
 
 def stored(rank, ids, handle) -> Chunk:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from waiting import WAIT_S, until
 
 import ragcache as rc
 from ragcache.engine.asking.admission import Admission, Size, default_budget, kv_bytes
@@ -24,14 +25,6 @@ QUESTIONS = [
 ]
 METHODS = ["reposition", "full", "cacheblend", "epic"]
 SHORT = rc.Sampling(max_tokens=6)
-WAIT_S = 60.0
-
-
-def until(condition):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @contextmanager

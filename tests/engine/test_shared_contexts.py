@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+from waiting import WAIT_S, until
 
 import ragcache as rc
 from ragcache.engine.asking.admission import Admission, Size
@@ -25,14 +26,6 @@ QUESTIONS = [
     "Is the cat happy?",
 ]
 SHORT, LONG = rc.Sampling(max_tokens=6), rc.Sampling(max_tokens=200)
-WAIT_S = 60.0
-
-
-def until(condition):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("method", ["reposition", "full", "concat"])

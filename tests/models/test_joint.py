@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -19,6 +18,7 @@ from families import (
     oracle_logits_of,
     random_prompt,
 )
+from waiting import WAIT_S, until
 
 import ragcache as rc
 from ragcache.models.attention import CURRENT
@@ -197,7 +197,6 @@ def test_a_joint_pass_that_fails_midway_appends_nothing(models, error):
 
 
 METHODS = ("reposition", "full", "cacheblend", "epic", "ape", "concat", "samkv")
-WAIT_S = 60.0
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt_neox", "cohere"])
@@ -246,13 +245,6 @@ def model_held(lm, pool):
     yield
     gate.set()
     job.result(WAIT_S)
-
-
-def until(condition):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def _reads(lm, method):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
+import waiting
 
 from ragcache.errors import CancelledError, TimedOutError
 from ragcache.kv.buffers import BufferPool
@@ -20,6 +22,7 @@ from ragcache.models.scheduler import Scheduler
 
 SHAPE = CacheShape((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 WAIT_S = 20.0  # for what must happen; nothing is measured
+until = partial(waiting.until, seconds=WAIT_S)
 
 
 class Model:
@@ -76,13 +79,6 @@ def scheduler(model):
 def pool():
     with ThreadPoolExecutor(16) as pool:
         yield pool
-
-
-def until(condition):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 class Crowd:
