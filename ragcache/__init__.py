@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from ragcache.ingest.report import IngestReport, ProgressEvent
     from ragcache.kv.block import KVBlock
     from ragcache.kv.identity import Recipe
-    from ragcache.models.decoding import Sampling
     from ragcache.models.lm import LanguageModel
     from ragcache.models.loading import load_lm
+    from ragcache.models.sampling import Sampling
     from ragcache.prompt import Prompt, prompt_format
     from ragcache.retrieval.embedder import Embedder, load_embedder
     from ragcache.retrieval.retriever import Hit
@@ -108,9 +108,9 @@ _NAMES = {
     "ingest.report": "IngestReport ProgressEvent",
     "kv.block": "KVBlock",
     "kv.identity": "Recipe",
-    "models.decoding": "Sampling",
     "models.lm": "LanguageModel",
     "models.loading": "load_lm",
+    "models.sampling": "Sampling",
     "prompt": "Prompt prompt_format",
     "retrieval.embedder": "Embedder load_embedder",
     "retrieval.retriever": "Hit",

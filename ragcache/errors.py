@@ -64,7 +64,14 @@ class RagCacheError(Exception):
 
 
 class ConfigError(RagCacheError, ValueError):
-    """An argument or option is out of range, unknown or contradictory."""
+    """An argument or option is out of range, unknown or contradictory.
+
+    option: its name, where the fault is one option's
+    """
+
+    def __init__(self, message: str = "", option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
 
 
 class PromptError(RagCacheError):

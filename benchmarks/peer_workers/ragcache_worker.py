@@ -25,8 +25,9 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.exact import read_cache
 from ragcache.kv.prefix_tree import PrefixTree
-from ragcache.models.decoding import Sampling, decode
+from ragcache.models.decoding import decode
 from ragcache.models.limits import NO_LIMIT
+from ragcache.models.sampling import Sampling
 from ragcache.store.kv_store import KVStore
 
 LINK_TOKENS = 5

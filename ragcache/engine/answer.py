@@ -73,11 +73,26 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of a token, by the model alone: before temperature, cuts, penalties and forms.
+
+    text: what the token adds to the text; bytes of no whole character are shown as U+FFFD
+    top:  the likeliest tokens in its place, the likeliest first; of them `top` is empty
+    """
+
+    id: int
+    text: str
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
 class Answer:
     """text: the answer. hits: the passages it was read from, best first. method: the fusion method.
 
     dropped: retrieved passages that did not fit the model's context and were left out (on_overflow="trim")
-    finish_reason: "stop" (end of text or stop string) or "length"
+    finish_reason: "stop" (end of text, stop string or stop token) or "length"
+    logprobs: of every token, those of a stop string among them; None where `Sampling.logprobs` did not ask for them
     """
 
     text: str
@@ -87,9 +102,10 @@ class Answer:
     method: str
     dropped: int = 0
     finish_reason: str = "stop"
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as JSON values: text, hits, timings, usage, method, dropped, finish_reason."""
+        """The answer as JSON values: text, hits, timings, usage, method, dropped, finish_reason, logprobs."""
         return {
             "text": self.text,
             "hits": [source_to_json(hit) for hit in self.hits],
@@ -98,6 +114,7 @@ class Answer:
             "method": self.method,
             "dropped": self.dropped,
             "finish_reason": self.finish_reason,
+            "logprobs": None if self.logprobs is None else [asdict(one) for one in self.logprobs],
         }
 
 
@@ -126,9 +143,10 @@ class Sources:
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of the answer's text."""
+    """A piece of the answer's text, and the log-probabilities of the tokens since the piece before, if asked for."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # heavy ones: `ragcache --help` reads this file too
     from ragcache.engine.asking.passage import Passage
     from ragcache.fusion.base import FusionMethod
     from ragcache.fusion.eviction import SnapKV
-    from ragcache.models.decoding import Sampling
+    from ragcache.models.sampling import Sampling
     from ragcache.retrieval.retriever import Hit
     from ragcache.store.filters import Filter
 

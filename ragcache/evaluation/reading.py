@@ -16,8 +16,9 @@ from ragcache.kv.cache import FusedCache
 from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe
 from ragcache.models.card import eos_token_ids
-from ragcache.models.decoding import Sampling, TextStream, decode
+from ragcache.models.decoding import TextStream, decode
 from ragcache.models.lm import LanguageModel
+from ragcache.models.sampling import Sampling
 from ragcache.prompt import Prompt
 
 

@@ -21,8 +21,9 @@ from ragcache.ingest.tokens import ChunkTokenizer
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.identity import digest
 from ragcache.models.card import eos_token_ids
-from ragcache.models.decoding import Sampling, decode
+from ragcache.models.decoding import decode
 from ragcache.models.lm import LanguageModel
+from ragcache.models.sampling import Sampling
 from ragcache.prompt import Prompt, PromptFormat, prompt_format
 from ragcache.training.data import Asked, BadLine, DataRow
 from ragcache.training.encoding import EncodingOptions, passage_text

@@ -115,6 +115,17 @@ def test_sampling_is_the_callers_and_never_the_models_own(front, vllm):
     assert (greedy["temperature"], greedy["top_p"], greedy["top_k"], greedy["repetition_penalty"]) == (0, 1, 0, 1)
 
 
+def test_penalties_and_biases_travel(front, vllm):
+    kb = front()
+    given = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2}
+    kb.ask(QUESTION, sampling=rc.Sampling(**given, logit_bias={5: 2.0}, stop_token_ids=[9]))
+    (body,) = vllm.bodies
+    assert body.items() >= given.items()
+    assert body["logit_bias"] == {"5": 2.0}
+    assert body["stop_token_ids"][-1] == 9
+    assert "logprobs" not in body
+
+
 def test_a_tenants_salt_travels_in_the_layout_and_apart_from_others(kb, open_kb, front, vllm):
     open_kb(tenant="salt-7f3a").ingest([rc.Document("cats", "Cats sleep by day.")])
     front(tenant="salt-7f3a", method="full").ask(QUESTION)

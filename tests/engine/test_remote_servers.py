@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from vllm_double import VllmDouble, serving
 
+import ragcache as rc
 from ragcache.engine.remote.vllm import VllmEngine
 from ragcache.errors import ConfigError, ContextTooLongError, EngineError
 from ragcache.kv.request_layout import served_name
@@ -54,7 +55,7 @@ def test_another_server_answers_where_one_is_gone(front, pair):
     assert front(one.url, GONE).ask(QUESTION, k=2).text == SAID
     engine = VllmEngine(f"{GONE},{one.url}", one.name)
     key = next(key for key in map(str, range(100)) if engine.ranked(key)[0].url == GONE)
-    assert list(engine.complete({"prompt": [1]}, NO_LIMIT, key).ids()) == one.ids
+    assert [id for id, _ in engine.complete({"prompt": [1]}, NO_LIMIT, key).tokens()] == one.ids
     engine.close()
 
 
@@ -72,3 +73,24 @@ def test_prompts_fit_the_smallest(front, pair):
 def test_each_address_is_checked():
     with pytest.raises(ConfigError, match=r"engine '' is no address of an engine; give vllm://host:port, or several"):
         VllmEngine("vllm://a:1,", "m")
+
+
+def test_log_probabilities_are_the_servers(front, pair):
+    """As vLLM sends them, with ids for texts: the chosen token is among the likeliest, wherever it ranks."""
+    one = pair[0]
+
+    def answer(request):
+        request.begin()
+        for id in one.ids:
+            near = {f"token_id:{id}": -2.5, "token_id:7": -0.5, "token_id:8": -1.0}
+            said = {"token_logprobs": [-2.5], "top_logprobs": [near], "tokens": [f"token_id:{id}"]}
+            request.event({"choices": [{"index": 0, "text": "?", "token_ids": [id], "logprobs": said}]})
+        request.wfile.write(b"data: [DONE]\n\n")
+
+    one.answer = answer
+    found = front(one.url).ask(QUESTION, sampling=rc.Sampling(logprobs=2)).logprobs
+    assert (one.bodies[0]["logprobs"], one.bodies[0]["return_tokens_as_token_ids"]) == (2, True)
+    assert [token.id for token in found] == one.ids
+    assert "".join(token.text for token in found) == SAID
+    assert {token.logprob for token in found} == {-2.5}
+    assert {tuple((near.id, near.logprob) for near in token.top) for token in found} == {((7, -0.5), (8, -1.0))}

@@ -9,7 +9,8 @@ from families import load_tiny, random_prompt
 import ragcache as rc
 from benchmarks.quality_units import would_write
 from ragcache.evaluation.reading import forced_logits
-from ragcache.models.decoding import Sampling, decode
+from ragcache.models.decoding import decode
+from ragcache.models.sampling import Sampling
 
 LENGTH = 6
 

@@ -12,7 +12,8 @@ from ragcache.fusion import METHODS, get_method
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.exact import read_cache
 from ragcache.kv.prefix_tree import PrefixTree
-from ragcache.models.decoding import Sampling, decode
+from ragcache.models.decoding import decode
+from ragcache.models.sampling import Sampling
 
 LINKS = [[20, 21], [], [22], [23, 24, 25]]
 SHARING = {

@@ -16,8 +16,9 @@ from families import (
 
 import ragcache as rc
 from ragcache.errors import RagCacheError
-from ragcache.models.decoding import Sampling, decode
+from ragcache.models.decoding import decode
 from ragcache.models.joint import Piece, Run, run_pieces
+from ragcache.models.sampling import Sampling
 
 pytestmark = pytest.mark.gpu
 SOME = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "smollm3", "mistral-window", "gpt_neox", "cohere2")

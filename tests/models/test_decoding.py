@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError
-from ragcache.models.decoding import Chooser, Sampling, TextStream, decode
+from ragcache.models.decoding import TextStream, decode
+from ragcache.models.sampling import Chooser, Sampling
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,9 @@ from waiting import WAIT_S, until
 
 import ragcache as rc
 from ragcache.models.attention import CURRENT
-from ragcache.models.decoding import Sampling, decode
+from ragcache.models.decoding import decode
 from ragcache.models.joint import Piece, Run, run_pieces
+from ragcache.models.sampling import Sampling
 
 DIVERSE = (
     "llama",

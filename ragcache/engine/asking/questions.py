@@ -27,7 +27,7 @@ from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, Context,
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
-from ragcache.models.decoding import Sampling
+from ragcache.models.sampling import Sampling
 from ragcache.openmp import end_team
 from ragcache.prompt import PromptEnds
 from ragcache.retrieval.retriever import Hit

@@ -52,6 +52,7 @@ class Reader:
 
     def check(self, reading: Reading) -> None:
         self.prompts.check(reading.method)
+        reading.sampling.check_ids(self.lm.vocab_size, self.lm.name)
 
     def stream(
         self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
@@ -121,7 +122,7 @@ class Reader:
         written = AnswerSoFar()
         try:
             most = self.prompts.room(fused.next_position, asked.reading)
-            yield from write(self.lm, asked, self._decode(asked, fused), most, written)
+            yield from write(self.lm, asked, self._decode(asked, fused, written), most, written)
         finally:
             self.supply.keep(asked, ready, written.run_ids, fused)
             fused.cache.release()
@@ -129,7 +130,7 @@ class Reader:
             asked.kept.answered(asked.hits, written.text, written.said(self.lm))
         yield Done(_answer(asked, ready, fused, written))
 
-    def _decode(self, asked: OpenQuestion, fused: Fused) -> Generator[int, None, None]:
+    def _decode(self, asked: OpenQuestion, fused: Fused, written: AnswerSoFar) -> Generator[int, None, None]:
         return decode(
             self.lm,
             fused.cache,
@@ -138,6 +139,8 @@ class Reader:
             asked.reading.sampling,
             eos_ids=self._eos,
             never=fused.reserved_ids,
+            prompt_ids=fused.layout.ids,
+            scores=written.scores,
             limit=asked.limit,
         )
 
@@ -180,4 +183,5 @@ def _answer(asked: OpenQuestion, ready: Ready, fused: Fused, written: AnswerSoFa
     usage = Usage(fused.prompt_tokens, cached, len(written.ids), created, computed)
     method = asked.reading.method.name
     times = asked.clock.timings()
-    return Answer(written.text, ready.sources, times, usage, method, asked.dropped, written.finish)
+    logprobs = written.told(asked.reading.sampling)
+    return Answer(written.text, ready.sources, times, usage, method, asked.dropped, written.finish, logprobs)

@@ -21,7 +21,7 @@ from ragcache.kv.identity import digest
 from ragcache.kv.prefix_tree import PrefixStats
 from ragcache.kv.request_layout import RequestLayout, Span
 from ragcache.models.card import ModelCard, eos_token_ids
-from ragcache.models.decoding import Sampling
+from ragcache.models.sampling import Sampling
 from ragcache.models.scheduler import PassStats
 from ragcache.prompt import PromptEnds
 from ragcache.retrieval.retriever import Hit
@@ -69,6 +69,7 @@ class RemoteReader:
 
     def check(self, reading: Reading) -> None:
         self.prompts.check(reading.method)
+        reading.sampling.check_ids(self.card.vocab_size, self.card.name)
         if reading.evict is not None:
             raise ConfigError(
                 f"evict drops KV by the model's own attention, which {self._engine.url} keeps; leave it out"
@@ -92,7 +93,7 @@ class RemoteReader:
         try:
             if most:
                 answering = self._engine.complete(self._body(request, reading, most), limit, request.routing_key)
-                yield from write(self.card, asked, self._steps(answering, clock), most, written)
+                yield from write(self.card, asked, self._steps(answering, reading, clock, written), most, written)
                 answering.end()
         finally:
             if answering is not None:
@@ -170,24 +171,30 @@ class RemoteReader:
             **_sampling(reading.sampling),
             # As the embedded engine ends answers: by these ids, whatever vLLM takes for the end.
             "ignore_eos": True,
-            "stop_token_ids": list(self._eos),
+            "stop_token_ids": [*self._eos, *reading.sampling.stop_token_ids],
         }
-        if never := self.card.unsaid_ids:
-            body["logit_bias"] = {str(id): NEVER for id in sorted(never)}
+        biases = {**reading.sampling.logit_bias, **dict.fromkeys(sorted(self.card.unsaid_ids), NEVER)}
+        if biases:
+            body["logit_bias"] = {str(id): bias for id, bias in biases.items()}
         if request.layout is not None:
             body["kv_transfer_params"] = request.layout.to_params()
         if self.prompts.names.tenant:  # vLLM's own prefix cache is one for all tenants
             body["cache_salt"] = digest({"tenant": self.prompts.names.tenant})
         return body
 
-    def _steps(self, answering: Completion, clock: Clock) -> Generator[int, None, None]:
-        """The answer's ids, without the one that ends it."""
+    def _steps(
+        self, answering: Completion, reading: Reading, clock: Clock, written: AnswerSoFar
+    ) -> Generator[int, None, None]:
+        """The answer's ids, without the one that ends it; their log-probabilities, if any, go into `written`."""
         sent = time.perf_counter()
-        for rank, id in enumerate(answering.ids()):
+        ends = {*self._eos, *reading.sampling.stop_token_ids}
+        for rank, (id, scores) in enumerate(answering.tokens()):
             if not rank:
                 clock.read(prefill_s=time.perf_counter() - sent)
-            if id in self._eos:
+            if id in ends:
                 return
+            if scores is not None:
+                written.scores.append(scores)
             yield id
 
     def _answer(
@@ -204,7 +211,8 @@ class RemoteReader:
         num_tokens = len(request.ids)
         usage = Usage(num_tokens, cached, len(written.ids), 0, num_tokens - cached)
         method, times = asked.reading.method.name, asked.clock.timings()
-        return Answer(written.text, request.sources, times, usage, method, asked.dropped, written.finish)
+        logprobs = written.told(asked.reading.sampling)
+        return Answer(written.text, request.sources, times, usage, method, asked.dropped, written.finish, logprobs)
 
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:
@@ -213,13 +221,14 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
         "top_k": sampling.top_k or 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        "min_p": sampling.min_p or 0.0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
         "seed": sampling.seed,
         "stop": list(sampling.stop),
         **_form(sampling),
+        **({} if sampling.logprobs is None else {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True}),
     }
 
 

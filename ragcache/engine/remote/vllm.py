@@ -15,6 +15,7 @@ import logging
 import queue
 import threading
 from collections.abc import Coroutine, Generator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ import httpx
 from ragcache.errors import ConfigError, EngineError, ModelMismatchError, RagCacheError
 from ragcache.kv.identity import digest
 from ragcache.models.limits import Limit
+from ragcache.models.sampling import TokenScores
 
 log = logging.getLogger(__name__)
 CONNECT_S = 5.0
@@ -192,17 +194,18 @@ class Completion:
         self.cached_tokens: int | None = None
         self._limit = limit
         self._url = engine.url
+        self._likeliest = int(body.get("logprobs") or 0)
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_over = False
         self._task = engine.submit(engine.pump(body, servers, self._events))
 
-    def ids(self) -> Generator[int, None, None]:
-        """Token ids as they come, the one that ends the text among them.
+    def tokens(self) -> Generator[tuple[int, TokenScores | None], None, None]:
+        """Token ids as they come, the one that ends the text among them, with their log-probabilities if asked for.
 
         Raises EngineError, ModelMismatchError, CancelledError, TimedOutError.
         """
         while (event := self._next()) is not None:
-            yield from _ids(event)
+            yield from zip(_ids(event), chain(self._scores(event), repeat(None)), strict=False)
 
     def end(self) -> None:
         """Take the engine's last words. Where it goes on instead, it is stopped."""
@@ -231,6 +234,13 @@ class Completion:
             if event is not None:
                 raise event if isinstance(event, RagCacheError) else broken(self._url, _said(event))
         return None
+
+    def _scores(self, event: Mapping[str, Any]) -> list[TokenScores]:
+        said = next((choice.get("logprobs") for choice in event.get("choices") or ()), None)
+        try:
+            return [] if said is None else _scores(said, self._likeliest)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise broken(self._url, "log-probabilities that are none of vLLM's") from error
 
     def _note(self, event: Mapping[str, Any]) -> None:
         details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
@@ -291,6 +301,17 @@ async def _ended() -> None:
 
 def _ids(event: Mapping[str, Any]) -> list[int]:
     return [id for choice in event.get("choices") or () for id in choice.get("token_ids") or ()]
+
+
+def _scores(said: Mapping[str, Any], count: int) -> list[TokenScores]:
+    """OpenAI's log-probabilities of completions, with "token_id:7" for texts. The chosen token is among the likeliest,
+    wherever it ranks."""
+    found = []
+    for logprob, near in zip(said["token_logprobs"], said["top_logprobs"], strict=True):
+        ranked = sorted(near.items(), key=lambda one: -one[1])[:count]
+        top = tuple((int(name.removeprefix("token_id:")), float(value)) for name, value in ranked)
+        found.append(TokenScores(float(logprob), top))
+    return found
 
 
 async def _beginning(response: httpx.Response) -> bytes:

@@ -1,0 +1,231 @@
+"""Choosing the next token: greedy or sampled, with penalties, biases, and log-probabilities of what was chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ragcache.errors import ConfigError
+from ragcache.models.structured import Constraint, as_json, choice_grammar, json_grammar, regex_grammar
+
+MAX_LOGPROBS = 20
+"""OpenAI's and vLLM's own bound."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    max_tokens:  longest answer, in tokens
+    temperature: 0 is greedy
+    top_p, top_k: nucleus and top-k cuts; None for none
+    seed:        makes sampling repeatable
+    stop:        strings at which the answer ends; they are not part of it
+    json_schema: the answer is JSON that this schema (an object, or JSON) accepts; {"type": "object"}: any JSON object
+    regex:       the answer matches this regular expression, of Rust's syntax
+    choices:     the answer is one of these texts
+    min_p:       leave out tokens with less than this share of the likeliest one's probability
+    presence_penalty, frequency_penalty: taken off the logit of a token that the answer holds, once, and once for each
+                 time (OpenAI)
+    repetition_penalty: divides the positive and multiplies the negative logits of tokens of prompt and answer (CTRL)
+    logit_bias:  added to the logits of these token ids
+    stop_token_ids: ids at which the answer ends; they are not part of it
+    logprobs:    how many of the likeliest tokens to report beside each chosen one, by the model's own log-probability,
+                 before all of the above (`Answer.logprobs`); None: no report
+
+    Of json_schema, regex and choices there may be one; they need the extra "structured". An answer that reaches
+    max_tokens is cut in mid-form. Raises ConfigError naming the field that is out of range, or what cannot be compiled.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choices: Sequence[str] | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k is {self.top_k}; it must be at least 1")
+        if any(not s for s in self.stop):
+            raise ConfigError("a stop string is empty")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"logprobs is {self.logprobs}; it must be in 0 to {MAX_LOGPROBS}, or None for none")
+        self._check_weights()
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", as_json(self.json_schema))
+        if self.choices is not None:
+            object.__setattr__(self, "choices", (self.choices,) if isinstance(self.choices, str) else (*self.choices,))
+        if sum(form is not None for form in (self.json_schema, self.regex, self.choices)) > 1:
+            raise ConfigError("json_schema, regex and choices exclude each other; choose one")
+        self.grammar()  # whatever cannot be compiled is said before anything runs
+
+    def _check_weights(self) -> None:
+        """Raises ConfigError naming what would change probabilities in no sensible way."""
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p is {self.min_p}; it must be in [0, 1]")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0, and 1 for none")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a number, 0 for none")
+        for id, bias in self.logit_bias.items():
+            if not math.isfinite(bias):
+                raise ConfigError(f"logit_bias of token {id} is {bias}; it must be a number, -100 for never")
+
+    def check_ids(self, vocab_size: int, name: str) -> None:
+        """Raises ConfigError for token ids that the model called `name` does not have."""
+        for what, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            if bad := [id for id in ids if not 0 <= id < vocab_size]:
+                raise ConfigError(f"{what} names token id {bad[0]}; {name} has ids 0 to {vocab_size - 1}", what)
+
+    def grammar(self) -> str | None:
+        """The answer's form as llguidance reads it; None: any."""
+        if isinstance(self.json_schema, str):
+            return json_grammar(self.json_schema)
+        if self.regex is not None:
+            return regex_grammar(self.regex)
+        return None if self.choices is None else choice_grammar(tuple(self.choices))
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities where one token was chosen: its own, and ids of the likeliest ones with theirs."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Penalties:
+    """Lowers the logits of tokens that were said, in vLLM's order: biases, repetition, frequency, presence."""
+
+    def __init__(self, sampling: Sampling, device: torch.device, prompt_ids: Sequence[int]) -> None:
+        self._sampling = sampling
+        self._biased = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=device)
+        self._biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=device)
+        self._prompt = torch.tensor(prompt_ids, dtype=torch.int64, device=device)
+        self._counts: Tensor | None = None
+
+    @staticmethod
+    def wanted(sampling: Sampling) -> bool:
+        said = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
+        return bool(said or sampling.logit_bias)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """logits: float32 [vocab_size]"""
+        counts, by = self._counted(logits), self._sampling
+        logits = logits.index_add(0, self._biased, self._biases)
+        if by.repetition_penalty != 1:
+            said = (counts > 0).index_fill(0, self._prompt, True)
+            lowered = torch.where(logits > 0, logits / by.repetition_penalty, logits * by.repetition_penalty)
+            logits = torch.where(said, lowered, logits)
+        return logits - by.frequency_penalty * counts - by.presence_penalty * (counts > 0)
+
+    def accept(self, token: int) -> None:
+        """Count this token as said."""
+        if self._counts is not None:
+            self._counts[token] += 1
+
+    def _counted(self, logits: Tensor) -> Tensor:
+        if self._counts is None:
+            self._counts = torch.zeros_like(logits)
+        return self._counts
+
+
+class Chooser:
+    """Picks the next token from logits. Sampling follows transformers' own order: temperature, top-k, top-p, min-p.
+
+    never: ids that are not chosen, whatever their logits
+    constraint: says what may come next
+    prompt_ids: what a repetition penalty counts as said, beside the answer
+    scores: gets each token's log-probabilities, if the sampling asks for them
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        device: torch.device,
+        never: Collection[int] = (),
+        constraint: Constraint | None = None,
+        prompt_ids: Sequence[int] = (),
+        scores: list[TokenScores] | None = None,
+    ) -> None:
+        self._constraint = constraint
+        self._penalties = Penalties(sampling, device, prompt_ids) if Penalties.wanted(sampling) else None
+        self._scores = scores
+        self._logprobs = sampling.logprobs
+        self._never = torch.tensor(sorted(never), dtype=torch.int64, device=device)
+        self._greedy = sampling.temperature == 0
+        self._warpers = LogitsProcessorList()
+        if self._greedy:
+            return
+        self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k is not None:
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p is not None:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p is not None:
+            self._warpers.append(MinPLogitsWarper(sampling.min_p))
+        self._generator = torch.Generator(device)
+        if sampling.seed is not None:
+            self._generator.manual_seed(sampling.seed)
+        else:
+            self._generator.seed()
+
+    def __call__(self, logits: Tensor) -> int:
+        token = self._choose(self._allowed(logits))
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        if self._penalties is not None:
+            self._penalties.accept(token)
+        if self._scores is not None and self._logprobs is not None:
+            self._scores.append(_scores(logits, token, self._logprobs))
+        return token
+
+    def _allowed(self, logits: Tensor) -> Tensor:
+        if self._penalties is not None:
+            logits = self._penalties.apply(logits)
+        if self._never.numel():
+            logits = logits.index_fill(0, self._never, float("-inf"))
+        return logits if self._constraint is None else self._constraint.allow(logits)
+
+    def _choose(self, logits: Tensor) -> int:
+        if self._greedy:
+            return int(logits.argmax())
+        scores = self._warpers(torch.empty(1, 0, dtype=torch.long, device=logits.device), logits[None])
+        return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
+
+
+def _scores(logits: Tensor, token: int, count: int) -> TokenScores:
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.topk(min(count, len(logprobs)))
+    return TokenScores(float(logprobs[token]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
