@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from ragcache import Answer, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
@@ -67,17 +67,34 @@ def turns(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 
 def sampling(request: ChatRequest | CompletionRequest, defaults: AnswerDefaults, max_positions: int) -> Sampling:
+    """Raises ConfigError."""
     stop = _first(request.stop, defaults.stop)
+    top_k = _first(request.top_k, request.extension.top_k, defaults.top_k)
     most = request.max_completion_tokens if isinstance(request, ChatRequest) else None
     return Sampling(
         max_tokens=min(_first(most, request.max_tokens, defaults.max_tokens), max_positions),
         temperature=_first(request.temperature, defaults.temperature),
         top_p=_first(request.top_p, defaults.top_p),
-        top_k=_first(request.extension.top_k, defaults.top_k),
+        top_k=None if top_k in (0, -1) else top_k,
         seed=_first(request.seed, defaults.seed),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         json_schema=_schema(request.response_format) if isinstance(request, ChatRequest) else None,
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=_first(request.repetition_penalty, 1.0),
+        logit_bias={int(id): bias for id, bias in (request.logit_bias or {}).items()},
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logprobs=request.likeliest,
     )
+
+
+def each_of(options: dict[str, Any], n: int | None) -> Iterator[dict[str, Any]]:
+    """The options of each of n answers to one question: with a seed, the next one for each, as in vLLM."""
+    sampling: Sampling = options["sampling"]
+    for index in range(n or 1):
+        seed = None if sampling.seed is None else sampling.seed + index
+        yield {**options, "sampling": replace(sampling, seed=seed)}
 
 
 def _schema(wanted: PlainFormat | JsonFormat | SchemaFormat | None) -> dict[str, Any] | None:
@@ -120,17 +137,24 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def usage_of(answer: Answer) -> ChatUsage:
-    usage = answer.usage
+def usage_of(answers: Sequence[Answer]) -> ChatUsage:
+    """All answers over one prompt, which counts once: as that one read it that computed most of it."""
+    usage = dearest(answers).usage
+    completion_tokens = sum(answer.usage.completion_tokens for answer in answers)
     return ChatUsage(
         prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=usage.prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens, audio_tokens=0),
         completion_tokens_details=CompletionTokensDetails(
             reasoning_tokens=0, audio_tokens=0, accepted_prediction_tokens=0, rejected_prediction_tokens=0
         ),
     )
+
+
+def dearest(answers: Sequence[Answer]) -> Answer:
+    """The answer that computed most of the prompt: the others read what it placed."""
+    return max(answers, key=lambda answer: answer.usage.computed_tokens)
 
 
 def sources_of(hits: Sequence[Source]) -> list[SourceItem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -15,9 +15,10 @@ from starlette.responses import Response
 
 from ragcache import Answer, Done, Sources, Token
 from ragcache.engine.answer import Event
-from ragcache.server.answering import costs_of, engine_call, sources_of, usage_of
+from ragcache.server.answering import costs_of, dearest, each_of, engine_call, sources_of, usage_of
 from ragcache.server.body import JSON, read_json, request_body
 from ragcache.server.errors import ApiError
+from ragcache.server.logprobs import chat_logprobs
 from ragcache.server.observe import note, waited_s
 from ragcache.server.openapi import errors, streamed
 from ragcache.server.schemas.base import AnswerModel
@@ -33,7 +34,7 @@ from ragcache.server.schemas.completion import (
 )
 from ragcache.server.service import Service, service_of
 from ragcache.server.sse import EventStream, event
-from ragcache.server.work import Work, unless_gone
+from ragcache.server.work import Work, merged, unless_gone
 
 router = APIRouter(tags=["answers"])
 DONE = b"data: [DONE]\n\n"
@@ -54,25 +55,35 @@ async def create_chat_completion(request: Request) -> Response:
     asked = await read_json(request, ChatRequest)
     service.check_model(asked.model, service.chat_model)
     call = engine_call(asked, service.settings.answers, service.kb.lm.max_positions)
-    events = service.kb.astream_chat(call.messages, **call.options)
+    events = [service.kb.astream_chat(call.messages, **options) for options in each_of(call.options, asked.n)]
     return await respond(Writer(service, request), asked, events, asked.extension.timeout_s)
 
 
 async def respond(
-    writer: Writer, asked: SampledRequest, events: AsyncIterator[Event], timeout_s: float | None
+    writer: Writer, asked: SampledRequest, events: Sequence[AsyncIterator[Event]], timeout_s: float | None
 ) -> Response:
-    """The answer that these events are, in a slot: whole, or as a stream."""
+    """The answers that these events are, each in a slot of its own: whole, or as a stream. They share a placed context
+    as those of several askers do."""
     service, request = writer.service, writer.request
-    work = service.answer(_counted(service, request, events), timeout_s)
+    works = [service.answer(_counted(service, request, one), timeout_s) for one in events]
+
+    def cancel() -> None:
+        for work in works:
+            work.cancel()
+
     try:
-        first = await unless_gone(request, anext(work))
+        first = await unless_gone(request, anext(works[0]))
         if asked.stream:
-            return EventStream(writer.chunks(first, work, usage=asked.wants_usage), work.cancel)
-        last = await unless_gone(request, work.last())
+            return EventStream(writer.chunks(first, works, usage=asked.wants_usage), cancel)
+        found = await unless_gone(request, _answers(works))
     except BaseException:
-        work.cancel()
+        cancel()
         raise
-    return Response(writer.completion(_answer(last)).to_json(), media_type=JSON)
+    return Response(writer.completion(found).to_json(), media_type=JSON)
+
+
+async def _answers(works: Sequence[Work[Event]]) -> list[Answer]:
+    return [_answer(await work.last()) for work in works]
 
 
 async def _counted(service: Service, request: Request, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
@@ -97,54 +108,62 @@ def _answer(last: Event) -> Answer:
 
 @dataclass
 class Writer:
-    """Writes one answer in OpenAI's shapes: all of its objects carry the same id, time, model and fingerprint."""
+    """Writes the answers to one request in OpenAI's shapes: all objects carry the same id, time, model, fingerprint."""
 
     service: Service
     request: Request
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def completion(self, answer: Answer) -> AnswerModel:
-        message = AnswerMessage(role="assistant", content=answer.text, refusal=None, annotations=[])
-        choice = Choice(index=0, message=message, logprobs=None, finish_reason=reason_of(answer))
+    def completion(self, answers: Sequence[Answer]) -> AnswerModel:
+        one = dearest(answers)
         return ChatCompletion(
             object="chat.completion",
-            choices=[choice],
-            usage=usage_of(answer),
-            ragcache=ChatExtension(sources=sources_of(answer.hits), **self.costs(answer)),
+            choices=[self.choice(index, answer) for index, answer in enumerate(answers)],
+            usage=usage_of(answers),
+            ragcache=ChatExtension(sources=sources_of(one.hits), **self.costs(one)),
             **self.common(),
         )
 
-    def chunk(self, text: str, reason: Reason, **more: Any) -> AnswerModel:
-        """One event. text: what has been added; more: `usage` and `ragcache`"""
-        delta = Delta(content=text) if text else Delta()
-        choice = ChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=reason)
-        return self.event([choice], **more)
+    def choice(self, index: int, answer: Answer) -> Choice:
+        message = AnswerMessage(role="assistant", content=answer.text, refusal=None, annotations=[])
+        logprobs = None if answer.logprobs is None else chat_logprobs(answer.logprobs)
+        return Choice(index=index, message=message, logprobs=logprobs, finish_reason=reason_of(answer))
 
-    async def chunks(self, first: Event, rest: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
+    def chunk(self, index: int, added: Token, reason: Reason, **more: Any) -> AnswerModel:
+        """One event. added: to this answer; more: `usage` and `ragcache`"""
+        delta = Delta(content=added.text) if added.text else Delta()
+        logprobs = chat_logprobs(added.logprobs) if added.logprobs else None
+        return self.event([ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)], **more)
+
+    async def chunks(self, first: Event, works: Sequence[Work[Event]], *, usage: bool) -> AsyncIterator[bytes]:
         """The stream. Once it has begun an error can only be told inside of it."""
         try:
             more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: a value in the last chunk only
             hits = first.hits if isinstance(first, Sources) else []
-            yield _event(self.start(ragcache=ChatExtension(sources=sources_of(hits)), **more))
-            async for one in rest:
-                if isinstance(one, Token):
-                    yield _event(self.chunk(one.text, None, **more))
+            yield _event(self.start(0, ragcache=ChatExtension(sources=sources_of(hits)), **more))
+            answers = []
+            async for index, one in merged(works):
+                if isinstance(one, Sources):
+                    yield _event(self.start(index, **more))
+                elif isinstance(one, Token):
+                    yield _event(self.chunk(index, one, None, **more))
                 elif isinstance(one, Done):
+                    answers.append(one.answer)
                     costs = ChatExtension(**self.costs(one.answer))
-                    yield _event(self.chunk("", reason_of(one.answer), ragcache=costs, **more))
-                    if usage:
-                        yield _event(self.event([], usage=usage_of(one.answer)))
+                    yield _event(self.chunk(index, Token(""), reason_of(one.answer), ragcache=costs, **more))
+            if usage:
+                yield _event(self.event([], usage=usage_of(answers)))
             yield DONE
         except Exception as error:
             problem = self.service.told(error)
             note(self.request, error=problem.code)
             yield event(problem.body().to_json())
 
-    def start(self, **more: Any) -> AnswerModel:
-        """The first event of a stream."""
+    def start(self, index: int, **more: Any) -> AnswerModel:
+        """The first event of one answer."""
         delta = Delta(role="assistant", content="", refusal=None)
-        return self.event([ChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=None)], **more)
+        return self.event([ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)], **more)
 
     def event(self, choices: list[Any], **more: Any) -> AnswerModel:
         return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **more, **self.common())

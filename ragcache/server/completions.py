@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +12,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragcache import Answer
-from ragcache.server.answering import read_options, usage_of
+from ragcache import Answer, Token
+from ragcache.server.answering import dearest, each_of, read_options, usage_of
 from ragcache.server.body import JSON, read_json, request_body
 from ragcache.server.chat import Reason, Writer, reason_of, respond
+from ragcache.server.logprobs import text_logprobs
 from ragcache.server.openapi import errors, streamed
 from ragcache.server.schemas.base import AnswerModel
 from ragcache.server.schemas.completion import ChatExtension
@@ -37,25 +40,37 @@ async def create_completion(request: Request) -> Response:
     asked = await read_json(request, CompletionRequest)
     service.check_model(asked.model, service.chat_model)
     options = read_options(asked, service.settings.answers, service.kb.lm.max_positions)
-    events = service.kb.astream_completion(asked.text, **options)
+    events = [service.kb.astream_completion(asked.text, **one) for one in each_of(options, asked.n)]
     return await respond(TextWriter(service, request), asked, events, asked.extension.timeout_s)
 
 
 @dataclass
 class TextWriter(Writer):
-    """Writes one answer in the shapes of OpenAI's older API."""
+    """Writes answers in the shapes of OpenAI's older API. written: characters of each answer's tokens so far"""
 
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    written: Counter[int] = field(default_factory=Counter)
 
-    def completion(self, answer: Answer) -> AnswerModel:
-        choice = TextChoice(index=0, text=answer.text, logprobs=None, finish_reason=reason_of(answer))
-        return self.event([choice], usage=usage_of(answer), ragcache=ChatExtension(**self.costs(answer)))
+    def completion(self, answers: Sequence[Answer]) -> AnswerModel:
+        choices = [
+            TextChoice(
+                index=index,
+                text=answer.text,
+                logprobs=None if answer.logprobs is None else text_logprobs(answer.logprobs),
+                finish_reason=reason_of(answer),
+            )
+            for index, answer in enumerate(answers)
+        ]
+        costs = ChatExtension(**self.costs(dearest(answers)))
+        return self.event(choices, usage=usage_of(answers), ragcache=costs)
 
-    def start(self, **more: Any) -> AnswerModel:
-        return self.chunk("", None, **more)
+    def start(self, index: int, **more: Any) -> AnswerModel:
+        return self.chunk(index, Token(""), None, **more)
 
-    def chunk(self, text: str, reason: Reason, **more: Any) -> AnswerModel:
-        return self.event([TextChoice(index=0, text=text, logprobs=None, finish_reason=reason)], **more)
+    def chunk(self, index: int, added: Token, reason: Reason, **more: Any) -> AnswerModel:
+        logprobs = text_logprobs(added.logprobs, self.written[index]) if added.logprobs else None
+        self.written[index] += sum(len(token.text) for token in added.logprobs)
+        return self.event([TextChoice(index=index, text=added.text, logprobs=logprobs, finish_reason=reason)], **more)
 
     def event(self, choices: list[Any], **more: Any) -> AnswerModel:
         return TextCompletion(object="text_completion", choices=choices, **more, **self.common())

@@ -104,7 +104,7 @@ def from_engine(error: engine.RagCacheError) -> ApiError:
         meaning.status,
         message,
         code=meaning.code,
-        param=meaning.param,
+        param=meaning.param or getattr(error, "option", None),
         type=meaning.type,
         headers=meaning.headers,
     )

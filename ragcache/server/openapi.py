@@ -32,6 +32,11 @@ MEANINGS = {
     507: "The store's device is full",
 }
 EVERYWHERE = (403, 500)
+EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 RETRY_LATER = ("409", "503")
 # Bodies that routes read themselves, and the data of events: FastAPI does not see them.
 MODELS: tuple[type[BaseModel], ...] = (
@@ -47,8 +52,8 @@ def errors(*statuses: int) -> Responses:
 
 
 def streamed(model: type[BaseModel], description: str) -> dict[str, Any]:
-    """A success that is JSON or, where it was asked for, a stream of events."""
-    return {"model": model, "description": description, "content": {EVENT_STREAM: {"schema": {"type": "string"}}}}
+    """A success that is JSON or, where it was asked for, a stream of events: the schema is one event's."""
+    return {"model": model, "description": description, "content": {EVENT_STREAM: {"schema": EVENT}}}
 
 
 def describe(app: FastAPI, locked: tuple[str, ...]) -> None:

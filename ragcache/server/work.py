@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Generic, TypeVar
 
@@ -68,6 +68,25 @@ class Work(Generic[T]):
 
     def cancel(self) -> None:
         self._task.cancel()
+
+
+async def merged(works: Sequence[Work[T]]) -> AsyncIterator[tuple[int, T]]:
+    """The items of all of them as they come, each with its work's rank. Raises what one of them raises."""
+    coming = {asyncio.ensure_future(anext(work)): rank for rank, work in enumerate(works)}
+    try:
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                rank = coming.pop(one)
+                try:
+                    item = one.result()
+                except StopAsyncIteration:
+                    continue
+                coming[asyncio.ensure_future(anext(works[rank]))] = rank
+                yield rank, item
+    finally:
+        for one in coming:
+            one.cancel()
 
 
 async def unless_gone(request: Request, wanted: Awaitable[T]) -> T:

@@ -64,11 +64,11 @@ def test_the_openai_client_reads_it(served, kb):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
         ({"echo": True}, "echo"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
         ({"prompt": [1, 2]}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"ragcache": {"k": 3}}, "ragcache.k"),

@@ -37,15 +37,23 @@ def error_of(response: httpx.Response) -> dict:
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"n": 2}, "n", "unsupported_parameter"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 129}, "n", "invalid_value"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
         ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
         ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
-        ({"logprobs": True}, "logprobs", "unsupported_parameter"),
-        ({"top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
-        ({"logit_bias": {"50": 1}}, "logit_bias", "unsupported_parameter"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
-        ({"frequency_penalty": -1}, "frequency_penalty", "unsupported_parameter"),
+        ({"logprobs": 3}, "logprobs", "invalid_value"),
+        ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"logit_bias": {"cat": 1}}, "logit_bias.cat", "invalid_value"),
+        ({"logit_bias": {"50": 101}}, "logit_bias.50", "invalid_value"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
+        ({"stop_token_ids": [99999]}, "stop_token_ids", "invalid_value"),
+        ({"stop_token_ids": ["2"]}, "stop_token_ids[0]", "invalid_value"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+        ({"min_p": 1.1}, "min_p", "invalid_value"),
+        ({"top_k": -2}, "top_k", "invalid_value"),
         ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
@@ -253,7 +261,7 @@ def test_the_official_client_understands_refusals(open_server: Served):
         with pytest.raises(NotFoundError) as absent:
             client.chat.completions.create(model="gpt-4o", messages=USER)
         with pytest.raises(BadRequestError) as refused:
-            client.chat.completions.create(model="tiny", messages=USER, n=3)
+            client.chat.completions.create(model="tiny", messages=USER, n=300)
         with pytest.raises(BadRequestError) as streamed:
             client.chat.completions.create(
                 model="tiny", messages=USER, stream=True, extra_body={"ragcache": {"method": "x"}}

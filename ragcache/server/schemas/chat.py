@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ragcache.engine.options import Context, Order, Overflow
+from ragcache.models.sampling import MAX_LOGPROBS
 from ragcache.retrieval.search import Search
 from ragcache.server.schemas.base import JsonObject, Name, RequestModel, Text
 
@@ -14,13 +24,18 @@ SeedInt = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
 StopText = Annotated[Text, Field(min_length=1)]
 Nothing = Annotated[list[JsonValue], Field(max_length=0)]
-Zero = Annotated[float, Field(ge=0, le=0)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+LikeliestCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+DecimalId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+MAX_ANSWERS = 128
+"""Of one request, as in OpenAI's own API."""
 
 # Features that change an answer and that this server does not have: refused by name unless they ask for nothing.
 UNSUPPORTED = {
-    "audio", "best_of", "echo", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs",
-    "modalities", "moderation", "n", "presence_penalty", "reasoning_effort", "suffix", "tool_choice",
-    "tools", "top_logprobs", "verbosity", "web_search_options",
+    "audio", "best_of", "echo", "function_call", "functions", "modalities", "moderation", "reasoning_effort", "suffix",
+    "tool_choice", "tools", "verbosity", "web_search_options",
 }  # fmt: skip
 
 
@@ -145,7 +160,11 @@ ResponseFormat = Annotated[PlainFormat | JsonFormat | SchemaFormat, Field(discri
 
 
 class SampledRequest(RequestModel):
-    """What both of OpenAI's requests for an answer have."""
+    """What both of OpenAI's requests for an answer have, and what vLLM adds: top_k, min_p, repetition_penalty,
+    stop_token_ids.
+
+    logit_bias: by token ids, which JSON writes as strings
+    """
 
     model: Name
     stream: bool | None = None
@@ -155,15 +174,17 @@ class SampledRequest(RequestModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: SeedInt | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS, description="Answers, each in a slot of its own")] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[DecimalId, Bias], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: among all tokens")] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
 
     # Accepted, and of no consequence here.
     user: Text | None = None
-
-    # Accepted only where they ask for nothing.
-    n: Annotated[int, Field(ge=1, le=1)] | None = None
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -183,6 +204,8 @@ class ChatRequest(SampledRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: TokenCount | None = None
     response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: LikeliestCount | None = None
     ragcache: Extension | None = None
 
     # Accepted, and of no consequence here.
@@ -197,8 +220,6 @@ class ChatRequest(SampledRequest):
     safety_identifier: Text | None = None
 
     # Accepted only where they ask for nothing.
-    logprobs: Literal[False] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     tools: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
     functions: Nothing | None = None
@@ -209,6 +230,18 @@ class ChatRequest(SampledRequest):
     reasoning_effort: None = None
     verbosity: None = None
     web_search_options: None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _go_with_logprobs(cls, count: int | None, given: ValidationInfo) -> int | None:
+        if count and not given.data.get("logprobs"):
+            raise ValueError("it goes with logprobs: true")
+        return count
+
+    @property
+    def likeliest(self) -> int | None:
+        """`Sampling.logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def extension(self) -> Extension:

@@ -82,10 +82,29 @@ class AnswerMessage(AnswerModel):
     annotations: list[JsonValue]
 
 
+class LikelyToken(AnswerModel):
+    """bytes: null for a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ScoredToken(LikelyToken):
+    top_logprobs: list[LikelyToken]
+
+
+class ChoiceLogprobs(AnswerModel):
+    """By the model itself, before temperature, cuts and penalties."""
+
+    content: list[ScoredToken]
+    refusal: None
+
+
 class Choice(AnswerModel):
-    index: Literal[0]
+    index: int
     message: AnswerMessage
-    logprobs: None
+    logprobs: ChoiceLogprobs | None
     finish_reason: Literal["stop", "length"]
 
 
@@ -107,9 +126,9 @@ class Delta(AnswerModel):
 
 
 class ChunkChoice(AnswerModel):
-    index: Literal[0]
+    index: int
     delta: Delta
-    logprobs: None
+    logprobs: ChoiceLogprobs | None
     finish_reason: Literal["stop", "length"] | None
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ragcache.server.schemas.base import AnswerModel, Name, RequestModel, Text
-from ragcache.server.schemas.chat import ReadFields, SampledRequest
+from ragcache.server.schemas.chat import LikeliestCount, ReadFields, SampledRequest
 from ragcache.server.schemas.completion import ChatExtension, ChatUsage
 
 PromptText = Annotated[Text, Field(min_length=1)]
@@ -17,12 +17,12 @@ class CompletionRequest(SampledRequest):
     """OpenAI's request: a raw prompt, read as it stands. Nothing is retrieved, and no template is put around it."""
 
     prompt: PromptText | Annotated[list[PromptText], Field(min_length=1, max_length=1)]
+    logprobs: LikeliestCount | None = None
     ragcache: ReadFields | None = None
 
     # Accepted only where they ask for nothing.
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: Literal[False] | None = None
-    logprobs: None = None
     suffix: None = None
 
     @property
@@ -30,14 +30,28 @@ class CompletionRequest(SampledRequest):
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
     @property
+    def likeliest(self) -> int | None:
+        """`Sampling.logprobs`."""
+        return self.logprobs
+
+    @property
     def extension(self) -> ReadFields:
         return self.ragcache or ReadFields()
 
 
+class TextLogprobs(AnswerModel):
+    """Lists of one length: a token of the answer each."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int] = Field(description="Where the token's text begins in the answer's")
+
+
 class TextChoice(AnswerModel):
-    index: Literal[0]
+    index: int
     text: str
-    logprobs: None
+    logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"] | None
 
 
