@@ -256,10 +256,20 @@ class MetadataError(IngestError):
     """Document metadata is not a JSON object."""
 
 
+@contextmanager
+def blaming(option: str) -> Iterator[None]:
+    """Name this option in a ConfigError that names none itself."""
+    try:
+        yield
+    except ConfigError as error:
+        error.option = error.option or option
+        raise
+
+
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
     """Raises ConfigError that names the choices when the value is none of them."""
     if value not in (known := list(choices)):
-        raise ConfigError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}")
+        raise ConfigError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}", what)
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -270,7 +280,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 def check_least(name: str, value: float, least: float) -> None:
     """Raises ConfigError naming the option when the value is below `least`, or no number."""
     if not value >= least:
-        raise ConfigError(f"{name} is {value}; it must be at least {least:g}")
+        raise ConfigError(f"{name} is {value}; it must be at least {least:g}", name)
 
 
 @contextmanager

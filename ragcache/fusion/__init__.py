@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, blaming
 from ragcache.fusion.a3 import A3
 from ragcache.fusion.ape import Ape
 from ragcache.fusion.base import FusionMethod
@@ -66,10 +66,11 @@ def get_method(method: str | FusionMethod, /, **options: Any) -> FusionMethod:
             raise ConfigError(f"options {', '.join(options)} go with a method's name, not with a method object")
         return method
     if method not in METHODS:
-        raise ConfigError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
+        raise ConfigError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}", "method")
     known = [f.name for f in fields(METHODS[method])]
     unknown = [name for name in options if name not in known]
     if unknown:
         takes = f"takes {', '.join(known)}" if known else "takes no options"
-        raise ConfigError(f"method {method!r} has no option {', '.join(unknown)}; it {takes}")
-    return METHODS[method](**options)
+        raise ConfigError(f"method {method!r} has no option {', '.join(unknown)}; it {takes}", "method_options")
+    with blaming("method_options"):
+        return METHODS[method](**options)

@@ -54,21 +54,21 @@ def as_json(schema: Mapping[str, Any] | str) -> str:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         found = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"json_schema is no JSON ({error}); give a schema such as {EXAMPLE}") from error
+        raise ConfigError(f"json_schema is no JSON ({error}); give a schema such as {EXAMPLE}", "json_schema") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"json_schema is no JSON object; give a schema such as {EXAMPLE}")
+        raise ConfigError(f"json_schema is no JSON object; give a schema such as {EXAMPLE}", "json_schema")
     return text
 
 
 def _check_size(what: str, size: int) -> None:
     if size > MAX_GRAMMAR:
-        raise ConfigError(f"{what} {size} characters; {MAX_GRAMMAR} are the most")
+        raise ConfigError(f"{what} {size} characters; {MAX_GRAMMAR} are the most", what.split()[0])
 
 
 def _checked(grammar: str, what: str) -> str:
     is_error, messages = _library().LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
-        raise ConfigError(f"{what} cannot be compiled: {' '.join(messages).strip()}")
+        raise ConfigError(f"{what} cannot be compiled: {' '.join(messages).strip()}", what)
     return grammar
 
 

@@ -153,7 +153,7 @@ class Retriever:
     ) -> list[Hit]:
         """`retrieve` for a question that is embedded already ([dimension]), and so has no words to search for."""
         if search != "vector":
-            raise ConfigError(f"search is {search!r} and the question is a vector; give its text")
+            raise ConfigError(f"search is {search!r} and the question is a vector; give its text", "search")
         if rerank:
             raise ConfigError("rerank is True and the question is a vector, which no reranker reads; give its text")
         _check_options(k, mmr_lambda, fetch_k)
@@ -239,9 +239,11 @@ class Retriever:
         if not asked:
             return asked is None and self.reranker is not None and mmr_lambda is None
         if self.reranker is None:
-            raise ConfigError("rerank is True and there is no reranker; open the store with one: reranker=, --reranker")
+            raise ConfigError(
+                "rerank is True and there is no reranker; open the store with one: reranker=, --reranker", "rerank"
+            )
         if mmr_lambda is not None:
-            raise ConfigError("mmr_lambda and rerank both choose among the candidates; give one of them")
+            raise ConfigError("mmr_lambda and rerank both choose among the candidates; give one of them", "mmr_lambda")
         return True
 
     def _reranked(self, question: str, hits: list[Hit], k: int) -> list[Hit]:
@@ -293,6 +295,6 @@ def _keep(found: SearchResult, rows: NDArray[np.int64]) -> SearchResult:
 def _check_options(k: int, mmr_lambda: float | None, fetch_k: int | None) -> None:
     check_least("k", k, 1)
     if mmr_lambda is not None and not 0 <= mmr_lambda <= 1:
-        raise ConfigError(f"mmr_lambda is {mmr_lambda}; it must lie in 0..1")
+        raise ConfigError(f"mmr_lambda is {mmr_lambda}; it must lie in 0..1", "mmr_lambda")
     if fetch_k is not None and fetch_k < k:
-        raise ConfigError(f"fetch_k is {fetch_k}; it must be at least k ({k})")
+        raise ConfigError(f"fetch_k is {fetch_k}; it must be at least k ({k})", "fetch_k")

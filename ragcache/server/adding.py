@@ -7,6 +7,8 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 
+from starlette.requests import Request
+
 from ragcache import Document, IngestReport, ProgressEvent
 from ragcache.ingest.readers import SourceFile
 from ragcache.server.schemas.documents import AddReport, FailedInput, UploadProgress
@@ -68,14 +70,14 @@ def report_of(report: IngestReport) -> AddReport:
     return AddReport(**same, failed=failed)
 
 
-async def as_events(service: Service, first: Said, rest: Work[Said]) -> AsyncIterator[bytes]:
+async def as_events(service: Service, request: Request, first: Said, rest: Work[Said]) -> AsyncIterator[bytes]:
     """progress, progress, ..., done; or error."""
     try:
         yield _event(first)
         async for said in rest:
             yield _event(said)
     except Exception as error:
-        yield event(service.told(error).body().to_json(), "error")
+        yield event(service.told(error, request).body().to_json(), "error")
 
 
 def _event(said: Said) -> bytes:

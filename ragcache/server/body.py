@@ -34,10 +34,13 @@ async def read_json(request: Request, model: type[Model], *, also: str = "") -> 
     body = await request.body()
     try:
         if len(body) > LARGE:
-            return await asyncio.to_thread(model.model_validate_json, body)
-        return model.model_validate_json(body)
+            asked = await asyncio.to_thread(model.model_validate_json, body)
+        else:
+            asked = model.model_validate_json(body)
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_input=False, include_context=False)) from error
+    request.state.asked = asked  # errors name the place of their option in it
+    return asked
 
 
 def request_body(**content: type[BaseModel] | Mapping[str, Any]) -> dict[str, Any]:

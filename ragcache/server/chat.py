@@ -156,7 +156,7 @@ class Writer:
                 yield _event(self.event([], usage=usage_of(answers)))
             yield DONE
         except Exception as error:
-            problem = self.service.told(error)
+            problem = self.service.told(error, self.request)
             note(self.request, error=problem.code)
             yield event(problem.body().to_json())
 

@@ -70,7 +70,7 @@ async def create_documents(request: Request) -> Response:
     try:
         first = await unless_gone(request, anext(work))
         if EVENT_STREAM in request.headers.get("accept", ""):
-            return EventStream(as_events(service, first, work), work.cancel)
+            return EventStream(as_events(service, request, first, work), work.cancel)
         last = first if isinstance(first, IngestReport) else await unless_gone(request, work.last())
     except BaseException:
         work.cancel()

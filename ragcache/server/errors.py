@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -67,12 +68,12 @@ HUNG_UP = (ClientGoneError, ClientDisconnect)
 
 
 class Meaning(NamedTuple):
-    """How one of the engine's errors is told."""
+    """How one of the engine's errors is told. option: whose fault it is, by the engine's name for it"""
 
     status: int
     code: str
     type: str = INVALID
-    param: str | None = None
+    option: str | None = None
     headers: Mapping[str, str] = {}
 
 
@@ -80,13 +81,13 @@ class Meaning(NamedTuple):
 MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
     engine.RagCacheError: Meaning(500, "internal_error", FAILED),
     engine.ConfigError: Meaning(400, "invalid_value"),
-    engine.PromptError: Meaning(400, "invalid_prompt", param="messages"),
-    engine.ContextTooLongError: Meaning(400, "context_length_exceeded", param="messages"),
-    engine.AnswerTooLargeError: Meaning(400, "answer_too_large", param="max_tokens"),
-    engine.FilterError: Meaning(400, "invalid_filter", param="ragcache.filter"),
-    engine.UnknownHandleError: Meaning(400, "unknown_handle", param="ragcache.documents"),
-    engine.IngestError: Meaning(400, "invalid_document", param="documents"),
-    engine.NoSuchDocumentError: Meaning(404, "document_not_found", param="id"),
+    engine.PromptError: Meaning(400, "invalid_prompt", option="question"),
+    engine.ContextTooLongError: Meaning(400, "context_length_exceeded", option="question"),
+    engine.AnswerTooLargeError: Meaning(400, "answer_too_large", option="max_tokens"),
+    engine.FilterError: Meaning(400, "invalid_filter", option="filter"),
+    engine.UnknownHandleError: Meaning(400, "unknown_handle", option="documents"),
+    engine.IngestError: Meaning(400, "invalid_document", option="documents"),
+    engine.NoSuchDocumentError: Meaning(404, "document_not_found", option="id"),
     engine.StoreBusyError: Meaning(409, "store_busy", OVERLOADED, headers={"Retry-After": "2"}),
     engine.StoreReadOnlyError: Meaning(403, "store_read_only"),
     engine.StoreFullError: Meaning(507, "store_full", FAILED),
@@ -94,28 +95,49 @@ MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
     engine.TimedOutError: Meaning(504, "request_timeout", OVERLOADED, headers=NO_RETRY),
     engine.CancelledError: Meaning(503, "cancelled", OVERLOADED, headers={"Retry-After": "2"}),
 }
+# What the engine calls otherwise than the requests.
+PLACES = {
+    "question": ("messages", "prompt", "query", "input"),
+    "json_schema": ("response_format", "text"),
+    "max_tokens": ("max_tokens", "max_completion_tokens", "max_output_tokens"),
+}
 
 
-def from_engine(error: engine.RagCacheError) -> ApiError:
-    """An error of the server's own tells no more than that it is one: its message is about this machine."""
+def from_engine(error: engine.RagCacheError, asked: BaseModel | None = None) -> ApiError:
+    """An error of the server's own tells no more than that it is one: its message is about this machine.
+
+    asked: the request's body, where it is JSON
+    """
     meaning = next(MEANINGS[kind] for kind in type(error).__mro__ if kind in MEANINGS)
     message = FAILURE if meaning.status in OWN_FAULTS else str(error)
+    option = error.option if isinstance(error, engine.ConfigError) else meaning.option
     return ApiError(
         meaning.status,
         message,
         code=meaning.code,
-        param=meaning.param or getattr(error, "option", None),
+        param=None if option is None else place_of(option, asked),
         type=meaning.type,
         headers=meaning.headers,
     )
 
 
-def as_api_error(error: Exception) -> ApiError:
+def place_of(option: str, asked: BaseModel | None) -> str | None:
+    """Where a request names an option of the engine: at its top, or in its `ragcache`; None: nowhere."""
+    if asked is None:
+        return option
+    fields, extension = type(asked).model_fields, type(getattr(asked, "extension", asked)).model_fields
+    names = PLACES.get(option, (option,))
+    if at_top := [name for name in names if name in fields]:
+        return min(at_top, key=lambda name: name not in asked.model_fields_set)  # the first that was given, or could be
+    return next((f"ragcache.{name}" for name in names if name in extension), None)
+
+
+def as_api_error(error: Exception, asked: BaseModel | None = None) -> ApiError:
     """Any error as an answer. What is not expected tells nothing about itself: it may hold document text."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, engine.RagCacheError):
-        return from_engine(error)
+        return from_engine(error, asked)
     if isinstance(error, HTTPException):
         return _from_framework(error)
     return ApiError(500, FAILURE, code="internal_error", type=FAILED)
@@ -152,8 +174,6 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
             code="unsupported_parameter",
             param=str(place[0]),
         )
-    if place and place[0] == "input":
-        message += "; send text: token ids are those of another tokenizer"
     if param and param.endswith(".type"):
         message = f"only parts of type 'text' can be read ({message})"
     return ApiError(400, f"'{param}': {message}" if param else message, code="invalid_value", param=param)
@@ -181,7 +201,7 @@ def add_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 405:
             error.headers = {"Allow": ", ".join(_methods_at(request))}
-        return request.app.state.service.told(error).response()  # type: ignore[no-any-return]
+        return request.app.state.service.told(error, request).response()  # type: ignore[no-any-return]
 
     async def invalid(request: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else ()

@@ -147,9 +147,9 @@ class Service:
         self._working.add(work)
         return work
 
-    def told(self, error: Exception) -> ApiError:
+    def told(self, error: Exception, request: Request) -> ApiError:
         """The error as an answer, without where things are on this machine. One that is the server's own is logged."""
-        problem = as_api_error(error)
+        problem = as_api_error(error, getattr(request.state, "asked", None))
         if problem.status_code in OWN_FAULTS:
             logs.write_failure(error)
         places = {self.kb.lm.name: self.chat_model, str(self.kb.store.layout.root): "the store"}

@@ -101,15 +101,17 @@ class Prompts:
         if not method.keeps_context:
             raise ConfigError(
                 f"method {method.name!r} cannot keep the context of earlier turns; choose full, reposition or link, or "
-                'leave out context="keep"'
+                'leave out context="keep"',
+                "context",
             )
         if method.reuses_blocks and self.names.recipe.sees_prefix:
             raise ConfigError(
                 'context="keep" needs blocks of recipe isolated: those behind a prefix stay behind it; open the store '
-                'with recipe="isolated"'
+                'with recipe="isolated"',
+                "context",
             )
         if reading.evict is not None:
-            raise ConfigError('evict and context="keep" exclude each other: one drops what the other keeps')
+            raise ConfigError('evict and context="keep" exclude each other: one drops what the other keeps', "context")
 
     def fit(
         self, earlier: Earlier, suffix_ids: Sequence[int], hits: Sequence[Hit], reading: Reading

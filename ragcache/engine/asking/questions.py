@@ -24,7 +24,7 @@ from ragcache.engine.asking.whole import check_whole, whole_hits
 from ragcache.engine.loading.loader import Ahead
 from ragcache.engine.opening import Parts
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, Context, ReadOptions, retrieval
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, blaming
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.models.sampling import Sampling
@@ -96,7 +96,9 @@ class Questions:
         if sum((conversation.has_passages, passages is not None, k is not None)) > 1:
             raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
         if context not in get_args(Context):
-            raise ConfigError(f"context {context!r} is unknown; choose one of {', '.join(get_args(Context))}")
+            raise ConfigError(
+                f"context {context!r} is unknown; choose one of {', '.join(get_args(Context))}", "context"
+            )
         reading = self._reading(options)
         system = self._system(conversation, options, reading)
         self._look(conversation.given_text, reading)
@@ -129,11 +131,14 @@ class Questions:
 
     def _reading(self, options: ReadOptions) -> Reading:
         parts = self._parts
-        method = self._method(options.get("method"), options.get("method_options") or {})
-        evict = options.get("evict")
+        with blaming("method"):
+            method = self._method(options.get("method"), options.get("method_options") or {})
+        budget = options.get("evict")
+        with blaming("evict"):
+            evict = parts.evict if budget is None else SnapKV.of(budget)
         reading = Reading(
             method,
-            parts.evict if evict is None else SnapKV.of(evict),
+            evict,
             options.get("sampling") or Sampling(),
             options.get("on_overflow", "error"),
             options.get("cancelled"),
@@ -142,7 +147,8 @@ class Questions:
             options.get("order", "relevance"),
             options.get("hint", True),
         )
-        parts.reader.check(reading)
+        with blaming("method"):
+            parts.reader.check(reading)
         return reading
 
     def _method(self, name: str | FusionMethod | None, options: Mapping[str, Any]) -> FusionMethod:

@@ -42,10 +42,10 @@ class Reading:
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s}; it must be above 0")
+            raise ConfigError(f"timeout_s is {self.timeout_s}; it must be above 0", "timeout_s")
         for name, known in (("order", get_args(Order)), ("on_overflow", get_args(Overflow))):
             if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
+                raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}", name)
 
     def limit(self, started: float) -> Limit:
         """The limit of a question that was asked at `started`."""

@@ -72,7 +72,8 @@ class RemoteReader:
         reading.sampling.check_ids(self.card.vocab_size, self.card.name)
         if reading.evict is not None:
             raise ConfigError(
-                f"evict drops KV by the model's own attention, which {self._engine.url} keeps; leave it out"
+                f"evict drops KV by the model's own attention, which {self._engine.url} keeps; leave it out",
+                "evict",
             )
         self._reruns(reading, Layout(()))
 

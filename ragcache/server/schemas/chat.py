@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -186,12 +186,12 @@ class SampledRequest(RequestModel):
     # Accepted, and of no consequence here.
     user: Text | None = None
 
-    @model_validator(mode="before")
+    @field_validator("stream_options")
     @classmethod
-    def _options_go_with_a_stream(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("stream_options") is not None and given.get("stream") is not True:
-            raise ValueError("stream_options go with stream: true")
-        return given
+    def _go_with_a_stream(cls, options: StreamOptions | None, given: ValidationInfo) -> StreamOptions | None:
+        if options is not None and given.data.get("stream") is not True:
+            raise ValueError("they go with stream: true")
+        return options
 
     @property
     def wants_usage(self) -> bool:
