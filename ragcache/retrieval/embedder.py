@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import EmbedderError, EmbedderMismatchError, check_least
+from ragcache.errors import ConfigError, EmbedderError, EmbedderMismatchError, check_least
 from ragcache.models.batches import plan_batches
 from ragcache.models.limits import LIMIT
 from ragcache.openmp import team_ends
@@ -27,6 +27,7 @@ from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
+    from tokenizers import Tokenizer
 
 Vectors = NDArray[np.float32]
 
@@ -81,8 +82,27 @@ class BoundedEmbedder(Embedder, Protocol):
         ...
 
 
+@runtime_checkable
+class TokenEmbedder(Embedder, Protocol):
+    """An embedder that reads token ids of its own tokenizer, too."""
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text that these ids are, special ones left out. Raises ConfigError for ids that there are not."""
+        ...
+
+
+@runtime_checkable
+class NestedEmbedder(Embedder, Protocol):
+    """An embedder trained so that the beginnings of its vectors are vectors, too (Kusupati et al., 2022)."""
+
+    @property
+    def dimensions(self) -> Sequence[int]:
+        """Lengths that its vectors may be cut to, their own among them."""
+        ...
+
+
 class SentenceEmbedder:
-    """A BoundedEmbedder over a sentence-transformers model.
+    """A BoundedEmbedder, TokenEmbedder and NestedEmbedder over a sentence-transformers model.
 
     The model's tokenizer keeps state while it works, so one lock serialises batches. It is released between batches and
     goes to questions first: a question waits for one batch of an ingestion or of a large request, never for all of it.
@@ -100,7 +120,8 @@ class SentenceEmbedder:
         self._dimension = int(dimension)
         self._lock = PriorityLock()
         self._max_tokens = model.max_seq_length or NO_LIMIT_TOKENS
-        self._lengths = _token_counter(model)
+        self._dimensions = _dimensions(model, self._dimension)
+        self._tokenizer = _tokenizer(model)
         self._batch_tokens = CPU_BATCH_TOKENS if model.device.type == "cpu" else GPU_BATCH_TOKENS
 
     def __reduce__(self) -> tuple[Callable[..., Embedder], tuple[str, str, str]]:
@@ -120,13 +141,28 @@ class SentenceEmbedder:
     def max_tokens(self) -> int:
         return self._max_tokens
 
+    @property
+    def dimensions(self) -> Sequence[int]:
+        return self._dimensions
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise ConfigError(f"{self.name} has no fast tokenizer (tokenizer.json) to read token ids with; send text")
+        if (bad := next((id for id in ids if tokenizer.id_to_token(id) is None), None)) is not None:
+            raise ConfigError(
+                f"{self.name} has no token {bad}: ids are to be those of its own tokenizer; send text (LangChain's "
+                "OpenAIEmbeddings: check_embedding_ctx_length=False)"
+            )
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         LIMIT.get().check()
         return [self._length(text) if len(text) > LONG_TEXT else length for text, length in self._with_lengths(texts)]
 
     def _with_lengths(self, texts: Sequence[str]) -> Iterator[tuple[str, int]]:
         """Texts with the tokens that they begin with, in their first LONG_TEXT characters."""
-        return zip(texts, self._lengths([text[:LONG_TEXT] for text in texts]), strict=True)
+        return zip(texts, _lengths(self._tokenizer, [text[:LONG_TEXT] for text in texts]), strict=True)
 
     def _length(self, text: str) -> int:
         """Tokens of a long text, counted until they are too many."""
@@ -134,7 +170,7 @@ class SentenceEmbedder:
         for start in range(0, len(text), LONG_TEXT):
             if total > self._max_tokens:
                 break
-            total += self._lengths([text[start : start + LONG_TEXT]])[0]
+            total += _lengths(self._tokenizer, [text[start : start + LONG_TEXT]])[0]
         return total
 
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
@@ -270,15 +306,30 @@ def _sha256(files: Iterable[Path]) -> str:
     return total.hexdigest()
 
 
-def _token_counter(model: SentenceTransformer) -> Callable[[list[str]], list[int]]:
-    """Lengths of texts as the model would see them whole. Without a fast tokenizer characters stand in for tokens."""
+def _tokenizer(model: SentenceTransformer) -> Tokenizer | None:
+    """The model's tokenizer, without its state; None where it is no fast one."""
     backend = getattr(getattr(model, "tokenizer", None), "backend_tokenizer", None)
     if backend is None:
-        return lambda texts: [1 + len(text) // 4 for text in texts]
+        return None
     from tokenizers import Tokenizer
 
     # A copy: truncation and padding are set on the model's own tokenizer at every call.
-    counter = Tokenizer.from_str(backend.to_str())
-    counter.no_truncation()
-    counter.no_padding()
-    return lambda texts: [len(encoding.ids) for encoding in counter.encode_batch(texts)]
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
+
+
+def _lengths(tokenizer: Tokenizer | None, texts: list[str]) -> list[int]:
+    """Lengths of texts as the model would see them whole. Without a tokenizer characters stand in for tokens."""
+    if tokenizer is None:
+        return [1 + len(text) // 4 for text in texts]
+    return [len(encoding.ids) for encoding in tokenizer.encode_batch(texts)]
+
+
+def _dimensions(model: SentenceTransformer, whole: int) -> Sequence[int]:
+    """Lengths that vectors may be cut to, as the model's configuration states them (by the names that vLLM reads)."""
+    config = getattr(getattr(model, "transformers_model", None), "config", None)
+    if stated := getattr(config, "matryoshka_dimensions", None):
+        return sorted({*stated, whole})
+    return range(1, whole + 1) if getattr(config, "is_matryoshka", False) else (whole,)

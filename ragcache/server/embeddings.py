@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ragcache.errors import ConfigError, blaming
 from ragcache.models.limits import LIMIT, Limit, limited
-from ragcache.retrieval.embedder import BoundedEmbedder
+from ragcache.retrieval.embedder import BoundedEmbedder, Embedder, NestedEmbedder, TokenEmbedder
 from ragcache.server.body import JSON, read_json, request_body
 from ragcache.server.errors import ApiError
 from ragcache.server.observe import note
@@ -38,34 +39,59 @@ async def create_embeddings(request: Request) -> Response:
     service = service_of(request)
     asked = await read_json(request, EmbeddingRequest)
     service.check_model(asked.model, service.embedding_model)
-    dimension = service.kb.embedder.dimension
-    if asked.dimensions not in (None, dimension):
-        raise ApiError(
-            400,
-            f"{asked.model} has {dimension} dimensions; leave 'dimensions' out",
-            code="invalid_value",
-            param="dimensions",
-        )
+    _check_dimensions(service.kb.embedder, asked)
     work = service.embed(_embed(service, asked))
     try:
         vectors, tokens = await unless_gone(request, work.last())
     finally:
         work.cancel()
-    note(request, texts=len(asked.texts), tokens=tokens)
+    note(request, texts=len(asked.inputs), tokens=tokens)
     return Response(await service.in_thread(_answer, asked, vectors, tokens), media_type=JSON)
 
 
+def _check_dimensions(embedder: Embedder, asked: EmbeddingRequest) -> None:
+    """Raises ApiError (400) for a number that the embedder was not trained to be cut to."""
+    known = embedder.dimensions if isinstance(embedder, NestedEmbedder) else (embedder.dimension,)
+    if asked.dimensions is not None and asked.dimensions not in known:
+        numbers = f"1 to {known.stop - 1}" if isinstance(known, range) else ", ".join(map(str, known))
+        raise ApiError(
+            400,
+            f"{asked.model} has {numbers} dimensions; choose of these, or leave 'dimensions' out",
+            code="invalid_value",
+            param="dimensions",
+        )
+
+
 async def _embed(service: Service, asked: EmbeddingRequest) -> AsyncGenerator[tuple[Vectors, int], None]:
-    """One item: vectors [len(texts), dimension] and how many tokens were read."""
+    """One item: vectors [len(inputs), dimensions] and how many tokens were read."""
     gone = threading.Event()
     yield await service.in_thread(_vectors, service, asked, gone, cancelled=gone)
 
 
 def _vectors(service: Service, asked: EmbeddingRequest, gone: threading.Event) -> tuple[Vectors, int]:
     """Raises ApiError (400) for a text that the embedder would not read to its end, CancelledError by `gone`."""
+    embedder = service.kb.embedder
     with limited(Limit(gone)):
-        tokens = [count for batch in _batches(asked.texts) for count in _counted(service, batch, asked.truncate)]
-        return np.concatenate([service.kb.embedder.embed(batch) for batch in _batches(asked.texts)]), sum(tokens)
+        texts = [one if isinstance(one, str) else _text(embedder, one) for one in asked.inputs]
+        tokens = [count for batch in _batches(texts) for count in _counted(service, batch, asked.truncate)]
+        vectors = np.concatenate([embedder.embed(batch) for batch in _batches(texts)])
+    return _cut(vectors, asked.dimensions), sum(tokens)
+
+
+def _text(embedder: Embedder, ids: Sequence[int]) -> str:
+    if not isinstance(embedder, TokenEmbedder):
+        raise ConfigError(f"{embedder.name} reads no token ids; send text", "input")
+    with blaming("input"):
+        return embedder.text_of(ids)
+
+
+def _cut(vectors: Vectors, dimensions: int | None) -> Vectors:
+    """The vectors' beginnings, of length 1 again, as OpenAI and vLLM give them."""
+    if dimensions is None or dimensions == vectors.shape[1]:
+        return vectors
+    cut = vectors[:, :dimensions]
+    norms = np.linalg.norm(cut, axis=1, keepdims=True)
+    return np.asarray(cut / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -1,5 +1,6 @@
 """Embedders against their authors' formulas written out, on tiny random models and the packaged MiniLM."""
 
+import json
 import os
 import pickle
 import shutil
@@ -20,7 +21,7 @@ from ragcache.errors import CancelledError, ConfigError, EmbedderError, Embedder
 from ragcache.models.batches import plan_batches
 from ragcache.models.limits import Limit, limited
 from ragcache.retrieval import embedder as embedders
-from ragcache.retrieval.embedder import BoundedEmbedder, load_embedder
+from ragcache.retrieval.embedder import BoundedEmbedder, TokenEmbedder, load_embedder
 from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock
 
 WORDS = ["river", "town", "club", "bridge", "year", "of", "the", "was", "born", "founded", "by", "anna", "lake"]
@@ -61,6 +62,30 @@ def test_contriever_is_the_mean_of_the_last_hidden_states(bert_directory, monkey
         np.testing.assert_allclose(vector, authors_contriever(bert_directory, text), atol=2e-5)
         np.testing.assert_allclose(embedder.embed_query(text), vector, atol=2e-5)
     assert np.abs(np.linalg.norm(vectors, axis=1) - 1).max() > 0.1  # not normalised
+
+
+def test_token_ids_are_the_text_that_they_are(bert_directory):
+    embedder = load_embedder(bert_directory)
+    assert isinstance(embedder, TokenEmbedder)
+    ids = BertTokenizerFast.from_pretrained(bert_directory)(TEXTS)["input_ids"]  # the special ones among them
+    assert [embedder.text_of(one) for one in ids] == TEXTS
+    with pytest.raises(ConfigError, match=r"has no token 4711: ids are to be those of its own tokenizer; send text"):
+        embedder.text_of([5, 4711])
+
+
+@pytest.mark.parametrize(
+    ("stated", "dimensions"),
+    [
+        ({}, [32]),
+        ({"matryoshka_dimensions": [16, 8]}, [8, 16, 32]),
+        ({"is_matryoshka": True}, list(range(1, 33))),
+    ],
+)
+def test_a_model_says_what_its_vectors_may_be_cut_to(bert_directory, tmp_path, stated, dimensions):
+    path = shutil.copytree(bert_directory, tmp_path / "nested")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **stated}))
+    assert list(load_embedder(path).dimensions) == dimensions
 
 
 def test_minilm_equals_its_card_formula_and_is_normalised():

@@ -15,6 +15,7 @@ from openai import OpenAI
 from serving import TEXTS, Served, events, wait_for
 
 import ragcache as rc
+from ragcache.retrieval.testing import BagOfWords
 
 PATH = "/v1/documents"
 NEW = {"id": "notes/new one.md", "text": "Tall trees grow slowly.", "metadata": {"year": 2024}, "title": "Trees"}
@@ -237,6 +238,33 @@ def test_embeddings_are_the_stores_own(served: Served, kb):
         "/v1/embeddings", json={"model": "bag-of-words", "input": texts[0], "encoding_format": "base64"}
     ).json()
     assert np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4").tolist() == right[0].tolist()
+
+
+class Nested(BagOfWords):
+    """Reads token ids, which are characters, and may be cut to 8 numbers."""
+
+    dimensions = (8, 24)
+
+    def text_of(self, ids):
+        return "".join(map(chr, ids))
+
+
+def test_embeddings_of_token_ids_and_of_fewer_dimensions(served: Served, kb):
+    kb.retriever.embedder = Nested()
+    texts = ["Cats sit.", "Dogs bark at night."]
+    ids = [[ord(letter) for letter in text] for text in texts]
+    right = kb.embedder.embed(texts)
+    with OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+        whole = client.embeddings.create(model="bag-of-words", input=ids)
+        one = client.embeddings.create(model="bag-of-words", input=ids[0], dimensions=24)
+        cut = client.embeddings.create(model="bag-of-words", input=texts, dimensions=8)
+    np.testing.assert_array_equal(np.array([item.embedding for item in whole.data], np.float32), right)
+    np.testing.assert_array_equal(np.array(one.data[0].embedding, np.float32), right[0])
+    for item, vector in zip(cut.data, right, strict=True):
+        np.testing.assert_allclose(item.embedding, vector[:8] / np.sqrt((vector[:8] ** 2).sum()), rtol=1e-5)
+    refused = served.http.post("/v1/embeddings", json={"model": "bag-of-words", "input": "x", "dimensions": 9})
+    assert refused.status_code == 400
+    assert "8, 24 dimensions" in refused.json()["error"]["message"]
 
 
 def test_documents_are_listed_and_deleted_by_source_and_id(served: Served, kb):
