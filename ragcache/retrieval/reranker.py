@@ -29,6 +29,11 @@ BATCH = 8
 class Reranker(Protocol):
     """A model that orders passages. Methods may be called from several threads."""
 
+    @property
+    def name(self) -> str:
+        """What requests call it."""
+        ...
+
     def scores(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
         """Scores of the texts, higher for a better answer: float32 [len(texts)]."""
         ...
@@ -37,7 +42,8 @@ class Reranker(Protocol):
 class CrossEncoderReranker:
     """A Reranker over sentence-transformers' CrossEncoder. Scores are logits: a sigmoid would make ties of them."""
 
-    def __init__(self, model: CrossEncoder) -> None:
+    def __init__(self, name: str, model: CrossEncoder) -> None:
+        self.name = name
         self._model = model
         self._lock = PriorityLock()
 
@@ -82,4 +88,4 @@ def load_reranker(name: str | Path, device: str = "cpu") -> Reranker:
         raise RerankerError(f"{name}: this is a {kinds[0]}, which has no score for a pair; give a cross-encoder")
     if model.num_labels != 1:
         raise RerankerError(f"{name}: this model gives {model.num_labels} labels to a pair; give one with one score")
-    return CrossEncoderReranker(model.eval())
+    return CrossEncoderReranker(str(name), model.eval())

@@ -8,7 +8,17 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from ragcache import RagCache, __version__
-from ragcache.server import chat, completions, documents, embeddings, health, models, search, store
+from ragcache.server import (
+    chat,
+    completions,
+    documents,
+    embeddings,
+    health,
+    models,
+    rerank,
+    search,
+    store,
+)
 from ragcache.server.auth import Guard
 from ragcache.server.errors import add_handlers
 from ragcache.server.limits import SizeLimit
@@ -18,7 +28,8 @@ from ragcache.server.page import mount_page, page_directory
 from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
 
-ROUTERS = tuple(part.router for part in (chat, completions, embeddings, models, documents, search, store, health))
+PARTS = (chat, completions, embeddings, rerank, models, documents, search, store, health)
+ROUTERS = tuple(part.router for part in PARTS)
 DESCRIPTION = "OpenAI's API over a ragcache store: passages are retrieved, and their precomputed KV is reused."
 
 

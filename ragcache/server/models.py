@@ -16,7 +16,9 @@ router = APIRouter(tags=["models"])
 
 
 @router.get(
-    "/v1/models", summary="The language model and the embedder", responses={200: {"model": ModelList}, **errors()}
+    "/v1/models",
+    summary="The language model, the embedder and the reranker",
+    responses={200: {"model": ModelList}, **errors()},
 )
 async def list_models(request: Request) -> Response:
     return Response(ModelList(object="list", data=_models(service_of(request))).to_json(), media_type=JSON)
@@ -33,5 +35,9 @@ async def get_model(request: Request, id: str) -> Response:
 
 
 def _models(service: Service) -> list[ModelItem]:
-    names = (service.chat_model, service.embedding_model)
-    return [ModelItem(id=name, object="model", created=service.created, owned_by="ragcache") for name in names]
+    known = (service.chat_model, service.embedding_model, service.reranking_model)
+    return [
+        ModelItem(id=name, object="model", created=service.created, owned_by="ragcache")
+        for name in known
+        if name is not None
+    ]

@@ -32,7 +32,7 @@ EMBEDDING_SLOTS = 4
 class Service:
     """One knowledge base, served.
 
-    chat_model, embedding_model: names that requests use
+    chat_model, embedding_model, reranking_model: names that requests use; None for a reranker that there is not
     created:  when the server started, in Unix seconds
     ready:    whether it takes questions: warmed up, and not told to stop
     """
@@ -49,6 +49,8 @@ class Service:
         self.metrics = Metrics(self.slots, tiers, kb.pass_stats, kb.admission, kb.prefix_stats)
         self.chat_model = settings.model_name or _public_name(kb.lm.name)
         self.embedding_model = kb.embedder.name
+        reranker = kb.retriever.reranker
+        self.reranking_model = None if reranker is None else _public_name(reranker.name)
         self.created = int(time.time())
         self.warm = False
         self.draining = False
