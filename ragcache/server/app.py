@@ -16,6 +16,7 @@ from ragcache.server import (
     health,
     models,
     rerank,
+    responses,
     search,
     store,
 )
@@ -28,7 +29,7 @@ from ragcache.server.page import mount_page, page_directory
 from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
 
-PARTS = (chat, completions, embeddings, rerank, models, documents, search, store, health)
+PARTS = (chat, completions, responses, embeddings, rerank, models, documents, search, store, health)
 ROUTERS = tuple(part.router for part in PARTS)
 DESCRIPTION = "OpenAI's API over a ragcache store: passages are retrieved, and their precomputed KV is reused."
 

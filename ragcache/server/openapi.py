@@ -16,6 +16,7 @@ from ragcache.server.schemas.embeddings import EmbeddingRequest
 from ragcache.server.schemas.errors import ErrorBody
 from ragcache.server.schemas.prompt import CompletionRequest, TokenizeRequest
 from ragcache.server.schemas.rerank import RerankRequest
+from ragcache.server.schemas.responses import ResponseEvent, ResponsesRequest
 from ragcache.server.schemas.search import SearchRequest
 from ragcache.server.sse import EVENT_STREAM
 
@@ -41,7 +42,7 @@ EVENT = {
 RETRY_LATER = ("409", "503")
 # Bodies that routes read themselves, and the data of events: FastAPI does not see them.
 MODELS: tuple[type[BaseModel], ...] = (
-    ChatRequest, ChatCompletionChunk, CompletionRequest, TokenizeRequest,
+    ChatRequest, ChatCompletionChunk, CompletionRequest, ResponsesRequest, ResponseEvent, TokenizeRequest,
     SearchRequest, EmbeddingRequest, RerankRequest, AddDocuments, UploadProgress,
 )  # fmt: skip
 Responses = dict[int | str, dict[str, Any]]

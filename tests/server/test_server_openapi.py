@@ -24,6 +24,7 @@ OPERATIONS = {
     ("post", "/v1/chat/completions"): (POSITIVE, NEGATIVE),
     ("post", "/v1/completions"): (POSITIVE, NEGATIVE),
     ("post", "/tokenize"): (POSITIVE, NEGATIVE),
+    ("post", "/v1/responses"): (POSITIVE, NEGATIVE),
     ("post", "/v1/search"): (POSITIVE, NEGATIVE),
     ("post", "/v1/rerank"): (POSITIVE, NEGATIVE),
     ("post", "/v1/embeddings"): (POSITIVE, NEGATIVE),

@@ -34,8 +34,8 @@ MAX_ANSWERS = 128
 
 # Features that change an answer and that this server does not have: refused by name unless they ask for nothing.
 UNSUPPORTED = {
-    "audio", "best_of", "echo", "function_call", "functions", "modalities", "moderation", "reasoning_effort", "suffix",
-    "tool_choice", "tools", "verbosity", "web_search_options",
+    "audio", "background", "best_of", "echo", "function_call", "functions", "include", "modalities", "moderation",
+    "reasoning", "reasoning_effort", "suffix", "tool_choice", "tools", "truncation", "verbosity", "web_search_options",
 }  # fmt: skip
 
 
