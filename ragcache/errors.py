@@ -25,6 +25,7 @@
     │   │   ├── ModelMismatchError
     │   │   ├── EmbedderMismatchError
     │   │   └── SchemaVersionError
+    │   ├── StoreClosedError
     │   ├── StoreBusyError              another process is writing
     │   ├── StoreReadOnlyError
     │   ├── StoreFullError              no space left on the device
@@ -54,8 +55,10 @@ from __future__ import annotations
 
 import errno
 import os
+import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Self, TypeGuard
 
 
@@ -168,6 +171,10 @@ class SchemaVersionError(StoreMismatchError):
     """The store was written by a newer version of ragcache, or by something else."""
 
 
+class StoreClosedError(StoreError):
+    """The store was closed before."""
+
+
 class StoreBusyError(StoreError):
     """Another process is writing to the store."""
 
@@ -272,6 +279,12 @@ def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
         raise ConfigError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}", what)
 
 
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], way_out: str) -> None:
+    """Raises ConfigError naming the option and the way out when the value is of another type."""
+    if not isinstance(value, kinds):
+        raise ConfigError(f"{name} is {reprlib.repr(value)}, of type {type(value).__name__}; {way_out}", name)
+
+
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether the value is an int; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -279,6 +292,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 def check_least(name: str, value: float, least: float) -> None:
     """Raises ConfigError naming the option when the value is below `least`, or no number."""
+    check_type(name, value, Real, f"give a number, at least {least:g}")
     if not value >= least:
         raise ConfigError(f"{name} is {value}; it must be at least {least:g}", name)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ragcache.engine.answer import Answer, Event
 from ragcache.engine.asking.passage import Passage
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
-from ragcache.errors import CancelledError
+from ragcache.errors import CancelledError, StoreClosedError
 from ragcache.ingest.report import IngestReport
 from ragcache.retrieval.retriever import Hit
 
@@ -29,9 +29,11 @@ class Threads:
 
     def __init__(self, threads: int = THREADS) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ragcache-async")
+        self._closed = False
 
     async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """The function's result. It is run with the caller's context variables."""
+        """The function's result. It is run with the caller's context variables. Raises StoreClosedError."""
+        self._check_open()
         context = contextvars.copy_context()
         return await asyncio.get_running_loop().run_in_executor(
             self._pool, lambda: context.run(function, *args, **options)
@@ -50,6 +52,7 @@ class Threads:
         """Items of the iterator that the function returns; `cancelled` as for `call_cancellable`, set when the caller
         stops early."""
         cancelled = options.pop("cancelled", None) or threading.Event()
+        self._check_open()
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[tuple[object, BaseException | None]] = asyncio.Queue()
 
@@ -83,7 +86,12 @@ class Threads:
             cancelled.set()
 
     def close(self) -> None:
+        self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("this store is closed; open it again")
 
 
 class AsyncTwins:

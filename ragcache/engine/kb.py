@@ -29,7 +29,7 @@ from ragcache.engine.loading.rates_file import machine_key
 from ragcache.engine.opening import Choices, Parts, assemble, open_cluster, open_engine, open_model, open_retriever
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions, check_names
 from ragcache.engine.store import StoreConfig, open_store
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, check_type
 from ragcache.fusion import get_method
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
@@ -209,6 +209,7 @@ class RagCache(Library, AsyncTwins):
                   before, and exactly, afterwards
         cancelled: set it to stop
         """
+        self._check_open()
         given, chosen = _listed(inputs), RayConfig.of(ray)
         run = partial(
             self._parts.ingestor.ingest,
@@ -294,7 +295,7 @@ class RagCache(Library, AsyncTwins):
         self, question: str | NDArray[np.float32], k: int = DEFAULT_K, **options: Unpack[RetrieveOptions]
     ) -> list[Hit]:
         """The k chunks nearest to the question (text, or its vector), best first; see `Retriever.retrieve`."""
-        check_names(options, RetrieveOptions)
+        self._check(options, RetrieveOptions)
         return self._questions.retrieve(question, k, options)
 
     def ask(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> Answer:
@@ -308,7 +309,7 @@ class RagCache(Library, AsyncTwins):
 
         The first error ends the others and is raised.
         """
-        check_names(options, AskOptions)
+        self._check(options, AskOptions)
         return ask_many(partial(self.ask, k=k, **options), questions, options.get("cancelled"))
 
     def stream(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> Iterator[Event]:
@@ -323,7 +324,7 @@ class RagCache(Library, AsyncTwins):
         Raises PromptError, ContextTooLongError, AnswerTooLargeError, ConfigError, FilterError, UnknownHandleError,
         CancelledError, TimedOutError.
         """
-        check_names(options, AskOptions)
+        self._check(options, AskOptions)
         return self._questions.ask(question, k, options)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Answer:
@@ -339,7 +340,7 @@ class RagCache(Library, AsyncTwins):
 
         Without passages and k the model answers from the conversation alone. Raises what `stream` raises.
         """
-        check_names(options, ChatOptions)
+        self._check(options, ChatOptions)
         return self._questions.chat(messages, options)
 
     def complete(self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]) -> Answer:
@@ -350,8 +351,13 @@ class RagCache(Library, AsyncTwins):
         self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]
     ) -> Iterator[Event]:
         """Continue raw text, passages where they stand in it; no chat template. Errors as for `stream`."""
-        check_names(options, ReadOptions)
+        self._check(options, ReadOptions)
         return self._questions.complete(parts, options)
+
+    def _check(self, given: Iterable[str], options: type) -> None:
+        """Raises StoreClosedError, and ConfigError for options that there are not."""
+        self._check_open()
+        check_names(given, options)
 
     # Care
 
@@ -380,6 +386,8 @@ class RagCache(Library, AsyncTwins):
 
     def close(self) -> None:
         """Write down what was counted and measured, and let go of everything."""
+        if self._closed:
+            return
         self._threads.close()
         self._parts.ingestor.close()
         self._reader.clear()
@@ -391,4 +399,7 @@ class RagCache(Library, AsyncTwins):
 
 
 def _listed(inputs: Inputs) -> list[Input]:
-    return [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)
+    if isinstance(inputs, str | os.PathLike | SourceFile | Document):
+        return [inputs]
+    check_type("inputs", inputs, Iterable, "give paths, folders, or rc.Document objects")
+    return list(inputs)

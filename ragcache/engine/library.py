@@ -12,7 +12,7 @@ from ragcache.engine.care.pinning import pin, unpin
 from ragcache.engine.care.usage import UsageLog
 from ragcache.engine.loading.rates import RateFigures
 from ragcache.engine.store import Store, StoreConfig, open_store
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, StoreClosedError
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk, StoredDocument
@@ -34,6 +34,7 @@ class Library:
         self.store = store
         self.config = config
         self._usage = UsageLog(store.layout.root / "usage.json")
+        self._closed = False
 
     @classmethod
     def open(cls, path: str | Path, *, store: StoreConfig | None = None, create: bool = False) -> Self:
@@ -73,6 +74,7 @@ class Library:
         tier. Returns the ids found. Raises FilterError, StoreBusyError, StoreReadOnlyError."""
         from ragcache.retrieval.deletion import delete_documents
 
+        self._check_open()
         wanted = [ids] if isinstance(ids, str) else list(ids)
         if filter:
             wanted += [document.id for document in self.documents(filter)]
@@ -122,10 +124,18 @@ class Library:
         return doctor(self.store, index_kind=self.config.index, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Write down the hit counts and let go of everything."""
+        """Write down the hit counts and let go of everything. A second call is fine; what needs the store then raises
+        StoreClosedError."""
+        if self._closed:
+            return
+        self._closed = True
         if not self.config.read_only:
             self._usage.record(self.store.kv.stats())
         self.store.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"{self.store.layout.root}: this store is closed; open it again")
 
     def __enter__(self) -> Self:
         return self

@@ -115,8 +115,16 @@ def names(options: type) -> tuple[str, ...]:
 def check_names(given: Iterable[str], options: type) -> None:
     """Raises ConfigError that names the options there are not, and those there are."""
     known = names(options)
-    if unknown := [name for name in given if name not in known]:
-        raise ConfigError(f"there is no option {', '.join(unknown)}; the options are {', '.join(known)}")
+    unknown = [name for name in given if name not in known]
+    if not unknown:
+        return
+    from ragcache.models.sampling import Sampling
+
+    fields = [name for name in unknown if name in Sampling.__dataclass_fields__]
+    way_out = f"the options are {', '.join(known)}"
+    if fields and "sampling" in known:
+        way_out = f"say sampling=rc.Sampling({', '.join(f'{name}=...' for name in fields)})"
+    raise ConfigError(f"there is no option {', '.join(unknown)}; {way_out}", unknown[0])
 
 
 def retrieval(options: Mapping[str, Any]) -> dict[str, Any]:

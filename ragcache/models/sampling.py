@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,13 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, check_type
 from ragcache.models.structured import Constraint, as_json, choice_grammar, json_grammar, regex_grammar
 
+NUMBERS = (
+    "max_tokens", "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logprobs",
+)  # fmt: skip
 MAX_LOGPROBS = 20
 """OpenAI's and vLLM's own bound."""
 
@@ -67,6 +72,9 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            if one.name in NUMBERS and getattr(self, one.name) != one.default:
+                check_type(one.name, getattr(self, one.name), Real, "give a number")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if self.max_tokens < 1:

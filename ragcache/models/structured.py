@@ -54,7 +54,9 @@ def as_json(schema: Mapping[str, Any] | str) -> str:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         found = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"json_schema is no JSON ({error}); give a schema such as {EXAMPLE}", "json_schema") from error
+        raise ConfigError(
+            f"json_schema is no JSON ({error}); give a schema such as {EXAMPLE}", "json_schema"
+        ) from error
     if not isinstance(found, dict):
         raise ConfigError(f"json_schema is no JSON object; give a schema such as {EXAMPLE}", "json_schema")
     return text

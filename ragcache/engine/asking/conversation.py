@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.engine.asking.passage import Passage
-from ragcache.errors import PromptError
+from ragcache.errors import PromptError, check_type
 from ragcache.prompt import (
     CONTEXT_MARK,
     MARK,
@@ -24,6 +24,7 @@ from ragcache.prompt import (
 from ragcache.retrieval.retriever import Hit
 
 ROLES = ("system", "user", "assistant")
+WAY_OUT = 'give a list such as [{"role": "user", "content": "..."}]; `ask` takes a lone question'
 Given = Passage | Hit
 Part = str | Given
 
@@ -58,10 +59,11 @@ class Said(NamedTuple):
 class Conversation:
     """Turns of a chat: {"role": "system" | "user" | "assistant", "content": text or list of texts and passages}.
 
-    Raises PromptError naming the message that cannot be read.
+    Raises ConfigError for what is no list, PromptError naming the message that cannot be read.
     """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        check_type("messages", messages, (list, tuple), WAY_OUT)
         self.turns = [_turn(rank, message) for rank, message in enumerate(messages)]
         users = [turn for turn in self.turns if turn.role == "user"]
         if not users:

@@ -24,7 +24,7 @@ from ragcache.engine.asking.whole import check_whole, whole_hits
 from ragcache.engine.loading.loader import Ahead
 from ragcache.engine.opening import Parts
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, Context, ReadOptions, retrieval
-from ragcache.errors import ConfigError, blaming
+from ragcache.errors import ConfigError, blaming, check_type
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.models.sampling import Sampling
@@ -49,6 +49,7 @@ class Questions:
         self, question: str | NDArray[np.float32], k: int, options: Mapping[str, Any], ahead: Ahead | None = None
     ) -> list[Hit]:
         """ahead: begins to read what is likely to be among the hits."""
+        check_type("question", question, (str, np.ndarray), "give its text, or its vector")
         self.drop_deleted()
         retriever = self._parts.retriever
         find: Callable[..., list[Hit]] = retriever.retrieve_by_vector
@@ -59,6 +60,7 @@ class Questions:
         return hits
 
     def ask(self, question: str, k: int, options: AskOptions) -> Iterator[Event]:
+        check_type("question", question, str, "give its text")
         if options.get("whole"):
             return self._ask_whole(question, options)
         reading = self._reading(options)
@@ -131,6 +133,8 @@ class Questions:
 
     def _reading(self, options: ReadOptions) -> Reading:
         parts = self._parts
+        sampling = options.get("sampling") or Sampling()
+        check_type("sampling", sampling, Sampling, "give rc.Sampling(max_tokens=...)")
         with blaming("method"):
             method = self._method(options.get("method"), options.get("method_options") or {})
         budget = options.get("evict")
@@ -139,7 +143,7 @@ class Questions:
         reading = Reading(
             method,
             evict,
-            options.get("sampling") or Sampling(),
+            sampling,
             options.get("on_overflow", "error"),
             options.get("cancelled"),
             options.get("timeout_s"),
