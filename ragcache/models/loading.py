@@ -26,6 +26,7 @@ from ragcache.models.adapter import FILE, Adapter
 from ragcache.models.attention import NAME, register
 from ragcache.models.card import ModelCard
 from ragcache.models.checkpoint import checkpoint_digest
+from ragcache.models.hub import refuse_absent
 from ragcache.models.lm import LanguageModel
 from ragcache.models.packed import pack
 from ragcache.models.reuse import ReuseSpec
@@ -168,8 +169,7 @@ def _load_config(where: str, name: str | Path) -> PreTrainedConfig:
     path = Path(where)
     if path.exists() and not (path / "config.json").is_file():
         raise ModelNotFoundError(f"{name} is not a model directory: it has no config.json")
-    if path.is_absolute() and not path.exists():
-        raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: there is no directory {where}")
+    refuse_absent(where, str(name), BUNDLED)
     try:
         return AutoConfig.from_pretrained(where)
     except (OSError, ValueError, KeyError) as error:

@@ -1,0 +1,61 @@
+"""Names of models: whether there is anything under one, and what was probably meant by one that names nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+from ragcache.errors import ModelNotFoundError
+
+HUB_S = 5.0
+CONFIG = "config.json"
+
+
+def refuse_absent(where: str, name: str, known: Iterable[str] = ()) -> None:
+    """Raises ModelNotFoundError, at once, where no directory is, and neither the hub's cache nor the hub knows a model:
+    transformers would ask the hub again and again for half a minute.
+
+    name: that `where` was asked for by; known: further names, for the nearest one in the message
+    """
+    if Path(where).is_dir():
+        return
+    reason, why = f"there is no directory {where}", None
+    if not Path(where).is_absolute():
+        why = _absence(where)
+        if why is None:
+            return
+        reason += f", nor a model of that name in the hub's cache or on the hub ({type(why).__name__})"
+    nearest = get_close_matches(name, [*known, *_cached(), *_beside(name)], n=1)
+    meant = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ModelNotFoundError(f"cannot load a model under {name!r}: {reason}{meant}") from why
+
+
+def _absence(name: str) -> Exception | None:
+    """The error that says that the hub has no such model, or cannot be asked; None where it has, or may have."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    try:
+        if isinstance(try_to_load_from_cache(name, CONFIG), str):
+            return None
+        HfApi().model_info(name, timeout=HUB_S)
+    except HfHubHTTPError as error:  # what it says of a gated model's files, or what a mirror says, is for transformers
+        return error if type(error) is RepositoryNotFoundError else None
+    except Exception as error:  # a name that is none, or the transport's own errors: no answer
+        return error
+    return None
+
+
+def _cached() -> Iterator[str]:
+    """Hub ids whose files are here."""
+    from huggingface_hub import constants
+
+    for folder in Path(constants.HF_HUB_CACHE).glob("models--*"):
+        yield folder.name.removeprefix("models--").replace("--", "/")
+
+
+def _beside(name: str) -> Iterator[str]:
+    """Model directories where this one was looked for."""
+    for config in Path(name).parent.glob(f"*/{CONFIG}"):
+        yield str(config.parent)
