@@ -12,6 +12,7 @@ from typing import Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from ragcache.engine.aio import AsyncTwins
 from ragcache.engine.answer import Answer, Event
@@ -27,7 +28,7 @@ from ragcache.engine.loading.loader import LoadCounts
 from ragcache.engine.loading.rates import RateFigures
 from ragcache.engine.loading.rates_file import machine_key
 from ragcache.engine.opening import Choices, Parts, assemble, open_cluster, open_engine, open_model, open_retriever
-from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions, check_names
+from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
 from ragcache.engine.store import StoreConfig, open_store
 from ragcache.errors import ConfigError, check_type
 from ragcache.fusion import get_method
@@ -76,7 +77,7 @@ class RagCache(Library, AsyncTwins):
         cls,
         path: str | Path,
         *,
-        model: str | Path | LanguageModel | None = None,
+        model: str | Path | LanguageModel | PreTrainedModel | None = None,
         method: str | FusionMethod | None = None,
         evict: SnapKV | int | None = None,
         embedder: str | Path | Embedder | None = None,
@@ -97,7 +98,8 @@ class RagCache(Library, AsyncTwins):
     ) -> Self:
         """Open the store at `path`, or make one.
 
-        model:    bundled name, directory, hub id or a loaded LanguageModel; None: the store's own, "mini" if new
+        model:    bundled name, directory (of a LoRA adapter, too), hub id, or a loaded model, LanguageModel or of
+                  transformers, which is to be given again at every opening; None: the store's own, "mini" if new
         method:   fusion method of `ask` and `stream`, with its options as further keyword arguments; None: the one that
                   the model was trained for; "auto": the cheapest that passed `ragcache check`
         evict:    of the passages' tokens, what each layer and KV head keeps once the first token of an answer is known:
@@ -354,11 +356,6 @@ class RagCache(Library, AsyncTwins):
         self._check(options, ReadOptions)
         return self._questions.complete(parts, options)
 
-    def _check(self, given: Iterable[str], options: type) -> None:
-        """Raises StoreClosedError, and ConfigError for options that there are not."""
-        self._check_open()
-        check_names(given, options)
-
     # Care
 
     def rates(self) -> RateFigures:
@@ -384,10 +381,7 @@ class RagCache(Library, AsyncTwins):
         """Pay for what the first question would pay for: a model's first pass takes longer."""
         self._reader.warm_up()
 
-    def close(self) -> None:
-        """Write down what was counted and measured, and let go of everything."""
-        if self._closed:
-            return
+    def _let_go(self) -> None:
         self._threads.close()
         self._parts.ingestor.close()
         self._reader.clear()
@@ -395,11 +389,11 @@ class RagCache(Library, AsyncTwins):
             loader.close()
             if not self.config.read_only and (figures := loader.rates.figures()).is_measured:
                 self.store.rates.write(machine_key(self._parts.ingestor.encoder.lm), figures)
-        super().close()
+        super()._let_go()
 
 
 def _listed(inputs: Inputs) -> list[Input]:
-    if isinstance(inputs, str | os.PathLike | SourceFile | Document):
-        return [inputs]
-    check_type("inputs", inputs, Iterable, "give paths, folders, or rc.Document objects")
-    return list(inputs)
+    check_type(
+        "inputs", inputs, (os.PathLike, SourceFile, Document, Iterable), "give paths, folders, or rc.Document objects"
+    )
+    return [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)

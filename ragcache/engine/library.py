@@ -11,6 +11,7 @@ from ragcache.engine.care.info import Info, info
 from ragcache.engine.care.pinning import pin, unpin
 from ragcache.engine.care.usage import UsageLog
 from ragcache.engine.loading.rates import RateFigures
+from ragcache.engine.options import check_names
 from ragcache.engine.store import Store, StoreConfig, open_store
 from ragcache.errors import ConfigError, StoreClosedError
 from ragcache.store.documents import DocumentStore
@@ -124,14 +125,22 @@ class Library:
         return doctor(self.store, index_kind=self.config.index, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Write down the hit counts and let go of everything. A second call is fine; what needs the store then raises
+        """Write down what was counted and measured, and let go of everything. A second call is fine; other calls raise
         StoreClosedError."""
         if self._closed:
             return
         self._closed = True
+        self._let_go()
+
+    def _let_go(self) -> None:
         if not self.config.read_only:
             self._usage.record(self.store.kv.stats())
         self.store.close()
+
+    def _check(self, given: Iterable[str], options: type) -> None:
+        """Raises StoreClosedError, and ConfigError for options that there are not."""
+        self._check_open()
+        check_names(given, options)
 
     def _check_open(self) -> None:
         if self._closed:

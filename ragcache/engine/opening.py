@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedModel
+
 from ragcache.engine.asking.admission import UNKNOWN_BYTES, Admission, default_budget
 from ragcache.engine.asking.contexts import Contexts
 from ragcache.engine.asking.engine import Engine
@@ -27,7 +29,7 @@ from ragcache.engine.loading.probe import open_rates
 from ragcache.engine.remote.reader import RemoteReader
 from ragcache.engine.remote.vllm import VllmEngine
 from ragcache.engine.store import Store, StoreConfig, open_kv_to_fill
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, ModelMismatchError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import block_recipe
@@ -215,35 +217,53 @@ def open_cluster(store: Store, config: StoreConfig, chosen: RayConfig) -> Cluste
 
 
 def open_model(
-    documents: DocumentStore, model: str | Path | LanguageModel | None, dtype: str | None, device: str
+    documents: DocumentStore, model: str | Path | LanguageModel | PreTrainedModel | None, dtype: str | None, device: str
 ) -> LanguageModel:
     """The model asked for, or the one that the store was made with, or the default one for a new store.
 
-    Raises ModelMismatchError when the store's blocks belong to another model, and what `load_lm` raises.
+    Raises ModelMismatchError when the store's blocks belong to another model, ConfigError for a dtype beside a loaded
+    model, and what `load_lm` raises.
     """
     bound = documents.properties()
+    if isinstance(model, PreTrainedModel) and dtype is not None:
+        raise ConfigError(f"dtype {dtype!r} was given beside a loaded model, which has its own; leave it out", "dtype")
     if isinstance(model, LanguageModel):
         lm = model
     else:
         name = model if model is not None else str(bound.get("model_name", DEFAULT_MODEL))
         lm = load_lm(name, dtype=dtype or str(bound.get("model_dtype", "float32")), device=device)
+    kind = str(lm.dtype).removeprefix("torch.")
+    _refuse_other(bound, lm, kind)
     documents.bind("fingerprint", lm.fingerprint)
     _note(documents, bound, "model_name", lm.name)
-    _note(documents, bound, "model_dtype", str(lm.dtype).removeprefix("torch."))
+    _note(documents, bound, "model_dtype", kind)
     if "checkpoint" not in bound and (files := checkpoint_digest(resolve(lm.name))) is not None:
         documents.bind("checkpoint", files)  # another engine checks what it loads by it: no weights are needed for that
     return lm
 
 
+def _refuse_other(bound: Mapping[str, object], lm: LanguageModel, kind: str) -> None:
+    """Raises ModelMismatchError by the models' names: a fingerprint says nothing to a reader."""
+    if bound.get("fingerprint") in (None, lm.fingerprint):
+        return
+    made, given = f"{bound.get('model_name')} in {bound.get('model_dtype')}", f"{lm.name} in {kind}"
+    if made == given:
+        given = "what is there now: its weights, configuration or tokenizer have changed since"
+    raise ModelMismatchError(
+        f"the store's KV was made with {made}, not with {given} (their fingerprints differ); use that one, or make "
+        "a new store"
+    )
+
+
 def open_engine(
-    documents: DocumentStore, model: str | Path | LanguageModel | None, url: str, key: str | None
+    documents: DocumentStore, model: str | Path | LanguageModel | PreTrainedModel | None, url: str, key: str | None
 ) -> tuple[ModelCard, VllmEngine]:
     """The store's model without its weights, and the engine that has them.
 
     Raises ConfigError (address, or a store that no model is bound to), EngineError, ModelMismatchError, ModelError.
     """
     bound = documents.properties()
-    if isinstance(model, LanguageModel):
+    if isinstance(model, LanguageModel | PreTrainedModel):
         raise ConfigError("a loaded model was given beside an engine that has its own; name the model's directory")
     if "fingerprint" not in bound:
         raise ConfigError(

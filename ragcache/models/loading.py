@@ -20,28 +20,33 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ragcache.errors import AdapterError, ConfigError, ModelNotFoundError, UnsupportedModelError
+from ragcache.errors import AdapterError, ConfigError, ModelNotFoundError, UnsupportedModelError, check_type
 from ragcache.kv.identity import digest
 from ragcache.models.adapter import FILE, Adapter
 from ragcache.models.attention import NAME, register
 from ragcache.models.card import ModelCard
-from ragcache.models.checkpoint import checkpoint_digest
+from ragcache.models.checkpoint import checkpoint_digest, find_directory
 from ragcache.models.hub import refuse_absent
 from ragcache.models.lm import LanguageModel
+from ragcache.models.lora import Lora
 from ragcache.models.packed import pack
 from ragcache.models.reuse import ReuseSpec
-from ragcache.models.support import describe_config, inspect, refuse_by_config
+from ragcache.models.support import Inspected, describe_config, inspect, refuse_by_config
 from ragcache.openmp import team_ends
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 BUNDLED = {"mini": "mini", "mini-base": "mini_base"}  # name -> directory inside the package
+LOADED = "loaded:"  # begins the name of a model that was not loaded here
+INSPECTED = "_ragcache_inspected"
+WAY_OUT = "name a model or its directory, or give a model of transformers (of peft: model.merge_and_unload())"
 
 
 @team_ends()
 def load_lm(
-    name: str | Path,
+    name: str | Path | PreTrainedModel,
     *,
+    tokenizer: Tokenizer | None = None,
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
     packed: bool | None = None,
@@ -49,10 +54,15 @@ def load_lm(
     """Load a model and learn how its keys move.
 
     name:  "mini" (bundled, trained for reuse), "mini-base" (before that training), a directory in Hugging Face layout,
-           a hub id, or an adapter's directory (`models/adapter.py`)
+           a hub id, an adapter's directory (`models/adapter.py`), a directory with a LoRA adapter (peft), which is
+           merged into its base; or a model of transformers that is loaded already
+    tokenizer: of a loaded model; None: the one where it was loaded from
     dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in
     packed: keep a second copy of the weights as a CPU multiplies by them fastest (`models/packed.py`): decoding and
            short passes get faster. None: where the copy takes at most an eighth of the machine's memory
+
+    A loaded model keeps its dtype and device. It runs by ragcache's attention and without gradients from then on, and
+    must not change any more.
 
     Raises ModelNotFoundError when there is no model under that name, AdapterError for an adapter that is damaged or of
     another base, UnsupportedModelError naming the reason when its keys cannot be moved exactly, ConfigError for an
@@ -60,17 +70,43 @@ def load_lm(
     nor its tokenizer.
     """
     register()
-    base, adapter, config, tokenizer, reuse = _find(name)
+    if isinstance(name, PreTrainedModel):
+        return _take(name, tokenizer, packed)
+    check_type("model", name, (str, Path), WAY_OUT)
+    base, adapter, lora, config, own_tokenizer, reuse = _find(name)
     model = _load_weights(base, config, _dtype(dtype, config), _device(device))
     if adapter is not None:
         adapter.check_base(checkpoint_digest(base))
         adapter.apply(model)
-    found = inspect(model, str(name))
+    if lora is not None:
+        model = lora.merge(model)
+    return _learn(model, own_tokenizer, str(name), reuse, packed)
+
+
+def _take(model: PreTrainedModel, tokenizer: Tokenizer | None, packed: bool | None) -> LanguageModel:
+    """A model that is loaded already. Its name cannot be loaded again: other weights may be where it came from."""
+    origin = model.name_or_path
+    name = f"{LOADED}{Path(origin).name or model.config.model_type}"
+    refuse_by_config(model.config, name)
+    if tokenizer is None and origin and (directory := find_directory(origin)) is not None:
+        tokenizer = _load_tokenizer(str(directory))
+    model.set_attn_implementation(NAME)
+    model.eval().requires_grad_(False)
+    return _learn(model, tokenizer, name, _reuse(model.config, name), packed)
+
+
+def _learn(
+    model: PreTrainedModel, tokenizer: Tokenizer | None, name: str, reuse: ReuseSpec | None, packed: bool | None
+) -> LanguageModel:
+    found: Inspected | None = getattr(model, INSPECTED, None)
+    if found is None:  # once: it hooks the model's modules
+        found = inspect(model, name)
+        setattr(model, INSPECTED, found)
     mark = fingerprint(model, tokenizer)
     pack(model, packed)
-    lm = LanguageModel(model, tokenizer, found.rope, found.shape, mark, str(name), reuse)
+    lm = LanguageModel(model, tokenizer, found.rope, found.shape, mark, name, reuse)
     if reuse is not None:
-        reuse.check(lm.vocab_size, tokenizer, str(name))
+        reuse.check(lm.vocab_size, tokenizer, name)
     return lm
 
 
@@ -79,7 +115,7 @@ def load_card(name: str | Path, fingerprint: str) -> ModelCard:
 
     Raises what `load_lm` raises of configuration and tokenizer.
     """
-    base, adapter, config, tokenizer, reuse = _find(name)
+    base, adapter, _, config, tokenizer, reuse = _find(name)
     if adapter is not None:
         adapter.extend(config)
     vocab_size = int(config.get_text_config(decoder=True).vocab_size)
@@ -90,13 +126,14 @@ def load_card(name: str | Path, fingerprint: str) -> ModelCard:
 
 
 class _Found(NamedTuple):
-    """base: directory or hub id of weights and configuration; adapter: of them, where the name is that of one
+    """base: directory or hub id of weights and configuration; adapter, lora: of them, where the name is that of one
 
     reuse: what the adapter, or else the base, was trained for
     """
 
     base: str
     adapter: Adapter | None
+    lora: Lora | None
     config: PreTrainedConfig
     tokenizer: Tokenizer | None
     reuse: ReuseSpec | None
@@ -105,22 +142,23 @@ class _Found(NamedTuple):
 def _find(name: str | Path) -> _Found:
     """Everything but the weights. Raises what `load_card` raises."""
     where = resolve(name)
-    adapter = Adapter.find(where)
-    base = where if adapter is None else resolve(adapter.base.name)
+    adapter, lora = Adapter.find(where), Lora.find(where)
+    beside = adapter.base.name if adapter is not None else lora.base if lora is not None else None
+    base = where if beside is None else resolve(beside)
     try:
-        config = _load_config(base, name if adapter is None else adapter.base.name)
+        config = _load_config(base, name if beside is None else beside)
     except ModelNotFoundError as error:
-        if adapter is None:
+        if beside is None:
             raise
-        raise AdapterError(
-            f'{name}: {error}; put the base model there, or write where it is into {FILE} under "base"'
-        ) from error
+        place = f'{FILE} under "base"' if adapter is not None else f'{Lora.FILE} under "{Lora.BASE}"'
+        raise AdapterError(f"{name}: {error}; put the base model there, or write where it is into {place}") from error
     refuse_by_config(config, str(name))
     tokenizer = _load_tokenizer(where)
     if adapter is None:
-        return _Found(base, None, config, tokenizer, _reuse(config, str(name)))
+        tokenizer = tokenizer or (_load_tokenizer(base) if lora is not None else None)
+        return _Found(base, None, lora, config, tokenizer, _reuse(config, str(name)))
     adapter.check(config, tokenizer)
-    return _Found(base, adapter, config, tokenizer, adapter.spec)
+    return _Found(base, adapter, None, config, tokenizer, adapter.spec)
 
 
 def _generation(where: str) -> GenerationConfig | None:
@@ -142,7 +180,10 @@ def base_of(name: str | Path) -> str:
     """Directory or hub id of the weights and the configuration: `resolve`, or an adapter's base."""
     where = resolve(name)
     adapter = Adapter.find(where)
-    return where if adapter is None else resolve(adapter.base.name)
+    if adapter is not None:
+        return resolve(adapter.base.name)
+    lora = Lora.find(where)
+    return where if lora is None else resolve(lora.base)
 
 
 def _dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
@@ -169,6 +210,10 @@ def _load_config(where: str, name: str | Path) -> PreTrainedConfig:
     path = Path(where)
     if path.exists() and not (path / "config.json").is_file():
         raise ModelNotFoundError(f"{name} is not a model directory: it has no config.json")
+    if where.startswith(LOADED):
+        raise ModelNotFoundError(
+            f"the store was made with a loaded model ({where}); give it again: RagCache.open(..., model=...)"
+        )
     refuse_absent(where, str(name), BUNDLED)
     try:
         return AutoConfig.from_pretrained(where)
