@@ -125,7 +125,8 @@ def place_of(option: str, asked: BaseModel | None) -> str | None:
     """Where a request names an option of the engine: at its top, or in its `ragcache`; None: nowhere."""
     if asked is None:
         return option
-    fields, extension = type(asked).model_fields, type(getattr(asked, "extension", asked)).model_fields
+    inner: BaseModel = getattr(asked, "extension", asked)
+    fields, extension = type(asked).model_fields, type(inner).model_fields
     names = PLACES.get(option, (option,))
     if at_top := [name for name in names if name in fields]:
         return min(at_top, key=lambda name: name not in asked.model_fields_set)  # the first that was given, or could be
@@ -156,7 +157,9 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     The value itself is not repeated: it may be long, or text of a document.
     """
     problem = max(problems, key=lambda one: len(one["loc"]))
-    place = [part for part in problem["loc"] if part not in ("query", "path", "body")]
+    place = list(problem["loc"])
+    if len(place) > 1 and place[0] in ("query", "path", "body"):  # of a parameter; a body has no such first part
+        del place[0]
     param = param_of(place) or None
     kind, message = str(problem["type"]), str(problem["msg"]).removeprefix("Value error, ")
     if kind == "json_invalid":

@@ -128,7 +128,7 @@ def test_another_engine_cannot_have_what_is_merged_here(lora, tmp_path):
     ("changes", "message"),
     [
         ({"base_model_name_or_path": "/nowhere"}, r"no directory /nowhere; .*adapter_config.json under \"base_model"),
-        ({"base_model_name_or_path": None}, "adapter of None; only LoRA adapters of a named base"),
+        ({"base_model_name_or_path": None}, "adapter of None; only LoRA adapters that name their base"),
         ({"peft_type": "PROMPT_TUNING"}, "a PROMPT_TUNING adapter of"),
         ({"r": "four"}, "damaged"),
     ],

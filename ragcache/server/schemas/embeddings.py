@@ -16,7 +16,7 @@ Ids = Annotated[list[TokenId], Field(min_length=1)]
 
 def _form(given: Any) -> str:
     """Which of the four forms was meant: the errors are then about that one."""
-    first = given[0] if isinstance(given, list) and given else given
+    first = given[0] if isinstance(given, list) and given else None
     if isinstance(first, list):
         return "IdLists"
     if isinstance(given, list):
