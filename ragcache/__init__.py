@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ragcache.models.lm import LanguageModel
     from ragcache.models.loading import load_lm
     from ragcache.models.sampling import Sampling
+    from ragcache.models.tools import ToolCall
     from ragcache.prompt import Prompt, prompt_format
     from ragcache.retrieval.embedder import Embedder, load_embedder
     from ragcache.retrieval.retriever import Hit
@@ -74,6 +75,7 @@ __all__ = [
     "StoreConfig",
     "Timings",
     "Token",
+    "ToolCall",
     "UnknownHandleError",
     "UnsupportedModelError",
     "Usage",
@@ -111,6 +113,7 @@ _NAMES = {
     "models.lm": "LanguageModel",
     "models.loading": "load_lm",
     "models.sampling": "Sampling",
+    "models.tools": "ToolCall",
     "prompt": "Prompt prompt_format",
     "retrieval.embedder": "Embedder load_embedder",
     "retrieval.retriever": "Hit",

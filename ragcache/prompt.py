@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragcache.errors import ConfigError, PromptError
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MARK = "\ue000ragcache-"  # private use: no template or question holds it
 CONTEXT_MARK = f"{MARK}context\ue000"
 CUT = f"{MARK}cut\ue000"  # stands inside what spells a control token and is none
+Message = Mapping[str, Any]  # JSON, as chat templates take it
 DEFAULT_QUESTION_FORMAT = "Question: {question}"  # chunks end with a newline of their own
 
 
@@ -161,6 +162,15 @@ def as_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special_only: bool
     return CUT.join(pieces)
 
 
+def all_as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
+    """A JSON value whose strings, keys among them, are cut."""
+    if isinstance(value, str):
+        return as_text(tokenizer, value)
+    if isinstance(value, Mapping):
+        return {as_text(tokenizer, str(name)): all_as_text(tokenizer, one) for name, one in value.items()}
+    return [all_as_text(tokenizer, one) for one in value] if isinstance(value, list | tuple) else value
+
+
 def control_tokens(tokenizer: PreTrainedTokenizerBase, *, special_only: bool = False) -> dict[int, str]:
     """Ids and spellings of the tokens that text must never become: the special ones, and added ones that the chat
     template writes though they are not called special (Qwen's <think> and <tool_call>).
@@ -234,24 +244,27 @@ def prompt_format(
     return PromptFormat(tuple(_opening_ids(tokenizer, head)), tail, question_format)
 
 
-def conversation_ends(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> PromptEnds:
+def conversation_ends(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], tools: Sequence[Message] = ()
+) -> PromptEnds:
     """Split a conversation (role, content) at CONTEXT_MARK, which stands in one of its turns.
 
-    turns: assistant turns as they were said, the others already cut (`as_text`)
+    turns: contents of assistant turns as they were said, all else already cut (`as_text`)
+    tools: functions that the template describes, cut
 
     Without the mark all ids are suffix. Raises PromptError when the chat template refuses the turns or loses the mark.
     """
     try:
         if not any(CONTEXT_MARK in turn["content"] for turn in turns):
-            return PromptEnds((), _opening_ids(tokenizer, _render(tokenizer, turns)))
-        head, tail = _halves(tokenizer, turns)
+            return PromptEnds((), _opening_ids(tokenizer, _render(tokenizer, turns, tools)))
+        head, tail = _halves(tokenizer, turns, tools)
     except ConfigError as error:
         raise PromptError(str(error)) from error
     return PromptEnds(_opening_ids(tokenizer, head), encode_rendered(tokenizer, tail))
 
 
 def conversation_pieces(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]], marks: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], marks: Sequence[str], tools: Sequence[Message] = ()
 ) -> list[str]:
     """The rendered conversation in pieces at these marks, which stand in its turns in this order; one more than marks.
 
@@ -259,7 +272,7 @@ def conversation_pieces(
     chat template refuses the turns, or drops, repeats or moves one.
     """
     try:
-        text = _render(tokenizer, turns)
+        text = _render(tokenizer, turns, tools)
     except ConfigError as error:
         raise PromptError(str(error)) from error
     if tokenizer.chat_template is None:
@@ -296,30 +309,32 @@ def _question_format(tokenizer: PreTrainedTokenizerBase, given: str | None) -> s
     return chosen
 
 
-def _halves(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> tuple[str, str]:
-    text = _render(tokenizer, turns)
+def _halves(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], tools: Sequence[Message] = ()
+) -> tuple[str, str]:
+    text = _render(tokenizer, turns, tools)
     if text.count(CONTEXT_MARK) != 1:
         raise ConfigError("the chat template does not render the user message exactly once; pass a tokenizer that does")
     head, tail = text.split(CONTEXT_MARK)
     return head, tail
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], tools: Sequence[Message] = ()) -> str:
     """The turns as the template writes them.
 
     A template may read what an assistant said: Qwen's drops what stands before </think>. So where cutting such a token
     changes what is written, those that are not special are left to the template.
     """
-    text = _written(tokenizer, _with_answers_cut(tokenizer, turns))
+    text = _written(tokenizer, _with_answers_cut(tokenizer, turns), tools)
     if CUT in text and (left := _with_answers_cut(tokenizer, turns, special_only=True)) != turns:
-        read = _written(tokenizer, left)
+        read = _written(tokenizer, left, tools)
         return text if text.replace(CUT, "") == read.replace(CUT, "") else read
     return text
 
 
 def _with_answers_cut(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]], *, special_only: bool = False
-) -> list[dict[str, str]]:
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], *, special_only: bool = False
+) -> list[dict[str, Any]]:
     return [
         {**turn, "content": as_text(tokenizer, turn["content"], special_only=special_only)}
         if turn["role"] == "assistant"
@@ -328,11 +343,13 @@ def _with_answers_cut(
     ]
 
 
-def _written(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> str:
+def _written(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], tools: Sequence[Message] = ()) -> str:
     if tokenizer.chat_template is None:  # a line a turn
         return "\n".join([*(turn["content"] for turn in turns), "Answer:"])
     try:
-        text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text: str = tokenizer.apply_chat_template(
+            turns, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+        )
     except Exception as error:  # templates raise whatever they like (jinja2's TemplateError, mostly)
         raise ConfigError(f"the model's chat template refuses these messages: {error}") from error
     return text

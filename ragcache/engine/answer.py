@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ragcache.models.tools import ToolCall
 from ragcache.store.records import Chunk
 
 
@@ -91,8 +92,9 @@ class Answer:
     """text: the answer. hits: the passages it was read from, best first. method: the fusion method.
 
     dropped: retrieved passages that did not fit the model's context and were left out (on_overflow="trim")
-    finish_reason: "stop" (end of text, stop string or stop token) or "length"
+    finish_reason: "stop" (end of text, stop string or stop token), "length", or "tool_calls" (it has some)
     logprobs: of every token, those of a stop string among them; None where `Sampling.logprobs` did not ask for them
+    tool_calls: calls of tools, which are no part of the text
     """
 
     text: str
@@ -103,9 +105,10 @@ class Answer:
     dropped: int = 0
     finish_reason: str = "stop"
     logprobs: tuple[TokenLogprob, ...] | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as JSON values: text, hits, timings, usage, method, dropped, finish_reason, logprobs."""
+        """The answer as JSON values: text, hits, timings, usage, method, dropped, finish_reason, logprobs, calls."""
         return {
             "text": self.text,
             "hits": [source_to_json(hit) for hit in self.hits],
@@ -115,6 +118,7 @@ class Answer:
             "dropped": self.dropped,
             "finish_reason": self.finish_reason,
             "logprobs": None if self.logprobs is None else [asdict(one) for one in self.logprobs],
+            "tool_calls": [asdict(call) for call in self.tool_calls],
         }
 
 
@@ -156,4 +160,4 @@ class Done:
     answer: Answer
 
 
-Event = Sources | Token | Done
+Event = Sources | Token | ToolCall | Done

@@ -334,11 +334,13 @@ class RagCache(Library, AsyncTwins):
         return collect(self.stream_chat(messages, **options))
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Iterator[Event]:
-        """Go on with a conversation: sources, then tokens, then the whole answer.
+        """Go on with a conversation: sources, then tokens and calls of tools, then the whole answer.
 
-        messages: {"role": "system" | "user" | "assistant", "content": text, or a list of texts and passages}. Passages
-                  (of the last message that has any) are read where they stand; only white space may be between them
-        options:  `ChatOptions`: `passages`, or `k` and which to find, `context`, and how to read and answer
+        messages: {"role": "system" | "user" | "assistant" | "tool", "content": text, or a list of texts and passages}.
+                  Passages (of the last message that has any) are read where they stand; only white space may be between
+                  them. Calls and results of tools are as in OpenAI's API: an assistant's "tool_calls" (or `ToolCall`s),
+                  and a tool's "tool_call_id"
+        options:  `ChatOptions`: `passages`, or `k` and which to find, `context`, `tools`, and how to read and answer
 
         Without passages and k the model answers from the conversation alone. Raises what `stream` raises.
         """

@@ -99,12 +99,22 @@ class ChatOptions(RetrieveOptions, ReadOptions, total=False):
               every prompt is the one before with more behind it. They stand in the messages, or are retrieved by k;
               what the conversation has read is not read again. While it does not fit the model, the oldest go
     system:   as for `AskOptions`, where no message is a system message
+    tools:    functions that the model may call, as OpenAI's API and chat templates take them: {"type": "function",
+              "function": {"name": ..., "description": ..., "parameters": a JSON schema}}
+    tool_choice: "auto", "none", "required" (one call at least), or the name of the function to call. The last two hold
+              the answer to JSON of the tools' schemas; they need the extra "structured"
+    parallel_tool_calls: False: one call at most
+    tool_format: how the model writes calls, a name in `ragcache.models.tools.FORMATS`; None: as its chat template says
     """
 
     passages: Sequence[Hit | Passage] | None
     k: int | None
     context: Context
     system: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool
+    tool_format: str | None
 
 
 def names(options: type) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from ragcache.models.limits import Limit
 from ragcache.models.lm import LanguageModel
 from ragcache.models.sampling import Chooser, Sampling, TokenScores
 from ragcache.models.structured import Constraint
+from ragcache.prompt import control_tokens
 
 
 def decode(
@@ -55,10 +56,17 @@ class TextStream:
 
     A piece is held back while it may still change (an unfinished UTF-8 sequence) or may be the start of a stop
     string. Joined, the pieces equal the decoded ids, cut before the first stop string (law 7).
+
+    markers: special tokens that are part of the text; no others are
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), markers: Collection[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
+        specials = control_tokens(tokenizer, special_only=True) if markers else {}
+        self._left_out = {id for id, spelling in specials.items() if spelling not in markers}
+        self._skips = not markers
         self._stop = tuple(stop)
         self._ids: list[int] = []
         self._sent = 0
@@ -66,7 +74,8 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that this token completes; may be empty. Sets `stopped` when a stop string was met."""
-        self._ids.append(token)
+        if token not in self._left_out:
+            self._ids.append(token)
         return self._emit(self._text(), final=False)
 
     def finish(self) -> str:
@@ -74,7 +83,9 @@ class TextStream:
         return "" if self.stopped else self._emit(self._text(), final=True)
 
     def _text(self) -> str:
-        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode(self._ids, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
+        )
 
     def _emit(self, text: str, *, final: bool) -> str:
         cut = min((at for s in self._stop if (at := text.find(s)) >= 0), default=-1)

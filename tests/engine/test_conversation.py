@@ -230,7 +230,7 @@ def test_another_tenants_handle_serves_nothing(open_kb, tmp_path, kb):
 BAD_MESSAGES = [
     ([], "no user message"),
     ([{"role": "assistant", "content": "Hm."}], "no user message"),
-    ([{"role": "tool", "content": "x"}], "message 0 has role 'tool'"),
+    ([{"role": "narrator", "content": "x"}], "message 0 has role 'narrator'"),
     ([user("a"), "b"], "message 1 has role None"),
     ([{"role": "user", "content": None}], "content of message 0"),
     ([{"role": "user", "content": [{"type": "image"}]}], "content of message 0"),

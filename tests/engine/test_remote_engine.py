@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from templates import TOOL_TEMPLATES
 from typer.testing import CliRunner
 from vllm_double import VllmDouble, serving
 
@@ -124,6 +125,19 @@ def test_penalties_and_biases_travel(front, vllm):
     assert body["logit_bias"] == {"5": 2.0}
     assert body["stop_token_ids"][-1] == 9
     assert "logprobs" not in body
+
+
+def test_calls_of_tools_are_read_off_the_engines_tokens(kb, front, vllm, monkeypatch):
+    call = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    vllm.ids = kb.lm.tokenizer(call, add_special_tokens=False)["input_ids"]
+    remote, asked = front(), [{"role": "user", "content": QUESTION}]
+    monkeypatch.setattr(remote.lm.tokenizer, "chat_template", TOOL_TEMPLATES["hermes"])
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    answer = remote.chat(asked, tools=tools)
+    assert [(one.name, one.arguments, one.error) for one in answer.tool_calls] == [("clock", "{}", None)]
+    assert '"name": "clock"' in remote.lm.tokenizer.decode(vllm.bodies[0]["prompt"])
+    remote.chat(asked, tools=tools, tool_choice="required")
+    assert "clock" in vllm.bodies[1]["structured_outputs"]["json"]
 
 
 def test_a_tenants_salt_travels_in_the_layout_and_apart_from_others(kb, open_kb, front, vllm):

@@ -18,7 +18,7 @@ def to_result(answer: rc.Answer, model: str) -> ChatResult:
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
-def to_chunk(event: rc.Sources | rc.Token | rc.Done, model: str) -> ChatGenerationChunk | None:
+def to_chunk(event: rc.Sources | rc.Token | rc.ToolCall | rc.Done, model: str) -> ChatGenerationChunk | None:
     """A piece of text, or at the end what is known about the whole; None where there is nothing to say.
 
     Usage and metadata are in the last chunk alone: chunks are added up.

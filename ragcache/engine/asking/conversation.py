@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.engine.asking.passage import Passage
 from ragcache.errors import PromptError, check_type
+from ragcache.models.tools import ToolCall
 from ragcache.prompt import (
     CONTEXT_MARK,
     MARK,
     PromptEnds,
     PromptFormat,
+    all_as_text,
     as_text,
     conversation_ends,
     conversation_pieces,
@@ -23,7 +26,7 @@ from ragcache.prompt import (
 )
 from ragcache.retrieval.retriever import Hit
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 WAY_OUT = 'give a list such as [{"role": "user", "content": "..."}]; `ask` takes a lone question'
 Given = Passage | Hit
 Part = str | Given
@@ -31,21 +34,53 @@ Part = str | Given
 
 @dataclass(frozen=True)
 class Turn:
+    """One message.
+
+    calls:   functions that an assistant called; call_id, name: of the call whose result a tool's message is
+    """
+
     role: str
     parts: tuple[Part, ...]
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    name: str = ""
 
     @property
     def has_passages(self) -> bool:
         return any(not isinstance(part, str) for part in self.parts)
 
     @property
+    def has_slot(self) -> bool:
+        """Whether passages have a place here, though there may be none."""
+        return self.role == "user" or (self.role == "tool" and self.has_passages)
+
+    @property
     def text(self) -> str:
         """All of the turn as text, passages included."""
         return "".join(_text(part) for part in self.parts)
 
+    @property
+    def said(self) -> str:
+        """All of the turn, calls included: by this a conversation is known again."""
+        return said(self.text, self.calls)
+
+    def message(self, tokenizer: PreTrainedTokenizerBase, content: str) -> dict[str, Any]:
+        """What the chat template is given, with this content."""
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        if self.calls:
+            message["tool_calls"] = all_as_text(tokenizer, [_shown(call) for call in self.calls])
+        if self.role == "tool":
+            message |= all_as_text(tokenizer, {"tool_call_id": self.call_id, "name": self.name})
+        return message
+
+
+def said(text: str, calls: Sequence[ToolCall]) -> str:
+    """An answer's text and calls, whatever white space and ids the calls come back with."""
+    return text + "".join(f"\n{json.dumps(_shown(call)['function'], sort_keys=True)}" for call in calls)
+
 
 class Slot(NamedTuple):
-    """The place of a user turn's passages."""
+    """The place of a user's or a tool's passages."""
 
     turn: int
 
@@ -57,14 +92,16 @@ class Said(NamedTuple):
 
 
 class Conversation:
-    """Turns of a chat: {"role": "system" | "user" | "assistant", "content": text or list of texts and passages}.
+    """Turns of a chat; see `RagCache.stream_chat`.
 
-    Raises ConfigError for what is no list, PromptError naming the message that cannot be read.
+    tools: functions that the template describes. Raises ConfigError for what is no list, PromptError naming the message
+           that cannot be read.
     """
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         check_type("messages", messages, (list, tuple), WAY_OUT)
-        self.turns = [_turn(rank, message) for rank, message in enumerate(messages)]
+        self.turns = _named([_turn(rank, message) for rank, message in enumerate(messages)])
+        self._tools = tools
         users = [turn for turn in self.turns if turn.role == "user"]
         if not users:
             raise PromptError("there is no user message; end the conversation with a question")
@@ -78,8 +115,8 @@ class Conversation:
 
     @property
     def asking(self) -> int:
-        """Which turn is the last user message."""
-        return max(rank for rank, turn in enumerate(self.turns) if turn.role == "user")
+        """Which turn's passages are the newest: the last user message's, or those that a tool found since."""
+        return max(rank for rank, turn in enumerate(self.turns) if turn.has_slot)
 
     @property
     def has_passages(self) -> bool:
@@ -103,7 +140,7 @@ class Conversation:
             role = self.turns[carrier].role
             head, passages, tail = split_parts(self.turns[carrier].parts)
             texts[carrier] = CONTEXT_MARK.join(_written(tokenizer, role, side) for side in (head, tail))
-        return conversation_ends(tokenizer, self._messages(tokenizer, texts, system)), passages
+        return self._ends(tokenizer, texts, system), passages
 
     def around_passages(
         self, tokenizer: PreTrainedTokenizerBase, form: PromptFormat, system: str | None, *, first: bool
@@ -122,7 +159,7 @@ class Conversation:
             for turn in self.turns
         ]
         texts[marked] = CONTEXT_MARK + texts[marked]
-        return conversation_ends(tokenizer, self._messages(tokenizer, texts, system))
+        return self._ends(tokenizer, texts, system)
 
     def in_pieces(
         self, tokenizer: PreTrainedTokenizerBase, form: PromptFormat | None, system: str | None
@@ -140,7 +177,8 @@ class Conversation:
 
         texts = [self._marked(tokenizer, rank, form, mark) for rank in range(len(self.turns))]
         marks = [f"{MARK}turn-{number}\ue000" for number in range(len(places))]
-        pieces = conversation_pieces(tokenizer, self._messages(tokenizer, texts, system), marks)
+        messages = self._messages(tokenizer, texts, system)
+        pieces = conversation_pieces(tokenizer, messages, marks, all_as_text(tokenizer, self._tools))
         found: list[str | Slot | Said] = [pieces[0]]
         for place, piece in zip(places, pieces[1:], strict=True):
             found += [place, piece]
@@ -154,19 +192,23 @@ class Conversation:
         mark: Callable[[Slot | Said], str],
     ) -> str:
         turn = self.turns[rank]
-        if turn.role == "assistant" and turn.text:
+        if turn.role == "assistant" and turn.text and not turn.calls:  # beside calls some templates leave it out
             return mark(Said(rank))
-        if turn.role != "user":
+        if not turn.has_slot:
             return as_text(tokenizer, turn.text)
         if form is not None:
             return mark(Slot(rank)) + form.asked(as_text(tokenizer, turn.text.strip()))
         head, _, tail = split_parts(turn.parts) if turn.has_passages else ("", [], turn.text)
         return f"{as_text(tokenizer, head)}{mark(Slot(rank))}{as_text(tokenizer, tail)}"
 
+    def _ends(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], system: str | None) -> PromptEnds:
+        messages = self._messages(tokenizer, texts, system)
+        return conversation_ends(tokenizer, messages, all_as_text(tokenizer, self._tools))
+
     def _messages(
         self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], system: str | None
-    ) -> list[dict[str, str]]:
-        turns = [{"role": turn.role, "content": text} for turn, text in zip(self.turns, texts, strict=True)]
+    ) -> list[dict[str, Any]]:
+        turns = [turn.message(tokenizer, text) for turn, text in zip(self.turns, texts, strict=True)]
         return turns if any(turn.role == "system" for turn in self.turns) else [*system_turn(tokenizer, system), *turns]
 
 
@@ -205,13 +247,49 @@ def _turn(rank: int, message: Mapping[str, Any]) -> Turn:
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ROLES:
         raise PromptError(f"message {rank} has role {role!r}; roles are {', '.join(ROLES)}")
+    calls = _calls(rank, message.get("tool_calls") or ())
     content = message.get("content")
+    content = "" if content is None and calls else content
     parts = (content,) if isinstance(content, str) else content
     if not isinstance(parts, list | tuple) or not all(isinstance(part, Part) for part in parts):
         raise PromptError(f"the content of message {rank} is neither text nor a list of texts and passages")
     if any(MARK in part for part in parts if isinstance(part, str)):
         raise PromptError(f"message {rank} holds the private character sequence that marks the place of passages")
-    return Turn(str(role), tuple(parts))
+    named = {field: str(message.get(key) or "") for field, key in (("call_id", "tool_call_id"), ("name", "name"))}
+    return Turn(str(role), tuple(parts), calls, **named)
+
+
+def _calls(rank: int, given: Any) -> tuple[ToolCall, ...]:
+    """Calls of a message: `ToolCall`s, or in OpenAI's form."""
+    try:
+        return tuple(one if isinstance(one, ToolCall) else _call(one) for one in given)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise PromptError(
+            f"tool_calls of message {rank} cannot be read; each is an object like "
+            '{"id": "abc", "type": "function", "function": {"name": "search", "arguments": "{}"}}'
+        ) from error
+
+
+def _call(given: Mapping[str, Any]) -> ToolCall:
+    function = given["function"]
+    arguments = function.get("arguments") or "{}"
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(str(given.get("id") or ""), str(function["name"]), written)
+
+
+def _shown(call: ToolCall) -> dict[str, Any]:
+    """A call as chat templates take it: arguments are an object, where they are JSON."""
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _named(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns, each result of a tool with the name of its function, which templates ask for."""
+    names = {call.id: call.name for turn in turns for call in turn.calls}
+    return [replace(turn, name=turn.name or names.get(turn.call_id, "")) for turn in turns]
 
 
 def _text(part: Part) -> str:

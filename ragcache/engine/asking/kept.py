@@ -123,7 +123,7 @@ class KeptConversation:
         self._conversation = conversation
         self._memory = memory
         self._tokenizer = tokenizer
-        self._turns = [(turn.role, turn.text) for turn in conversation.turns]
+        self._turns = [(turn.role, turn.said) for turn in conversation.turns]
         self._where, self._system = where, system
         self._keys = memory.keys(self._turns, where, system)
 

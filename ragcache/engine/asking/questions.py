@@ -19,6 +19,7 @@ from ragcache.engine.asking.mini_notice import MiniNotice
 from ragcache.engine.asking.passage import Passage, find_passages
 from ragcache.engine.asking.plain_text import PlainTextWatch
 from ragcache.engine.asking.reading import Clock, Kept, Reading
+from ragcache.engine.asking.tools import tool_use
 from ragcache.engine.asking.verdict import FULL, choose_method
 from ragcache.engine.asking.whole import check_whole, whole_hits
 from ragcache.engine.loading.loader import Ahead
@@ -94,7 +95,8 @@ class Questions:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Iterator[Event]:
         passages, k, context = options.get("passages"), options.get("k"), options.get("context", "last")
-        conversation = Conversation(messages)
+        tools = tool_use(options, self._parts.card.tokenizer)
+        conversation = Conversation(messages, tools.shown if tools else ())
         if sum((conversation.has_passages, passages is not None, k is not None)) > 1:
             raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
         if context not in get_args(Context):
@@ -103,6 +105,8 @@ class Questions:
             )
         reading = self._reading(options)
         system = self._system(conversation, options, reading)
+        if tools is not None:
+            reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))
         self._look(conversation.given_text, reading)
         if context == "keep":
             if passages is not None:

@@ -127,7 +127,7 @@ class Reader:
             self.supply.keep(asked, ready, written.run_ids, fused)
             fused.cache.release()
         if asked.kept is not None:
-            asked.kept.answered(asked.hits, written.text, written.said(self.lm))
+            asked.kept.answered(asked.hits, written.turn, written.said(self.lm))
         yield Done(_answer(asked, ready, fused, written))
 
     def _decode(self, asked: OpenQuestion, fused: Fused, written: AnswerSoFar) -> Generator[int, None, None]:
@@ -183,5 +183,5 @@ def _answer(asked: OpenQuestion, ready: Ready, fused: Fused, written: AnswerSoFa
     usage = Usage(fused.prompt_tokens, cached, len(written.ids), created, computed)
     method = asked.reading.method.name
     times = asked.clock.timings()
-    logprobs = written.told(asked.reading.sampling)
-    return Answer(written.text, ready.sources, times, usage, method, asked.dropped, written.finish, logprobs)
+    logprobs, calls = written.told(asked.reading.sampling), tuple(written.calls)
+    return Answer(written.text, ready.sources, times, usage, method, asked.dropped, written.finish, logprobs, calls)

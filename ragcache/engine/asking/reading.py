@@ -11,6 +11,7 @@ from typing import NamedTuple, get_args
 
 from ragcache.engine.answer import Timings
 from ragcache.engine.asking.kept import Earlier
+from ragcache.engine.asking.tools import ToolUse
 from ragcache.engine.loading.loader import Ahead
 from ragcache.engine.options import Order, Overflow
 from ragcache.errors import ConfigError
@@ -27,6 +28,7 @@ class Reading:
     """How one prompt is read and answered; see `ReadOptions`.
 
     whole: generation of the documents, all of which are read; None: what was found is
+    tools: what the model may call; None: nothing
     """
 
     method: FusionMethod
@@ -39,6 +41,7 @@ class Reading:
     order: Order = "relevance"
     hint: bool = True
     whole: int | None = None
+    tools: ToolUse | None = None
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:

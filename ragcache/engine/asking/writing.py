@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ragcache.engine.answer import Event, Token, TokenLogprob
+from ragcache.engine.asking.conversation import said
 from ragcache.engine.asking.reading import OpenQuestion
 from ragcache.models.card import ModelCard
 from ragcache.models.decoding import TextStream
 from ragcache.models.sampling import Sampling, TokenScores
+from ragcache.models.tool_parser import ToolParser
+from ragcache.models.tools import ToolCall
 from ragcache.prompt import control_tokens, encode_text
 
 
@@ -20,28 +23,39 @@ class AnswerSoFar:
 
     ids:         its tokens
     has_run_all: whether the last one has run: where the reader ends an answer, that is chance
-    is_cut:      whether its text ends before its tokens do, at a stop string
+    is_cut:      whether its text ends before its tokens do, at a stop string or behind the last call there may be
     scores:      log-probabilities of its tokens, if asked for; those of tokens to come may be among them
     logprobs:    the same of its tokens, with their texts
+    sent:        how many of these are in its events
+    parser:      finds calls in its text, where there are tools
+    calls:       those found
     """
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
     has_run_all: bool = False
     is_cut: bool = False
-    finish: Literal["stop", "length"] = "length"
+    finish: Literal["stop", "length", "tool_calls"] = "length"
     scores: list[TokenScores] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    sent: int = 0
+    parser: ToolParser | None = None
+    calls: list[ToolCall] = field(default_factory=list)
 
     @property
     def run_ids(self) -> list[int]:
         """Tokens whose KV is in the cache."""
         return self.ids if self.has_run_all else self.ids[:-1]
 
+    @property
+    def turn(self) -> str:
+        """The answer as a turn of its conversation."""
+        return said(self.text, self.calls)
+
     def said(self, card: ModelCard) -> list[int]:
         """Ids that the next turn reads as this answer: its tokens, where they are its text and nothing else."""
         specials = control_tokens(card.tokenizer, special_only=True)
-        if self.is_cut or not specials.keys().isdisjoint(self.ids):
+        if self.is_cut or self.calls or not specials.keys().isdisjoint(self.ids):
             return encode_text(card.tokenizer, self.text)
         return self.ids
 
@@ -58,6 +72,26 @@ class AnswerSoFar:
             top = tuple(TokenLogprob(id, _text(card, before, id), logprob) for id, logprob in scores.top)
             self.logprobs.append(TokenLogprob(token, _text(card, before, token), scores.logprob, top))
 
+    def events(self, piece: str, *, last: bool = False) -> Iterator[Event]:
+        """The events of a piece of text, which adds to the answer. Log-probabilities go with the next text."""
+        found: list[str | ToolCall] = [piece] if piece else []
+        if self.parser is not None:
+            found = [*self.parser.push(piece), *(self.parser.finish() if last else ())]
+        for one in found:
+            if isinstance(one, ToolCall):
+                self.calls.append(one)
+                yield one
+            else:
+                self.text += one
+                yield Token(one, self._unsent())
+        if last and (left := self._unsent()):
+            yield Token("", left)
+
+    def _unsent(self) -> tuple[TokenLogprob, ...]:
+        left = tuple(self.logprobs[self.sent :])
+        self.sent = len(self.logprobs)
+        return left
+
 
 def _text(card: ModelCard, before: list[int], token: int) -> str:
     """What a token adds to the text behind the one before: tokenizers drop the space of a text's first word."""
@@ -73,24 +107,21 @@ def write(
 ) -> Iterator[Event]:
     """Write the answer whose tokens `steps` gives, `most` of them at most, into `written`. `steps` is closed when this
     ends."""
-    pieces, told = TextStream(card.tokenizer, asked.reading.sampling.stop), 0
+    tools = asked.reading.tools
+    written.parser = tools.parser() if tools else None
+    pieces = TextStream(card.tokenizer, asked.reading.sampling.stop, tools.format.markers if tools else ())
     try:
         for token in steps:
             asked.clock.first_token()
             written.add(card, token)
-            if piece := pieces.push(token):
-                written.text += piece
-                yield Token(piece, tuple(written.logprobs[told:]))
-                told = len(written.logprobs)
-            if pieces.stopped:
+            yield from written.events(pieces.push(token))
+            if pieces.stopped or (written.parser and written.parser.is_full):
                 written.is_cut = True
                 break
         else:
             written.has_run_all = True
-        written.finish = "stop" if written.is_cut or len(written.ids) < most else "length"
-        piece, left = pieces.finish(), tuple(written.logprobs[told:])
-        if piece or left:
-            written.text += piece
-            yield Token(piece, left)
+        yield from written.events(pieces.finish(), last=True)
+        ended = written.is_cut or len(written.ids) < most
+        written.finish = ("tool_calls" if written.calls else "stop") if ended else "length"
     finally:
         steps.close()

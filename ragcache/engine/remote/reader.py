@@ -100,7 +100,7 @@ class RemoteReader:
             if answering is not None:
                 answering.close()
         if kept is not None:
-            kept.answered(asked.hits, written.text, written.said(self.card))
+            kept.answered(asked.hits, written.turn, written.said(self.card))
         yield Done(self._answer(asked, request, answering, written))
 
     def drop_deleted(self) -> None:
@@ -212,8 +212,10 @@ class RemoteReader:
         num_tokens = len(request.ids)
         usage = Usage(num_tokens, cached, len(written.ids), 0, num_tokens - cached)
         method, times = asked.reading.method.name, asked.clock.timings()
-        logprobs = written.told(asked.reading.sampling)
-        return Answer(written.text, request.sources, times, usage, method, asked.dropped, written.finish, logprobs)
+        logprobs, calls = written.told(asked.reading.sampling), tuple(written.calls)
+        return Answer(
+            written.text, request.sources, times, usage, method, asked.dropped, written.finish, logprobs, calls
+        )
 
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 # The engine's options, but for the sampling, whose fields stand for it, and for what LlamaIndex cancels by itself.
 _READING = tuple(name for name in rc.ReadOptions.__annotations__ if name not in ("sampling", "cancelled"))
 _OPTIONS = (*_SAMPLING, *_READING, "segments")
-Event = rc.Sources | rc.Token | rc.Done
+Event = rc.Sources | rc.Token | rc.ToolCall | rc.Done
 T = TypeVar("T")
 
 

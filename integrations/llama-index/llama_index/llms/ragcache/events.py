@@ -81,13 +81,13 @@ class Watch:
         self._span_id = active_span_id.get()
         self._waiting = True
 
-    def see(self, event: rc.Sources | rc.Token | rc.Done) -> None:
+    def see(self, event: rc.Sources | rc.Token | rc.ToolCall | rc.Done) -> None:
         if isinstance(event, rc.Sources):
             self._loaded(event)
-        elif isinstance(event, rc.Token):
-            self._token()
-        else:
+        elif isinstance(event, rc.Done):
             self._done(event.answer)
+        else:
+            self._token()
 
     @property
     def _elapsed_s(self) -> float:

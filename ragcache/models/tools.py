@@ -1,0 +1,246 @@
+"""Calls of tools: the formats that chat templates teach their models, and how each is read."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ragcache.errors import ConfigError, check_choice
+
+UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError)  # what json and ast raise for a text
+TEXT = {"content": "text", "content_args": {"strip": False}}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that a model asks for.
+
+    arguments: a JSON object; where there is an error, what the model wrote
+    error:     why the call cannot be executed; None: it can
+    """
+
+    id: str
+    name: str
+    arguments: str
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class Written(NamedTuple):
+    """A call as it was read: its name, and its arguments as a JSON object."""
+
+    name: str
+    arguments: str
+
+
+Read = Callable[[str], list[Written]]
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls.
+
+    read:    the calls that a region's text states; raises one of UNREADABLE
+    calls:   regions of calls, as a response template of transformers names them
+    said:    regions whose text is part of the answer, beside what is in no region
+    unsaid:  regions that are not
+    markers: control tokens that the regions are found by
+    signs:   words of a chat template that teach the format: all of one group, and none of `unlike`
+    untyped: arguments are written as text, whatever their type
+    bare:    regions without a marker are calls only where this matches
+    name:    of the function, where its arguments alone are written
+    """
+
+    read: Read
+    calls: Mapping[str, Mapping[str, Any]]
+    said: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unsaid: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    markers: tuple[str, ...] = ()
+    signs: tuple[tuple[str, ...], ...] = ()
+    unlike: tuple[str, ...] = ()
+    untyped: bool = False
+    bare: re.Pattern[str] | None = None
+    name: str = ""
+
+    def is_taught_by(self, template: str) -> bool:
+        taught = any(all(sign in template for sign in group) for group in self.signs)
+        return taught and not any(sign in template for sign in self.unlike)
+
+    def response_template(self) -> dict[str, Any]:
+        regions = {**self.calls, **self.said, **self.unsaid}
+        fields = {name: {**TEXT, "repeats": True, **ends} for name, ends in regions.items()}
+        return {"start_anchor": "\ue000", "fields": {"text": TEXT, **fields}}
+
+
+def _arguments(found: Any) -> str:
+    if isinstance(found, str):  # JSON within JSON
+        found = json.loads(found)
+    if not isinstance(found, dict):
+        raise ValueError(f"the arguments are no JSON object: {json.dumps(found)[:80]}")
+    return json.dumps(found, ensure_ascii=False)
+
+
+def _written(found: Any) -> Written:
+    """Raises ValueError for what is no call."""
+    one = found.get("function", found) if isinstance(found, dict) else None
+    if not isinstance(one, dict) or not isinstance(one.get("name"), str):
+        raise ValueError(f"a call is an object with a name and arguments, not {json.dumps(found)[:80]}")
+    return Written(one["name"], _arguments(one.get("arguments", one.get("parameters", {}))))
+
+
+def read_json(text: str) -> list[Written]:
+    """Objects with a name and arguments, behind each other or in lists."""
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while (at := _behind(r"[\s;,]*", text, at)) < len(text):
+        one, at = decoder.raw_decode(text, at)
+        found += [_written(call) for call in (one if isinstance(one, list) else [one])]
+    return found
+
+
+def read_mistral(text: str) -> list[Written]:
+    """A list of objects, or a name and its arguments."""
+    named = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)", text)
+    return read_json(text) if named is None else [Written(named[1], _arguments(json.loads(text[named.end() :])))]
+
+
+def read_harmony(text: str) -> list[Written]:
+    """A name, a header and arguments."""
+    name, found, arguments = text.partition("<|message|>")
+    if not found:
+        raise ValueError("the call ends before its arguments")
+    return [Written(re.split(r"\s|<\|", name, maxsplit=1)[0], _arguments(json.loads(arguments)))]
+
+
+def read_gemma(text: str) -> list[Written]:
+    """A name and arguments, whose keys have no quotes and whose strings have marks of their own."""
+    from transformers.utils.chat_parsing.content_parsers import parse_content
+
+    named = re.match(r"\s*call:([\w.-]+)\s*(?=\{)", text)
+    if named is None:
+        raise ValueError("a call is call:name{arguments}")
+    marks = [['<|"|>', '<|"|>'], ["<escape>", "<escape>"]]
+    found = parse_content(text[named.end() :], "json", {"unquoted_keys": True, "string_delims": marks})
+    return [Written(named[1], _arguments(found))]
+
+
+def read_python(text: str) -> list[Written]:
+    """Calls of Python with named arguments, which are literals: one a line, or in a list."""
+    found = []
+    for line in ast.parse(text.strip()).body:
+        value = _Literals().visit(line.value) if isinstance(line, ast.Expr) else line
+        found += [_python_call(one) for one in (value.elts if isinstance(value, ast.List) else [value])]
+    return found
+
+
+class _Literals(ast.NodeTransformer):
+    """Takes JSON's names of values for Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        named = {"true": True, "false": False, "null": None}
+        return ast.Constant(named[node.id]) if node.id in named else node
+
+
+def _python_call(node: ast.AST) -> Written:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and len(node.args) == 1:
+        node = node.args[0]
+    if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
+        raise ValueError(f"{ast.unparse(node)[:80]} is no call with named arguments")
+    arguments = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
+    return Written(ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False))
+
+
+def read_xml(text: str) -> list[Written]:
+    """A function element with an element for each argument, whose values are text."""
+    function = re.fullmatch(r"(?s)\s*<function=([\w.-]+)>(.*)</function>\s*", text)
+    if function is None:
+        raise ValueError("a call is <function=name> with its parameters </function>")
+    found = re.findall(r"(?s)<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>", function[2])
+    return [Written(function[1], json.dumps(dict(found), ensure_ascii=False))]
+
+
+def _behind(expression: str, text: str, at: int) -> int:
+    match = re.compile(expression).match(text, at)
+    return at if match is None else match.end()
+
+
+HARMONY = r"(?:<\|start\|>assistant)?"
+FORMATS = {
+    "harmony": ToolFormat(
+        read_harmony,
+        {"call": {"open_pattern": HARMONY + r"(?:<\|channel\|>commentary)?\s*to=functions\.", "close": "<|call|>"}},
+        said={
+            "said": {
+                "open_pattern": HARMONY + r"<\|channel\|>(?:final|commentary)<\|message\|>",
+                "close": ["<|end|>", "<|return|>"],
+            }
+        },
+        unsaid={"thought": {"open_pattern": HARMONY + r"<\|channel\|>analysis<\|message\|>", "close": "<|end|>"}},
+        markers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>", "<|return|>"),
+        signs=(("<|channel|>", "commentary"),),
+    ),
+    "gemma": ToolFormat(
+        read_gemma,
+        {"call": {"open": ["<|tool_call>", "<start_function_call>"], "close": ["<tool_call|>", "<end_function_call>"]}},
+        markers=(
+            *("<|tool_call>", "<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>"),
+        ),
+        signs=(("<|tool_call>",), ("<start_function_call>",)),
+    ),
+    "mistral": ToolFormat(
+        read_mistral,
+        {"call": {"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])"}},
+        markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        signs=(("[TOOL_CALLS]",),),
+    ),
+    "hermes": ToolFormat(
+        read_json,
+        {"call": {"open": "<tool_call>", "close": "</tool_call>"}},
+        markers=("<tool_call>", "</tool_call>"),
+        signs=(("<tool_call>",),),
+        unlike=("<function=", "<arg_key>"),
+    ),
+    "xml": ToolFormat(
+        read_xml,
+        {"call": {"open": "<tool_call>", "close": "</tool_call>"}},
+        markers=("<tool_call>", "</tool_call>"),
+        signs=(("<tool_call>", "<function="),),
+        untyped=True,
+    ),
+    "llama3": ToolFormat(
+        read_json,
+        {"call": {"open": "<|python_tag|>"}, "bare": {"open_pattern": r"\A\s*(?=\{)"}},
+        markers=("<|python_tag|>",),
+        signs=(("<|python_tag|>",), ('"name": function name', '"parameters"')),
+        bare=re.compile(r'(?s)\s*\{.*"name"\s*:.*"(?:parameters|arguments)"\s*:'),
+    ),
+    "pythonic": ToolFormat(
+        read_python,
+        {
+            "call": {"open": "```tool_code", "close": "```"},
+            "list": {"open_pattern": r"\A\s*(?=\[\s*[A-Za-z_][\w.]*\()"},
+        },
+        signs=(("```tool_code",), ("[func_name1(",)),
+    ),
+}
+"""Formats by name, the most particular signs first."""
+
+
+def format_of(template: str, name: str | None = None) -> ToolFormat:
+    """The format of this name; None: the one that the chat template teaches. Raises ConfigError naming the choices."""
+    if name is not None:
+        check_choice("tool_format", name, FORMATS)
+        return FORMATS[name]
+    taught = next((one for one in FORMATS.values() if one.is_taught_by(template)), None)
+    if taught is None:
+        raise ConfigError(
+            "the model's chat template names no format of tool calls that is known here; pass tool_format="
+            f"{' or '.join(map(repr, FORMATS))}, or tool_choice='required', which holds the answer to JSON"
+        )
+    return taught
