@@ -15,6 +15,7 @@ from ragcache.server.schemas.chat import (
     GivenDocument,
     JsonFormat,
     Message,
+    NamedTool,
     PlainFormat,
     ReadFields,
     RetrieveFields,
@@ -38,7 +39,7 @@ READ = [name for name in names(ReadOptions) if name not in ("sampling", "cancell
 class Call(NamedTuple):
     """Arguments of `RagCache.stream_chat`."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     options: dict[str, Any]
 
 
@@ -50,20 +51,39 @@ def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: i
         **_given(READ, asked, defaults),
         "context": asked.context or ("last" if asked.documents is not None else defaults.context),
         **_passages(asked, defaults),
+        **_tools(request),
     }
     return Call(turns(request.messages), options)
 
 
-def turns(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Role and text. System messages at the beginning are one, as chat templates expect."""
-    found: list[dict[str, str]] = []
+def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Role and text, and what is of tools. System messages at the beginning are one, as chat templates expect."""
+    found: list[dict[str, Any]] = []
     for message in messages:
         role = "system" if message.role == "developer" else message.role
         if role == "system" and len(found) == 1 and found[0]["role"] == "system":
             found[0]["content"] += f"\n\n{message.text}"
         else:
+            calls = [call.model_dump() for call in message.tool_calls or ()]
             found.append({"role": role, "content": message.text})
+            if calls:
+                found[-1]["tool_calls"] = calls
+            if message.tool_call_id is not None:
+                found[-1]["tool_call_id"] = message.tool_call_id
     return found
+
+
+def _tools(request: ChatRequest) -> dict[str, Any]:
+    """Options that say what the model may call. strict is no word of a prompt."""
+    if not request.tools and request.tool_choice in (None, "auto", "none"):
+        return {}
+    choice, unsaid = request.tool_choice, {"function": {"strict"}}
+    return {
+        "tools": [tool.model_dump(exclude_none=True, exclude=unsaid) for tool in request.tools or ()],
+        "tool_choice": choice.function.name if isinstance(choice, NamedTool) else choice,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "tool_format": request.extension.tool_format,
+    }
 
 
 def sampling(request: ChatRequest | CompletionRequest, defaults: AnswerDefaults, max_positions: int) -> Sampling:

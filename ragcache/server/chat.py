@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragcache import Answer, Done, Sources, Token
+from ragcache import Answer, Done, Sources, Token, ToolCall
 from ragcache.engine.answer import Event
 from ragcache.server.answering import costs_of, dearest, each_of, engine_call, sources_of, usage_of
 from ragcache.server.body import JSON, read_json, request_body
@@ -22,7 +23,7 @@ from ragcache.server.logprobs import chat_logprobs
 from ragcache.server.observe import note, waited_s
 from ragcache.server.openapi import errors, streamed
 from ragcache.server.schemas.base import AnswerModel
-from ragcache.server.schemas.chat import ChatRequest, SampledRequest
+from ragcache.server.schemas.chat import ChatRequest, NamedTool, SampledRequest
 from ragcache.server.schemas.completion import (
     AnswerMessage,
     ChatCompletion,
@@ -31,6 +32,8 @@ from ragcache.server.schemas.completion import (
     Choice,
     ChunkChoice,
     Delta,
+    DeltaCall,
+    MessageCall,
 )
 from ragcache.server.service import Service, service_of
 from ragcache.server.sse import EventStream, event
@@ -38,7 +41,7 @@ from ragcache.server.work import Work, merged, unless_gone
 
 router = APIRouter(tags=["answers"])
 DONE = b"data: [DONE]\n\n"
-Reason = Literal["stop", "length"] | None
+Reason = Literal["stop", "length", "tool_calls"] | None
 
 
 @router.post(
@@ -56,7 +59,8 @@ async def create_chat_completion(request: Request) -> Response:
     service.check_model(asked.model, service.chat_model)
     call = engine_call(asked, service.settings.answers, service.kb.lm.max_positions)
     events = [service.kb.astream_chat(call.messages, **options) for options in each_of(call.options, asked.n)]
-    return await respond(Writer(service, request), asked, events, asked.extension.timeout_s)
+    writer = Writer(service, request, names_tool=isinstance(asked.tool_choice, NamedTool))
+    return await respond(writer, asked, events, asked.extension.timeout_s)
 
 
 async def respond(
@@ -108,12 +112,16 @@ def _answer(last: Event) -> Answer:
 
 @dataclass
 class Writer:
-    """Writes the answers to one request in OpenAI's shapes: all objects carry the same id, time, model, fingerprint."""
+    """Writes the answers to one request in OpenAI's shapes: all objects carry the same id, time, model, fingerprint.
+
+    names_tool: whether the request names the function to call: such an answer ends as any other does
+    """
 
     service: Service
     request: Request
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
+    names_tool: bool = False
 
     def completion(self, answers: Sequence[Answer]) -> AnswerModel:
         one = dearest(answers)
@@ -126,9 +134,12 @@ class Writer:
         )
 
     def choice(self, index: int, answer: Answer) -> Choice:
-        message = AnswerMessage(role="assistant", content=answer.text, refusal=None, annotations=[])
+        calls = [MessageCall(**call.to_json()) for call in answer.tool_calls]
+        content = answer.text or (None if calls else "")
+        more = {"tool_calls": calls} if calls else {}
+        message = AnswerMessage(role="assistant", content=content, refusal=None, annotations=[], **more)
         logprobs = None if answer.logprobs is None else chat_logprobs(answer.logprobs)
-        return Choice(index=index, message=message, logprobs=logprobs, finish_reason=reason_of(answer))
+        return Choice(index=index, message=message, logprobs=logprobs, finish_reason=self.reason(answer))
 
     def chunk(self, index: int, added: Token, reason: Reason, **more: Any) -> AnswerModel:
         """One event. added: to this answer; more: `usage` and `ragcache`"""
@@ -136,22 +147,36 @@ class Writer:
         logprobs = chat_logprobs(added.logprobs) if added.logprobs else None
         return self.event([ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)], **more)
 
+    def call(self, index: int, call: ToolCall, rank: int, **more: Any) -> AnswerModel:
+        """One event: a call, and which one of its answer."""
+        delta = Delta(tool_calls=[DeltaCall(index=rank, **call.to_json())])
+        return self.event([ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)], **more)
+
+    def reason(self, answer: Answer) -> Literal["stop", "length", "tool_calls"]:
+        if answer.finish_reason == "tool_calls":
+            return "stop" if self.names_tool else "tool_calls"
+        return reason_of(answer)
+
     async def chunks(self, first: Event, works: Sequence[Work[Event]], *, usage: bool) -> AsyncIterator[bytes]:
         """The stream. Once it has begun an error can only be told inside of it."""
         try:
             more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: a value in the last chunk only
             hits = first.hits if isinstance(first, Sources) else []
             yield _event(self.start(0, ragcache=ChatExtension(sources=sources_of(hits)), **more))
-            answers = []
+            answers: list[Answer] = []
+            calls: Counter[int] = Counter()
             async for index, one in merged(works):
                 if isinstance(one, Sources):
                     yield _event(self.start(index, **more))
                 elif isinstance(one, Token):
                     yield _event(self.chunk(index, one, None, **more))
+                elif isinstance(one, ToolCall):
+                    yield _event(self.call(index, one, calls[index], **more))
+                    calls[index] += 1
                 elif isinstance(one, Done):
                     answers.append(one.answer)
                     costs = ChatExtension(**self.costs(one.answer))
-                    yield _event(self.chunk(index, Token(""), reason_of(one.answer), ragcache=costs, **more))
+                    yield _event(self.chunk(index, Token(""), self.reason(one.answer), ragcache=costs, **more))
             if usage:
                 yield _event(self.event([], usage=usage_of(answers)))
             yield DONE

@@ -70,7 +70,8 @@ class TextWriter(Writer):
     def chunk(self, index: int, added: Token, reason: Reason, **more: Any) -> AnswerModel:
         logprobs = text_logprobs(added.logprobs, self.written[index]) if added.logprobs else None
         self.written[index] += sum(len(token.text) for token in added.logprobs)
-        return self.event([TextChoice(index=index, text=added.text, logprobs=logprobs, finish_reason=reason)], **more)
+        ended = "stop" if reason == "tool_calls" else reason  # a raw prompt has no tools
+        return self.event([TextChoice(index=index, text=added.text, logprobs=logprobs, finish_reason=ended)], **more)
 
     def event(self, choices: list[Any], **more: Any) -> AnswerModel:
         return TextCompletion(object="text_completion", choices=choices, **more, **self.common())

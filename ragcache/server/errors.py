@@ -170,14 +170,15 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(
             400, f"'{param}' is unknown here; check its name or leave it out", code="unknown_parameter", param=param
         )
-    if place and place[0] in UNSUPPORTED:
+    within = len(place) > 1 and place[0] in ("tools", "tool_choice")  # chat reads them, other routes take none
+    if place and place[0] in UNSUPPORTED and not within:
         return ApiError(
             400,
             f"'{place[0]}' is not supported by this server with this value; leave it out",
             code="unsupported_parameter",
             param=str(place[0]),
         )
-    if param and param.endswith(".type"):
+    if param and param.endswith(".type") and not within:
         message = f"only parts of type 'text' can be read ({message})"
     return ApiError(400, f"'{param}': {message}" if param else message, code="invalid_value", param=param)
 

@@ -61,10 +61,10 @@ def test_embeddings(served: Served, kb):
     np.testing.assert_array_equal(np.array(found, np.float32), kb.embedder.embed(["Cats sit.", "Dogs bark."]))
 
 
-def test_tools_are_refused_by_name(chat):
+def test_a_template_that_shows_no_tools_is_named(chat):
     def weather(place: str) -> str:
         """The weather."""
         return place
 
-    with pytest.raises(BadRequestError, match="'tools' is not supported"):
+    with pytest.raises(BadRequestError, match="the model's chat template shows no tools"):
         chat.bind_tools([weather]).invoke(QUESTION)

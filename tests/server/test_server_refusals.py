@@ -39,8 +39,9 @@ def error_of(response: httpx.Response) -> dict:
     [
         ({"n": 0}, "n", "invalid_value"),
         ({"n": 129}, "n", "invalid_value"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "invalid_value"),
+        ({"tool_choice": "required"}, "tools", "invalid_value"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
         ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
         ({"logprobs": 3}, "logprobs", "invalid_value"),
         ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
@@ -63,7 +64,7 @@ def error_of(response: httpx.Response) -> dict:
         ({"messages": None}, "messages", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
-        ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages[1].role", "invalid_value"),
+        ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages[1]", "invalid_value"),
         ({"messages": [{"role": "user"}]}, "messages[0]", "invalid_value"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "invalid_value"),
         (

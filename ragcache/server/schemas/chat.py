@@ -29,6 +29,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 LikeliestCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 DecimalId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+MAX_TOOLS = 128
 MAX_ANSWERS = 128
 """Of one request, as in OpenAI's own API."""
 
@@ -48,14 +49,37 @@ class TextPart(BaseModel):
     text: Text
 
 
-class Message(BaseModel):
-    """A turn. `developer` is read as `system`. Clients send answers back as they came: other fields are left alone."""
+class CalledFunction(BaseModel):
+    """arguments: JSON, as the model wrote it"""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
+    name: Text
+    arguments: Text
+
+
+class Called(BaseModel):
+    """A call of an earlier answer."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """A turn. `developer` is read as `system`. Clients send answers back as they came: other fields are left alone.
+
+    tool_call_id: of the call whose result a message of role `tool` holds
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
-    tool_calls: Nothing | None = None
+    tool_calls: list[Called] | None = None
+    tool_call_id: Name | None = None
     function_call: None = None
     audio: None = None
 
@@ -63,6 +87,10 @@ class Message(BaseModel):
     def _has_content(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of role {self.role!r} needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role!r} has no tool_calls; those are of role 'assistant'")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id says which call a message of role 'tool' answers; give it there alone")
         return self
 
     @property
@@ -127,6 +155,32 @@ class Extension(RetrieveFields, ReadFields):
     context: Context | None = Field(
         default=None, description="keep: every turn keeps the passages that it was read over"
     )
+    tool_format: Name | None = Field(
+        default=None, description="How the model writes calls, if its template does not say"
+    )
+
+
+class ToolFunction(RequestModel):
+    """parameters: a JSON schema. strict: the arguments hold to it where `tool_choice` requires a call."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestModel):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(RequestModel):
+    name: Name
+
+
+class NamedTool(RequestModel):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class StreamOptions(RequestModel):
@@ -204,6 +258,9 @@ class ChatRequest(SampledRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: TokenCount | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: Annotated[bool, Field(description="false: one call at most")] | None = None
     logprobs: bool | None = None
     top_logprobs: LikeliestCount | None = None
     ragcache: Extension | None = None
@@ -212,7 +269,6 @@ class ChatRequest(SampledRequest):
     metadata: JsonObject | None = None
     store: bool | None = None
     service_tier: Text | None = None
-    parallel_tool_calls: bool | None = None
     prediction: JsonObject | None = None
     prompt_cache_key: Text | None = None
     prompt_cache_options: JsonObject | None = None
@@ -220,8 +276,6 @@ class ChatRequest(SampledRequest):
     safety_identifier: Text | None = None
 
     # Accepted only where they ask for nothing.
-    tools: Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None
     functions: Nothing | None = None
     function_call: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None

@@ -75,9 +75,31 @@ class ChatUsage(AnswerModel):
     completion_tokens_details: CompletionTokensDetails
 
 
+class FunctionCall(AnswerModel):
+    """arguments: JSON; where the model wrote none, what it did write"""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(AnswerModel):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class DeltaCall(MessageCall):
+    """A whole call. index: which one of the answer"""
+
+    index: int
+
+
 class AnswerMessage(AnswerModel):
+    """content: null where the answer is calls alone"""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: list[MessageCall] = Field(default_factory=list)
     refusal: None
     annotations: list[JsonValue]
 
@@ -105,7 +127,7 @@ class Choice(AnswerModel):
     index: int
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(AnswerModel):
@@ -122,6 +144,7 @@ class ChatCompletion(AnswerModel):
 class Delta(AnswerModel):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    tool_calls: list[DeltaCall] = Field(default_factory=list)
     refusal: None = None
 
 
@@ -129,7 +152,7 @@ class ChunkChoice(AnswerModel):
     index: int
     delta: Delta
     logprobs: ChoiceLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
 class ChatCompletionChunk(AnswerModel):
