@@ -10,7 +10,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, ChatMessage, FunctionMessage, HumanMessage, SystemMessage
 from langchain_core.messages.content import create_image_block, create_text_block
 from langchain_core.runnables import ConfigurableField
 from langchain_core.tools import tool
@@ -259,8 +259,7 @@ def test_fields_can_be_configured_when_a_chain_runs(babbler):
         (HumanMessage([create_text_block("one", ragcache={"block": "x"})]), "block"),
         (HumanMessage([create_text_block("one", ragcache={"handle": 7})]), "handle"),
         (HumanMessage([create_text_block("one", ragcache={"metadata": 7})]), "metadata"),
-        (ToolMessage("result", tool_call_id="1"), "ToolMessage"),
-        (AIMessage("", tool_calls=[{"name": "find", "args": {}, "id": "1"}]), "tool calls"),
+        (FunctionMessage("result", name="find"), "FunctionMessage"),
         (ChatMessage(role="narrator", content="Once"), "narrator"),
         (HumanMessage(""), "empty"),
     ],
@@ -284,8 +283,8 @@ def test_text_between_passages_is_refused(chat):
 def test_unknown_options_are_refused(chat):
     with pytest.raises(ConfigError, match="n_predict"):
         chat.invoke(ASKED, n_predict=3)
-    with pytest.raises(ConfigError, match="tools"):
-        chat.bind(tools=[]).invoke(ASKED)
+    with pytest.raises(ConfigError, match="functions"):
+        chat.bind(functions=[]).invoke(ASKED)
     with pytest.raises(ValidationError, match="n_predict"):
         ChatRagCache(kb=chat.kb, n_predict=3)
     with pytest.raises(ValidationError, match="temperature"):
@@ -303,14 +302,15 @@ def test_a_store_has_one_model(chat):
         chat.invoke(ASKED, model="gpt-5")
 
 
-def test_there_are_no_tools(chat):
+def test_a_model_whose_template_shows_no_tools_says_so(chat):
     @tool
     def find(name: str) -> str:
         """Find someone."""
         return name
 
-    with pytest.raises(NotImplementedError):
-        chat.bind_tools([find])
+    assert not chat.profile["tool_calling"]
+    with pytest.raises(ConfigError, match="shows no tools"):
+        chat.bind_tools([find]).invoke(ASKED)
 
 
 # Handles

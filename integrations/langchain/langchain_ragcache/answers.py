@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
-from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCall
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
 import ragcache as rc
@@ -14,26 +17,60 @@ PROVIDER = "ragcache"
 
 
 def to_result(answer: rc.Answer, model: str) -> ChatResult:
-    message = AIMessage(answer.text, usage_metadata=to_usage(answer.usage), response_metadata=about(answer, model))
+    valid, invalid = to_calls(answer.tool_calls)
+    message = AIMessage(
+        answer.text,
+        tool_calls=valid,
+        invalid_tool_calls=invalid,
+        usage_metadata=to_usage(answer.usage),
+        response_metadata=about(answer, model),
+    )
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
-def to_chunk(event: rc.Sources | rc.Token | rc.ToolCall | rc.Done, model: str) -> ChatGenerationChunk | None:
-    """A piece of text, or at the end what is known about the whole; None where there is nothing to say.
+def to_calls(calls: Sequence[rc.ToolCall]) -> tuple[list[ToolCall], list[InvalidToolCall]]:
+    """Calls that can be executed, and those that cannot, with what the model wrote."""
+    valid = [tool_call(name=one.name, args=json.loads(one.arguments), id=one.id) for one in calls if one.error is None]
+    invalid = [
+        invalid_tool_call(name=one.name or None, args=one.arguments, id=one.id, error=one.error)
+        for one in calls
+        if one.error is not None
+    ]
+    return valid, invalid
 
-    Usage and metadata are in the last chunk alone: chunks are added up.
+
+class ChunkWriter:
+    """Writes one answer's events as chunks.
+
+    Usage and metadata are in the last chunk alone: chunks are added up. LangChain reads calls off the sum, and would
+    complete one that cannot be read to something else: it is sent as a JSON string.
     """
-    if isinstance(event, rc.Token):
-        return ChatGenerationChunk(message=AIMessageChunk(content=event.text))
-    if not isinstance(event, rc.Done):
-        return None
-    last = AIMessageChunk(
-        content="",
-        usage_metadata=to_usage(event.answer.usage),
-        response_metadata=about(event.answer, model),
-        chunk_position="last",
-    )
-    return ChatGenerationChunk(message=last)
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._calls = 0
+
+    def chunk(self, event: rc.Sources | rc.Token | rc.ToolCall | rc.Done) -> ChatGenerationChunk | None:
+        """A piece of text, a call, or at the end what is known about the whole; None where there is nothing to say."""
+        if isinstance(event, rc.Token):
+            return ChatGenerationChunk(message=AIMessageChunk(content=event.text))
+        if isinstance(event, rc.ToolCall):
+            return ChatGenerationChunk(message=self._call(event))
+        return ChatGenerationChunk(message=self._last(event.answer)) if isinstance(event, rc.Done) else None
+
+    def _call(self, call: rc.ToolCall) -> AIMessageChunk:
+        args = call.arguments if call.error is None else json.dumps(call.arguments, ensure_ascii=False)
+        piece = tool_call_chunk(name=call.name, args=args, id=call.id, index=self._calls)
+        self._calls += 1
+        return AIMessageChunk(content="", tool_call_chunks=[piece])
+
+    def _last(self, answer: rc.Answer) -> AIMessageChunk:
+        return AIMessageChunk(
+            content="",
+            usage_metadata=to_usage(answer.usage),
+            response_metadata=about(answer, self._model),
+            chunk_position="last",
+        )
 
 
 def to_usage(usage: rc.Usage) -> UsageMetadata:

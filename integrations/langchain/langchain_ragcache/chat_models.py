@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from importlib.util import find_spec
 from operator import itemgetter
@@ -11,16 +11,17 @@ from typing import Annotated, Any, Literal, Self, cast
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, ModelProfile
 from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
-from langchain_core.utils.function_calling import convert_to_json_schema
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 import ragcache as rc
-from langchain_ragcache.answers import PROVIDER, to_chunk, to_result
+from langchain_ragcache.answers import PROVIDER, ChunkWriter, to_result
 from langchain_ragcache.messages import to_engine
 from langchain_ragcache.opening import open_kb
 from langchain_ragcache.options import refuse_unknown
@@ -29,12 +30,13 @@ from ragcache.errors import CancelledError, ConfigError, ModelMismatchError, Tim
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 # Forms that an answer is held to: of one call.
 FORMS = ("json_schema", "regex", "choices")
+TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
 # The engine's options, but for those that LangChain has names of its own for: the sampling's fields, a task or stream
 # that is cancelled, and `timeout`.
 RENAMED = ("sampling", "cancelled", "timeout_s")
 READING = (*(name for name in rc.ReadOptions.__annotations__ if name not in RENAMED), "context")
 # `stream` is LangChain's own switch, `model` is checked.
-CALL_OPTIONS = (*SAMPLING, *FORMS, *READING, "timeout", "model", "stream")
+CALL_OPTIONS = (*SAMPLING, *FORMS, *TOOLS, *READING, "timeout", "model", "stream")
 # Standard parameters of chat models that reach a service; there is none here.
 OF_SERVICES = ("api_key", "base_url", "max_retries")
 
@@ -53,9 +55,9 @@ class ChatRagCache(BaseChatModel):
     context:     "last", or "keep": every turn keeps the passages that stand in its message
     timeout:     seconds that an answer may take, waiting included: `timeout_s` of `rc.ReadOptions`
 
-    `invoke`, `bind` and their like take the same, but for kb, and json_schema, regex and choices of `rc.Sampling`; they
-    refuse what they do not know. api_key, base_url and
-    max_retries are taken at construction, as from every chat model, and have no effect: there is no service.
+    `invoke`, `bind` and their like take the same, but for kb; and json_schema, regex and choices of `rc.Sampling`, and
+    what `bind_tools` binds. They refuse what they do not know. api_key, base_url and max_retries are taken at
+    construction, as from every chat model, and have no effect: there is no service.
     Raises PromptError, ContextTooLongError, UnknownHandleError, ConfigError, CancelledError.
     """
 
@@ -139,10 +141,11 @@ class ChatRagCache(BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         with naming_timeout(self._option(kwargs, "timeout")):
+            writer = ChunkWriter(self.model)
             events = self.kb.stream_chat(to_engine(messages), **self._reading(stop, kwargs))
             with closing(cast("Any", events)):
                 for event in events:
-                    chunk = to_chunk(event, self.model)
+                    chunk = writer.chunk(event)
                     if chunk is None:
                         continue
                     if run_manager:
@@ -157,10 +160,11 @@ class ChatRagCache(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         with naming_timeout(self._option(kwargs, "timeout")):
+            writer = ChunkWriter(self.model)
             events = self.kb.astream_chat(to_engine(messages), **self._reading(stop, kwargs))
             async with aclosing(cast("Any", events)):
                 async for event in events:
-                    chunk = to_chunk(event, self.model)
+                    chunk = writer.chunk(event)
                     if chunk is None:
                         continue
                     if run_manager:
@@ -178,7 +182,30 @@ class ChatRagCache(BaseChatModel):
         ends = (self.stop or []) if stop is None else stop
         reading = {name: self._option(given, name) for name in READING}
         limit = self._option(given, "timeout")
-        return {**reading, "timeout_s": limit, "sampling": rc.Sampling(**sampling, stop=tuple(ends))}
+        options = {**reading, "timeout_s": limit, "sampling": rc.Sampling(**sampling, stop=tuple(ends))}
+        return {**options, **_tools(given)}
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | bool | dict[str, Any] | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Let the model call tools, which its own chat template shows it.
+
+        tools:       functions, tools, Pydantic classes or OpenAI schemas
+        tool_choice: "auto"; "any", "required" or True: one call at least; the name of a tool; "none". All but the first
+                     and the last hold the answer to the tools' schemas and need the extra "structured"
+        strict:      forbids arguments that a schema does not name, in the schema
+        kwargs:      options of every call, such as parallel_tool_calls=False (one call at most) and tool_format
+
+        At the call: ConfigError for a model whose template shows no tools.
+        """
+        shown = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        chosen = {"tool_choice": tool_choice} if tool_choice else {}
+        return self.bind(tools=shown, **chosen, **kwargs)
 
     def with_structured_output(
         self,
@@ -236,12 +263,14 @@ class ChatRagCache(BaseChatModel):
         return params
 
     def _resolve_model_profile(self) -> ModelProfile:
+        calls_tools = "tools" in str(self.kb.lm.tokenizer.chat_template)
         return ModelProfile(
             max_input_tokens=self.kb.lm.max_positions,
             text_inputs=True,
             text_outputs=True,
-            tool_calling=False,
-            structured_output=find_spec("llguidance") is not None,
+            tool_calling=calls_tools,
+            # Of an agent: one that calls tools gets its schema as a tool, as an answer held to JSON could call none.
+            structured_output=find_spec("llguidance") is not None and not calls_tools,
         )
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -250,6 +279,14 @@ class ChatRagCache(BaseChatModel):
             return self.custom_get_token_ids(text)
         ids: list[int] = self.kb.lm.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+
+def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's options, where LangChain calls one of them by another name."""
+    options = {name: given[name] for name in TOOLS if name in given}
+    if options.get("tool_choice") in ("any", True):
+        options["tool_choice"] = "required"
+    return options
 
 
 def _closed(schema: Any) -> Any:

@@ -1,16 +1,18 @@
 """LangChain's messages as the engine's, and documents as content blocks.
 
 A passage is a text block whose extras hold {"ragcache": {...}}: what `document_block` makes, and
-`create_text_block(text, id=..., ragcache={"handle": ...})`. Any other text is prompt.
+`create_text_block(text, id=..., ragcache={"handle": ...})`. Documents that are the artifact of a tool's message are
+passages too, in place of its text. Any other text is prompt.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.messages.content import TextContentBlock, create_text_block
 
 import ragcache as rc
@@ -19,7 +21,9 @@ from ragcache.errors import PromptError
 
 KEY = "ragcache"
 PASSAGE_KEYS = {"handle", "score", "metadata"}
-ROLES = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant"}
+ROLES = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant", ToolMessage: "tool"}
+# Blocks of an answer's calls, which `tool_calls` and `invalid_tool_calls` hold too.
+CALL_BLOCKS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use")
 
 
 def document_block(document: Document) -> TextContentBlock:
@@ -34,7 +38,7 @@ def document_block(document: Document) -> TextContentBlock:
 
 def to_engine(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Messages as `rc.RagCache.chat` takes them. Raises PromptError naming what it cannot read."""
-    return [{"role": _role(message), "content": _content(message)} for message in messages]
+    return [{"role": _role(message), "content": _content(message), **_tools(message)} for message in messages]
 
 
 def _role(message: BaseMessage) -> str:
@@ -43,18 +47,37 @@ def _role(message: BaseMessage) -> str:
     role = next((role for kind, role in ROLES.items() if isinstance(message, kind)), None)
     if role is None:
         raise PromptError(
-            f"a {type(message).__name__} cannot be read: there are no tools here; hand the documents of a retriever "
-            "tool (the message's artifact) to create_fused_documents_chain"
+            f"a {type(message).__name__} cannot be read; messages are a system's, a user's, an assistant's or a tool's"
         )
     return role
 
 
+def _tools(message: BaseMessage) -> dict[str, Any]:
+    """The calls of an answer, or the call that a message of a tool answers."""
+    if isinstance(message, ToolMessage):
+        return {"tool_call_id": message.tool_call_id, "name": message.name or ""}
+    if not isinstance(message, AIMessage):
+        return {}
+    calls = [(one["id"], one["name"], json.dumps(one["args"], ensure_ascii=False)) for one in message.tool_calls]
+    calls += [(one["id"], one["name"] or "", one["args"] or "") for one in message.invalid_tool_calls]
+    return {"tool_calls": [rc.ToolCall(id or "", name, arguments) for id, name, arguments in calls]}
+
+
 def _content(message: BaseMessage) -> str | list[str | rc.Passage]:
-    if getattr(message, "tool_calls", None):
-        raise PromptError("a message with tool calls cannot be read: there are no tools here; leave it out")
+    if isinstance(message, ToolMessage) and (found := _found(message.artifact)):
+        return found
     if isinstance(message.content, str):
         return message.content
-    return [block if isinstance(block, str) else _part(block) for block in message.content]
+    blocks = [block for block in message.content if isinstance(block, str) or block.get("type") not in CALL_BLOCKS]
+    return [block if isinstance(block, str) else _part(block) for block in blocks]
+
+
+def _found(artifact: Any) -> list[str | rc.Passage]:
+    """The passages that a retriever tool found, where they are of a store: the message's text joins the same."""
+    documents = artifact if isinstance(artifact, list) else []
+    if not documents or not all(isinstance(one, Document) and HANDLE_KEY in one.metadata for one in documents):
+        return []
+    return [_part(document_block(document)) for document in documents]
 
 
 def _part(block: Mapping[str, Any]) -> str | rc.Passage:
