@@ -309,8 +309,8 @@ def test_what_is_no_segment_is_refused(llm):
 
 
 def test_messages_that_cannot_be_read_are_refused(llm):
-    with pytest.raises(PromptError, match="message 1 has the role 'tool'"):
-        llm.chat([*MESSAGES, ChatMessage("x", role="tool")])
+    with pytest.raises(PromptError, match="message 1 has the role 'function'"):
+        llm.chat([*MESSAGES, ChatMessage("x", role="function")])
     with pytest.raises(PromptError, match="message 0 holds a block of type 'image'"):
         llm.chat([ChatMessage(blocks=[ImageBlock(url="http://localhost/a.png")])])
     with pytest.raises(PromptError, match="no user message"):
@@ -321,8 +321,8 @@ def test_messages_that_cannot_be_read_are_refused(llm):
 
 
 def test_bad_options_are_refused(kb, llm):
-    with pytest.raises(ConfigError, match="'tools'"):
-        llm.chat(MESSAGES, tools=[])
+    with pytest.raises(ConfigError, match="'functions'"):
+        llm.chat(MESSAGES, functions=[])
     with pytest.raises(ConfigError, match="'api_key'"):
         RagCacheLLM(kb, api_key="x")
     with pytest.raises(ConfigError, match="temperature"):

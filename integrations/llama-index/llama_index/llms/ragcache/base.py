@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -16,10 +17,13 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
+    TextBlock,
+    ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
 from llama_index.llms.ragcache.events import Watch
 from llama_index.llms.ragcache.messages import to_messages
 from llama_index.llms.ragcache.segments import FusedPrompt, as_passages
@@ -27,26 +31,31 @@ from llama_index.llms.ragcache.segments import FusedPrompt, as_passages
 import ragcache as rc
 from ragcache.errors import ConfigError
 
+if TYPE_CHECKING:
+    from llama_index.core.tools.types import BaseTool
+
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 # The engine's options, but for the sampling, whose fields stand for it, and for what LlamaIndex cancels by itself.
 _READING = tuple(name for name in rc.ReadOptions.__annotations__ if name not in ("sampling", "cancelled"))
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
 _OPTIONS = (*_SAMPLING, *_READING, "segments")
 Event = rc.Sources | rc.Token | rc.ToolCall | rc.Done
 T = TypeVar("T")
 
 
 class _Step(NamedTuple):
-    """text so far, what is new in it, and at the end the engine's answer."""
+    """text and calls so far, what is new in the text, and at the end the engine's answer."""
 
     text: str
     delta: str
+    calls: tuple[rc.ToolCall, ...]
     answer: rc.Answer | None = None
 
 
 _AsyncSteps = AsyncGenerator[_Step, None]
 
 
-class RagCacheLLM(CustomLLM):
+class RagCacheLLM(FunctionCallingLLM):
     """The language model of an open store, which the caller closes.
 
     Beside plain prompts it reads passages by fused prefill: only the rest of the prompt runs through the model. See
@@ -93,6 +102,7 @@ class RagCacheLLM(CustomLLM):
             context_window=lm.max_positions,
             num_output=self.max_tokens,
             is_chat_model=lm.tokenizer.chat_template is not None,
+            is_function_calling_model="tools" in str(lm.tokenizer.chat_template),
             model_name=lm.name,
         )
 
@@ -106,7 +116,11 @@ class RagCacheLLM(CustomLLM):
         """Answer the last user message.
 
         segments: passages put in front of the last user message; or PassageBlocks inside messages, read where they
-                  stand. Raises PromptError, ContextTooLongError, UnknownHandleError, ConfigError.
+                  stand
+        tools:    functions that the model may call, with tool_choice, parallel_tool_calls and tool_format: as
+                  `rc.RagCache.chat` takes them. `chat_with_tools` takes LlamaIndex's own tools
+
+        Raises PromptError, ContextTooLongError, UnknownHandleError, ConfigError.
         """
         return _chat_response(_last(self._chat_steps(messages, kwargs)))
 
@@ -158,6 +172,41 @@ class RagCacheLLM(CustomLLM):
 
         return responses()
 
+    # Tools
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        asked = [ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg] if user_msg is not None else []
+        shown = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
+        choice = kwargs.pop("tool_choice", None) or ("required" if tool_required and shown else "auto")
+        chosen = {"tools": shown, "tool_choice": choice, "parallel_tool_calls": allow_parallel_tool_calls}
+        return {"messages": [*(chat_history or ()), *asked], **chosen, **kwargs}
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls of a response, without those that cannot be read: their blocks hold what the model wrote.
+
+        Raises ConfigError (a ValueError) for none.
+        """
+        blocks = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+        found = [
+            ToolSelection(tool_id=block.tool_call_id or "", tool_name=block.tool_name, tool_kwargs=block.tool_kwargs)
+            for block in blocks
+            if isinstance(block.tool_kwargs, dict)
+        ]
+        if not found and error_on_no_tool_call:
+            raise ConfigError("the model called no tool, or wrote no JSON; pass tool_required=True to have it call one")
+        return found
+
     # What the engine is asked
 
     def _chat_steps(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> Iterator[_Step]:
@@ -173,7 +222,8 @@ class RagCacheLLM(CustomLLM):
         return _asteps(self._kb.astream_completion(self._parts(prompt, formatted, kwargs), **self._options(kwargs)))
 
     def _chat_options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        options = {**self._options(kwargs, "context"), "context": kwargs.get("context", self.context)}
+        options = {**self._options(kwargs, "context", *_TOOLS), "context": kwargs.get("context", self.context)}
+        options |= {name: kwargs[name] for name in _TOOLS if name in kwargs}
         if kwargs.get("segments"):
             options["passages"] = as_passages(kwargs["segments"])
         return options
@@ -212,13 +262,17 @@ class _Stepper:
     def __init__(self) -> None:
         self._watch = Watch()
         self._text = ""
+        self._calls: tuple[rc.ToolCall, ...] = ()
 
     def see(self, event: Event) -> _Step | None:
         self._watch.see(event)
         if isinstance(event, rc.Token):
             self._text += event.text
-            return _Step(self._text, event.text)
-        return _Step(event.answer.text, "", event.answer) if isinstance(event, rc.Done) else None
+            return _Step(self._text, event.text, self._calls)
+        if isinstance(event, rc.ToolCall):
+            self._calls += (event,)
+            return _Step(self._text, "", self._calls)
+        return _Step(event.answer.text, "", self._calls, event.answer) if isinstance(event, rc.Done) else None
 
 
 def _steps(events: Iterator[Event]) -> Iterator[_Step]:
@@ -252,9 +306,15 @@ async def _alast(steps: AsyncIterator[T]) -> T:
 
 
 def _chat_response(step: _Step) -> ChatResponse:
-    return ChatResponse(
-        message=ChatMessage(role=MessageRole.ASSISTANT, content=step.text), delta=step.delta, **_account(step.answer)
-    )
+    text = [TextBlock(text=step.text)] if step.text or not step.calls else []
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*text, *map(_block, step.calls)])
+    return ChatResponse(message=message, delta=step.delta, **_account(step.answer))
+
+
+def _block(call: rc.ToolCall) -> ToolCallBlock:
+    """A call; one that cannot be read keeps what the model wrote as a string."""
+    arguments = json.loads(call.arguments) if call.error is None else call.arguments
+    return ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=arguments)
 
 
 def _completion_response(step: _Step) -> CompletionResponse:
