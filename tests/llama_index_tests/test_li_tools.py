@@ -17,7 +17,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.retrieval.testing import BagOfWords
 
-STORED = "Jonas Lansen belongs to the Rowing Club Heron.\n"
+STORED = "Jonas Lansen belongs to the Rowing Club Heron."
 ASKED = "Which club does Jonas Lansen belong to?"
 CALL = '<tool_call>\n{"name": "registry", "arguments": {"person": "Jonas Lansen"}}\n</tool_call>'
 CLOCK = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
@@ -122,7 +122,7 @@ def test_passages_of_a_tool_are_fused(llm, tools, kb):
     right = kb.chat(turns, tools=shown, sampling=rc.Sampling(8))
     assert (answer.message.content, answer.raw["usage"]["prompt_tokens"]) == (right.text, right.usage.prompt_tokens)
     (hit,) = answer.raw["hits"]
-    assert (hit["text"], hit["kv"] in ("disk", "memory")) == (STORED, True)
+    assert (hit["text"].strip(), hit["kv"] in ("disk", "memory")) == (STORED, True)
     assert answer.raw["usage"]["cached_tokens"] >= found.chunk.num_tokens
 
 
@@ -139,7 +139,7 @@ async def test_agents(llm, tools, lm, monkeypatch, streaming):
         assert str(response) == "The Heron."
         assert [(call.tool_name, call.tool_kwargs) for call in response.tool_calls] == CALLED[:1]
         (hit,) = response.raw["hits"]
-        assert (hit["text"], hit["kv"] in ("disk", "memory")) == (STORED, True)
+        assert (hit["text"].strip(), hit["kv"] in ("disk", "memory")) == (STORED, True)
 
 
 def test_a_model_whose_template_shows_no_tools(kb, tools, monkeypatch):
