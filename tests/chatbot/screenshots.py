@@ -47,8 +47,6 @@ def _picture(tab: Tab, name: str, *, chart: bool) -> None:
         turn.get_by_role("button", name="Measure a full prefill").click()
         expect(turn.get_by_role("button", name="Measure again")).to_be_visible()
         turn.evaluate("turn => turn.scrollIntoView()")
-    elif name == "light":
-        turn.locator(".cite").first.click()
     tab.page.mouse.move(0, 0)
     tab.page.screenshot(path=IMAGES / f"chat-{name}.png")
     tab.page.close()

@@ -34,7 +34,7 @@ export function originsText(sources) {
 }
 
 export class SourcesView {
-  node = element("section", { class: "sources", "aria-label": "Sources" });
+  node = element("div", { class: "sources", role: "group", "aria-label": "Sources" });
   /** @type {HTMLElement[]} */
   #passages = [];
   /** @type {HTMLElement[]} */
