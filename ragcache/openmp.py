@@ -16,50 +16,51 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
-import torch
+from ragcache.lazy import torch
 
 _SOFT = 1  # omp_pause_soft: settings stay, threads go
 
 
+@cache
 def _library() -> Any:
     """PyTorch's OpenMP library, which it loads for all to see; None where there is none, or none that can pause."""
     if sys.platform == "win32":
         return None
+    torch.get_num_threads()  # now it is loaded
     library = ctypes.CDLL(None)
     known = all(hasattr(library, name) for name in ("omp_set_num_threads", "omp_pause_resource_all"))
     return library if known else None
 
 
-_OPENMP = _library()
-
-
 def work_alone() -> None:
     """The calling thread's operations run on it alone from now on: what a thread that helps does first."""
-    if _OPENMP is not None:
+    if (library := _library()) is not None:
         torch.get_num_threads()  # PyTorch sets the number at a thread's first use of it
-        _OPENMP.omp_set_num_threads(1)
+        library.omp_set_num_threads(1)
 
 
 @contextmanager
 def working_alone() -> Iterator[None]:
     """Within, the calling thread's operations run on it alone."""
-    if _OPENMP is None:
+    library = _library()
+    if library is None:
         yield
         return
     before = torch.get_num_threads()
-    _OPENMP.omp_set_num_threads(1)
+    library.omp_set_num_threads(1)
     try:
         yield
     finally:
-        _OPENMP.omp_set_num_threads(before)
+        library.omp_set_num_threads(before)
 
 
 def end_team() -> None:
     """The calling thread has no team any more, until its next large operation: a third of a millisecond."""
-    if _OPENMP is not None:
-        _OPENMP.omp_pause_resource_all(_SOFT)
+    if "torch" in sys.modules and (library := _library()) is not None:
+        library.omp_pause_resource_all(_SOFT)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from ragcache.fusion import METHODS
 
 PACKAGE = Path(ragcache.__file__).parent
 LAYERS = [
+    {"lazy"},
     {"errors", "openmp"},
     {"foreign"},
     {"prompt", "kv"},

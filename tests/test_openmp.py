@@ -87,7 +87,7 @@ from transformers import GenerationMixin  # what it imports starts threads of it
 more += teams()
 
 if sys.argv[1] == "off":
-    openmp._OPENMP = None
+    openmp._library = lambda: None
 texts = {str(n): f"Town {n} has a river. " + "The club meets in the old mill by the bridge. " * 20 for n in range(4)}
 config = StoreConfig(codec="int8", write_behind_bytes=1 << 24, memory_bytes=1 << 26, load="always")
 with tempfile.TemporaryDirectory() as root:

@@ -10,16 +10,18 @@ the grid still covers the group and |X - X'| <= s_X / 2 holds for the stored s_X
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Up to here zero points and scales are float16: above, a restored float16 might overflow.
 _HALF_LIMIT = 2.0**15
-_NUMPY: dict[torch.dtype, Any] = {torch.float16: np.float16, torch.float32: np.float32}
 
 
 class Affine(NamedTuple):
@@ -37,6 +39,10 @@ def group_size(length: int, largest: int) -> int:
 
 def num_groups(length: int, largest: int) -> int:
     return -(-length // largest)
+
+
+def _numpy_type(dtype: torch.dtype) -> Any:
+    return {torch.float16: np.float16, torch.float32: np.float32}[dtype]
 
 
 def parameter_dtype(numbers: Tensor) -> torch.dtype:
@@ -89,14 +95,14 @@ def _grouped(numbers: Tensor, dim: int, size: int) -> Tensor:
 def _parameters(low: Tensor, high: Tensor, levels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Zero points rounded down and scales rounded up."""
     below = low.double().numpy()
-    zeros = torch.from_numpy(_towards(below.astype(_NUMPY[dtype]), below, -1))
+    zeros = torch.from_numpy(_towards(below.astype(_numpy_type(dtype)), below, -1))
     return zeros, rounded_up((high.double() - zeros.double()) / levels, dtype)
 
 
 def rounded_up(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """float64 numbers in float16 or float32, none of them smaller."""
     exact = numbers.numpy()
-    return torch.from_numpy(_towards(exact.astype(_NUMPY[dtype]), exact, 1))
+    return torch.from_numpy(_towards(exact.astype(_numpy_type(dtype)), exact, 1))
 
 
 def _towards(rounded: NDArray[Any], exact: NDArray[Any], sign: int) -> NDArray[Any]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.bases import Bases
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PART_OF = "part_of"
 

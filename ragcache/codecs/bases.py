@@ -11,13 +11,15 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ragcache.codecs.transform import Group, groups_of
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Of unpacked codes that are kept for the next layer: those of a prompt's passages, which are read layer by layer.
 RECENT_BYTES = 64 << 20

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ragcache.codecs import CODECS, Bases, Codec, get_codec
 from ragcache.codecs.container import (
@@ -20,6 +19,9 @@ from ragcache.codecs.layered import EncodedBlock
 from ragcache.codecs.raw import RawCodec
 from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT_VERSION = 2  # of blocks whose layers differ; all others are written in 1, which older versions read
 _WAY_OUT = "use the version that wrote it, or delete the block's document and ingest it again"

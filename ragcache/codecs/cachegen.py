@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.affine import parameter_dtype, rounded_up
 from ragcache.codecs.frames import check_frames, pack_frames, read_frame
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, expect, unit_roundoff
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GROUP_TOKENS = 10
 # Of a channel's standard deviation, in the first, second and last third of the layers: later layers bear more.

@@ -20,29 +20,32 @@ import stat
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-import torch
 import xxhash
-from torch import Tensor
 
 from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ALIGNMENT = 64
+# PyTorch's names by safetensors'.
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PREFIX = b'{"__metadata__":{"checksum":"'
@@ -159,7 +162,11 @@ def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> b
     begin = 0
     for name, tensor in tensors:
         end = begin + tensor.nbytes
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[name] = {
+            "dtype": _NAMES[str(tensor.dtype).removeprefix("torch.")],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
@@ -202,7 +209,7 @@ def _parse(where: str, data: mmap.mmap | bytearray) -> Container:
 
 
 def _tensor(data: mmap.mmap | bytearray, data_start: int, entry: dict[str, Any]) -> Tensor:
-    dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+    dtype, shape = getattr(torch, DTYPES[entry["dtype"]]), entry["shape"]
     begin, end = entry["data_offsets"]
     count = math.prod(shape)
     if begin < 0 or end - begin != count * dtype.itemsize:

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ragcache.codecs.frames import pack_frames
 from ragcache.codecs.transform import (
@@ -38,6 +37,10 @@ from ragcache.codecs.transform import (
 )
 from ragcache.errors import BasisError, check_least
 from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Floats = NDArray[np.float64]
 RATIO = 20.0
@@ -45,7 +48,7 @@ FEATURES = 256
 # Tokens for every feature: with fewer, components follow the sample's noise.
 LEAST_TOKENS = 2
 CHOICES = range(8)  # bits
-_WIDTH_OF = torch.tensor([0, 2, 4, 4, 8, 8, 8, 8])  # bits that a code is packed in
+_WIDTH_OF = (0, 2, 4, 4, 8, 8, 8, 8)  # bits that a code is packed in
 # A token whose squared error is so many times the mean one is kept exact.
 OUTLIER = 16.0
 STATES = 4096
@@ -130,7 +133,7 @@ def _fit_group(sample: Tensor, heads: int, width: int, ratio: float) -> Tensor:
     wanted = budget = sample.shape[1] * 16 / ratio
     for _ in range(_CORRECTIONS):
         bits = torch.from_numpy(allot(rates, errors, budget))
-        rows = _rows(mean, scale, directions, deviations * 8 / 2**bits, _WIDTH_OF[bits])
+        rows = _rows(mean, scale, directions, deviations * 8 / 2**bits, torch.tensor(_WIDTH_OF)[bits])
         group = Group(range(sample.shape[1] // (heads * width)), _joined([rows], heads, width))
         codes = group.encode(unseen)
         budget *= wanted / _bits_a_token(group, codes)
@@ -161,7 +164,7 @@ def _choices(coefficients: Tensor, deviations: Tensor) -> tuple[Floats, Floats]:
     rates, errors = (np.zeros((coefficients.shape[1], len(CHOICES))) for _ in range(2))
     for bits in CHOICES:
         steps = deviations * 8 / 2**bits
-        most = largest_code(int(_WIDTH_OF[bits])) if bits else 0
+        most = largest_code(_WIDTH_OF[bits]) if bits else 0
         codes = (coefficients / torch.where(steps > 0, steps, 1)).round_().clamp_(-most, most)
         errors[:, bits] = (coefficients - codes * steps).square().mean(0).numpy()
         rates[:, bits] = _entropies(codes.long()).numpy()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.affine import rounded_up
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, expect, unit_roundoff
+from ragcache.lazy import torch
 
-FP8 = torch.float8_e4m3fn
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _LARGEST = 448.0  # of float8_e4m3fn: 1.75 * 2^8
 _SCALED_BY = {"keys": 2, "values": 3}  # the dimension that shares a scale
 
@@ -41,7 +41,7 @@ class Fp8Codec(LayerCodec):
     def check_part(self, part: Part, tensors: Mapping[str, Tensor], spec: BlockSpec) -> None:
         shape = spec.shape(part)
         dim = _SCALED_BY[part]
-        expect(tensors, "codes", shape, FP8)
+        expect(tensors, "codes", shape, torch.float8_e4m3fn)
         expect(tensors, "scales", (*shape[:dim], 1, *shape[dim + 1 :]), torch.float32)
 
     def decode_part(self, part: Part, tensors: Mapping[str, Tensor], layer: int, out: Tensor) -> None:
@@ -68,8 +68,8 @@ def _halves(codes: Tensor) -> Tensor:
 def _scaled(numbers: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     if not numbers.numel():
         shape = [1 if one == dim else size for one, size in enumerate(numbers.shape)]
-        return numbers.to(FP8), torch.zeros(shape)
+        return numbers.to(torch.float8_e4m3fn), torch.zeros(shape)
     highest = numbers.abs().amax(dim, keepdim=True)
     scales = rounded_up(highest.double() / _LARGEST, torch.float32)
     codes = (numbers / torch.where(scales > 0, scales, 1)).clamp_(-_LARGEST, _LARGEST)
-    return codes.to(FP8), scales
+    return codes.to(torch.float8_e4m3fn), scales

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 import zstandard
-from torch import Tensor
 
 from ragcache.errors import DamagedBlockError
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What makes codes small is Huffman coding. Repeated runs are few and cost more than they save: a table of 64 entries
 # finds hardly any of them.

@@ -9,14 +9,15 @@ the last tokens of a growing cache exact; a stored block does not grow, and has 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.affine import group_size, num_groups, parameter_dtype, quantise, restore
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, expect, unit_roundoff
 from ragcache.codecs.packing import pack, unpack
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _GROUPED = {"keys": 2, "values": 3}  # of [num_layers, num_kv_heads, num_tokens, head_dim]
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.base import Codec
 from ragcache.codecs.bases import Bases
@@ -17,6 +14,10 @@ from ragcache.codecs.raw import RawCodec
 from ragcache.codecs.transform import FIRST_TOKENS, WIDTHS, Group
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class KvtcCodec(LayerCodec):

@@ -10,18 +10,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ragcache.codecs.base import Codec
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Part = Literal["keys", "values"]
 PARTS: tuple[Part, Part] = ("keys", "values")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 # The largest number that is encoded: differences of two such numbers are finite in float32.
 LARGEST = 2.0**126
 _LARGEST_HALF = 65504.0
@@ -57,7 +58,7 @@ class BlockSpec:
         sizes, like = tensors.get("shape"), tensors.get("like")
         if sizes is None or sizes.shape != (5,) or sizes.dtype != torch.int64 or bool((sizes < 0).any()):
             raise DamagedBlockError("an encoded block's shape is five numbers")
-        if like is None or like.shape != (0,) or like.dtype not in FLOATS:
+        if like is None or like.shape != (0,) or str(like.dtype) not in FLOATS:
             raise DamagedBlockError("an encoded block says which of float32, bfloat16 and float16 it was")
         layers, heads, tokens, key_dim, value_dim = sizes.tolist()
         return cls(layers, heads, tokens, key_dim, value_dim, like.dtype)
@@ -231,7 +232,7 @@ def _of_part(part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _encodable(part: Part, block: KVBlock) -> Tensor:
     numbers = (block.keys if part == "keys" else block.values).detach().cpu()
-    if numbers.dtype not in FLOATS or numbers.dtype != block.dtype:
+    if str(numbers.dtype) not in FLOATS or numbers.dtype != block.dtype:
         raise UnencodableBlockError(f"{part} are {numbers.dtype}; float32, bfloat16 and float16 can be encoded")
     if not min(numbers.shape[0], numbers.shape[1], numbers.shape[3]):
         raise UnencodableBlockError(f"{part} have no layers, heads or channels: {tuple(numbers.shape)}")

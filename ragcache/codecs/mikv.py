@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.kivi import Int8Codec, KiviCodec
 from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, expect
 from ragcache.errors import DamagedBlockError
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # One token in so many is important, and always the first ones of a passage.
 ONE_IN = 5

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.base import Codec
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RawCodec(Codec):

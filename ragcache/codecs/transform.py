@@ -18,18 +18,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ragcache.codecs.frames import read_frame
 from ragcache.codecs.packing import pack, unpack
 from ragcache.errors import DamagedBlockError
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WIDTHS = (8, 4, 2)  # bits of a component's codes, before entropy coding
 FIRST_TOKENS = 4  # of a passage: attention sinks, unlike all others
 GROUP, MEAN, SCALE, LIMIT, FIRST_COMPONENT = range(5)
-_CPU = torch.device("cpu")
 
 
 def largest_code(bits: int) -> int:
@@ -67,7 +68,7 @@ class Group:
             raise DamagedBlockError("the numbers of a basis are no multiples of one power of two")
         by_layer = (len(layers), -1)
         self._held = {
-            _CPU: (
+            torch.device("cpu"): (
                 torch.unflatten(flat[MEAN].clone(), 0, by_layer),
                 torch.unflatten(components, 1, by_layer).transpose(0, 1).contiguous(),
             )
@@ -80,7 +81,7 @@ class Group:
 
     def encode(self, features: Tensor) -> Tensor:
         """Codes, int8 [num_tokens, components]: the nearest, by least squares in scales."""
-        mean, components = self._held[_CPU]
+        mean, components = self._held[torch.device("cpu")]
         directions = components.transpose(0, 1).flatten(1).double() / self._scale
         steps = directions.norm(dim=1, keepdim=True)
         directions /= steps
@@ -104,7 +105,7 @@ class Group:
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mean and components by layer, [layers, features of one] and [layers, components, features of one], there."""
         if device not in self._held:
-            mean, components = self._held[_CPU]
+            mean, components = self._held[torch.device("cpu")]
             self._held[device] = mean.to(device), components.to(device)
         return self._held[device]
 

@@ -8,9 +8,8 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
-
 from ragcache.errors import UnsupportedModelError
+from ragcache.lazy import torch
 
 
 class LayerKind(Enum):

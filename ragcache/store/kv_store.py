@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-import torch
-
 from ragcache.codecs import Bases, get_codec
 from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
+from ragcache.lazy import torch
 from ragcache.openmp import work_alone
 from ragcache.store.access_counts import AccessCounts, KVStats, Loaded
 from ragcache.store.complaints import Complaints

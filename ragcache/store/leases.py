@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ragcache.kv.block import KVBlock
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def leased(block: KVBlock, release: Callable[[], object]) -> KVBlock:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
-
 from ragcache.errors import DamagedBlockError, PinError
 from ragcache.kv.block import KVBlock
+from ragcache.lazy import torch
 from ragcache.store.access_counts import Loaded
 from ragcache.store.demotion import Demotion
 from ragcache.store.tiers import BudgetedTier, DurableTier, Tier

@@ -8,10 +8,9 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
-
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
+from ragcache.lazy import torch
 from ragcache.openmp import work_alone
 from ragcache.store.complaints import Complaints
 from ragcache.store.leases import leased

@@ -279,3 +279,14 @@ def test_help_names_no_codec_and_waits_for_no_torch():
     assert not set(re.findall(r"\w+", codec)) & set(CODECS)
     code = "import sys; from ragcache.cli.app import build_app; build_app(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_a_look_into_a_store_waits_for_no_torch(made):
+    code = f"""
+import sys
+import ragcache as rc
+with rc.Library.open({str(made)!r}, store=rc.StoreConfig(read_only=True)) as kb:
+    print(len(kb.documents()), kb.info().documents, "torch" in sys.modules)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert told == "4 4 False\n"

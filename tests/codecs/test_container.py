@@ -51,7 +51,7 @@ def test_safetensors_own_reader_sees_the_same_tensors(tmp_path: Path, dtype: tor
 
 
 def test_every_dtype_and_shape_comes_back_aligned(tmp_path: Path) -> None:
-    tensors = {name: torch.arange(3).to(dtype) for name, dtype in CONTAINER_DTYPES.items()}
+    tensors = {name: torch.arange(3).to(getattr(torch, dtype)) for name, dtype in CONTAINER_DTYPES.items()}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "matrix": torch.eye(3)[:, :2]}
     write_container(tmp_path / "c", tensors, {"quote": '"checksum":"'})
     read, metadata = read_container(tmp_path / "c")

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.engine.loading.rates import RateFigures, TierFigures
 from ragcache.errors import StoreError
 from ragcache.kv.identity import digest
 from ragcache.kv.prefill import PrefillRate
+from ragcache.lazy import torch
 
 if TYPE_CHECKING:  # a store without models reads this file too
     from ragcache.models.lm import LanguageModel

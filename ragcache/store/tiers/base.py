@@ -6,9 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
-
 from ragcache.kv.block import KVBlock
+from ragcache.lazy import torch
 
 
 class TierUsage(NamedTuple):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
@@ -14,6 +13,9 @@ from ragcache.store.accounting import ByteLedger, Claim, never
 from ragcache.store.eviction import Entry, EvictionPolicy
 from ragcache.store.leases import leased
 from ragcache.store.tiers.base import Tier, TierUsage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Called with a victim's key and block while its bytes are counted still.
 Demote = Callable[[str, KVBlock], None]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ragcache.kv.block import KVBlock
+from ragcache.lazy import torch
 from ragcache.store.eviction import EvictionPolicy
 from ragcache.store.tiers.budgeted import BudgetedTier
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 RETRY_AFTER = 64

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from ragcache.lazy import torch
 from ragcache.store.tiers.budgeted import BudgetedTier
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class MemoryTier(BudgetedTier):
