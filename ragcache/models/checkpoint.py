@@ -11,6 +11,7 @@ import xxhash
 from ragcache.errors import ModelMismatchError
 from ragcache.kv.identity import digest
 from ragcache.models.adapter import ROWS_FILE, Adapter
+from ragcache.models.hub import split_file
 from ragcache.models.lora import Lora
 
 FILES = ("*.safetensors", "*.bin", "config.json")
@@ -19,13 +20,18 @@ CHUNK_BYTES = 16 << 20
 
 def checkpoint_digest(name: str) -> str | None:
     """SHA-256 over the weights' and the configuration's bytes (an adapter's: its base's, and the rows); None where the
-    model is no directory here and not in the hub's cache either, or merged as it is loaded. name: a directory or hub id
+    model is no directory here and not in the hub's cache either, or merged as it is loaded.
+
+    name: a directory or hub id, or a GGUF file of one
 
     Raises AdapterError for an adapter that cannot be read.
     """
-    directory = find_directory(name)
+    place, file = split_file(name)
+    directory = find_directory(place)
     if directory is None:
         return None
+    if file:
+        return _file_digest(directory / file["gguf_file"]).hex()
     if Lora.find(directory) is not None:  # its weights are in no file
         return None
     if (adapter := Adapter.find(directory)) is not None:  # wherever its base is: loading compares that

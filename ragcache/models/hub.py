@@ -10,6 +10,16 @@ from ragcache.errors import ModelNotFoundError
 
 HUB_S = 5.0
 CONFIG = "config.json"
+GGUF = ".gguf"
+
+
+def split_file(where: str) -> tuple[str, dict[str, str]]:
+    """A model's directory or hub id, and transformers' option for one that is a GGUF file there:
+    "org/name/model-Q4_K_M.gguf" is ("org/name", {"gguf_file": "model-Q4_K_M.gguf"})."""
+    if not where.endswith(GGUF) or Path(where).is_dir():
+        return where, {}
+    path = Path(where)
+    return str(path.parent), {"gguf_file": path.name}
 
 
 def refuse_absent(where: str, name: str, known: Iterable[str] = ()) -> None:

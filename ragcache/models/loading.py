@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from ragcache.models.adapter import FILE, Adapter
 from ragcache.models.attention import NAME, register
 from ragcache.models.card import ModelCard
 from ragcache.models.checkpoint import checkpoint_digest, find_directory
-from ragcache.models.hub import refuse_absent
+from ragcache.models.hub import refuse_absent, split_file
 from ragcache.models.lm import LanguageModel
 from ragcache.models.lora import Lora
 from ragcache.models.packed import pack
@@ -39,6 +40,8 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 BUNDLED = {"mini": "mini", "mini-base": "mini_base"}  # name -> directory inside the package
 LOADED = "loaded:"  # begins the name of a model that was not loaded here
 INSPECTED = "_ragcache_inspected"
+# What transformers and the readers of its formats raise for files that are not what they should be.
+UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError, struct.error)
 WAY_OUT = "name a model or its directory, or give a model of transformers (of peft: model.merge_and_unload())"
 
 
@@ -55,7 +58,8 @@ def load_lm(
 
     name:  "mini" (bundled, trained for reuse), "mini-base" (before that training), a directory in Hugging Face layout,
            a hub id, an adapter's directory (`models/adapter.py`), a directory with a LoRA adapter (peft), which is
-           merged into its base; or a model of transformers that is loaded already
+           merged into its base; a GGUF file (or `hub id/file`), which is dequantised to `dtype`; or a model of
+           transformers that is loaded already
     tokenizer: of a loaded model; None: the one where it was loaded from
     dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in
     packed: keep a second copy of the weights as a CPU multiplies by them fastest (`models/packed.py`): decoding and
@@ -98,6 +102,7 @@ def _take(model: PreTrainedModel, tokenizer: Tokenizer | None, packed: bool | No
 def _learn(
     model: PreTrainedModel, tokenizer: Tokenizer | None, name: str, reuse: ReuseSpec | None, packed: bool | None
 ) -> LanguageModel:
+    _refuse_changing(model, name)
     found: Inspected | None = getattr(model, INSPECTED, None)
     if found is None:  # once: it hooks the model's modules
         found = inspect(model, name)
@@ -108,6 +113,16 @@ def _learn(
     if reuse is not None:
         reuse.check(lm.vocab_size, tokenizer, name)
     return lm
+
+
+def _refuse_changing(model: PreTrainedModel, name: str) -> None:
+    """Raises UnsupportedModelError for weights that reading changes."""
+    stated = getattr(model.config, "quantization_config", None)
+    if getattr(stated, "quant_method", None) == "bitsandbytes" and model.device.type == "cpu":
+        raise UnsupportedModelError(
+            f"{name} is not supported: bitsandbytes' weights on a CPU change when they are read; use a GGUF file, "
+            "torchao's weights or a GPU"
+        )
 
 
 def load_card(name: str | Path, fingerprint: str) -> ModelCard:
@@ -163,7 +178,7 @@ def _find(name: str | Path) -> _Found:
 
 def _generation(where: str) -> GenerationConfig | None:
     try:
-        return GenerationConfig.from_pretrained(where)
+        return GenerationConfig.from_pretrained(split_file(where)[0])
     except (OSError, ValueError):
         return None  # transformers then makes one of the model's configuration, which is asked anyway
 
@@ -207,17 +222,19 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _load_config(where: str, name: str | Path) -> PreTrainedConfig:
-    path = Path(where)
-    if path.exists() and not (path / "config.json").is_file():
+    place, file = split_file(where)
+    if not file and Path(where).exists() and not (Path(where) / "config.json").is_file():
         raise ModelNotFoundError(f"{name} is not a model directory: it has no config.json")
     if where.startswith(LOADED):
         raise ModelNotFoundError(
             f"the store was made with a loaded model ({where}); give it again: RagCache.open(..., model=...)"
         )
-    refuse_absent(where, str(name), BUNDLED)
+    refuse_absent(place, str(name), BUNDLED)
     try:
-        return AutoConfig.from_pretrained(where)
-    except (OSError, ValueError, KeyError) as error:
+        return AutoConfig.from_pretrained(place, **file)
+    except ImportError as error:
+        raise ConfigError(f"{name}: {_first_line(error)}; install ragcache-kv[gguf]") from error
+    except UNREADABLE as error:
         raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {_first_line(error)}") from error
 
 
@@ -229,11 +246,12 @@ def _reuse(config: PreTrainedConfig, name: str) -> ReuseSpec | None:
 
 
 def _load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    place, file = split_file(where)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True
+            place, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True, **file
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except UNREADABLE as error:
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             reason = "transformers has no causal language model of this kind"
             raise UnsupportedModelError(f"{where} ({config.model_type}) is not supported: {reason}") from error
@@ -249,10 +267,12 @@ def _load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, devi
 
 
 def _load_tokenizer(where: str) -> Tokenizer | None:
-    if Path(where).is_dir() and not any(file for name in TOKENIZER_FILES for file in Path(where).glob(name)):
+    place, file = split_file(where)
+    found = (path for name in TOKENIZER_FILES for path in Path(place).glob(name))
+    if Path(place).is_dir() and not file and not any(found):
         return None  # transformers makes up an empty one for some families
     try:
-        return AutoTokenizer.from_pretrained(where)
+        return AutoTokenizer.from_pretrained(place, **file)
     except (OSError, ValueError, KeyError):
         return None  # a model without tokenizer files still runs on ids
 
@@ -280,6 +300,10 @@ def fingerprint(model: PreTrainedModel, tokenizer: Tokenizer | None) -> str:
 
 
 def _tensor_digest(tensor: torch.Tensor) -> bytes:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:  # quantised: a tensor of tensors
+        names, _ = flatten()
+        return b"".join(name.encode() + _tensor_digest(getattr(tensor, name)) for name in names)
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     value: bytes = xxhash.xxh3_128_digest(flat.numpy().data)
     return value

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ragcache.errors import AdapterError, translate_os_errors
 from ragcache.models.adapter import Adapter
 from ragcache.models.checkpoint import checkpoint_digest, find_directory, refuse_other_checkpoint
+from ragcache.models.hub import split_file
 from ragcache.models.loading import LOADED, resolve
 from ragcache.models.lora import Lora
 from ragcache.models.reuse import SECTION
@@ -35,10 +36,10 @@ def servable(name: str, checkpoint: str, into: Path) -> tuple[str, str]:
     A model that is no adapter is given back as it is. Raises ModelMismatchError, AdapterError.
     """
     where = resolve(name)
-    if where.startswith(LOADED) or (where and Lora.find(where) is not None):
+    if where.startswith(LOADED) or split_file(where)[1] or (where and Lora.find(where) is not None):
         raise AdapterError(
-            f"{name}: no file holds this model's weights; write them with load_lm(...).model.save_pretrained and make "
-            "the store with that"
+            f"{name}: no directory holds this model's weights; write them with load_lm(...).model.save_pretrained and "
+            "make the store with that"
         )
     adapter = Adapter.find(where) if where else None
     if adapter is None:

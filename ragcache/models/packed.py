@@ -64,7 +64,7 @@ def pack(model: nn.Module, packed: bool | None = None) -> int:
 
     packed: False: none; None: only where they take at most an eighth of the machine's memory
     """
-    layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter]
     num_bytes = sum(layer.weight.nbytes for layer in layers)
     if packed is None:
         packed = num_bytes <= (machine_bytes() or 0) // DEFAULT_SHARE

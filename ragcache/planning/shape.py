@@ -14,6 +14,7 @@ from ragcache.codecs.sizes import example_block
 from ragcache.errors import ConfigError, ModelNotFoundError, check_least
 from ragcache.kv.block import KVBlock
 from ragcache.kv.shape import LayerShape
+from ragcache.models.hub import split_file
 from ragcache.models.loading import DTYPES, base_of
 from ragcache.models.support import refuse_by_config
 
@@ -63,11 +64,11 @@ def shape_of(model: str | Path, dtype: str = "auto") -> KVShape:
 
     Raises ModelNotFoundError, UnsupportedModelError, ConfigError.
     """
-    where = Path(base_of(model))
-    if where.exists() and not (where / "config.json").is_file():
+    where, file = split_file(base_of(model))
+    if not file and Path(where).exists() and not (Path(where) / "config.json").is_file():
         raise ModelNotFoundError(f"--model {model}: there is no config.json in it")
     try:
-        config = AutoConfig.from_pretrained(str(where))
+        config = AutoConfig.from_pretrained(where, **file)
     except (OSError, ValueError, KeyError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelNotFoundError(f"--model {model}: no configuration can be read ({reason})") from error

@@ -120,7 +120,7 @@ def test_a_store_of_the_base_is_not_one_of_the_adapter(base, lora, tmp_path):
 
 def test_another_engine_cannot_have_what_is_merged_here(lora, tmp_path):
     assert checkpoint_digest(str(lora)) is None
-    with pytest.raises(AdapterError, match="no file holds this model's weights; write them with load_lm"):
+    with pytest.raises(AdapterError, match="no directory holds this model's weights; write them with load_lm"):
         servable(str(lora), "", tmp_path)
 
 

@@ -1,0 +1,121 @@
+"""Models in few bits: a GGUF file, which is dequantised as it is loaded, and weights that stay quantised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_model import save_tiny_llama
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+import ragcache as rc
+from benchmarks.prose import train_tokenizer
+from ragcache.errors import AdapterError, ModelMismatchError, ModelNotFoundError, UnsupportedModelError
+from ragcache.models.checkpoint import checkpoint_digest
+from ragcache.models.merging import servable
+from ragcache.planning.shape import shape_of
+from ragcache.retrieval.testing import BagOfWords
+
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+PROMPT = rc.Prompt(IDS[:2], [IDS[2:6], IDS[6:9]], IDS[9:])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny model whose tokenizer has merges: transformers reads no GGUF file without."""
+    path = save_tiny_llama(tmp_path_factory.mktemp("base") / "tiny")
+    train_tokenizer(["Dogs bark at night. Who barks? Dogs bark."], vocab_size=258).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gguf_file(base, tmp_path_factory):
+    pytest.importorskip("gguf")
+    from benchmarks.peer_workers.gguf_file import write_gguf
+
+    path = tmp_path_factory.mktemp("gguf") / "tiny-BF16.gguf"
+    write_gguf(base, path, "bfloat16")
+    return path
+
+
+def last_logits(model):
+    with torch.no_grad():
+        return model(torch.tensor([IDS])).logits[0, -1]
+
+
+# GGUF
+
+
+def test_a_gguf_file_is_its_own_checkpoint(base, gguf_file):
+    lm, of_base = rc.load_lm(gguf_file), rc.load_lm(base)
+    plain = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
+    rounded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).float()  # what the file holds
+    right = last_logits(rounded)
+    torch.testing.assert_close(last_logits(plain), right, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(rc.fuse(lm, PROMPT, method="full").next_logits, right, atol=1e-3, rtol=1e-3)
+    assert lm.model.dtype == torch.float32
+    assert lm.fingerprint != of_base.fingerprint
+    assert lm.tokenizer("dogs bark").input_ids == of_base.tokenizer("dogs bark").input_ids
+    assert shape_of(gguf_file) == shape_of(base)
+    assert checkpoint_digest(str(gguf_file)) != checkpoint_digest(str(base))
+
+
+def test_a_store_of_a_gguf_file_opens_again_by_its_name(base, gguf_file, tmp_path):
+    for model in (gguf_file, None):
+        with rc.RagCache.open(tmp_path / "kb", model=model, embedder=BagOfWords()) as kb:
+            kb.ingest([rc.Document("dogs", "Dogs bark at night.")])
+            assert kb.ask("Who barks?", sampling=rc.Sampling(2)).hits[0].kv in ("memory", "disk")
+    with pytest.raises(ModelMismatchError, match=r"tiny-BF16\.gguf in float32, not with"):
+        rc.RagCache.open(tmp_path / "kb", model=base, embedder=BagOfWords())
+
+
+def test_a_gguf_file_that_is_none_is_refused_by_name(gguf_file, tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"other\.gguf"):
+        rc.load_lm(gguf_file.parent / "other.gguf")
+    whole = gguf_file.read_bytes()
+    broken = tmp_path / "broken.gguf"
+    for end in (0, 2000, len(whole) - 1000):
+        broken.write_bytes(whole[:end])
+        with pytest.raises(ModelNotFoundError, match=r"broken\.gguf"):
+            rc.load_lm(broken)
+    with pytest.raises(ModelNotFoundError, match="no directory /nowhere"):
+        rc.load_lm("/nowhere/model.gguf")
+    with pytest.raises(AdapterError, match="no directory holds this model's weights"):
+        servable(str(gguf_file), "", tmp_path)
+
+
+# Weights that stay quantised
+
+
+def quantised(base):
+    quantization = pytest.importorskip("torchao.quantization")
+    config = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    return AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.float32).eval()
+
+
+def test_a_quantised_model_is_read_as_it_is(base):
+    model = quantised(base)
+    right = last_logits(model)
+    lm = rc.load_lm(model)
+    torch.testing.assert_close(rc.fuse(lm, PROMPT, method="full").next_logits, right, atol=1e-4, rtol=1e-4)
+    assert (last_logits(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)) - right).abs().max() > 1e-4
+    assert lm.fingerprint != rc.load_lm(base).fingerprint
+    assert lm.fingerprint == rc.load_lm(quantised(base)).fingerprint
+    with torch.no_grad():
+        other = quantised(base)
+        other.model.layers[0].mlp.up_proj.weight.qdata[0, 0] += 1
+    assert lm.fingerprint != rc.load_lm(other).fingerprint
+
+
+def test_a_quantised_directory_is_the_model_that_was_saved(base, tmp_path):
+    model = quantised(base)
+    model.save_pretrained(tmp_path)
+    lm = rc.load_lm(tmp_path, dtype="auto")
+    torch.testing.assert_close(rc.fuse(lm, PROMPT, method="full").next_logits, last_logits(model), atol=1e-4, rtol=1e-4)
+    assert lm.fingerprint == rc.load_lm(tmp_path, dtype="auto").fingerprint
+
+
+def test_weights_that_reading_changes_are_refused(base):
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model.config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+    with pytest.raises(UnsupportedModelError, match="bitsandbytes' weights on a CPU change when they are read"):
+        rc.load_lm(model)
