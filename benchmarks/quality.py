@@ -86,7 +86,7 @@ def load_checkpoint(text: str, chosen: Mapping[str, str]) -> Checkpoint:
     label, equals, directory = text.partition("=")
     if not equals:
         raise ConfigError(f"--checkpoint {text!r} is not LABEL=DIRECTORY")
-    lm = rc.load_lm(directory)
+    lm = rc.load_lm(directory, dtype="float32")
     own = [MethodSpec(name, name) for name in dict.fromkeys((FULL, "reposition", lm.default_method))]
     usable = default_methods(lm) if lm.reuse is None else own
     methods = parse_methods([chosen[label]]) if label in chosen else usable
@@ -145,7 +145,7 @@ class Table:
 
 def regime(directory: str, cells: Sequence[Cell], questions: int, seed: int) -> dict[str, dict[str, Any]]:
     """By question: how long the passages and prompts were that its answers were read from, in this model's tokens."""
-    tokenizer = rc.load_lm(directory).tokenizer
+    tokenizer = rc.load_lm(directory, dtype="float32").tokenizer
     form = prompt_format(tokenizer)
     found = {}
     for cell in cells:

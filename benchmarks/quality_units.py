@@ -120,7 +120,7 @@ def would_write(lm: rc.LanguageModel, fused: rc.Fused, ids: Sequence[int]) -> bo
 @lru_cache(maxsize=1)
 def _model(directory: str) -> rc.LanguageModel:
     torch.set_num_threads(1)
-    return rc.load_lm(directory)
+    return rc.load_lm(directory, dtype="float32")
 
 
 @lru_cache(maxsize=4)

@@ -36,15 +36,16 @@ class QuestionOptions:
     k: Annotated[int, option("--k", "Passages under a question.", min=2)] = 5
     embedder: Annotated[str | None, option("--embedder", "For --data over a store; the store's own.")] = None
 
-    def stored_model(self) -> tuple[str, str]:
+    def stored_model(self) -> tuple[str, str | None]:
         """Name and dtype of the model that the store was made with; the bundled one where there is no store."""
         if self.store is None:
-            return "mini", "float32"
+            return "mini", None
         from ragcache.evaluation.store_cases import opened
 
         with opened(self.store, self.database) as found:
             bound = found.documents.properties()
-        return str(bound.get("model_name", "mini")), str(bound.get("model_dtype", "float32"))
+        dtype = bound.get("model_dtype")
+        return str(bound.get("model_name", "mini")), None if dtype is None else str(dtype)
 
     def cases(self, runner: Runner, device: str) -> tuple[str, list[Case]]:
         """The questions, after a description of them in words."""

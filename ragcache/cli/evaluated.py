@@ -28,14 +28,14 @@ class EvaluatedModel:
     model: Annotated[str | None, option("--model", "Bundled name, directory or hub id; the store's own, or mini.")] = (
         None
     )
-    dtype: Annotated[str | None, option("--dtype", "float32, bfloat16, float16 or auto; float32.")] = None
+    dtype: Annotated[str | None, option("--dtype", "float32, bfloat16, float16 or auto; the weights' own.")] = None
     device: Annotated[str, option("--device", "Where the model runs: cpu or cuda.")] = "cpu"
     system: Annotated[str | None, option("--system", "System prompt, before all passages.")] = None
     question_format: Annotated[
         str | None, option("--question-format", "Text behind the passages, with {question} in it.")
     ] = None
 
-    def load(self, default: str = "mini", dtype: str = "float32") -> LanguageModel:
+    def load(self, default: str = "mini", dtype: str | None = None) -> LanguageModel:
         """default, dtype: what is loaded where nothing was asked for."""
         from ragcache import load_lm
 

@@ -231,7 +231,8 @@ def open_model(
         lm = model
     else:
         name = model if model is not None else str(bound.get("model_name", DEFAULT_MODEL))
-        lm = load_lm(name, dtype=dtype or str(bound.get("model_dtype", "float32")), device=device)
+        own = bound.get("model_dtype")
+        lm = load_lm(name, dtype=dtype or (None if own is None else str(own)), device=device)
     kind = str(lm.dtype).removeprefix("torch.")
     _refuse_other(bound, lm, kind)
     documents.bind("fingerprint", lm.fingerprint)

@@ -50,7 +50,7 @@ def load_lm(
     name: str | Path | PreTrainedModel,
     *,
     tokenizer: Tokenizer | None = None,
-    dtype: str | torch.dtype = "float32",
+    dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     packed: bool | None = None,
 ) -> LanguageModel:
@@ -61,7 +61,8 @@ def load_lm(
            merged into its base; a GGUF file (or `hub id/file`), which is dequantised to `dtype`; or a model of
            transformers that is loaded already
     tokenizer: of a loaded model; None: the one where it was loaded from
-    dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in
+    dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in, float32 where none is stated
+           (GGUF). None: "auto", and float32 for the bundled models
     packed: keep a second copy of the weights as a CPU multiplies by them fastest (`models/packed.py`): decoding and
            short passes get faster. None: where the copy takes at most an eighth of the machine's memory
 
@@ -78,7 +79,7 @@ def load_lm(
         return _take(name, tokenizer, packed)
     check_type("model", name, (str, Path), WAY_OUT)
     base, adapter, lora, config, own_tokenizer, reuse = _find(name)
-    model = _load_weights(base, config, _dtype(dtype, config), _device(device))
+    model = _load_weights(base, config, _dtype(dtype or _usual(base), config), _device(device))
     if adapter is not None:
         adapter.check_base(checkpoint_digest(base))
         adapter.apply(model)
@@ -199,6 +200,11 @@ def base_of(name: str | Path) -> str:
         return resolve(adapter.base.name)
     lora = Lora.find(where)
     return where if lora is None else resolve(lora.base)
+
+
+def _usual(base: str) -> str:
+    """The bundled models are saved in bfloat16 to be small."""
+    return "float32" if base in map(resolve, BUNDLED) else "auto"
 
 
 def _dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:

@@ -99,6 +99,18 @@ def test_what_is_no_model_is_refused_with_the_way_out(what):
         rc.load_lm(what)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_runs_in_the_dtype_that_its_weights_were_saved_in(base, tmp_path, dtype):
+    AutoModelForCausalLM.from_pretrained(base, dtype=dtype).save_pretrained(tmp_path)
+    assert rc.load_lm(tmp_path).dtype == dtype
+    assert rc.load_lm(tmp_path, dtype="float32").dtype == torch.float32
+
+
+def test_a_bundled_model_runs_in_float32():
+    assert rc.load_lm("mini").dtype == torch.float32
+    assert rc.load_lm("mini", dtype="auto").dtype == torch.bfloat16
+
+
 # LoRA
 
 
