@@ -61,8 +61,8 @@ def load_lm(
            merged into its base; a GGUF file (or `hub id/file`), which is dequantised to `dtype`; or a model of
            transformers that is loaded already
     tokenizer: of a loaded model; None: the one where it was loaded from
-    dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in, float32 where none is stated
-           (GGUF). None: "auto", and float32 for the bundled models
+    dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in (float32 where none is
+           stated, as in a GGUF file). None: "auto", and float32 for the bundled models
     packed: keep a second copy of the weights as a CPU multiplies by them fastest (`models/packed.py`): decoding and
            short passes get faster. None: where the copy takes at most an eighth of the machine's memory
 
