@@ -22,11 +22,11 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.llms.ragcache.events import Watch
 from llama_index.llms.ragcache.messages import to_messages
 from llama_index.llms.ragcache.segments import FusedPrompt, as_passages
+from llama_index.llms.ragcache.structured import HeldToSchema
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 # The engine's options, but for the sampling, whose fields stand for it, and for what LlamaIndex cancels by itself.
 _READING = tuple(name for name in rc.ReadOptions.__annotations__ if name not in ("sampling", "cancelled"))
+_FORMS = ("json_schema", "regex", "choices")  # of the sampling, with a call alone
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
-_OPTIONS = (*_SAMPLING, *_READING, "segments")
+_OPTIONS = (*_SAMPLING, *_FORMS, *_READING, "segments")
 Event = rc.Sources | rc.Token | rc.ToolCall | rc.Done
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ class _Step(NamedTuple):
 _AsyncSteps = AsyncGenerator[_Step, None]
 
 
-class RagCacheLLM(FunctionCallingLLM):
+class RagCacheLLM(HeldToSchema):
     """The language model of an open store, which the caller closes.
 
     Beside plain prompts it reads passages by fused prefill: only the rest of the prompt runs through the model. See
@@ -119,6 +120,8 @@ class RagCacheLLM(FunctionCallingLLM):
                   stand
         tools:    functions that the model may call, with tool_choice, parallel_tool_calls and tool_format: as
                   `rc.RagCache.chat` takes them. `chat_with_tools` takes LlamaIndex's own tools
+
+        json_schema, regex, choices: form that decoding is held to, as in `rc.Sampling`
 
         Raises PromptError, ContextTooLongError, UnknownHandleError, ConfigError.
         """
@@ -247,7 +250,8 @@ class RagCacheLLM(FunctionCallingLLM):
         chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         if chosen["max_tokens"] is None:
             chosen["max_tokens"] = self.max_tokens
-        sampling = rc.Sampling(**{name: chosen[name] for name in _SAMPLING})
+        forms = {name: kwargs[name] for name in _FORMS if name in kwargs}
+        sampling = rc.Sampling(**{name: chosen[name] for name in _SAMPLING}, **forms)
         return {"sampling": sampling, **{name: chosen[name] for name in _READING}}
 
 
