@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.codecs import LOSSY, main
 from ragcache.codecs import CODECS
 
 
+@pytest.mark.slow
 def test_it_runs_and_states_its_goals(tmp_path, capsys):
     sizes = ["--shape", "toy", "--passages", "2", "--tokens", "40", "--rounds", "1", "--questions", "1"]
     result = main([*sizes, "--out", str(tmp_path)])

@@ -110,6 +110,7 @@ def test_rows_that_compute_something_else_are_left_out_of_the_ratios():
     assert len(dict(peers.ratios_of(half))) == 2  # rounding may tip a token
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_plain_transformers(tmp_path: Path):
     """Both peers that need no other environment, over their own channel."""
     write_checkpoint(tmp_path / "model", "toy", 0)

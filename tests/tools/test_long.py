@@ -59,6 +59,7 @@ def test_long_contexts_are_read_as_transformers_reads_them(grown, apart):
         torch.testing.assert_close(hidden[0, number], plain, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_all_kinds_and_resumes(tmp_path, capsys):
     threads = torch.get_num_threads()
     options = {"out": str(tmp_path), "workers": 1, "log_every": 1, "batch_pages": 2}

@@ -197,8 +197,9 @@ def test_settling_keeps_the_rows_of_its_base_and_saves_the_average(tmp_path):
         torch.testing.assert_close(parameter, average, atol=1e-3, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("stage", [pytest.param(TAKING_UP, marks=pytest.mark.slow), SETTLING])
+@pytest.mark.parametrize("stage", [TAKING_UP, SETTLING])
 def test_a_resumed_run_for_reuse_equals_an_uninterrupted_one(stage, tmp_path):
     options = ReuseOptions(out=str(tmp_path / "whole"), workers=1, max_tokens=20_000, start_stage=stage)
     train(options, ReuseTrainer)
