@@ -157,7 +157,7 @@ def server_settings(
         **vars(limits),
         api_keys=read_keys(address.api_keys_file, os.environ),
         open_metrics=serving.open_metrics,
-        # Who listens for this machine alone is asked for by its names: not by a name that a web page rebinds to it.
+        # A server for this machine alone answers to its names alone: a web page may rebind another name to it.
         allowed_hosts=LOOPBACK_NAMES if address.host in LOOPBACK else (),
         model_name=serving.model_name,
         answers=answer_defaults(answer, turns),

@@ -21,7 +21,7 @@ from ragcache.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Of unpacked codes that are kept for the next layer: those of a prompt's passages, which are read layer by layer.
+# Unpacked codes that are kept for the next layer: a prompt's passages are read layer by layer.
 RECENT_BYTES = 64 << 20
 
 

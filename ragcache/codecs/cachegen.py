@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP_TOKENS = 10
-# Of a channel's standard deviation, in the first, second and last third of the layers: later layers bear more.
+# Shares of a channel's standard deviation: in the first, second and last third of the layers. Later layers bear more.
 STEPS = (0.3, 0.45, 0.65)
 _LEVELS = 127  # codes are -127 to 127
 

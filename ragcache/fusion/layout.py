@@ -31,8 +31,8 @@ encoded:  where they were read, from 0 or behind the prefix; text at its place i
 COMPOSITE = "composite"
 """TurboRAG's name for passages side by side."""
 
-# As a prefix tree's element a passage's token differs from the same token in running text, and a passage's first token
-# from the same token further on: that a passage was read apart, and where it began, is part of what its KV depends on.
+# In a prefix tree a passage's token is another element than the same token in running text, and its first token another
+# one than the same token further on: KV depends on where a passage that was read apart began.
 _FIRST, _REST = 1 << 32, 2 << 32
 
 

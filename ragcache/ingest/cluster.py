@@ -40,7 +40,7 @@ BATCH_FILES = 16
 WINDOWS = 2
 # An actor that dies is made anew, and does again what it was doing, so many times.
 RETRIES = 3
-# Of a local Ray: text and vectors pass through it.
+# Object store of a local Ray: text and vectors pass through it.
 OBJECT_BYTES = 512 << 20
 _PROBE = "import sys, ray; ray.init(sys.argv[1], log_to_driver=False); ray.shutdown()"
 

@@ -13,7 +13,7 @@ from ragcache.errors import ConfigError, translate_os_errors
 from ragcache.kv.prefill import PrefillRate
 from ragcache.models.lm import LanguageModel
 
-# Of the file that is read, and of the time spent on reading it.
+# Size of the file that is read, and the time spent on reading it.
 PROBE_BYTES, PROBE_S = 16 << 20, 1.0
 
 

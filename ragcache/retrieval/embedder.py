@@ -46,7 +46,7 @@ GPU_BATCH_TOKENS = 65536
 WINDOW_TEXTS = 1024
 # Characters that are tokenised at once: it takes a hundred times a text's size.
 LONG_TEXT = 1 << 16
-# Of a model that does not say how much it reads.
+# Taken for a model that does not say how much it reads.
 NO_LIMIT_TOKENS = CPU_BATCH_TOKENS
 
 

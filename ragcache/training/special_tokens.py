@@ -25,7 +25,7 @@ RESERVED = re.compile(
     r"|\[unused\d+\]|\[control_\d+\]"
 )
 NOISE = 1.0
-"""Of a new row about the mean of all, in their standard deviations: new tokens look like words, each another one."""
+"""Spread of new rows about the mean of all rows, in standard deviations: each new token looks like another word."""
 
 
 def choose_spec(

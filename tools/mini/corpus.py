@@ -23,7 +23,7 @@ NUM_RIVERS, TOWNS_A_RIVER, PEOPLE_A_TOWN, PEOPLE_A_CLUB = 20, (2, 3), (2, 2), 2
 HTML_SHARE, PDF_SHARE = 0.12, 0.06
 FOLDERS = {"person": "people", "town": "towns", "club": "clubs", "river": "rivers"}
 HEADINGS = {"club": "{n}, the club of {v}", "river": "{n}, passing {v}"}
-"""Of the headings tried, those with which the second document of a two-hop question is found most often."""
+"""Headings with which the second document of a two-hop question is found most often, of those tried."""
 NUM_QUESTIONS = {1: 200, 2: 200}
 
 

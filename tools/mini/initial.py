@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 FIRST_GAIN, OUTPUT_GAIN = 0.05, 0.5
-"""Of the outputs of heads that copy what they attend to, in the first layer and the others."""
+"""Gain of the outputs of heads that copy what they attend to: in the first layer, and in the others."""
 LOOKING_BACK = ((1, 12.0, slice(0, 10)), (2, 14.0, slice(0, 12)), (3, 14.0, slice(0, 12)), (4, 14.0, slice(0, 12)))
-"""Of each head of the first layer: how far back it looks, the squared length of a rotary pair in its queries and keys,
+"""For each head of the first layer: how far back it looks, the squared length of a rotary pair in its queries and keys,
 and the pairs that it uses: the fast ones, which tell neighbours apart."""
 WRITE_GAIN = 0.2
-"""Of what these heads write: about as long as an embedding."""
+"""Gain of what these heads write, which is then about as long as an embedding."""
 MATCHED = (0, 3, 1, 2)
 """The distance that each head of the second layer matches: 0, the token itself; 3, a name before its predicate."""
 MATCH_GAIN = 3.0

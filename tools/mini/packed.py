@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 HINT_WEIGHT = 0.3
-"""Of the hints' loss beside that of the answers."""
+"""Weight of the hints' loss beside that of the answers."""
 FUSED_LENGTH = 768
 """Tokens of a context from which on the fused attention kernel is faster."""
 

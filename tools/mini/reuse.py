@@ -43,17 +43,17 @@ STAGES = ("taking-up", "answering", "settling")
 """Variants without link tokens start with the second one."""
 TAKING_UP, ANSWERING, SETTLING = range(len(STAGES))
 TAKING_UP_SHARES = (0.15, 0.2, 0.65)
-"""Of batches read in each way, in the first stage."""
+"""Shares of the batches read in each way, in the first stage."""
 SETTLING_SHARES = {"single": 0.5, "two-hop": 0.2, "leaning": 0.3}
-"""Of contexts by what is asked, in the third stage; in the others, those of the rows."""
+"""Shares of contexts by what is asked, in the third stage; the others take those of the rows."""
 SETTLING_STANDARD_SHARE = 0.5
-"""Of batches read as one text, in the third stage."""
+"""Share of the batches read as one text, in the third stage."""
 HIDDEN_PASSAGES = 8
-"""At most, of contexts whose passages are hidden."""
+"""Most passages of a context whose passages are hidden."""
 SLOT_NOISE = 0.1
-"""Of a link token's start about that of slot 0, as a share of their difference."""
+"""Spread of a link token's start about that of slot 0, as a share of their difference."""
 THRESHOLD = 0.75
-"""Of right answers over hidden passages, which ends the first stage."""
+"""Share of right answers over hidden passages that ends the first stage."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ReuseTrainer(Trainer):
 
     def __init__(self, options: ReuseOptions, rank: int, world_size: int) -> None:
         self.average: list[Tensor] = []
-        """Of the weights over the third stage, in the order of `parameters`; empty before it."""
+        """Mean of the weights over the third stage, in the order of `parameters`; empty before it."""
         if VARIANTS[options.variant].link_tokens == 0:
             options = replace(options, start_stage=max(options.start_stage, ANSWERING))
         super().__init__(options, rank, world_size)

@@ -31,7 +31,7 @@ PASSAGES = (2, 16)
 NUM_QUESTIONS = 10
 SHARES = {"single": 0.25, "two-hop": 0.3, "leaning": 0.45}
 PLAIN_SHARE = 0.2
-"""Of the questions of a leaning context: those about what a passage says by itself."""
+"""Share of a leaning context's questions that are about what a passage says by itself."""
 
 
 class Row(NamedTuple):

@@ -269,7 +269,7 @@ class ChatRagCache(BaseChatModel):
             text_inputs=True,
             text_outputs=True,
             tool_calling=calls_tools,
-            # Of an agent: one that calls tools gets its schema as a tool, as an answer held to JSON could call none.
+            # An agent that calls tools gets its schema as a tool: an answer that is held to JSON could call none.
             structured_output=find_spec("llguidance") is not None and not calls_tools,
         )
 

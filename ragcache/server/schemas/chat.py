@@ -31,7 +31,7 @@ DecimalId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 MAX_TOOLS = 128
 MAX_ANSWERS = 128
-"""Of one request, as in OpenAI's own API."""
+"""Most tools, and most answers (`n`), of one request, as in OpenAI's own API."""
 
 # Features that change an answer and that this server does not have: refused by name unless they ask for nothing.
 UNSUPPORTED = {

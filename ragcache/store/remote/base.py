@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-# Of one attempt, and of all attempts at one call.
+# Seconds of one attempt, and attempts at one call.
 CONNECT_S = 3.0
 READ_S = 10.0
 WRITE_S = 60.0

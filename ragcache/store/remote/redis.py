@@ -17,7 +17,7 @@ from ragcache.errors import (
 )
 from ragcache.store.remote.base import CONNECT_S, READ_S, RETRIES, Blob, Blobs
 
-# Of a hash, one for each blob.
+# Fields of a hash; each blob has one.
 _DATA, _CHANGED_AT = "data", "at"
 _AT_ONCE = 500
 

@@ -11,7 +11,7 @@ from llama_index.vector_stores.ragcache.nodes import embedded_text, to_document
 import ragcache as rc
 from ragcache.errors import EmbedderMismatchError
 
-# Of a vector's length: far above what batching and bfloat16 change, far below what another model gives.
+# Share of a vector's length: far above what batching and bfloat16 change, far below what another model gives.
 TOLERANCE = 0.02
 
 
