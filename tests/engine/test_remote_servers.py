@@ -76,7 +76,7 @@ def test_each_address_is_checked():
 
 
 def test_log_probabilities_are_the_servers(front, pair):
-    """As vLLM sends them, with ids for texts: the chosen token is among the likeliest, wherever it ranks."""
+    """Log-probabilities in the form that vLLM sends, with ids for texts: the chosen token is among the likeliest."""
     one = pair[0]
 
     def answer(request):
