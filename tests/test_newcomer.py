@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.timeout(3600)
 def test_a_newcomer_gets_there(tmp_path):
     done = subprocess.run([ROOT / "scripts" / "newcomer", tmp_path], capture_output=True, text=True, check=False)
-    if "WARNING: Retrying" in done.stderr and done.returncode != 0:
+    reached = [line for line in done.stdout.splitlines() if line.startswith("== ")]
+    if done.returncode != 0 and reached[-1].startswith("== pip ") and "WARNING: Retrying" in done.stderr:
         pytest.skip("the index of packages cannot be reached")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Petra Elley now lives in East Thornbury" in done.stdout
