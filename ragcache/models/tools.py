@@ -188,9 +188,7 @@ FORMATS = {
     "gemma": ToolFormat(
         read_gemma,
         {"call": {"open": ["<|tool_call>", "<start_function_call>"], "close": ["<tool_call|>", "<end_function_call>"]}},
-        markers=(
-            *("<|tool_call>", "<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>"),
-        ),
+        markers=("<|tool_call>", "<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>"),
         signs=(("<|tool_call>",), ("<start_function_call>",)),
     ),
     "mistral": ToolFormat(

@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from ragcache.codecs import get_codec
 from ragcache.codecs.sizes import encoded_bytes_per_token, example_block
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers import SourceFile, find_files
+from ragcache.ingest.readers import READERS, SourceFile, find_files
 from ragcache.ingest.report import bytes_text
 from ragcache.ingest.run import Input
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import encode_text
 
 # Their text is compressed, or pictures lie beside it: the size of the file says nothing.
-OPAQUE = {".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".ipynb"}
+OPAQUE = {kind for kind, reader in READERS.items() if reader in ("pdf", "converted")} - {".csv"}
 SAMPLES, SAMPLE_BYTES = 16, 4096
 EXAMPLE_TOKENS = 256
 

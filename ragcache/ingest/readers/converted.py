@@ -12,15 +12,6 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.readers.base import decode, read_bytes, storable
 from ragcache.ingest.structure import first_heading
 
-# markitdown's converter of each kind. The converter is named, not guessed from the bytes: that would load a model.
-CONVERTERS = {
-    ".docx": "DocxConverter",
-    ".pptx": "PptxConverter",
-    ".xlsx": "XlsxConverter",
-    ".epub": "EpubConverter",
-    ".ipynb": "IpynbConverter",
-    ".csv": "CsvConverter",
-}
 TEXTUAL = (".ipynb", ".csv")
 # What converters write of a file without text: comments that number slides, and names of sheets.
 _MADE = re.compile(r"(?s:<!--.*?-->)|^## .*$", re.MULTILINE)
@@ -44,7 +35,8 @@ def _convert(data: bytes, suffix: str, path: Path) -> tuple[str, str]:
     except ImportError as error:
         raise ReaderError(path, lacking) from error
     try:
-        converter = getattr(converters, CONVERTERS[suffix])()
+        # The converter is named, not guessed from the bytes: that would load a model.
+        converter = getattr(converters, f"{suffix[1:].capitalize()}Converter")()
         made = converter.convert(BytesIO(data), StreamInfo(extension=suffix, charset="utf-8"))
     except MissingDependencyException as error:
         raise ReaderError(path, lacking) from error
