@@ -35,9 +35,10 @@ from ragcache.models.attend import (
     Scoring,
     additive,
     attend,
+    attend_last,
     attend_part,
     attention_weights,
-    merge_parts,
+    has_kernel,
     visible,
 )
 
@@ -94,14 +95,12 @@ class ProjectedSignal(Exception):  # noqa: N818 - it ends a layer early; it is n
 
 
 class Span(NamedTuple):
-    """Rows that attend together to the first `num_keys` keys under `mask` (None: they see them all), which hides none
-    before `hidden_from`."""
+    """Rows that attend together to the first `num_keys` keys under `mask`; None: they see them all."""
 
     start: int
     end: int
     num_keys: int
     mask: Tensor | None
-    hidden_from: int
 
 
 @dataclass(eq=False)
@@ -274,9 +273,11 @@ def _attend_over_base(
 ) -> Tensor:
     """The rows over the context that their caches stand on, merged with what each gets of its own tokens."""
     keys, values, _ = base.layer_state(layer)
-    shared = attend_part(torch.cat(list(rows), dim=2), keys, values, None, scoring)
-    own = [_attend_own(member, layer, query, scoring) for member, query in zip(members, rows, strict=True)]
-    return merge_parts(shared, Part.join(own), scoring.sinks).to(rows[0].dtype)
+    shared = attend_part(torch.cat(list(rows), dim=2), keys, values, False, scoring)
+    own = [
+        attend_last(query, *member.cache.own_state(layer), scoring) for member, query in zip(members, rows, strict=True)
+    ]
+    return shared.merge(Part.join(own)).complete(scoring.sinks, rows[0].dtype)
 
 
 def _sees_all_of_base(current: FusedPass, window: int | None) -> bool:
@@ -284,17 +285,6 @@ def _sees_all_of_base(current: FusedPass, window: int | None) -> bool:
     if not current.ordered or current.cache.adjust is not None or OBSERVER.get() is not None:
         return False
     return window is None or int(current.running.max()) < window
-
-
-def _attend_own(current: FusedPass, layer: int, query: Tensor, scoring: Scoring) -> Part:
-    """The rows over the tokens behind the context alone."""
-    key, value = current.cache.own_state(layer)
-    num_rows, length = query.shape[2], key.shape[2]
-    mask = None
-    if num_rows > 1:
-        order = torch.arange(length, device=key.device)
-        mask = additive(visible(order[length - num_rows :], order, None), torch.float32)
-    return attend_part(query, key, value, mask, scoring)
 
 
 def _attend_fused(
@@ -319,6 +309,8 @@ def _attend_fused(
         if causal or num_tokens == 1 or (positions.is_cuda and scoring.plain):
             mask = None if causal or num_tokens == 1 else causal_lower_right(num_tokens, length)
             return attend(query, key, value, mask, causal, scoring)
+        if has_kernel(key, value, scoring):
+            return attend_last(query, key, value, scoring).complete(scoring.sinks, query.dtype)
     parts = [
         attend(
             query[:, :, span.start : span.end],
@@ -327,7 +319,6 @@ def _attend_fused(
             span.mask,
             False,
             scoring,
-            span.hidden_from,
         )
         for span in _spans(current, layer, positions, length, window, query.dtype)
     ]
@@ -363,11 +354,7 @@ def _spans(
         mask = _mask(current, layer, positions, start, end, window)
         num_keys = length if current.cache.adjust else int(mask.flatten(0, -2).any(0).nonzero()[-1]) + 1
         mask = mask[..., :num_keys]
-        hidden = (~mask.flatten(0, -2)).any(0).nonzero()
-        if hidden.numel():
-            spans.append(Span(start, end, num_keys, additive(mask, dtype), int(hidden[0])))
-        else:
-            spans.append(Span(start, end, num_keys, None, num_keys))
+        spans.append(Span(start, end, num_keys, None if bool(mask.all()) else additive(mask, dtype)))
     current.masks[window, length] = (key_positions, spans)
     return spans
 

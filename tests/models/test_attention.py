@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from ragcache.models.attend import Scoring, additive, attend, attend_explicitly, visible
+from ragcache.models.attend import Scoring, additive, attend, attend_explicitly, attend_last, attend_part, visible
 
 
 def by_hand(query, key, value, allowed, scaling, softcap=None, sinks=None):
@@ -68,7 +68,8 @@ def test_half_precision_costs_no_more_than_its_rounding(rows, length, batch, dty
         by_hand(query, key, one, allowed.numpy(), 0.5, softcap=softcap) for one in (value, value.abs())
     )
     scoring = Scoring(0.5, softcap)
-    got = [attend(query, key, value, additive(allowed, dtype), False, scoring, length - rows)]
+    got = [attend(query, key, value, additive(allowed, dtype), False, scoring)]
+    got += [attend_last(query, key, value, scoring).complete(None, dtype)]
     got += [attend(query, key, value, None, True, scoring)] if rows == length else []
     for one in got:
         error = np.abs(one.double().numpy() - expected)
@@ -92,8 +93,7 @@ def test_a_few_rows_in_half_precision(rows, hidden):
     if hidden != "by KV head":
         allowed[1] = allowed[0]
     mask = additive(allowed if hidden == "by KV head" else allowed[0], dtype)
-    first = length - rows if hidden == "the last columns" else 3
-    got = attend(query, key, value, None if hidden == "none" else mask, False, Scoring(0.3), first)
+    got = attend(query, key, value, None if hidden == "none" else mask, False, Scoring(0.3))
     for kv_head in range(2):
         heads = slice(3 * kv_head, 3 * kv_head + 3)
         ours = by_hand(
@@ -102,13 +102,32 @@ def test_a_few_rows_in_half_precision(rows, hidden):
         np.testing.assert_allclose(got[:, heads].double().numpy(), ours, atol=0.03)
 
 
-def test_softcap_and_sinks():
-    query, key, value = inputs(4, 12)
-    allowed = visible(torch.arange(8, 12), torch.arange(12), None)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("rows", [1, 4, 12])
+def test_softcap_and_sinks(rows, softcap):
+    query, key, value = inputs(rows, 12)
+    allowed = visible(torch.arange(12 - rows, 12), torch.arange(12), None)
     sinks = torch.linspace(-1, 1, 6)
-    expected = by_hand(query, key, value, allowed.numpy(), 0.5, softcap=2.0, sinks=sinks.numpy())
-    got = attend(query, key, value, additive(allowed, torch.float32), False, Scoring(0.5, 2.0, sinks))
-    np.testing.assert_allclose(got.numpy(), expected, atol=1e-5)
+    expected = by_hand(query, key, value, allowed.numpy(), 0.5, softcap=softcap, sinks=sinks.numpy())
+    scoring = Scoring(0.5, softcap, sinks)
+    for got in (
+        attend(query, key, value, additive(allowed, torch.float32), False, scoring),
+        attend_last(query, key, value, scoring).complete(sinks, torch.float32),
+    ):
+        np.testing.assert_allclose(got.numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("width", [8, 5])
+def test_parts_of_the_keys_merge_to_the_whole(width, softcap):
+    """In three parts of 7, 9 and 4 keys, with values as wide as the keys, which a kernel computes, and narrower."""
+    query, key, value = inputs(4, 20)
+    value = value[..., :width]
+    allowed = np.tril(np.ones((4, 20), dtype=bool), 16)
+    scoring = Scoring(0.5, softcap)
+    first = attend_part(query, key[:, :, :7], value[:, :, :7], False, scoring)
+    merged = first.merge(attend_last(query, key[:, :, 7:], value[:, :, 7:], scoring)).complete(None, torch.float32)
+    np.testing.assert_allclose(merged.numpy(), by_hand(query, key, value, allowed, 0.5, softcap), atol=1e-5)
 
 
 def test_causal_paths_agree():
