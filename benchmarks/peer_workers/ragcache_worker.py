@@ -28,6 +28,7 @@ from ragcache.kv.prefix_tree import PrefixTree
 from ragcache.models.decoding import decode
 from ragcache.models.limits import NO_LIMIT
 from ragcache.models.sampling import Sampling
+from ragcache.openmp import team_ends
 from ragcache.store.kv_store import KVStore
 
 LINK_TOKENS = 5
@@ -61,6 +62,7 @@ class RagCacheWorker:
             },
         }
 
+    @team_ends()
     def read(self, passages: Sequence[Sequence[int]]) -> None:
         """Encode like ingestion, in batches that suit the device; held in memory alone: no disk is compared here."""
         size = max(1, self._encoder.batch_tokens // max(len(passage) for passage in passages))
@@ -75,6 +77,7 @@ class RagCacheWorker:
         with ThreadPoolExecutor(len(prompts)) as askers:
             return list(askers.map(lambda prompt: self._answer(variant, prompt, tokens, started), prompts))
 
+    @team_ends()
     def _answer(self, variant: str, prompt: Prompt, tokens: int, started: float) -> Answer:
         method = _method(variant, len(prompt.passages))
         with ExitStack() as leases:
