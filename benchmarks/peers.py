@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.environment import environment
+from benchmarks.environment import Environment, environment
 from benchmarks.options import add_numbers, add_places, settings_from
 from benchmarks.peer_workers.channel import Answer
 from benchmarks.peers_asking import REFERENCE, Run, Table
@@ -153,13 +153,19 @@ def longest(settings: Settings) -> int:
     return -(-tokens // 256) * 256
 
 
-def measure(settings: Settings, places: Places, arguments: Sequence[str]) -> Result:
+def measure(settings: Settings, places: Places, arguments: Sequence[str]) -> Iterator[Result]:
+    """A result after each dtype: a run takes more than an hour, and what is there is kept."""
     torch.set_num_threads(settings.threads)  # of this process, which computes nothing; stated in the result
     hardware = environment("benchmarks.peers", arguments, torch.device("cpu"))
     write_checkpoint(places.model, settings.shape, settings.seed)
     streams = Streams(sizes_of(settings))
-    dtypes = settings.dtypes.split(",")
-    runs = [run_dtype(settings, dtype, dtype == dtypes[0], places, streams) for dtype in dtypes]
+    runs: list[Run] = []
+    for dtype in settings.dtypes.split(","):
+        runs.append(run_dtype(settings, dtype, not runs, places, streams))
+        yield result_of(replace(settings, dtypes=",".join(run.dtype for run in runs)), hardware, runs)
+
+
+def result_of(settings: Settings, hardware: Environment, runs: Sequence[Run]) -> Result:
     ratios = {name: found for run in runs for name, found in ratios_of(run)}
     figures = {
         "dtypes": {run.dtype: figures_of(run) for run in runs},
@@ -308,10 +314,10 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     settings, given = parse(arguments)
     with tempfile.TemporaryDirectory(dir=given.workdir, prefix="peers-") as directory:
         places = Places(Path(directory), given.environments.resolve())
-        result = measure(settings, places, arguments)
-    path = write(result, given.out)
-    lines = markdown(json.loads(path.read_text(encoding="utf-8")))
-    (given.out / "peers.md").write_text("\n".join(["# Against what users would pick instead", "", *lines, ""]))
+        for result in measure(settings, places, arguments):
+            path = write(result, given.out)
+            lines = markdown(json.loads(path.read_text(encoding="utf-8")))
+            (given.out / "peers.md").write_text("\n".join(["# Against what users would pick instead", "", *lines, ""]))
     print("\n".join(lines))
     return result
 
