@@ -13,13 +13,16 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ragcache.errors import ConfigError, check_least
 from ragcache.ingest.sentences import split_sentences
 from ragcache.ingest.structure import MAX_TITLE, Block, split_blocks
 from ragcache.ingest.tokens import ChunkTokenizer
 from ragcache.models.limits import LIMIT
+
+if TYPE_CHECKING:
+    from ragcache.ingest.compression import Compressor
 
 T = TypeVar("T")
 # A character can take four byte tokens, or more where the tokenizer rewrites it; and a newline follows.
@@ -39,11 +42,15 @@ MAX_UNITS = 200_000
 @dataclass(frozen=True)
 class ChunkerConfig:
     """max_tokens: of a chunk, its final newline included. min_tokens: a section with fewer is joined to the next one.
-    overlap: tokens of whole sentences that a piece repeats from the piece before it, inside one section."""
+    overlap: tokens of whole sentences that a piece repeats from the piece before it, inside one section.
+    compressor: directory or hub id of a token classifier that leaves words out of what the model reads of a chunk; None
+    leaves none out. keep: share of a chunk's tokens that stay then."""
 
     max_tokens: int = 256
     min_tokens: int = 32
     overlap: int = 0
+    compressor: str | None = None
+    keep: float = 0.5
 
     def __post_init__(self) -> None:
         check_least("max_tokens", self.max_tokens, SMALLEST_MAX_TOKENS)
@@ -54,7 +61,8 @@ class ChunkerConfig:
 
 
 class TextChunk(NamedTuple):
-    """text: ends with one newline. token_ids: of the text, alone. headings: those above it that it does not contain."""
+    """text: ends with one newline. token_ids: of the text, alone, or of what a compressor leaves of it. headings: those
+    above it that it does not contain."""
 
     text: str
     token_ids: list[int]
@@ -82,18 +90,32 @@ class Chunker:
     """Chunks for one tokenizer. Deterministic and thread-safe."""
 
     def __init__(
-        self, tokenizer: Any, *, max_tokens: int = 256, min_tokens: int | None = None, overlap: int = 0
+        self,
+        tokenizer: Any,
+        *,
+        max_tokens: int = 256,
+        min_tokens: int | None = None,
+        overlap: int = 0,
+        compressor: str | None = None,
+        keep: float = 0.5,
     ) -> None:
         """tokenizer: a transformers tokenizer. min_tokens: 32, or max_tokens / 4 where that is less.
         Raises ConfigError."""
         least = min(32, max(0, max_tokens) // 4) if min_tokens is None else min_tokens
-        self.config = ChunkerConfig(max_tokens, least, overlap)
+        self.config = ChunkerConfig(max_tokens, least, overlap, compressor, keep)
+        self._compressor: Compressor | None = None
+        if compressor is not None:  # most stores have none, and it brings the models' code along
+            from ragcache.ingest.compression import Compressor
+
+            self._compressor = Compressor(compressor, keep)
         self._tokens = ChunkTokenizer(tokenizer)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that chunks depend on besides text and tokenizer; part of a document's content hash."""
-        return {"chunker": 1, **asdict(self.config)}
+        cutting = {name: value for name, value in asdict(self.config).items() if name not in ("compressor", "keep")}
+        compressed = {} if self._compressor is None else {"compressor": self._compressor.identity}
+        return {"chunker": 1, **cutting, **compressed}
 
     def chunk_id(self, document_id: str, ordinal: int) -> str:
         return f"{document_id}#{ordinal}"
@@ -105,10 +127,16 @@ class Chunker:
         groups = self._pack(self._units(text, map(outline.note, split_blocks(text))))
         spans = ((group[0].start, group[-1].end) for group in groups)
         return [
-            TextChunk(_clean(text, start, end), ids, outline.above(start))
+            TextChunk(whole := _clean(text, start, end), self._read(whole, ids), outline.above(start))
             for some in _batched(spans, lambda span: span[1] - span[0])
             for start, end, ids in self._fitting(text, some)
         ]
+
+    def _read(self, text: str, ids: list[int]) -> list[int]:
+        """Ids of what the model reads of a chunk. ids: of all of it"""
+        if self._compressor is None:
+            return ids
+        return self._tokens.encode([f"{self._compressor.compress(text)}\n"])[0]
 
     def _units(self, text: str, blocks: Iterable[Block]) -> Iterator[_Unit]:
         """Blocks, those that are too long divided. A block below headings leaves them room: they go together."""
