@@ -42,13 +42,22 @@ class Text:
 
 @dataclass(frozen=True)
 class Passages:
-    """Passages side by side, each of which sees itself alone. A method adds its tokens around and between them."""
+    """Passages side by side, each of which sees itself alone. A method adds its tokens around and between them.
+
+    label_ids: text in front of each, which sees everything before it, as any text does; (): in front of none
+    """
 
     chunk_ids: tuple[tuple[int, ...], ...]
+    label_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def labels(self) -> tuple[tuple[int, ...], ...]:
+        """One a passage, maybe without tokens."""
+        return self.label_ids or ((),) * len(self.chunk_ids)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(chunk) for chunk in self.chunk_ids)
+        return sum(len(ids) for ids in (*self.chunk_ids, *self.label_ids))
 
 
 Part = Text | Passages
@@ -62,18 +71,28 @@ class Prompt:
     prefix_ids: BOS, template head, system prompt; may be empty
     chunk_ids:  one list a chunk; may be empty, no chunk may be
     suffix_ids: question and template tail; at least one token, since the answer is read off the last one
+    label_ids:  text in front of each chunk ("[2] "), one list a chunk, some of which may be empty; (): no labels. It
+                runs with the question; methods with `keeps_context` read it
 
-    Raises PromptError naming the part that has no tokens.
+    Raises PromptError naming the part that has no tokens, or labels of another number than the chunks'.
     """
 
     prefix_ids: Sequence[int]
     chunk_ids: Sequence[Sequence[int]]
     suffix_ids: Sequence[int]
+    label_ids: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix_ids", tuple(int(i) for i in self.prefix_ids))
         object.__setattr__(self, "chunk_ids", tuple(tuple(int(i) for i in chunk) for chunk in self.chunk_ids))
         object.__setattr__(self, "suffix_ids", tuple(int(i) for i in self.suffix_ids))
+        labels = tuple(tuple(int(i) for i in label) for label in self.label_ids)
+        object.__setattr__(self, "label_ids", labels if any(labels) else ())
+        if labels and len(labels) != len(self.chunk_ids):
+            raise PromptError(
+                f"{len(labels)} labels were given for {len(self.chunk_ids)} chunks; give one a chunk, an empty one "
+                "where there is none"
+            )
         if not self.suffix_ids:
             raise PromptError("the suffix has no tokens; give the question at least one")
         for rank, chunk in enumerate(self.chunk_ids):
@@ -82,13 +101,16 @@ class Prompt:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        chunks = tuple(tuple(chunk) for chunk in self.chunk_ids)
-        return Text(tuple(self.prefix_ids)), Passages(chunks), Text(tuple(self.suffix_ids))
+        return Text(tuple(self.prefix_ids)), self._passages, Text(tuple(self.suffix_ids))
+
+    @property
+    def _passages(self) -> Passages:
+        return Passages(tuple(map(tuple, self.chunk_ids)), tuple(map(tuple, self.label_ids)))
 
     @property
     def context_tokens(self) -> int:
         """Tokens before the suffix."""
-        return len(self.prefix_ids) + sum(len(chunk) for chunk in self.chunk_ids)
+        return len(self.prefix_ids) + self._passages.num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -97,14 +119,16 @@ class Prompt:
     @property
     def ids(self) -> list[int]:
         """All ids in order: what full prefill reads."""
-        return [*self.prefix_ids, *(i for chunk in self.chunk_ids for i in chunk), *self.suffix_ids]
+        passages = zip(self._passages.labels, self.chunk_ids, strict=True)
+        return [*self.prefix_ids, *(id for pair in passages for part in pair for id in part), *self.suffix_ids]
 
 
 class PromptEnds(NamedTuple):
-    """Ids before the chunks and behind them."""
+    """Ids before the chunks and behind them, and in front of each; label_ids: () for none."""
 
     prefix_ids: Sequence[int]
     suffix_ids: Sequence[int]
+    label_ids: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True)

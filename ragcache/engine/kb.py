@@ -262,7 +262,7 @@ class RagCache(Library, AsyncTwins):
         return self._handed_out(super().chunks_of(document_id))
 
     def _handed_out(self, chunks: list[Chunk]) -> list[Chunk]:
-        self._questions.plain_text.handed_out(chunks)
+        self._questions.handed_out.add(chunks)
         return chunks
 
     def vectors(self, ids: Iterable[str]) -> NDArray[np.float32]:

@@ -248,6 +248,11 @@ class FusionMethod:
                 f"{count} passages were given and method {self.name!r} reads {limit} at most with {lm.name}; "
                 f"ask for fewer (k={limit})"
             )
+        if prompt.label_ids and not self.keeps_context:
+            raise PromptError(
+                f"text stands between two passages, and method {self.name!r} reads none there; choose reposition, link "
+                "or full, or put it before, behind or into a passage"
+            )
 
     def prefill(self, job: Job) -> Prefilled:
         """Read the prompt. What is not overridden places all blocks where the layout has them and runs the text."""

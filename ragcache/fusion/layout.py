@@ -3,6 +3,8 @@
     parts   Text(prefix)     Passages(A, B)              Text(question)
     pieces  prefix KV-START  [A] links  [B] links        KV-END question     each with the position of its first token
 
+A label in front of a passage is text: it stands with the links before it.
+
 A passage stands as its block holds it and is placed; text runs, over everything before it. Methods differ in what they
 add and in where passages stand; serving, conversations, evaluation and training lay out with the same function.
 """
@@ -225,7 +227,8 @@ def _joined(
             raise ConfigError(f"{count} passages of one turn, and the method reads {added.max_chunks}")
         own = added if count else NO_ADDITIONS
         text += own.behind_prefix
-        for rank, chunk in enumerate(part.chunk_ids):
+        for rank, (label, chunk) in enumerate(zip(part.labels, part.chunk_ids, strict=True)):
+            text += label
             if text:
                 yield text, None
             yield recipe.marked(chunk) if separate else chunk, number

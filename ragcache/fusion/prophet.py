@@ -61,6 +61,7 @@ class Prophet(FusionMethod):
             object.__setattr__(self, "layers", _layer_numbers(self.layers))
 
     def check(self, lm: ModelCard, prompt: Prompt) -> None:
+        super().check(lm, prompt)
         if self.layers is not None and max(self.layers) >= lm.num_layers:
             raise ConfigError(f"layers names layer {max(self.layers)}; {lm.name} has layers 0 to {lm.num_layers - 1}")
 

@@ -88,6 +88,7 @@ class SamKV(FusionMethod):
                 raise ConfigError(f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
 
     def check(self, lm: ModelCard, prompt: Prompt) -> None:
+        super().check(lm, prompt)
         if self.stable_layers is not None and self.stable_layers > lm.num_layers:
             raise ConfigError(f"stable_layers is {self.stable_layers} and {lm.name} has {lm.num_layers} layers")
 

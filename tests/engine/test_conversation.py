@@ -87,6 +87,49 @@ def test_passages_are_read_where_they_stand(kb, oracle):
     assert [hit.chunk.text.rstrip() for hit in answer.hits] == [CATS.strip(), NEW]
 
 
+def labelled(oracle, pieces):
+    """The same with text between passages; pieces: head, passage, label, passage, tail."""
+    model, tokenizer = oracle
+    head, first, label, second, tail = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
+    prompt = rc.Prompt(head, [first, second], tail, [[], label])
+    lengths = torch.tensor([len(head), len(first), len(label), len(second), len(tail)])
+    owner = torch.repeat_interleave(torch.arange(5), lengths)
+    apart = (owner[:, None] == owner[None, :]) | torch.isin(owner, torch.tensor([0, 2, 4]))[:, None]
+    causal = torch.ones(len(owner), len(owner), dtype=torch.bool).tril()
+    return greedy(model, tokenizer, prompt, apart & causal, SHORT.max_tokens)
+
+
+def test_text_between_passages_is_read_where_it_stands(kb, oracle):
+    """A label runs with the question: stored blocks serve on both sides of it."""
+    parts = ["[1] ", rc.Passage(CATS), "\n[2] ", rc.Passage(DOGS), "Who?"]
+    kb.ask("Warm?", k=3, sampling=SHORT)
+    answer = kb.chat([user(*parts)], sampling=SHORT)
+    tail = "Who?[end][assistant]"
+    assert answer.text == labelled(oracle, [f"{bos(oracle)}[user][1] ", CATS, "[2] ", DOGS, tail])
+    assert [hit.kv for hit in answer.hits] == ["memory", "memory"]
+    tokenizer = oracle[1]
+    own = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("[2] ", tail))
+    assert answer.usage.computed_tokens - answer.usage.created_tokens == own
+    again = kb.complete(parts, sampling=SHORT)
+    assert again.text == labelled(oracle, [f"{bos(oracle)}[1] ", CATS, "[2] ", DOGS, "Who?"])
+    assert [hit.chunk.text for hit in kb.chat([user(*parts)], sampling=SHORT).hits] == [CATS, DOGS]
+
+
+def test_text_between_passages_is_refused_where_it_cannot_be_read(kb):
+    parts = [rc.Passage(CATS), "between", rc.Passage(DOGS), "Who?"]
+    with pytest.raises(PromptError, match="method 'epic' reads none there; choose reposition, link or full"):
+        kb.chat([user(*parts)], method="epic")
+    with pytest.raises(PromptError, match="'between' stands between two passages, which context=\"keep\""):
+        kb.chat([user(*parts)], context="keep")
+
+
+def test_a_passage_that_is_trimmed_takes_its_label_along(kb):
+    long = rc.Passage("word " * 600)
+    answer = kb.complete([rc.Passage(CATS), "[2] ", long, "So:"], on_overflow="trim", sampling=SHORT)
+    assert (answer.dropped, len(answer.hits)) == (1, 1)
+    assert answer.text == kb.complete([rc.Passage(CATS), "So:"], sampling=SHORT).text
+
+
 def test_a_plain_chat_reads_the_conversation_alone(kb, oracle):
     answer = kb.chat([user("Say something.")], sampling=SHORT)
     assert answer.text == reading(oracle, [f"{bos(oracle)}[user]Say something.", "[end][assistant]"], causal=True)
@@ -236,7 +279,6 @@ BAD_MESSAGES = [
     ([{"role": "user", "content": [{"type": "image"}]}], "content of message 0"),
     ([user("  ")], "question is empty"),
     ([user("\ue000ragcache-context\ue000")], "private character"),
-    ([user(rc.Passage("a"), "between", rc.Passage("b"), "?")], "'between' stands between two passages"),
     ([user(rc.Passage(" "), "?")], "passage 0 has no text"),
 ]
 

@@ -100,6 +100,21 @@ def test_epic_says_both_edges(front, vllm):
     ]
 
 
+def test_text_between_passages_is_no_part_of_a_block(kb, front, vllm):
+    one, two = kb.retrieve(QUESTION, k=2)
+    turn = {"role": "user", "content": ["[1] ", one, "[2] ", two, QUESTION]}
+    answer = front().chat([turn])
+    layout, ids = layout_of(vllm.bodies[0]), vllm.bodies[0]["prompt"]
+    first, second = layout.blocks[-2:]
+    assert [ids[first.start : first.stop], ids[second.start : second.stop]] == [
+        hit.chunk.token_ids for hit in (one, two)
+    ]
+    label = kb.lm.tokenizer("[2] ", add_special_tokens=False)["input_ids"]
+    assert ids[first.stop : second.start] == label
+    assert layout.runs == ()
+    assert [source.chunk.id for source in answer.hits] == [one.chunk.id, two.chunk.id]
+
+
 def test_full_prefill_sends_no_layout(front, vllm):
     answer = front(method="full").ask(QUESTION, k=3)
     assert "kv_transfer_params" not in vllm.bodies[0]

@@ -182,19 +182,21 @@ def test_text_around_the_documents_and_earlier_turns(registry, llm, retriever):
     assert answer == own.text
 
 
-def test_a_stock_chain_is_told_what_keeps_passages_apart(llm, retriever, chain, caplog):
-    """LangChain's stuff chain and its like join the documents in front of the model."""
-    stock = (
+def test_a_stock_chain_reads_passages_from_their_kv(registry, llm, retriever, caplog):
+    """LangChain's stuff chain and its like join the documents in front of the model. A method that cannot read what
+    stands between them says so, once."""
+    prompt = (
         RunnablePassthrough.assign(context=lambda x: "\n\n".join(d.page_content for d in retriever.invoke(x["input"])))
         | PROMPT
-        | llm
     )
     with caplog.at_level("WARNING"):
-        chain.invoke({"input": QUESTION})
+        message = (prompt | llm).invoke({"input": QUESTION})
         assert not caplog.records
-        stock.invoke({"input": QUESTION})
-        stock.invoke({"input": QUESTION})
+        for _ in range(2):
+            (prompt | ChatRagCache(kb=registry, method="epic")).invoke({"input": QUESTION})
     assert ["create_fused_documents_chain" in record.getMessage() for record in caplog.records] == [True]
+    assert [source["kv"] for source in message.response_metadata["sources"]] == ["memory"] * 3
+    assert message.usage_metadata["input_token_details"]["cache_read"] > message.usage_metadata["input_tokens"] // 2
 
 
 def test_documents_from_anywhere(registry, llm):
@@ -311,12 +313,34 @@ def test_an_input_without_a_question(chain):
         chain.invoke({"question": QUESTION})
 
 
-def test_passages_are_read_as_they_were_stored(llm):
-    with pytest.raises(ConfigError, match="document_prompt"):
-        create_fused_documents_chain(
-            llm, PROMPT, document_prompt=PromptTemplate.from_template("{source}: {page_content}")
-        )
-    with pytest.raises(ConfigError, match="document_separator"):
-        create_fused_documents_chain(llm, PROMPT, document_separator="\n---\n")
+def test_a_document_prompt_and_a_separator_stand_between_passages(registry, llm, retriever):
+    """The chain's answer is the engine's over the same parts, and the passages' KV is reused."""
+    found = [
+        Document(doc.page_content, metadata={**doc.metadata, "n": n})
+        for n, doc in enumerate(retriever.invoke(QUESTION))
+    ]
+    labels = PromptTemplate.from_template("[{n}] {page_content}(end)")
+    chain = create_fused_documents_chain(llm, PROMPT, document_prompt=labels, document_separator="\n---\n")
+    seen = LastAnswer()
+    said = chain.invoke({"input": QUESTION, "context": found}, {"callbacks": [seen]})
+    one, two, three = [rc.Passage(doc.page_content, handle=doc.metadata["ragcache_handle"]) for doc in found]
+    parts = ["[0] ", one, "(end)\n---\n[1] ", two, "(end)\n---\n[2] ", three, f"(end)Question: {QUESTION}"]
+    right = registry.chat([{"role": "user", "content": parts}])
+    assert said == right.text
+    assert [source["kv"] for source in seen.message.response_metadata["sources"]] == ["memory"] * 3
+    assert (
+        seen.message.usage_metadata["input_token_details"]["cache_read"] > sum(len(one.text) for one in (one, two)) // 8
+    )
+
+
+@pytest.mark.parametrize("template", ["{n}", "{page_content} {page_content}", "{{page_content}}"])
+def test_a_document_prompt_without_its_document_is_refused(llm, template):
+    with pytest.raises(ConfigError, match=r"document_prompt has to write \{page_content\} once"):
+        create_fused_documents_chain(llm, PROMPT, document_prompt=PromptTemplate.from_template(template))
+
+
+def test_a_plain_document_prompt_changes_nothing(llm, retriever):
+    found = {"input": QUESTION, "context": retriever.invoke(QUESTION)}
     plain = PromptTemplate.from_template("{page_content}")
-    assert create_fused_documents_chain(llm, PROMPT, document_prompt=plain, document_separator="\n")
+    same = create_fused_documents_chain(llm, PROMPT, document_prompt=plain, document_separator="\n")
+    assert same.invoke(found) == create_fused_documents_chain(llm, PROMPT).invoke(found)

@@ -125,17 +125,24 @@ def test_a_plain_chat(client, kb):
     assert answer.choices[0].message.content == expected(kb).text
 
 
-def test_sources_that_come_back_as_text_are_noticed(client, caplog):
+def test_sources_that_come_back_as_text_are_read_from_their_kv(client, caplog):
     with caplog.at_level("WARNING", "ragcache"):
         sources = ask(client, extra_body={"ragcache": {"k": 4}}).ragcache["sources"]
-        pasted = "\n\n".join(source["text"] for source in sources)
-        for _ in range(2):
-            client.chat.completions.create(
+        pasted = "\n\n".join(source["text"].strip() for source in sources)
+
+        def again(**extension):
+            return client.chat.completions.create(
                 model="tiny",
                 messages=[{"role": "user", "content": f"{pasted}\nWho?"}],
                 max_tokens=2,
-                extra_body={"ragcache": {"retrieve": False}},
+                extra_body={"ragcache": {"retrieve": False, **extension}},
             )
+
+        answer = again()
+        assert [source["text"] for source in answer.ragcache["sources"]] == [source["text"] for source in sources]
+        assert answer.usage.prompt_tokens_details.cached_tokens > len(pasted) // 2
+        for _ in range(2):
+            assert again(method="epic").ragcache["sources"] == []
     said = [record.getMessage() for record in caplog.records if "plain text" in record.getMessage()]
     assert ["4 stored passages" in text and "ragcache.documents" in text for text in said] == [True]
 

@@ -15,7 +15,7 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableBinding, RunnableLambda, RunnablePassthrough
 
 from langchain_ragcache.chat_models import ChatRagCache
-from langchain_ragcache.prompts import FusedPrompt
+from langchain_ragcache.prompts import Around, FusedPrompt
 from ragcache.errors import ConfigError, PromptError
 
 DOCUMENTS_KEY = "context"
@@ -37,16 +37,17 @@ def create_fused_documents_chain(
     llm:    a `ChatRagCache`, or one with arguments bound. Any other chat model reads the same messages as text
     prompt: has `document_variable_name` once, as "{context}" in the text of one message: there the documents go
     output_parser: StrOutputParser if left out
-    document_prompt, document_separator: stay as they are: a passage is read as it was stored, and passages are divided
-            by a line break. What should be read with a document belongs into its text when it is added
+    document_prompt: has {page_content} once; what it writes around it is read between the passages, by a method that
+            reads text there: reposition, link, full
+    document_separator: stands between passages where it is more than white space; else they are divided by a line break
     document_variable_name: key of the documents in the chain's input
 
     Input: a dictionary with the documents and the prompt's other variables. Raises ConfigError (here) and PromptError
     (when it runs) for a prompt that has no single place for the documents.
     """
     _check_place(prompt, document_variable_name)
-    _check_plain(document_prompt, document_separator)
-    read = FusedPrompt(prompt, document_variable_name, as_passages=_reads_passages(llm))
+    around = Around(document_prompt or PLAIN_DOCUMENT, document_separator)
+    read = FusedPrompt(prompt, document_variable_name, around, as_passages=_reads_passages(llm))
     fill = RunnableLambda(read.invoke, afunc=read.ainvoke, name="fuse_documents")
     return (fill | llm | (output_parser or StrOutputParser())).with_config(run_name="fused_documents_chain")
 
@@ -86,14 +87,6 @@ def _check_place(prompt: BasePromptTemplate[Any], variable: str) -> None:
         raise ConfigError(
             f"{variable!r} is a MessagesPlaceholder in the prompt; documents go into a message's text: {{{variable}}}"
         )
-
-
-def _check_plain(document_prompt: BasePromptTemplate[Any] | None, document_separator: str) -> None:
-    way_out = "write what should be read with a document into its text when it is added"
-    if document_prompt is not None and document_prompt != PLAIN_DOCUMENT:
-        raise ConfigError(f"document_prompt would change the passages, whose KV is of their text alone; {way_out}")
-    if document_separator.strip():
-        raise ConfigError(f"document_separator {document_separator!r} would stand between passages; {way_out}")
 
 
 def _reads_passages(llm: LanguageModelLike) -> bool:

@@ -4,29 +4,62 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage
-from langchain_core.prompts import BasePromptTemplate
+from langchain_core.prompts import BasePromptTemplate, format_document
 from langchain_core.runnables import RunnableConfig
 
 from langchain_ragcache.messages import document_block
-from ragcache.errors import PromptError
+from ragcache.errors import ConfigError, PromptError
+
+
+class Around:
+    """Text around documents: what a document prompt writes before and behind each, and what divides them.
+
+    Raises ConfigError for a document prompt that is no text, or does not have {page_content} once.
+    """
+
+    def __init__(self, document_prompt: BasePromptTemplate[Any], separator: str) -> None:
+        self._prompt = document_prompt
+        self._separator = separator if separator.strip() else ""
+        wanted = set(document_prompt.input_variables) - {"page_content"}
+        self.halves(Document("", metadata=dict.fromkeys(wanted, "")))
+
+    def halves(self, document: Document) -> tuple[str, str]:
+        """Raises ValueError for a document without metadata that the prompt wants."""
+        mark = _mark()
+        written = format_document(Document(mark, metadata=document.metadata), self._prompt)
+        if not isinstance(written, str) or written.count(mark) != 1:
+            raise ConfigError(
+                "document_prompt has to write {page_content} once, as it is: the passage's KV is of it alone"
+            )
+        before, behind = written.split(mark)
+        return before, behind
+
+    def texts(self, documents: Sequence[Document]) -> list[str]:
+        """One in front of each document, and one behind the last."""
+        halves = [self.halves(document) for document in documents]
+        between = [f"{behind}{self._separator}{before}" for (_, behind), (before, _) in pairwise(halves)]
+        return [halves[0][0], *between, halves[-1][1]] if halves else [""]
 
 
 class FusedPrompt:
     """Messages of a prompt, with a block for every document in the place of `variable`.
 
+    around:      text around them
     as_passages: blocks say that they are passages; otherwise they are plain text
 
     The prompt is formatted with a mark in that place, made anew each time: nothing that a user writes can be it.
     Raises PromptError: no documents in the input, or no single place for them in the prompt.
     """
 
-    def __init__(self, prompt: BasePromptTemplate[Any], variable: str, *, as_passages: bool) -> None:
+    def __init__(self, prompt: BasePromptTemplate[Any], variable: str, around: Around, *, as_passages: bool) -> None:
         self.prompt = prompt
         self.variable = variable
+        self.around = around
         self.as_passages = as_passages
 
     def invoke(self, inputs: dict[str, Any], config: RunnableConfig) -> list[BaseMessage]:
@@ -51,7 +84,9 @@ class FusedPrompt:
             raise PromptError(
                 f"the prompt has {places} places for {{{self.variable}}} in the text of its messages; write it once"
             )
-        blocks = [self._block(document) for document in documents]
+        first, *texts = self.around.texts(documents)
+        pairs = zip(map(self._block, documents), texts, strict=True) if documents else ()
+        blocks = [*_block_of(first), *(block for one, text in pairs for block in (one, *_block_of(text)))]
         return [_with_blocks(message, mark, blocks) for message in messages]
 
     def _block(self, document: Document) -> dict[str, Any]:
@@ -60,12 +95,16 @@ class FusedPrompt:
         return {"type": "text", "text": f"{document.page_content.rstrip()}\n"}
 
 
+def _block_of(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}] if text else []
+
+
 def _with_blocks(message: BaseMessage, mark: str, blocks: list[dict[str, Any]]) -> BaseMessage:
     parts = _parts(message)
     place = next((place for place, part in enumerate(parts) if mark in _text(part)), None)
     if place is None:
         return message
-    head, tail = ([{"type": "text", "text": text}] if text else [] for text in _text(parts[place]).split(mark))
+    head, tail = map(_block_of, _text(parts[place]).split(mark))
     return message.model_copy(update={"content": [*parts[:place], *head, *blocks, *tail, *parts[place + 1 :]]})
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +23,7 @@ from ragcache.prompt import (
     as_text,
     conversation_ends,
     conversation_pieces,
+    encode_text,
     system_turn,
     text_ends,
 )
@@ -63,6 +66,11 @@ class Turn:
     def said(self) -> str:
         """All of the turn, calls included: by this a conversation is known again."""
         return said(self.text, self.calls)
+
+    def cut(self, cut: Callable[[str], Sequence[Part]]) -> Turn:
+        """The same with its texts in parts."""
+        parts = [list[Part](cut(part)) if isinstance(part, str) else [part] for part in self.parts]
+        return replace(self, parts=tuple(new for cuttings in parts for new in cuttings))
 
     def message(self, tokenizer: PreTrainedTokenizerBase, content: str) -> dict[str, Any]:
         """What the chat template is given, with this content."""
@@ -128,19 +136,27 @@ class Conversation:
         turns = [turn for turn in self.turns if turn.role != "assistant"]
         return [part for turn in turns for part in turn.parts if isinstance(part, str)]
 
+    def cut(self, cut: Callable[[str], Sequence[Part]]) -> Conversation:
+        """The same with passages taken out of text, where no message gives any as such. cut: text, in parts"""
+        if self.has_passages:
+            return self
+        found = copy(self)
+        found.turns = [turn if turn.role == "assistant" else turn.cut(cut) for turn in self.turns]
+        return found
+
     def as_written(self, tokenizer: PreTrainedTokenizerBase, system: str | None) -> tuple[PromptEnds, list[Given]]:
         """Ends around the passages of the last turn that has any, and these passages; earlier ones are plain text.
 
         system: text of a system message where the conversation has none
         """
         carrier = max((rank for rank, turn in enumerate(self.turns) if turn.has_passages), default=None)
-        passages: list[Given] = []
         texts = [_written(tokenizer, turn.role, turn.text) for turn in self.turns]
-        if carrier is not None:
-            role = self.turns[carrier].role
-            head, passages, tail = split_parts(self.turns[carrier].parts)
-            texts[carrier] = CONTEXT_MARK.join(_written(tokenizer, role, side) for side in (head, tail))
-        return self._ends(tokenizer, texts, system), passages
+        if carrier is None:
+            return self._ends(tokenizer, texts, system), []
+        split, role = split_parts(self.turns[carrier].parts), self.turns[carrier].role
+        texts[carrier] = CONTEXT_MARK.join(_written(tokenizer, role, side) for side in (split.head, split.tail))
+        ends = self._ends(tokenizer, texts, system)
+        return ends._replace(label_ids=split.label_ids(tokenizer)), split.passages
 
     def around_passages(
         self, tokenizer: PreTrainedTokenizerBase, form: PromptFormat, system: str | None, *, first: bool
@@ -198,8 +214,9 @@ class Conversation:
             return as_text(tokenizer, turn.text)
         if form is not None:
             return mark(Slot(rank)) + form.asked(as_text(tokenizer, turn.text.strip()))
-        head, _, tail = split_parts(turn.parts) if turn.has_passages else ("", [], turn.text)
-        return f"{as_text(tokenizer, head)}{mark(Slot(rank))}{as_text(tokenizer, tail)}"
+        split = split_parts(turn.parts) if turn.has_passages else Split("", [], [], turn.text)
+        split.refuse_labels()
+        return f"{as_text(tokenizer, split.head)}{mark(Slot(rank))}{as_text(tokenizer, split.tail)}"
 
     def _ends(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], system: str | None) -> PromptEnds:
         messages = self._messages(tokenizer, texts, system)
@@ -224,23 +241,39 @@ def completion_ends(tokenizer: PreTrainedTokenizerBase, parts: str | Sequence[Pa
         raise PromptError("the prompt is empty; write something")
     if not turn.has_passages:
         return text_ends(tokenizer, turn.text, None), []
-    head, passages, tail = split_parts(turn.parts)
-    return text_ends(tokenizer, head, tail), passages
+    split = split_parts(turn.parts)
+    ends = text_ends(tokenizer, split.head, split.tail)
+    return ends._replace(label_ids=split.label_ids(tokenizer)), split.passages
 
 
-def split_parts(parts: Sequence[Part]) -> tuple[str, list[Given], str]:
-    """Text before the passages, the passages, text behind them. White space between passages is dropped: each ends with
-    a newline of its own. Raises PromptError for other text between them, which could not be reused."""
-    places = [place for place, part in enumerate(parts) if not isinstance(part, str)]
-    first, last = places[0], places[-1]
-    for part in parts[first:last]:
-        if isinstance(part, str) and part.strip():
+class Split(NamedTuple):
+    """Text before the passages, the passages, text in front of each (of the first: none), text behind the last."""
+
+    head: str
+    labels: list[str]
+    passages: list[Given]
+    tail: str
+
+    def label_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """Ids of each label alone; none where no passage has any."""
+        return [encode_text(tokenizer, label) if label else [] for label in self.labels] if any(self.labels) else []
+
+    def refuse_labels(self) -> None:
+        """Raises PromptError where a kept conversation cannot hold them."""
+        if label := next(filter(None, self.labels), None):
             raise PromptError(
-                f"{part[:40]!r} stands between two passages; put it before, behind or into a passage, so that the "
-                "passages' KV can be reused"
+                f'{label[:40]!r} stands between two passages, which context="keep" does not take; put it before, '
+                "behind or into a passage"
             )
-    head, tail = ("".join(_text(part) for part in side) for side in (parts[:first], parts[last + 1 :]))
-    return head, [part for part in parts if not isinstance(part, str)], tail
+
+
+def split_parts(parts: Sequence[Part]) -> Split:
+    """White space between passages is dropped: each ends with a newline of its own."""
+    places = [place for place, part in enumerate(parts) if not isinstance(part, str)]
+    head, tail = ("".join(map(_text, side)) for side in (parts[: places[0]], parts[places[-1] + 1 :]))
+    between = ["".join(map(_text, parts[before + 1 : place])) for before, place in pairwise(places)]
+    labels = ["", *(text.lstrip("\n") if text.strip() else "" for text in between)]
+    return Split(head, labels, [part for part in parts if not isinstance(part, str)], tail)
 
 
 def _turn(rank: int, message: Mapping[str, Any]) -> Turn:

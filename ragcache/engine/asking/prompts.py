@@ -82,18 +82,22 @@ class Prompts:
                 f"the question has {len(ends.suffix_ids)} tokens, {len(ends.prefix_ids)} come before it, and "
                 f"{self.lm.name} takes {self.lm.max_positions}; ask a shorter one"
             )
-        whole = Prompt(ends.prefix_ids, [hit.chunk.token_ids for hit in hits], ends.suffix_ids)
+        chunks = [hit.chunk.token_ids for hit in hits]
+        whole = Prompt(ends.prefix_ids, chunks, ends.suffix_ids, ends.label_ids if hits else ())
         if hits and reading.on_overflow == "error":
             method.check(self.lm, whole)
         added = method.additions(self.lm)
-        kept = _fitting([len(chunk) for chunk in whole.chunk_ids], room, added)
+        labels = whole.label_ids or ((),) * len(hits)
+        lengths = [len(label) + len(chunk) for label, chunk in zip(labels, chunks, strict=True)]
+        kept = _fitting(lengths, room, added)
         if kept < len(hits) and reading.on_overflow == "error":
             total = whole.num_tokens + len(added.ids(len(hits)))
             raise ContextTooLongError(
                 f"{len(hits)} passages make a prompt of {total} tokens and {self.lm.name} takes "
                 f'{self.lm.max_positions}; ask for fewer (k={kept}) or pass on_overflow="trim"'
             )
-        return replace(whole, chunk_ids=whole.chunk_ids[:kept]), len(hits) - kept
+        cut = replace(whole, chunk_ids=whole.chunk_ids[:kept], label_ids=whole.label_ids[:kept])
+        return cut, len(hits) - kept
 
     def check_keeps(self, reading: Reading) -> None:
         """Raises ConfigError where a conversation's context cannot be kept this way."""
@@ -132,9 +136,9 @@ class Prompts:
     def ordered(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> tuple[PromptEnds, Sequence[Hit]]:
         """Order passages as shares most with the prefix tree, each once, followed by the hint, if order="shared".
 
-        Methods that read blocks ignore the order: a block is reusable at any position.
+        Methods that read blocks ignore the order: a block is reusable at any position. Passages with labels stay.
         """
-        if reading.order != "shared" or not reading.method.takes_exact:
+        if reading.order != "shared" or not reading.method.takes_exact or ends.label_ids:
             return ends, hits
         once = list({tuple(hit.chunk.token_ids): hit for hit in hits}.values())
         if reading.on_overflow == "trim":

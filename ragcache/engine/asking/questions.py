@@ -17,7 +17,7 @@ from ragcache.engine.asking.conversation import Conversation, completion_ends
 from ragcache.engine.asking.kept import KeptConversation, inline_passages
 from ragcache.engine.asking.mini_notice import MiniNotice
 from ragcache.engine.asking.passage import Passage, find_passages
-from ragcache.engine.asking.plain_text import PlainTextWatch
+from ragcache.engine.asking.plain_text import HandedOut
 from ragcache.engine.asking.reading import Clock, Kept, Reading
 from ragcache.engine.asking.tools import tool_use
 from ragcache.engine.asking.verdict import FULL, choose_method
@@ -41,7 +41,7 @@ class Questions:
     Thread-safe."""
 
     def __init__(self, parts: Parts) -> None:
-        self.plain_text = PlainTextWatch()
+        self.handed_out = HandedOut()
         self._parts = parts
         self._mini_notice = MiniNotice(parts.card.name)
         self._generation = -1
@@ -57,7 +57,7 @@ class Questions:
         if isinstance(question, str):
             find = retriever.retrieve
         hits = find(question, k, **options, foresee=None if ahead is None else ahead.begin)
-        self.plain_text.handed_out(hit.chunk for hit in hits)
+        self.handed_out.add(hit.chunk for hit in hits)
         return hits
 
     def ask(self, question: str, k: int, options: AskOptions) -> Iterator[Event]:
@@ -88,9 +88,15 @@ class Questions:
 
     def complete(self, parts: str | Sequence[str | Hit | Passage], options: ReadOptions) -> Iterator[Event]:
         reading = self._reading(options)
-        ends, inline = completion_ends(self._parts.card.tokenizer, parts)
-        self._look([parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)], reading)
         self.drop_deleted()
+        parts = [parts] if isinstance(parts, str) else parts
+        text = [part for part in parts if isinstance(part, str)]
+        if len(text) == len(parts) and self._reuses_text(reading):
+            *before, last = self._cut("".join(text), reading)
+            parts = [*before, _as_text(last)]  # what is gone on from runs
+            text = [part for part in parts if isinstance(part, str)]
+        ends, inline = completion_ends(self._parts.card.tokenizer, parts)
+        self._look(text, reading)
         return self._read(lambda: ends, lambda: inline, reading)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Iterator[Event]:
@@ -107,15 +113,19 @@ class Questions:
         system = self._system(conversation, options, reading)
         if tools is not None:
             reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))
+        as_written = context == "last" and passages is None and k is None
+        if as_written:
+            self.drop_deleted()
+        if as_written and self._reuses_text(reading):
+            conversation = conversation.cut(lambda text: self._cut(text, reading))
         self._look(conversation.given_text, reading)
         if context == "keep":
             if passages is not None:
                 raise ConfigError('context="keep" takes passages in the messages, where each turn has its own, or k=')
             return self._read_kept(conversation, k, options, reading, system)
         tokenizer, reader = self._parts.card.tokenizer, self._parts.reader
-        if passages is None and k is None:
+        if as_written:
             written, inline = conversation.as_written(tokenizer, system)
-            self.drop_deleted()
             return self._read(lambda: written, lambda: inline, reading)
         count = DEFAULT_K if k is None else k
         find = partial(self._find, passages, conversation.question, count, options, reading)
@@ -129,7 +139,7 @@ class Questions:
         generation = store.documents.generation()
         if generation != self._generation:
             store.kv.refresh()
-            self.plain_text.forget()
+            self.handed_out.forget()
             self._parts.reader.drop_deleted()
             self._generation = generation
 
@@ -179,7 +189,16 @@ class Questions:
     def _look(self, prompt: Iterable[str], reading: Reading) -> None:
         """Say so, once, where stored passages come as text to a method that would have used their KV."""
         if reading.method.reuses_blocks:
-            self.plain_text.look(prompt)
+            self.handed_out.warn(prompt)
+
+    def _cut(self, text: str, reading: Reading) -> list[str | Passage]:
+        """A text with its stored passages cut out, as many as the method can read."""
+        return self.handed_out.cut(text, reading.method.additions(self._parts.card).max_chunks)
+
+    def _reuses_text(self, reading: Reading) -> bool:
+        """Whether stored passages that come as plain text can be read from their KV, with the text between them."""
+        recipe = self._parts.reader.prompts.names.recipe
+        return reading.method.reuses_blocks and reading.method.keeps_context and not recipe.sees_prefix
 
     # Work
 
@@ -222,6 +241,10 @@ class Questions:
             self._mini_notice.look(hits)
             ends, earlier, new = reader.prompts.fit(earlier, suffix_ids, hits, reading)
             yield from reader.stream(ends, new, reading, clock, Kept(earlier, talk.remember))
+
+
+def _as_text(part: str | Passage) -> str:
+    return part if isinstance(part, str) else part.text
 
 
 @contextmanager

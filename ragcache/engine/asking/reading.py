@@ -85,7 +85,7 @@ class OpenQuestion:
             return None
         if not prompt.prefix_ids and not prompt.chunk_ids:
             return None
-        return repr(reading.method), tuple(prompt.prefix_ids), tuple(map(tuple, prompt.chunk_ids))
+        return repr(reading.method), prompt.parts[:-1]
 
 
 @dataclass

@@ -1,0 +1,42 @@
+"""LlamaIndex's own engines join nodes to one text: passages of the store in it are read from their KV all the same."""
+
+from __future__ import annotations
+
+import pytest
+from li_texts import QUESTION, SHORT, TEXTS
+from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
+from llama_index.llms.ragcache import RagCacheKVLoadEvent, RagCacheLLM
+from llama_index.retrievers.ragcache import RagCacheRetriever
+from tiny_model import save_tiny_llama
+
+import ragcache as rc
+from ragcache.retrieval.testing import BagOfWords
+
+
+@pytest.fixture(scope="module")
+def kb(tmp_path_factory):
+    """Over a model with room for LlamaIndex's prompts."""
+    lm = rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("wide"), positions=8192))
+    with rc.RagCache.open(tmp_path_factory.mktemp("kb"), model=lm, embedder=BagOfWords()) as kb:
+        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+        yield kb
+
+
+def test_a_query_engine(kb, recorder):
+    llm = RagCacheLLM(kb, **SHORT)
+    engine = RetrieverQueryEngine.from_args(RagCacheRetriever(kb, k=3), llm=llm)
+    found = [node.node_id for node in engine.query(QUESTION).source_nodes]
+    [load] = recorder.of(RagCacheKVLoadEvent)
+    assert load.ids == found
+    assert load.origins == {"memory": 3}
+
+
+def test_a_citation_query_engine(kb, recorder):
+    """Its labels stand between the passages, and run with the question."""
+    llm = RagCacheLLM(kb, **SHORT)
+    engine = CitationQueryEngine(RagCacheRetriever(kb, k=3), llm=llm)
+    sources = engine.query(QUESTION).source_nodes
+    assert [node.text.splitlines()[0] for node in sources] == ["Source 1:", "Source 2:", "Source 3:"]
+    [load] = recorder.of(RagCacheKVLoadEvent)
+    assert load.ids == [hit.chunk.id for hit in kb.retrieve(QUESTION, k=3)]
+    assert load.origins == {"memory": 3}
