@@ -36,7 +36,7 @@ from benchmarks.peers_report import ANSWERS, GOALS, INSIDE, OURS, markdown
 from benchmarks.peers_streams import SCRIPTED_ANSWER_TOKENS, Sizes, Streams, prefix_share
 from benchmarks.report import Goal, Result, write
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import Ratio, Samples, Timing, ratio
+from benchmarks.timing import Ratio, Samples, Theft, Timing, ratio
 from ragcache.models.loading import DTYPES
 
 LONG_STREAM = 10_000
@@ -157,12 +157,14 @@ def measure(settings: Settings, places: Places, arguments: Sequence[str]) -> Ite
     """A result after each dtype: a run takes more than an hour, and what is there is kept."""
     torch.set_num_threads(settings.threads)  # of this process, which computes nothing; stated in the result
     hardware = environment("benchmarks.peers", arguments, torch.device("cpu"))
+    theft = Theft()
     write_checkpoint(places.model, settings.shape, settings.seed)
     streams = Streams(sizes_of(settings))
     runs: list[Run] = []
     for dtype in settings.dtypes.split(","):
         runs.append(run_dtype(settings, dtype, not runs, places, streams))
-        yield result_of(replace(settings, dtypes=",".join(run.dtype for run in runs)), hardware, runs)
+        result = result_of(replace(settings, dtypes=",".join(run.dtype for run in runs)), hardware, runs)
+        yield replace(result, stolen_share=round(theft.share(), 3))
 
 
 def result_of(settings: Settings, hardware: Environment, runs: Sequence[Run]) -> Result:

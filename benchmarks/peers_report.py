@@ -219,7 +219,9 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def _where(hardware: Mapping[str, Any]) -> str:
+    stolen = hardware.get("stolen_share")
+    host = "" if stolen is None else f", {stolen:.0%} of the processors' time taken by the host"
     return (
         f"`{hardware['command']}`, {hardware['cpu']}, {hardware['threads']} threads, load before the run "
-        f"{hardware['load_1min']}, commit {hardware['commit']}, {hardware['date'][:10]}."
+        f"{hardware['load_1min']}{host}, commit {hardware['commit']}, {hardware['date'][:10]}."
     )

@@ -20,6 +20,9 @@ RESULTS = Path(__file__).parent / "results"
 # What a verdict takes. Loads are the machine's average over a minute: before, and after beyond the run's own threads.
 LEAST_PAIRS = 10
 MOST_LOAD, MOST_LOAD_AFTER = 0.5, 1.0
+# The share of the processors' time that a host may give to other machines while samples are taken that cannot be
+# taken again (`timing` takes the others again).
+MOST_STOLEN = 0.1
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Goal:
     def verdict(self, hardware: Mapping[str, Any]) -> str:
         """ "met" or "missed", where the run can say so and the limit is outside of the interval.
 
-        hardware: the fields of an Environment, and load_after_1min
+        hardware: see `Result.hardware`
         """
         if not self.applies:
             return "other sizes than the goal's"
@@ -86,6 +89,8 @@ class Goal:
             yield "load after unknown"
         elif after > hardware["threads"] + MOST_LOAD_AFTER:
             yield f"load {after:g} after"
+        if (stolen := hardware.get("stolen_share")) is not None and stolen > MOST_STOLEN:
+            yield f"the host took {stolen:.0%} of the processors' time"
 
 
 def _doubts_of_code(hardware: Mapping[str, Any]) -> Iterator[str]:
@@ -104,6 +109,8 @@ class Result:
     ratios:   Ratio by "a / b"
     figures:  everything else that was measured, JSON values
     load_after_1min: the machine's load average when the result was made, after the benchmark
+    stolen_share: of all processors' time, what the hypervisor gave to other machines; None where samples that lost much
+              were taken again
     """
 
     name: str
@@ -114,11 +121,13 @@ class Result:
     figures: Mapping[str, Any]
     goals: Sequence[Goal]
     load_after_1min: float = field(default_factory=load_average)
+    stolen_share: float | None = None
 
     @property
     def hardware(self) -> dict[str, Any]:
-        """The environment, with the load after the run."""
-        return {**_plain(self.environment), "load_after_1min": self.load_after_1min}
+        """The environment, with what the run says of the machine."""
+        about = {"load_after_1min": self.load_after_1min, "stolen_share": self.stolen_share}
+        return {**_plain(self.environment), **about}
 
     def to_json(self) -> dict[str, Any]:
         hardware = self.hardware

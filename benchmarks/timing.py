@@ -144,13 +144,25 @@ def _sample(variant: Variant, device: torch.device) -> tuple[float, float]:
     if variant.prepare is not None:
         variant.prepare()
     synchronise(device)
-    stolen, started = stolen_s(), time.perf_counter()
+    theft, started = Theft(), time.perf_counter()
     result = variant.run()
     synchronise(device)
     seconds = time.perf_counter() - started
-    stolen = stolen_s() - stolen
+    share = theft.share()
     del result
-    return stolen / (seconds * (os.cpu_count() or 1)), seconds
+    return share, seconds
+
+
+class Theft:
+    """What the hypervisor gives to other machines from now on."""
+
+    def __init__(self) -> None:
+        self._stolen_s, self._started = stolen_s(), time.perf_counter()
+
+    def share(self) -> float:
+        """Of all processors' time since then."""
+        seconds = (time.perf_counter() - self._started) * (os.cpu_count() or 1)
+        return (stolen_s() - self._stolen_s) / seconds
 
 
 def stolen_s() -> float:

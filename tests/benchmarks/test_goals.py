@@ -15,7 +15,14 @@ from benchmarks import askers, codecs, decode, environment, ingest, loading, met
 from benchmarks.report import LEAST_PAIRS, Goal, Result, goal_lines, write
 from benchmarks.timing import Ratio, median_interval
 
-QUIET = {"load_1min": 0.3, "load_after_1min": 2.1, "threads": 2, "commit": "abc1234", "clean": True}
+QUIET = {
+    "load_1min": 0.3,
+    "load_after_1min": 2.1,
+    "stolen_share": 0.05,
+    "threads": 2,
+    "commit": "abc1234",
+    "clean": True,
+}
 GOOD = Goal("a / b", "at most", 1.10, 1.05, True, 10, 1.02, 1.08)
 
 
@@ -42,6 +49,7 @@ def test_a_good_run_decides(goal: Goal, verdict: str) -> None:
         ({"load_1min": 0.51}, "load 0.51 before"),
         ({"load_after_1min": 3.01}, "load 3.01 after"),
         ({"load_after_1min": None}, "load after unknown"),
+        ({"stolen_share": 0.123}, "the host took 12% of the processors' time"),
         ({"clean": False}, "uncommitted changes"),
         ({"load_1min": 2.94, "clean": False}, "load 2.94 before, uncommitted changes"),
     ],
