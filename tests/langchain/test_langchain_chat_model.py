@@ -274,10 +274,12 @@ async def test_messages_that_cannot_be_read_are_refused(chat, message, named):
         [chunk async for chunk in chat.astream(messages)]
 
 
-def test_text_between_passages_is_refused(chat):
+def test_a_method_that_reads_no_text_between_passages_refuses_it(chat):
     passage = create_text_block("one", ragcache={})
-    with pytest.raises(PromptError, match="between"):
-        chat.invoke([HumanMessage([passage, "and", passage, ASKED])])
+    parts = [HumanMessage([passage, "and", passage, ASKED])]
+    assert chat.invoke(parts).usage_metadata["input_token_details"]["cache_read"] > 0
+    with pytest.raises(PromptError, match="method 'epic' reads none there"):
+        chat.invoke(parts, method="epic")
 
 
 def test_unknown_options_are_refused(chat):

@@ -138,7 +138,7 @@ def test_what_cannot_be_written_is_named_and_dropped(
             for number in range(3):
                 assert store.put(make_key(number), make_block(number)).equal(make_block(number))
             with pytest.raises(StoreFullError):
-                store.flush([make_key(1)])
+                store.flush([make_key(number) for number in range(3)])
             store.flush([make_key(9)])
         assert caplog.text.count("StoreFullError") == 1
         assert [store.locate(make_key(number)) for number in range(3)] == ["memory"] * 3, "questions go on"
