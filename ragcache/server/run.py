@@ -39,6 +39,7 @@ class Server(uvicorn.Server):
         self.service: Service = app.state.service
         self.drain_s = drain_s
         self._drain_until: float | None = None
+        self._has_said_so = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drain_until is None:
@@ -50,7 +51,6 @@ class Server(uvicorn.Server):
         """Take no more questions; stop when the running ones are done, or the time is up."""
         self.service.stop()
         self._drain_until = time.monotonic() + self.drain_s
-        logs.write("draining", requests=len(self.server_state.tasks))
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self._is_drained()
@@ -58,6 +58,9 @@ class Server(uvicorn.Server):
     def _is_drained(self) -> bool:
         if self._drain_until is None:
             return False
+        if not self._has_said_so:  # not by the signal's handler, which may interrupt a line that is being written
+            self._has_said_so = True
+            logs.write("draining", requests=len(self.server_state.tasks))
         self.service.end_additions()
         if self.server_state.tasks and time.monotonic() < self._drain_until:
             return False

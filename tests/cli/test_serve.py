@@ -67,6 +67,7 @@ def test_a_server_from_its_start_to_its_end(tmp_path, model):
                 running.send_signal(signal.SIGTERM)
                 assert [line for line in lines if line][-1] == "data: [DONE]"
         assert running.wait(120) == 0
+    assert all(line.startswith("{") for line in errors), "".join(errors)
     logged = [json.loads(line)["event"] for line in errors]
     assert logged.count("request") >= 4
     assert "draining" in logged
