@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ragcache.openmp import end_team
+
 Samples = dict[str, dict[int, float]]
 
 # A hypervisor that runs other machines takes the processors away for a while: a sample in which it did that is taken
@@ -143,6 +145,7 @@ def _sample(variant: Variant, device: torch.device) -> tuple[float, float]:
     """Share of all processors' time that was stolen meanwhile, and seconds."""
     if variant.prepare is not None:
         variant.prepare()
+    end_team()  # this thread's, which the last variant may have left: beside it the model's thread would be slowed
     synchronise(device)
     theft, started = Theft(), time.perf_counter()
     result = variant.run()
