@@ -112,3 +112,24 @@ def test_no_team_outlives_an_answer_an_ingestion_or_loading() -> None:
     ingested, opened, asked, cached = run(ASKING, "off")
     assert min(ingested, opened, asked) >= 3
     assert cached == 1
+
+
+WAITING = """
+import ragcache as rc
+from ragcache.models.attention import observing
+from transformers import GenerationMixin
+more += teams()
+lm = rc.load_lm("mini")
+seen = []
+openmp._library.cache_clear() if sys.argv[1] == "on" else setattr(openmp, "_library", lambda: None)
+large()
+with observing(lambda attended: seen.append(teams())):
+    lm.run(list(range(10, 40)), 0, lm.new_cache(40))
+print(max(seen))
+"""
+
+
+def test_a_caller_that_has_computed_has_no_team_while_it_waits_for_the_model() -> None:
+    """As behind an embedding model of the application's own. The model's thread may have one."""
+    assert run(WAITING, "on") == [3]
+    assert run(WAITING, "off") == [6]

@@ -167,6 +167,7 @@ class Scheduler:
                 self._changed.wait()
 
     def _submit(self, request: Request) -> None:
+        end_team()  # whatever the caller computed before: it waits now, and the model's thread has the processors
         with self._changed:
             self._waiting.append(request)
             if self._thread is None:
