@@ -108,6 +108,11 @@ class Prompt:
         return Passages(tuple(map(tuple, self.chunk_ids)), tuple(map(tuple, self.label_ids)))
 
     @property
+    def labels(self) -> tuple[tuple[int, ...], ...]:
+        """One a chunk, maybe without tokens."""
+        return self._passages.labels
+
+    @property
     def context_tokens(self) -> int:
         """Tokens before the suffix."""
         return len(self.prefix_ids) + self._passages.num_tokens
@@ -119,7 +124,7 @@ class Prompt:
     @property
     def ids(self) -> list[int]:
         """All ids in order: what full prefill reads."""
-        passages = zip(self._passages.labels, self.chunk_ids, strict=True)
+        passages = zip(self.labels, self.chunk_ids, strict=True)
         return [*self.prefix_ids, *(id for pair in passages for part in pair for id in part), *self.suffix_ids]
 
 

@@ -87,8 +87,7 @@ class Prompts:
         if hits and reading.on_overflow == "error":
             method.check(self.lm, whole)
         added = method.additions(self.lm)
-        labels = whole.label_ids or ((),) * len(hits)
-        lengths = [len(label) + len(chunk) for label, chunk in zip(labels, chunks, strict=True)]
+        lengths = [len(label) + len(chunk) for label, chunk in zip(whole.labels, chunks, strict=True)]
         kept = _fitting(lengths, room, added)
         if kept < len(hits) and reading.on_overflow == "error":
             total = whole.num_tokens + len(added.ids(len(hits)))

@@ -116,8 +116,8 @@ class Questions:
         as_written = context == "last" and passages is None and k is None
         if as_written:
             self.drop_deleted()
-        if as_written and self._reuses_text(reading):
-            conversation = conversation.cut(lambda text: self._cut(text, reading))
+            if self._reuses_text(reading):
+                conversation = conversation.cut(lambda text: self._cut(text, reading))
         self._look(conversation.given_text, reading)
         if context == "keep":
             if passages is not None:
