@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragcache.errors import ConfigError, ModelNotFoundError
 from ragcache.models.checkpoint import checkpoint_digest
+from ragcache.models.hub import refuse_absent
 from ragcache.models.limits import LIMIT
 from ragcache.openmp import team_ends
 
@@ -102,6 +103,7 @@ class _Window(NamedTuple):
 def _load(name: str) -> tuple[Any, Any]:
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
+    refuse_absent(name, name)
     try:
         model = AutoModelForTokenClassification.from_pretrained(name).eval()
         tokenizer = AutoTokenizer.from_pretrained(name)

@@ -85,7 +85,7 @@ def test_probabilities_are_the_plain_models(classifier):
 
 
 def test_long_texts_are_read_in_windows(classifier):
-    """Of which each is read alone: the first one's words are those of a short text."""
+    """Each window is read alone: the first one's words are those of a short text."""
     compressor = Compressor(str(classifier), 0.5)
     long = compressor.words(TEXT * 8)
     assert "".join((TEXT * 8)[word.start : word.end] for word in long) == "".join((TEXT * 8).split())
@@ -132,3 +132,8 @@ def test_a_share_out_of_range_is_refused(classifier, keep):
 def test_what_is_no_classifier_is_refused_by_name(tmp_path):
     with pytest.raises(ModelNotFoundError, match=f"cannot load a token classifier under '{tmp_path}'"):
         Compressor(str(tmp_path), 0.5).compress(TEXT)
+
+
+def test_a_name_that_is_nowhere_fails_with_the_nearest_there_is(classifier):
+    with pytest.raises(ModelNotFoundError, match=f"did you mean '{classifier}'"):
+        Compressor(f"{classifier}x", 0.5).compress(TEXT)
