@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from ragcache.openmp import end_team
-
 Samples = dict[str, dict[int, float]]
 
 # A hypervisor that runs other machines takes the processors away for a while: a sample in which it did that is taken
@@ -145,7 +143,6 @@ def _sample(variant: Variant, device: torch.device) -> tuple[float, float]:
     """Share of all processors' time that was stolen meanwhile, and seconds."""
     if variant.prepare is not None:
         variant.prepare()
-    end_team()  # this thread's, which the last variant may have left: beside it the model's thread would be slowed
     synchronise(device)
     theft, started = Theft(), time.perf_counter()
     result = variant.run()
@@ -163,7 +160,7 @@ class Theft:
         self._stolen_s, self._started = stolen_s(), time.perf_counter()
 
     def share(self) -> float:
-        """Of all processors' time since then."""
+        """The share of all processors' time since then."""
         seconds = (time.perf_counter() - self._started) * (os.cpu_count() or 1)
         return (stolen_s() - self._stolen_s) / seconds
 
