@@ -130,6 +130,6 @@ print(max(seen))
 
 
 def test_a_caller_that_has_computed_has_no_team_while_it_waits_for_the_model() -> None:
-    """As behind an embedding model of the application's own. The model's thread may have one."""
+    """An embedding model of the application's own would leave it such a team. The model's thread may have one."""
     assert run(WAITING, "on") == [3]
     assert run(WAITING, "off") == [6]

@@ -60,7 +60,7 @@ def asked(kb, way, content):
 
 @pytest.mark.parametrize("way", ["user", "system", "complete", "in pieces"])
 def test_passages_as_text_are_read_from_their_kv(kb, pasted, said, way):
-    """As those that are given as such, whose answers are plain transformers'."""
+    """The answer is that over passages given as such, which other tests hold against plain transformers."""
     hits = kb.retrieve(QUESTION, k=3)
     answer = asked(kb, way, pasted)
     right = asked(kb, way, ["Answer from this.\n\n", *hits, f"\n{QUESTION}"])

@@ -83,7 +83,7 @@ def test_only_the_question_runs(lm, llm, engine, tokens_run, recorder):
 
 @pytest.mark.parametrize("mode", ["compact", "simple_summarize", "tree_summarize"])
 def test_a_stock_synthesizer_is_told_what_keeps_passages_apart(llm, engine, mode, caplog):
-    """With a method that cannot read what stands between them."""
+    """The method is one that cannot read what stands between them."""
     llm.max_tokens, llm.method = 1, "epic"
     with caplog.at_level("WARNING", "ragcache"):
         engine().query(QUESTION)
