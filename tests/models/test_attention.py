@@ -130,6 +130,20 @@ def test_parts_of_the_keys_merge_to_the_whole(width, softcap):
     np.testing.assert_allclose(merged.numpy(), by_hand(query, key, value, allowed, 0.5, softcap), atol=1e-5)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize(("rows", "length"), [(1, 20), (5, 21), (40, 47), (2, 3)])
+def test_keys_are_cut_so_that_all_threads_have_as_much_to_do(rows, length, threads, monkeypatch):
+    """Three KV heads are no multiple of two or eight threads; lengths are none of the pieces."""
+    monkeypatch.setattr("ragcache.models.attend.LEAST_PIECE", 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    query, key, value = (one[:1] for one in inputs(rows, length, heads=6, kv_heads=3))
+    expected = by_hand(query, key, value, np.ones((rows, length), dtype=bool), 0.5)
+    np.testing.assert_allclose(attend(query, key, value, None, False, Scoring(0.5)).numpy(), expected, atol=1e-5)
+    first = attend_part(query, key[:, :, :2], value[:, :, :2], False, Scoring(0.5))
+    whole = first.merge(attend_part(query, key[:, :, 2:], value[:, :, 2:], False, Scoring(0.5)))
+    np.testing.assert_allclose(whole.complete(None, torch.float32).numpy(), expected, atol=1e-5)
+
+
 def test_causal_paths_agree():
     """The bottom-right bias that CUDA takes, is_causal, and the explicit path."""
     query, key, value = inputs(6, 6)
