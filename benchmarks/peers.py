@@ -314,6 +314,8 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
 def main(arguments: Sequence[str] | None = None) -> Result:
     arguments = sys.argv[1:] if arguments is None else arguments
     settings, given = parse(arguments)
+    if given.workdir is not None:
+        given.workdir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.workdir, prefix="peers-") as directory:
         places = Places(Path(directory), given.environments.resolve())
         for result in measure(settings, places, arguments):
