@@ -12,7 +12,10 @@ from torch import Tensor
 from ragcache.kv.block import empty_block
 from ragcache.kv.shape import CacheShape
 
-_ROUND = 256
+# Buffers come in few sizes, so that idle ones fit later requests. A question over a shared context needs a few dozen
+# tokens of its own: in steps of 256, eight askers over 2,000 shared tokens held 1.8 times what one holds.
+_STEP, _SMALL_STEP = 256, 64
+_SMALL = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +51,8 @@ class KVBuffers:
 
 def capacity_for(num_tokens: int) -> int:
     """Tokens that fresh buffers for so many hold."""
-    return -(-num_tokens // _ROUND) * _ROUND
+    step = _SMALL_STEP if num_tokens <= _SMALL else _STEP
+    return -(-num_tokens // step) * step
 
 
 class BufferPool:

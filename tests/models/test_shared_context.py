@@ -127,6 +127,13 @@ def test_methods_that_replace_run_over_a_copy(models):
     assert_same(results[1], results[0])
 
 
+@pytest.mark.parametrize(("tokens", "room"), [(1, 64), (64, 64), (65, 128), (512, 512), (513, 768), (5000, 5120)])
+def test_few_tokens_take_little_room(tokens, room):
+    shape = CacheShape((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
+    cache = FusedCache(BufferPool(shape, 1 << 20), tokens)
+    assert cache.capacity == room
+
+
 def test_buffers_go_back_when_the_last_user_has_gone():
     shape = CacheShape((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
     pool = BufferPool(shape, 1 << 20)
