@@ -129,16 +129,14 @@ def fuse(
     layout = chosen.layout(lm, parts, recipe)
     prefix_ids = chosen.prefix_ids(lm, prompt) if isinstance(prompt, Prompt) else []
     suffix_tokens = parts[-1].num_tokens
-    if prefix_block is not None and layout.separate:
-        exact = _exact_block(lm, prefix_block, len(prefix_ids), exact)
+    exact = _exact(lm, layout, prefix_block, len(prefix_ids), exact)
     _check_prefix(chosen, prompt, exact, len(prefix_ids))
     _check_exact(layout, exact, 1 if evict is None else suffix_tokens)
     _check_base(chosen, layout, base, suffix_tokens)
     lm.check_ids(layout.ids, "the prompt")
     job = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens)
     job, encoded = _with_blocks(job, chunks, recipe, prefix_ids, blocks)
-    ballot = None if evict is None else _ballot(SnapKV.of(evict), layout, len(prefix_ids), suffix_tokens)
-    done = chosen.prefill(job) if ballot is None else _prefill_and_evict(chosen, job, ballot)
+    done = _prefill(chosen, job, evict, len(prefix_ids), suffix_tokens)
     return Fused(
         prompt=prompt,
         layout=layout,
@@ -172,17 +170,19 @@ def _used_recipe(
     return used
 
 
-def _prefill_and_evict(method: FusionMethod, job: Job, ballot: Ballot) -> Prefilled:
+def _prefill(
+    method: FusionMethod, job: Job, evict: SnapKV | int | None, prefix_tokens: int, suffix_tokens: int
+) -> Prefilled:
+    if evict is None:
+        return method.prefill(job)
+    passages = sum(len(piece.ids) for piece in job.layout.passages)
+    behind = job.layout.num_tokens - prefix_tokens - passages
+    ballot = Ballot(SnapKV.of(evict), prefix_tokens, behind, suffix_tokens)
     with observing(ballot):
         done = method.prefill(job)
     with job.running():
         kept = ballot.evict(done.cache, job.reserve_tokens)
     return replace(done, kept_tokens=kept)
-
-
-def _ballot(choice: SnapKV, layout: Layout, prefix_tokens: int, suffix_tokens: int) -> Ballot:
-    passages = sum(len(piece.ids) for piece in layout.passages)
-    return Ballot(choice, prefix_tokens, layout.num_tokens - prefix_tokens - passages, suffix_tokens)
 
 
 def _parts(
@@ -204,8 +204,12 @@ def _parts(
     return prompt
 
 
-def _exact_block(lm: LanguageModel, block: KVBlock, prefix_tokens: int, exact: Exact | None) -> Exact:
-    """The caller's block of the prefix. Raises ConfigError beside `exact`, StaleBlockError when it cannot be it."""
+def _exact(
+    lm: LanguageModel, layout: Layout, block: KVBlock | None, prefix_tokens: int, exact: Exact | None
+) -> Exact | None:
+    """The caller's KV of the prefix. Raises ConfigError for both kinds of it, StaleBlockError for another prefix's."""
+    if block is None or not layout.separate:
+        return exact
     if exact is not None:
         raise ConfigError("prefix_block and exact exclude each other: both are the prefix's KV; give one")
     _check_block(lm, "the prefix", block, prefix_tokens)
