@@ -171,10 +171,11 @@ def reserved_for(kb, **options):
 
 def test_an_answer_reserves_its_cache(kb, lm):
     """Reserve as much as the buffers that it then takes."""
+    asked = ((3, 1), (2, 10**6))  # of other passages, so that neither stands on the other's context
+    reserved = [reserved_for(kb, k=k, sampling=rc.Sampling(max_tokens=count)) for k, count in asked]
     prompt = kb.ask(QUESTIONS[0], k=3, sampling=rc.Sampling(max_tokens=1)).usage.prompt_tokens
     assert lm.max_positions == 512
     buffers = [KVBuffers.allocate(lm.shape, -(-tokens // 64) * 64) for tokens in (prompt + 1, 512)]
-    reserved = [reserved_for(kb, k=3, sampling=rc.Sampling(max_tokens=count)) for count in (1, 10**6)]
     assert [one.num_bytes for one in buffers] == reserved, "no answer is longer than the model's context"
     assert reserved[0] < reserved[1]
 
