@@ -395,7 +395,6 @@ class RagCache(Library, AsyncTwins):
 
 
 def _listed(inputs: Inputs) -> list[Input]:
-    check_type(
-        "inputs", inputs, (os.PathLike, SourceFile, Document, Iterable), "give paths, folders, or rc.Document objects"
-    )
+    kinds = (os.PathLike, SourceFile, Document, Iterable)
+    check_type("inputs", inputs, kinds, "give paths, folders, or rc.Document objects")
     return [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)

@@ -15,7 +15,7 @@ from ragcache.prompt import Prompt, PromptFormat, encode_text
 Cell = Mapping[str, str | int]
 
 
-class Passage(NamedTuple):
+class CasePassage(NamedTuple):
     """is_gold: whether the answer stands in it; None where nobody said."""
 
     text: str
@@ -41,7 +41,7 @@ class Case:
 
     id: str
     question: str
-    passages: tuple[Passage, ...]
+    passages: tuple[CasePassage, ...]
     answers: tuple[str, ...]
     all_wanted: bool = False
     question_id: str = ""

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.case import Case, CasePassage
 from ragcache.ingest.sentences import split_sentences
 
 MIN_WORDS, MAX_WORDS = 8, 40
@@ -36,7 +36,7 @@ def completion_cases(texts: Sequence[str], *, questions: int, passages: int, see
         chosen = [place, *rng.sample(others, min(passages - 1, len(others)))]
         rng.shuffle(chosen)
         start, rest = " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
-        found = tuple(Passage(texts[one], is_gold=one == place) for one in chosen)
+        found = tuple(CasePassage(texts[one], is_gold=one == place) for one in chosen)
         cases.append(Case(f"completion-{number:04d}", QUESTION.format(start=start), found, (rest,)))
     return cases
 

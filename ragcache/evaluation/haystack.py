@@ -8,7 +8,7 @@ from itertools import cycle
 from pathlib import Path
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Passage
+from ragcache.evaluation.case import CasePassage
 from ragcache.evaluation.registry import DataSplit, draw_world, write_document
 from ragcache.ingest.sentences import split_sentences
 
@@ -70,7 +70,7 @@ class Haystack:
 
     def with_needles(
         self, num_tokens: int, needles: Sequence[tuple[str, float]], passage_tokens: int
-    ) -> tuple[Passage, ...]:
+    ) -> tuple[CasePassage, ...]:
         """Passages of about `passage_tokens` that hold `num_tokens` in all, needles among them.
 
         needles: (sentence, depth); depth is the share of the hay that stands before it, in 0..1. A needle goes to the
@@ -88,7 +88,7 @@ class Haystack:
         return tuple(_passages(rows, passage_tokens))
 
 
-def _passages(rows: Sequence[tuple[str, int, bool]], passage_tokens: int) -> Iterator[Passage]:
+def _passages(rows: Sequence[tuple[str, int, bool]], passage_tokens: int) -> Iterator[CasePassage]:
     """Rows (sentence, tokens, is needle) joined until a passage is full; one that holds a needle is gold."""
     current: list[tuple[str, int, bool]] = []
     for row in rows:
@@ -100,5 +100,7 @@ def _passages(rows: Sequence[tuple[str, int, bool]], passage_tokens: int) -> Ite
         yield _joined(current)
 
 
-def _joined(rows: Sequence[tuple[str, int, bool]]) -> Passage:
-    return Passage(" ".join(sentence for sentence, _, _ in rows), is_gold=any(is_needle for _, _, is_needle in rows))
+def _joined(rows: Sequence[tuple[str, int, bool]]) -> CasePassage:
+    return CasePassage(
+        " ".join(sentence for sentence, _, _ in rows), is_gold=any(is_needle for _, _, is_needle in rows)
+    )

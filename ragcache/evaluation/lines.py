@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.case import Case, CasePassage
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def read_entry(fields: Mapping[str, Any], where: str) -> QuestionLine:
     return QuestionLine(Case(name, question.strip(), passages, _answers(fields, where), cell=_cell(meta)), meta)
 
 
-def _passage(document: Any, where: str) -> Passage:
+def _passage(document: Any, where: str) -> CasePassage:
     fields = {"text": document} if isinstance(document, str) else document
     text = fields.get("text") if isinstance(fields, dict) else None
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(f"{where}: a passage has no text; give each as a text or as an object with 'text'")
     is_gold = fields.get("is_gold")
-    return Passage(text, str(fields.get("title") or ""), is_gold if isinstance(is_gold, bool) else None)
+    return CasePassage(text, str(fields.get("title") or ""), is_gold if isinstance(is_gold, bool) else None)
 
 
 def _answers(fields: Mapping[str, Any], where: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.lexical import BM25
 from ragcache.evaluation.lines import QuestionLine, read_entries, read_objects
 from ragcache.evaluation.settings import check_choice
@@ -104,7 +104,7 @@ def _fewer(case: Case, count: int) -> Case:
 class _Corpus:
     """Passages by id, and a ranking of them that is made when first wanted."""
 
-    def __init__(self, name: str, passages: Mapping[str, Passage]) -> None:
+    def __init__(self, name: str, passages: Mapping[str, CasePassage]) -> None:
         self.name = name
         self.passages = passages
         self.ids = list(passages)
@@ -141,11 +141,11 @@ class _Corpus:
         return [self.ids[place] for place in self._ranking.ranked(question)]
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Passage]]:
+def _rows(path: Path) -> Iterator[tuple[str, CasePassage]]:
     for fields, where in read_objects(path):
         if not isinstance(fields.get("text"), str) or "id" not in fields:
             raise ConfigError(f"{where}: a corpus row has 'id' and a text 'text'")
-        yield str(fields["id"]), Passage(fields["text"], str(fields.get("title") or ""))
+        yield str(fields["id"]), CasePassage(fields["text"], str(fields.get("title") or ""))
 
 
 def at_positions(entry: QuestionLine, positions: str) -> list[Case]:

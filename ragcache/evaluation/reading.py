@@ -22,7 +22,7 @@ from ragcache.models.sampling import Sampling
 from ragcache.prompt import Prompt
 
 
-class Written(NamedTuple):
+class WrittenAnswer(NamedTuple):
     """A greedy answer: its text, stop strings cut off, and its ids as the model chose them."""
 
     text: str
@@ -87,7 +87,7 @@ class PromptReader:
         return Encoded(blocks, prefix, time.perf_counter() - started)
 
 
-def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequence[str] = ()) -> Written:
+def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequence[str] = ()) -> WrittenAnswer:
     """The greedy answer. The cache is left as it was found."""
     held = list(fused.cache.lengths)
     sampling = Sampling(max_tokens=max_tokens, stop=tuple(stop))
@@ -101,7 +101,7 @@ def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequenc
             break
     text += pieces.finish()
     _take_back(fused.cache, held)
-    return Written(text, tuple(ids))
+    return WrittenAnswer(text, tuple(ids))
 
 
 @torch.inference_mode()

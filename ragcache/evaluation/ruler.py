@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
 
-from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.haystack import CountTokens, Haystack, prose
 from ragcache.evaluation.needle import check_lengths
 from ragcache.evaluation.registry.documents import joined
@@ -53,7 +53,7 @@ class Draft(NamedTuple):
     """A case before it has a name."""
 
     question: str
-    passages: tuple[Passage, ...]
+    passages: tuple[CasePassage, ...]
     answers: tuple[str, ...]
 
 
@@ -230,10 +230,10 @@ def _keyed(
     return Draft(question, stack.with_needles(make.length, needles, make.passage), answers)
 
 
-def _listed(make: Maker, words: list[str]) -> tuple[Passage, ...]:
+def _listed(make: Maker, words: list[str]) -> tuple[CasePassage, ...]:
     """Words in passages of the wanted size; no passage is marked as gold: the answer needs all of them."""
     size = max(1, int(make.passage / (make.count_tokens(" ".join(words[:200]) + " ") / min(200, len(words)))))
-    return tuple(Passage(" ".join(words[start : start + size])) for start in range(0, len(words), size))
+    return tuple(CasePassage(" ".join(words[start : start + size])) for start in range(0, len(words), size))
 
 
 def _word(rng: random.Random) -> str:

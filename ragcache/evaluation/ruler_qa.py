@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.haystack import CountTokens
 from ragcache.evaluation.lines import QuestionLine
 
-Pool = Mapping[Passage, Any]
+Pool = Mapping[CasePassage, Any]
 """Every passage, with the article that it belongs to; None where the set names none."""
 
 
@@ -40,12 +40,12 @@ def filled_cases(
     return cases
 
 
-def _plain(passage: Passage) -> Passage:
+def _plain(passage: CasePassage) -> CasePassage:
     """The passage, whichever question it is gold for."""
     return passage._replace(is_gold=None)
 
 
-def _others(line: QuestionLine, pool: Pool, rng: random.Random) -> Iterator[Passage]:
+def _others(line: QuestionLine, pool: Pool, rng: random.Random) -> Iterator[CasePassage]:
     """Passages that are not the question's own; near ones first, each kind in an order drawn anew."""
     own = {_plain(passage) for passage in line.case.passages}
     article = line.meta.get("article")

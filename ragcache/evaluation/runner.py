@@ -14,7 +14,7 @@ from ragcache.evaluation.divergence import kl_divergence, top1_agrees
 from ragcache.evaluation.journal import Key, Ledger, Score
 from ragcache.evaluation.methods import FULL, MethodSpec
 from ragcache.evaluation.metrics import contains_answer, exact_match, rouge_l, share_contained, token_f1
-from ragcache.evaluation.reading import PromptReader, Written, forced_logits, write_answer
+from ragcache.evaluation.reading import PromptReader, WrittenAnswer, forced_logits, write_answer
 from ragcache.evaluation.set_metrics import METRICS
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
@@ -50,7 +50,7 @@ class RunSettings:
 class Reference(NamedTuple):
     """Full prefill's answer, and its logits along `ids`, float32 [len(ids), vocab_size]."""
 
-    written: Written
+    written: WrittenAnswer
     ids: list[int]
     logits: Tensor
     score: Score
@@ -141,7 +141,7 @@ class Runner:
         fused.cache.release()
         return Reference(written, ids, logits, score)
 
-    def _reference_ids(self, case: Case, written: Written) -> list[int]:
+    def _reference_ids(self, case: Case, written: WrittenAnswer) -> list[int]:
         """The reference answer as it would follow the prompt; the end of text where full prefill wrote nothing."""
         if not case.answers or self.settings.reference == "full":
             return list(written.ids) or list(eos_token_ids(self.lm)[:1]) or [0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from ragcache.engine.opening import open_embedder
 from ragcache.engine.store import Store, StoreConfig, open_store
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.completion import completion_cases
 from ragcache.evaluation.lines import read_entries
 from ragcache.retrieval.retriever import Retriever
@@ -48,7 +48,7 @@ def asked_of(
     cases = []
     for entry in entries:
         hits = [] if entry.case.passages else retriever.retrieve(entry.case.question, passages)
-        own = tuple(Passage(hit.chunk.text) for hit in hits)
+        own = tuple(CasePassage(hit.chunk.text) for hit in hits)
         cases.append(replace(entry.case, passages=entry.case.passages or own))
     empty = next((case for case in cases if not case.passages), None)
     if empty is not None:

@@ -20,7 +20,7 @@ from ragcache.ingest.isolated import IsolatedReader
 from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.report import IngestReport, IngestSeconds
 from ragcache.ingest.whole import WholeTexts
-from ragcache.ingest.workbench import CutResult, Job, Record, Source, Vectors, Workbench
+from ragcache.ingest.workbench import CutResult, EncodeJob, Record, Source, Vectors, Workbench
 from ragcache.kv.identity import Recipe
 from ragcache.models.loading import load_lm
 from ragcache.retrieval.embedder import Embedder
@@ -38,7 +38,7 @@ class Item(NamedTuple):
 
 
 @dataclass
-class Part:
+class ReadRecords:
     """Records that were read, each with the rank of its item, and whether they are the last ones of the batch."""
 
     records: list[tuple[int, Record]] = field(default_factory=list)
@@ -113,12 +113,12 @@ class Actor:
         """Load model and embedder. Raises as `Setup.build` does."""
         self._ready()
 
-    def read(self, batch: int, items: Sequence[Item], start: int) -> Part:
+    def read(self, batch: int, items: Sequence[Item], start: int) -> ReadRecords:
         """The records of a batch from the one of this number on, as many as are sent together."""
         if (self._batch, self._sent) != (batch, start):
             self._records, self._batch = self._read(self._ready(), items), batch
             next(islice(self._records, start, start), None)  # skips what an actor that died had sent
-        part, chars = Part(), 0
+        part, chars = ReadRecords(), 0
         for rank, record in self._records:
             part.records.append((rank, record))
             chars += len(record.found.text) if isinstance(record.found, Document) else 0
@@ -130,7 +130,7 @@ class Actor:
         part.seconds, self._seconds = self._seconds, IngestSeconds()
         return part
 
-    def compute(self, job: Job) -> Computed:
+    def compute(self, job: EncodeJob) -> Computed:
         report, said = IngestReport(), list[tuple[str, int]]()
         vectors = self._ready().compute(job, report, lambda stage, step: said.append((stage, step)))
         return Computed(vectors, report, said)

@@ -25,10 +25,10 @@ from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 from ragcache.errors import ClusterError, ConfigError, IngestError, RagCacheError, check_least
-from ragcache.ingest.actor import Actor, Computed, Item, Part, Setup
+from ragcache.ingest.actor import Actor, Computed, Item, ReadRecords, Setup
 from ragcache.ingest.document import Document
 from ragcache.ingest.report import IngestReport
-from ragcache.ingest.workbench import Job, Record, Say, Source, T, Vectors, Work, Workbench
+from ragcache.ingest.workbench import EncodeJob, Record, Say, Source, T, Vectors, Work, Workbench
 from ragcache.models.limits import LIMIT, POLL_S
 from ragcache.store.kv_store import KVStore
 
@@ -142,7 +142,7 @@ class _Begun(NamedTuple):
     """A job that an actor has."""
 
     what: Any
-    job: Job
+    job: EncodeJob
     computed: Any
 
 
@@ -205,7 +205,7 @@ class _WorkThere:
 
     # Computing
 
-    def compute(self, jobs: Iterable[tuple[T, Job]]) -> Iterator[tuple[T, Vectors]]:
+    def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, Vectors]]:
         for number, (what, job) in enumerate(jobs):
             while self._is_full() or self._has_computed():
                 yield self._finish()
@@ -220,13 +220,13 @@ class _WorkThere:
     def _has_computed(self) -> bool:
         return bool(self._begun) and bool(self._ray.wait([self._begun[0].computed], timeout=0)[0])
 
-    def _left_over(self, job: Job) -> Job:
+    def _left_over(self, job: EncodeJob) -> EncodeJob:
         """The job without the blocks that come with the jobs before it."""
         begun = {key for one in self._begun for key in one.job.wanted}
         left = {key: ids for key, ids in job.wanted.items() if key not in begun}
         self._report.reused_blocks += len(job.wanted) - len(left)
         self._say("skip", sum(map(len, job.wanted.values())) - sum(map(len, left.values())))
-        return Job(job.texts, left)
+        return EncodeJob(job.texts, left)
 
     def _finish(self) -> tuple[Any, Vectors]:
         computed: Computed = _get(self._ray, self._begun[0].computed)
@@ -256,7 +256,7 @@ class _Batch:
     def records(self) -> Iterator[tuple[int, Record]]:
         sent, is_last = 0, False
         while not is_last:
-            part: Part = _get(self._ray, self._part)
+            part: ReadRecords = _get(self._ray, self._part)
             self._report.seconds.add(part.seconds)
             sent, is_last = sent + len(part.records), part.is_last
             if not is_last:

@@ -17,7 +17,7 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.known import KnownDocuments, sync_roots
 from ragcache.ingest.readers import SourceFile, find_files
 from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, ProgressEvent
-from ragcache.ingest.workbench import Job, Record, Say, Source, Vectors, Work, Workbench
+from ragcache.ingest.workbench import EncodeJob, Record, Say, Source, Vectors, Work, Workbench
 from ragcache.models.limits import LIMIT
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
 
@@ -218,19 +218,19 @@ class IngestRun:
 
     # Computing
 
-    def _job(self, window: list[Prepared]) -> Job:
+    def _job(self, window: list[Prepared]) -> EncodeJob:
         texts = [
             chunk.embedded_text(one.document.title) for one in window if not one.stored for chunk in one.chunks
         ]  # fmt: skip
         if not self.eager:
-            return Job(texts, {})
+            return EncodeJob(texts, {})
         # The same text twice is one block.
         wanted = {key: chunk.token_ids for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
         self._say("skip", sum(one.num_tokens for one in window) - sum(map(len, wanted.values())))
         if wanted and self.to.kv.basis.is_lacking:
             with self.report.seconds.timed("encode_s"):
                 calibrate(self.to.documents, self.to.kv, self.to.encoder, list(wanted.values()))
-        return Job(texts, wanted)
+        return EncodeJob(texts, wanted)
 
     # Storing
 

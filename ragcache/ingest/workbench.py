@@ -60,7 +60,7 @@ class Record(NamedTuple):
     cut: CutResult = None
 
 
-class Job(NamedTuple):
+class EncodeJob(NamedTuple):
     """What a window of documents needs computed. texts: for the embedder. wanted: token ids by block key."""
 
     texts: list[str]
@@ -75,7 +75,7 @@ class Work(Protocol):
         have one of them need not be cut."""
         ...
 
-    def compute(self, jobs: Iterable[tuple[T, Job]]) -> Iterator[tuple[T, Vectors]]:
+    def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, Vectors]]:
         """The vectors of each job's texts, in order, once its blocks are flushed; each with what came with the job."""
         ...
 
@@ -141,7 +141,7 @@ class Workbench:
             self.names.check(chunk.token_ids, document.where)
         return Cut(chunks, [self.names.key(chunk.token_ids) for chunk in chunks])
 
-    def compute(self, job: Job, report: IngestReport, say: Say) -> Vectors:
+    def compute(self, job: EncodeJob, report: IngestReport, say: Say) -> Vectors:
         """Embed the texts, and encode the blocks that no tier has; these are flushed on return."""
         embedding = self._embedding.submit(self._embed, job.texts, report.seconds)
         self._encode_missing(job.wanted, report, say)
@@ -200,7 +200,7 @@ class WorkHere:
         for source in sources:
             yield map(Record, self._bench.read(source, self._report.seconds))
 
-    def compute(self, jobs: Iterable[tuple[T, Job]]) -> Iterator[tuple[T, Vectors]]:
+    def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, Vectors]]:
         for what, job in jobs:
             yield what, self._bench.compute(job, self._report, self._say)
 

@@ -61,7 +61,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     return _sdpa(query, key, value, attn_mask=mask, is_causal=causal, scale=scoring.scaling, enable_gqa=grouped)
 
 
-class Part(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention over some of the keys, to be merged with that over the others.
 
     out: float32 [batch, num_heads, num_rows, head_dim], as if there were no other keys
@@ -72,15 +72,15 @@ class Part(NamedTuple):
     lse: Tensor
 
     @classmethod
-    def join(cls, parts: Sequence[Part]) -> Part:
+    def join(cls, parts: Sequence[PartialAttention]) -> PartialAttention:
         """The parts of several requests' rows as one."""
         return cls(torch.cat([part.out for part in parts], dim=2), torch.cat([part.lse for part in parts], dim=2))
 
-    def merge(self, other: Part) -> Part:
+    def merge(self, other: PartialAttention) -> PartialAttention:
         """Attention of the same rows over the keys of both."""
         lse = torch.logaddexp(self.lse, other.lse)
         out = self.out * (self.lse - lse).exp()[..., None] + other.out * (other.lse - lse).exp()[..., None]
-        return Part(out, lse)
+        return PartialAttention(out, lse)
 
     def complete(self, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
         """What attention returns once all keys are in."""
@@ -95,7 +95,7 @@ def has_kernel(key: Tensor, value: Tensor, scoring: Scoring) -> bool:
     return no_changes and key.device.type == "cpu" and key.shape[3] == value.shape[3]
 
 
-def attend_last(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Part:
+def attend_last(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> PartialAttention:
     """Attention of the tokens that the last keys belong to: each sees all keys up to its own; see `attend_part`.
 
     Two parts, earlier keys without a mask and own ones: for 1,024 rows behind 5,000 tokens half the time of one part
@@ -110,7 +110,7 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
     return attend_part(query, key[:, :, :earlier], value[:, :, :earlier], False, scoring).merge(own)
 
 
-def attend_part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scoring: Scoring) -> Part:
+def attend_part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scoring: Scoring) -> PartialAttention:
     """`attend` over some of the keys, without the sinks and changes of scores that hold for all of them.
 
     causal: as many keys as rows, the later ones last; False: every row sees every key
@@ -119,7 +119,7 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scoring
     num_kv_heads = key.shape[1]
     if has_kernel(key, value, scoring):
         attended = _attend_causally if causal else _attend_folded
-        return Part(*(one.float() for one in attended(query, key, value, scoring.scaling)))
+        return PartialAttention(*(one.float() for one in attended(query, key, value, scoring.scaling)))
     scores = torch.matmul(query.reshape(batch, num_kv_heads, -1, width) * scoring.scaling, key.transpose(2, 3)).float()
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
@@ -129,7 +129,9 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scoring
         scores = scores.view(batch, num_kv_heads, -1, num_rows)
     lse = scores.logsumexp(-1)
     out = torch.matmul((scores - lse[..., None]).exp().to(value.dtype), value)
-    return Part(out.float().reshape(batch, num_heads, num_rows, -1), lse.reshape(batch, num_heads, num_rows))
+    return PartialAttention(
+        out.float().reshape(batch, num_heads, num_rows, -1), lse.reshape(batch, num_heads, num_rows)
+    )
 
 
 def _attend_folded(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -167,10 +169,10 @@ def _attend_in_pieces(folded: Tensor, key: Tensor, value: Tensor, scaling: float
     rows = folded.expand(pieces, -1, -1, -1)
     outs, lses = _flash_on_cpu(rows, cut_key, cut_value, 0.0, False, attn_mask=None, scale=scaling)
     lse = lses.logsumexp(0, keepdim=True)
-    part = Part((outs * (lses - lse).exp()[..., None]).sum(0, keepdim=True), lse)
+    part = PartialAttention((outs * (lses - lse).exp()[..., None]).sum(0, keepdim=True), lse)
     if even < key.shape[2]:
         rest = _flash_on_cpu(folded, key[:, :, even:], value[:, :, even:], 0.0, False, attn_mask=None, scale=scaling)
-        part = part.merge(Part(*rest))
+        part = part.merge(PartialAttention(*rest))
     return part
 
 

@@ -31,7 +31,7 @@ from ragcache.kv.buffers import SharedContext
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.rope import Rope
 from ragcache.models.attend import (
-    Part,
+    PartialAttention,
     Scoring,
     additive,
     attend,
@@ -94,7 +94,7 @@ class ProjectedSignal(Exception):  # noqa: N818 - it ends a layer early; it is n
         self.projected = projected
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """Rows that attend together to the first `num_keys` keys under `mask`; None: they see them all."""
 
     start: int
@@ -117,7 +117,7 @@ class FusedPass:
     positions: Tensor
     ordered: bool
     rows: Tensor | None = None
-    masks: dict[tuple[int | None, int], tuple[Tensor, list[Span]]] = field(default_factory=dict)
+    masks: dict[tuple[int | None, int], tuple[Tensor, list[RowSpan]]] = field(default_factory=dict)
 
     @property
     def running(self) -> Tensor:
@@ -277,7 +277,7 @@ def _attend_over_base(
     own = [
         attend_last(query, *member.cache.own_state(layer), scoring) for member, query in zip(members, rows, strict=True)
     ]
-    return shared.merge(Part.join(own)).complete(scoring.sinks, rows[0].dtype)
+    return shared.merge(PartialAttention.join(own)).complete(scoring.sinks, rows[0].dtype)
 
 
 def _sees_all_of_base(current: FusedPass, window: int | None) -> bool:
@@ -341,7 +341,7 @@ def _observe(current: FusedPass, layer: int, query: Tensor, key: Tensor, window:
 
 def _spans(
     current: FusedPass, layer: int, positions: Tensor, length: int, window: int | None, dtype: torch.dtype
-) -> list[Span]:
+) -> list[RowSpan]:
     """The pass's mask, cut into spans of rows so that keys behind a span's last row cost nothing."""
     _, _, key_positions = current.cache.layer_state(layer)
     made = current.masks.get((window, length))
@@ -354,7 +354,7 @@ def _spans(
         mask = _mask(current, layer, positions, start, end, window)
         num_keys = length if current.cache.adjust else int(mask.flatten(0, -2).any(0).nonzero()[-1]) + 1
         mask = mask[..., :num_keys]
-        spans.append(Span(start, end, num_keys, None if bool(mask.all()) else additive(mask, dtype)))
+        spans.append(RowSpan(start, end, num_keys, None if bool(mask.all()) else additive(mask, dtype)))
     current.masks[window, length] = (key_positions, spans)
     return spans
 

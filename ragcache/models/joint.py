@@ -42,7 +42,7 @@ class Run:
         return self.ids.shape[0] - self.done
 
 
-class Piece(NamedTuple):
+class RunPiece(NamedTuple):
     """Tokens of a run that are next: so many from `start`. `mark`: what its cache held before."""
 
     run: Run
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
     mark: CacheMark
 
     @classmethod
-    def next(cls, run: Run, num_tokens: int) -> Piece:
+    def next(cls, run: Run, num_tokens: int) -> RunPiece:
         return cls(run, run.done, num_tokens, run.cache.mark())
 
     @property
@@ -76,7 +76,7 @@ class Piece(NamedTuple):
 class JointCache(Cache):  # type: ignore[misc]
     """Hands each request's new keys and values to the request's own cache."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[RunPiece]) -> None:
         super().__init__(layers=[])
         self._caches = [piece.run.cache for piece in pieces]
         self._lengths = [piece.num_tokens for piece in pieces]
@@ -95,7 +95,7 @@ class JointCache(Cache):  # type: ignore[misc]
 
 
 @torch.inference_mode()
-def run_pieces(model: PreTrainedModel, pieces: Sequence[Piece]) -> list[Tensor]:
+def run_pieces(model: PreTrainedModel, pieces: Sequence[RunPiece]) -> list[Tensor]:
     """One forward pass over all pieces; of each, its last token's logits: float32 [vocab_size].
 
     A single piece runs as it would without this module.

@@ -27,7 +27,7 @@ BY_TOKEN = ("position_embeddings", "position_ids", "cache_position", "per_layer_
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _LayerCall:
     """One decoder layer and what transformers called it with, hidden states left out."""
 
     layer: nn.Module
@@ -48,7 +48,7 @@ class LayerPoint:
     layer: int
     rows: Tensor
     _hidden: Tensor = field(repr=False)
-    _call: _Call = field(repr=False)
+    _call: _LayerCall = field(repr=False)
     _current: FusedPass = field(repr=False)
 
     def probe(self) -> Projected:
@@ -85,7 +85,7 @@ class _Walk:
     before_layer: BeforeLayer
     current: FusedPass
     embedded: Tensor | None = None
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[_LayerCall] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -128,7 +128,7 @@ def _before(index: int, names: Sequence[str], module: nn.Module, args: tuple[Any
         return None
     hidden = args[0] if args else kwargs["hidden_states"]
     others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-    call = _Call(module, {**dict(zip(names, args[1:], strict=False)), **others})
+    call = _LayerCall(module, {**dict(zip(names, args[1:], strict=False)), **others})
     walk.calls.append(call)
     if walk.embedded is None:
         walk.embedded = hidden

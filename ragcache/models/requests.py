@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ragcache.kv.cache import FusedCache
-from ragcache.models.joint import Piece, Run
+from ragcache.models.joint import Run, RunPiece
 from ragcache.models.limits import NO_LIMIT, Limit
 
 
@@ -53,7 +53,7 @@ class Member(NamedTuple):
     """A request in a pass, and the tokens of it that run there."""
 
     request: Request
-    piece: Piece
+    piece: RunPiece
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ragcache.kv.cache import FusedCache
-from ragcache.models.joint import Piece, Run
+from ragcache.models.joint import Run, RunPiece
 from ragcache.models.limits import LIMIT, POLL_S, Limit
 from ragcache.models.requests import Decoding, Member, Request
 from ragcache.openmp import end_team, working_alone
@@ -64,7 +64,9 @@ class Scheduler:
     sharing:      False gives every run a pass of its own
     """
 
-    def __init__(self, forward: Callable[[Sequence[Piece]], list[Tensor]], pass_tokens: int, alone_tokens: int) -> None:
+    def __init__(
+        self, forward: Callable[[Sequence[RunPiece]], list[Tensor]], pass_tokens: int, alone_tokens: int
+    ) -> None:
         self.pass_tokens = pass_tokens
         self.alone_tokens = alone_tokens
         self.sharing = True
@@ -242,7 +244,7 @@ class Scheduler:
                 request.run.cache.hold()
             # Held first, looked at then: the garbage collector may close an abandoned stream at any moment.
             shares = [(request, count) for request, count in shares if not request.is_abandoned]
-        return [Member(request, Piece.next(request.run, count)) for request, count in shares]
+        return [Member(request, RunPiece.next(request.run, count)) for request, count in shares]
 
     def _drop_given_up(self) -> None:
         """End what gave up while it waited: its caller may be busy elsewhere and not look at its limit for long."""

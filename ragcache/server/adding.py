@@ -15,7 +15,7 @@ from ragcache.server.schemas.documents import AddReport, FailedInput, UploadProg
 from ragcache.server.service import Service
 from ragcache.server.sse import event
 from ragcache.server.uploads import Upload
-from ragcache.server.work import Work
+from ragcache.server.work import RunningTask
 
 Said = ProgressEvent | IngestReport
 
@@ -70,7 +70,7 @@ def report_of(report: IngestReport) -> AddReport:
     return AddReport(**same, failed=failed)
 
 
-async def as_events(service: Service, request: Request, first: Said, rest: Work[Said]) -> AsyncIterator[bytes]:
+async def as_events(service: Service, request: Request, first: Said, rest: RunningTask[Said]) -> AsyncIterator[bytes]:
     """progress, progress, ..., done; or error."""
     try:
         yield _event(first)

@@ -37,7 +37,7 @@ from ragcache.server.schemas.completion import (
 )
 from ragcache.server.service import Service, service_of
 from ragcache.server.sse import EventStream, event
-from ragcache.server.work import Work, merged, unless_gone
+from ragcache.server.work import RunningTask, merged, unless_gone
 
 router = APIRouter(tags=["answers"])
 DONE = b"data: [DONE]\n\n"
@@ -86,7 +86,7 @@ async def respond(
     return Response(writer.completion(found).to_json(), media_type=JSON)
 
 
-async def _answers(works: Sequence[Work[Event]]) -> list[Answer]:
+async def _answers(works: Sequence[RunningTask[Event]]) -> list[Answer]:
     return [_answer(await work.last()) for work in works]
 
 
@@ -157,7 +157,7 @@ class Writer:
             return "stop" if self.names_tool else "tool_calls"
         return reason_of(answer)
 
-    async def chunks(self, first: Event, works: Sequence[Work[Event]], *, usage: bool) -> AsyncIterator[bytes]:
+    async def chunks(self, first: Event, works: Sequence[RunningTask[Event]], *, usage: bool) -> AsyncIterator[bytes]:
         """The stream. Once it has begun an error can only be told inside of it."""
         try:
             more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: a value in the last chunk only

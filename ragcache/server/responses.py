@@ -34,7 +34,7 @@ from ragcache.server.schemas.responses import (
 )
 from ragcache.server.service import service_of
 from ragcache.server.sse import event
-from ragcache.server.work import Work, merged
+from ragcache.server.work import RunningTask, merged
 
 router = APIRouter(tags=["answers"])
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -73,7 +73,7 @@ class ResponseWriter(Writer):
     def completion(self, answers: Sequence[Answer]) -> AnswerModel:
         return self.whole(answers[0])
 
-    async def chunks(self, first: Event, works: Sequence[Work[Event]], *, usage: bool) -> AsyncIterator[bytes]:
+    async def chunks(self, first: Event, works: Sequence[RunningTask[Event]], *, usage: bool) -> AsyncIterator[bytes]:
         """The stream. Once it has begun an error can only be told inside of it."""
         numbers = count()
 

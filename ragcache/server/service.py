@@ -21,7 +21,7 @@ from ragcache.server.limits import Slots, Writers
 from ragcache.server.metrics import Metrics
 from ragcache.server.settings import ServerSettings
 from ragcache.server.uploads import UploadFolder
-from ragcache.server.work import Work, stopping
+from ragcache.server.work import RunningTask, stopping
 
 T = TypeVar("T")
 THREADS = 8
@@ -54,8 +54,8 @@ class Service:
         self.created = int(time.time())
         self.warm = False
         self.draining = False
-        self._working: set[Work[Any]] = set()
-        self._additions: set[Work[Any]] = set()
+        self._working: set[RunningTask[Any]] = set()
+        self._additions: set[RunningTask[Any]] = set()
         self._threads: ThreadPoolExecutor | None = None
 
     @property
@@ -116,33 +116,35 @@ class Service:
                 future.exception()  # nobody is left to tell
             raise
 
-    def embed(self, items: AsyncGenerator[T, None]) -> Work[T]:
+    def embed(self, items: AsyncGenerator[T, None]) -> RunningTask[T]:
         """Embed texts, beside the questions' slots. Raises ApiError (503) when the server is to stop."""
-        return self._begin(Work(items, self.embedding_slots.hold(), self.settings.timeout_s, self._working.discard))
+        return self._begin(
+            RunningTask(items, self.embedding_slots.hold(), self.settings.timeout_s, self._working.discard)
+        )
 
-    def answer(self, items: AsyncGenerator[T, None], timeout_s: float | None = None) -> Work[T]:
+    def answer(self, items: AsyncGenerator[T, None], timeout_s: float | None = None) -> RunningTask[T]:
         """Work on a question, in a slot, for at most the server's time or the question's own.
 
         Raises ApiError (503) when the server is to stop.
         """
         most = self.settings.timeout_s if timeout_s is None else min(timeout_s, self.settings.timeout_s)
-        return self._begin(Work(items, self.slots.hold(), most, self._working.discard))
+        return self._begin(RunningTask(items, self.slots.hold(), most, self._working.discard))
 
-    def change(self, items: AsyncGenerator[T, None]) -> Work[T]:
+    def change(self, items: AsyncGenerator[T, None]) -> RunningTask[T]:
         """Change the documents, alone. However long it takes: half an upload helps nobody."""
-        return self._begin(Work(items, self.writers.hold(), None, self._working.discard))
+        return self._begin(RunningTask(items, self.writers.hold(), None, self._working.discard))
 
-    def add(self, items: AsyncGenerator[T, None]) -> Work[T]:
+    def add(self, items: AsyncGenerator[T, None]) -> RunningTask[T]:
         """`change` that `end_additions` may end."""
-        work = Work(items, self.writers.hold(), None, self._forget)
+        work = RunningTask(items, self.writers.hold(), None, self._forget)
         self._additions.add(work)
         return self._begin(work)
 
-    def _forget(self, work: Work[Any]) -> None:
+    def _forget(self, work: RunningTask[Any]) -> None:
         self._working.discard(work)
         self._additions.discard(work)
 
-    def _begin(self, work: Work[T]) -> Work[T]:
+    def _begin(self, work: RunningTask[T]) -> RunningTask[T]:
         if self.draining:
             work.cancel()
             raise stopping()

@@ -14,7 +14,7 @@ from ragcache.server.errors import NO_RETRY, OVERLOADED, ApiError, ClientGoneErr
 T = TypeVar("T")
 
 
-class Work(Generic[T]):
+class RunningTask(Generic[T]):
     """An async generator that runs in its own task and holds a place (a slot, the writer's) while it runs.
 
     Iterate over it for its items; its errors come out there. The place is free again when the generator is done, when
@@ -27,7 +27,7 @@ class Work(Generic[T]):
         items: AsyncGenerator[T, None],
         place: AbstractAsyncContextManager[None],
         timeout_s: float | None,
-        done: Callable[[Work[T]], None],
+        done: Callable[[RunningTask[T]], None],
     ) -> None:
         self._items = items
         self._place = place
@@ -50,7 +50,7 @@ class Work(Generic[T]):
         except Exception as error:
             self._queue.put_nowait((None, error))
 
-    def __aiter__(self) -> Work[T]:
+    def __aiter__(self) -> RunningTask[T]:
         return self
 
     async def __anext__(self) -> T:
@@ -70,7 +70,7 @@ class Work(Generic[T]):
         self._task.cancel()
 
 
-async def merged(works: Sequence[Work[T]]) -> AsyncIterator[tuple[int, T]]:
+async def merged(works: Sequence[RunningTask[T]]) -> AsyncIterator[tuple[int, T]]:
     """The items of all of them as they come, each with its work's rank. Raises what one of them raises."""
     coming = {asyncio.ensure_future(anext(work)): rank for rank, work in enumerate(works)}
     try:

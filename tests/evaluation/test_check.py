@@ -11,7 +11,7 @@ import pytest
 import ragcache as rc
 from ragcache.engine.asking.verdict import save_verdict
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.check import Check, Thresholds
 from ragcache.evaluation.methods import MethodSpec, all_methods
 from ragcache.evaluation.runner import Runner, RunSettings
@@ -103,7 +103,7 @@ def test_without_a_safe_method_auto_reads_whole_prompts(extra, runner, store, ti
 
 def test_distances_are_taken_along_the_answer_of_full_prefill(runner):
     """A gold answer decides about accuracy alone."""
-    passages = tuple(map(Passage, TEXTS.values()))
+    passages = tuple(map(CasePassage, TEXTS.values()))
     case = Case("a", "Where did the cat sit?", passages, ("nothing like it",))
     with_gold = run(runner, [case], ("reposition",)).methods[0]
     without = run(runner, [replace(case, answers=())], ("reposition",)).methods[0]
@@ -113,7 +113,7 @@ def test_distances_are_taken_along_the_answer_of_full_prefill(runner):
 
 
 def test_thresholds_decide(runner):
-    case = Case("a", "Where did the cat sit?", tuple(map(Passage, TEXTS.values())), ())
+    case = Case("a", "Where did the cat sit?", tuple(map(CasePassage, TEXTS.values())), ())
     strict = run(runner, [case], ("reposition",), Thresholds(1.0, 0.0, 1.0))
     loose = run(runner, [case], ("reposition",), Thresholds(0.0, 1e9, 0.0))
     assert strict.methods[0].figures["kl_answer"] == loose.methods[0].figures["kl_answer"]
@@ -125,7 +125,7 @@ def test_thresholds_decide(runner):
 
 
 def test_methods_that_cannot_run_are_said_to_be_so(runner):
-    case = Case("a", "Where did the cat sit?", tuple(map(Passage, TEXTS.values())), ())
+    case = Case("a", "Where did the cat sit?", tuple(map(CasePassage, TEXTS.values())), ())
     check = Check(runner, "tests", [case], all_methods(), LIMITS)
     list(check.scores())
     judged = {found.name: found for found in check.finish().verdict.methods}
@@ -136,7 +136,7 @@ def test_methods_that_cannot_run_are_said_to_be_so(runner):
 
 
 def test_nothing_that_fits_is_an_error(runner):
-    long = Case("long", "Q?", (Passage("word " * 800),), ())
+    long = Case("long", "Q?", (CasePassage("word " * 800),), ())
     with pytest.raises(ConfigError, match="no question could be measured: long"):
         run(runner, [long], ("reposition",))
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Passage
+from ragcache.evaluation.case import CasePassage
 from ragcache.evaluation.completion import completion_cases
 from ragcache.evaluation.needle import NeedleSettings, needle_cases
 from ragcache.evaluation.registry import RegistrySettings, registry_cases
@@ -183,9 +183,9 @@ def test_completions_ask_for_the_rest_of_a_sentence():
 
 
 def test_passages_are_rendered_as_ingestion_renders_them():
-    assert Passage("A text.\n\n", "A title").rendered() == "# A title\n\nA text.\n"
-    assert Passage("# A title\n\nA text.", "A title").rendered() == "# A title\n\nA text.\n"
-    assert Passage("    code()\n").rendered() == "    code()\n"
+    assert CasePassage("A text.\n\n", "A title").rendered() == "# A title\n\nA text.\n"
+    assert CasePassage("# A title\n\nA text.", "A title").rendered() == "# A title\n\nA text.\n"
+    assert CasePassage("    code()\n").rendered() == "    code()\n"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from families import block_diagonal, oracle_logits, oracle_model
 
 from ragcache.errors import ConfigError, ContextTooLongError
-from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.journal import Journal, Ledger, Score
 from ragcache.evaluation.methods import MethodSpec, default_methods, parse_methods
 from ragcache.evaluation.report import markdown, summarise
@@ -19,9 +19,9 @@ from ragcache.prompt import Prompt, encode_text
 
 TEXTS = ("The cat sat on the mat.", "Dogs bark at night.", "The river Arno rises in the hills.")
 CASES = [
-    Case("a", "Where did the cat sit?", tuple(map(Passage, TEXTS)), ("on the mat",)),
-    Case("b", "Who barks?", (Passage(TEXTS[1]), Passage(TEXTS[0])), ("dogs", "some dogs")),
-    Case("c", "What rises?", (Passage(TEXTS[2]),), ()),
+    Case("a", "Where did the cat sit?", tuple(map(CasePassage, TEXTS)), ("on the mat",)),
+    Case("b", "Who barks?", (CasePassage(TEXTS[1]), CasePassage(TEXTS[0])), ("dogs", "some dogs")),
+    Case("c", "What rises?", (CasePassage(TEXTS[2]),), ()),
 ]
 TIMES = ("encode_s", "place_s", "prefill_s", "ttft_s")
 
@@ -143,7 +143,7 @@ def test_other_settings_are_refused(runner, tiny, tmp_path):
 
 
 def test_questions_that_do_not_fit(tiny, runner):
-    long = Case("long", "Q?", (Passage("word " * 800),), ("x",))
+    long = Case("long", "Q?", (CasePassage("word " * 800),), ("x",))
     with pytest.raises(ContextTooLongError, match="long: prompt and answer take"):
         list(runner.run([long], parse_methods(["full"]), Ledger()))
     skipping = Runner(tiny, runner.form, RunSettings(max_tokens=6, on_overflow="skip"))

@@ -17,7 +17,7 @@ from families import (
 import ragcache as rc
 from ragcache.errors import RagCacheError
 from ragcache.models.decoding import decode
-from ragcache.models.joint import Piece, Run, run_pieces
+from ragcache.models.joint import Run, RunPiece, run_pieces
 from ragcache.models.sampling import Sampling
 
 pytestmark = pytest.mark.gpu
@@ -98,7 +98,7 @@ def test_joint_passes_on_the_device(models, device, family):
     for ids, count, cache in zip(texts, held, caches, strict=True):
         positions = torch.arange(count, len(ids), device=device)
         run = Run(torch.tensor(ids[count:], device=device), positions, cache, ordered=True)
-        pieces.append(Piece.next(run, len(ids) - count))
+        pieces.append(RunPiece.next(run, len(ids) - count))
     for ids, logits in zip(texts, run_pieces(lm.model, pieces), strict=True):
         assert_same(logits.cpu(), oracle_logits_of(oracle, ids, causal(len(ids))))
 

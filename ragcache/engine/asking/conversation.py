@@ -214,7 +214,7 @@ class Conversation:
             return as_text(tokenizer, turn.text)
         if form is not None:
             return mark(Slot(rank)) + form.asked(as_text(tokenizer, turn.text.strip()))
-        split = split_parts(turn.parts) if turn.has_passages else Split("", [], [], turn.text)
+        split = split_parts(turn.parts) if turn.has_passages else SplitParts("", [], [], turn.text)
         split.refuse_labels()
         return f"{as_text(tokenizer, split.head)}{mark(Slot(rank))}{as_text(tokenizer, split.tail)}"
 
@@ -246,7 +246,7 @@ def completion_ends(tokenizer: PreTrainedTokenizerBase, parts: str | Sequence[Pa
     return ends._replace(label_ids=split.label_ids(tokenizer)), split.passages
 
 
-class Split(NamedTuple):
+class SplitParts(NamedTuple):
     """Text before the passages, the passages, text in front of each (of the first: none), text behind the last."""
 
     head: str
@@ -267,13 +267,13 @@ class Split(NamedTuple):
             )
 
 
-def split_parts(parts: Sequence[Part]) -> Split:
+def split_parts(parts: Sequence[Part]) -> SplitParts:
     """White space between passages is dropped: each ends with a newline of its own."""
     places = [place for place, part in enumerate(parts) if not isinstance(part, str)]
     head, tail = ("".join(map(_text, side)) for side in (parts[: places[0]], parts[places[-1] + 1 :]))
     between = ["".join(map(_text, parts[before + 1 : place])) for before, place in pairwise(places)]
     labels = ["", *(text.lstrip("\n") if text.strip() else "" for text in between)]
-    return Split(head, labels, [part for part in parts if not isinstance(part, str)], tail)
+    return SplitParts(head, labels, [part for part in parts if not isinstance(part, str)], tail)
 
 
 def _turn(rank: int, message: Mapping[str, Any]) -> Turn:

@@ -32,7 +32,7 @@ NEVER = -100.0  # the least that OpenAI's protocol has
 NO_PREFIXES = PrefixStats(0, 0, 0, 0, 0, 0, 0)
 
 
-class Request(NamedTuple):
+class EngineRequest(NamedTuple):
     """What the engine is asked.
 
     ids:     the prompt
@@ -118,7 +118,7 @@ class RemoteReader:
     def pass_stats(self) -> PassStats:
         return PassStats()
 
-    def _request(self, asked: OpenQuestion) -> Request:
+    def _request(self, asked: OpenQuestion) -> EngineRequest:
         """Raises ConfigError for a layout that no blocks can be placed by."""
         parts, hits = asked.prompt.parts, list(asked.hits)
         if asked.kept is not None:
@@ -128,15 +128,15 @@ class RemoteReader:
         layout = method.layout(self.card, parts, names.recipe)
         handles = [names.key(hit.chunk.token_ids) for hit in hits]
         if not layout.separate or not handles:
-            return Request(layout.ids, None, _sources(asked, handles, [UNUSED] * len(handles)))
+            return EngineRequest(layout.ids, None, _sources(asked, handles, [UNUSED] * len(handles)))
         reruns = self._reruns(asked.reading, layout)
         stored = self._kv.sizes(handles)
         absent = sum(handle not in stored for handle in handles)
         if absent:
             log.warning("%d of %d passages have no KV yet: the engine reads the prompt", absent, len(hits))
-            return Request(layout.ids, None, _sources(asked, handles, [COMPUTED] * len(handles)))
+            return EngineRequest(layout.ids, None, _sources(asked, handles, [COMPUTED] * len(handles)))
         sent = self._layout(asked, layout, reruns)
-        return Request(layout.ids, sent, _sources(asked, handles, [stored[handle].tier for handle in handles]))
+        return EngineRequest(layout.ids, sent, _sources(asked, handles, [stored[handle].tier for handle in handles]))
 
     def _reruns(self, reading: Reading, layout: Layout) -> list[Span]:
         reruns = reading.method.reruns(layout)
@@ -162,7 +162,7 @@ class RemoteReader:
         begins = layout.pieces[0].passage is None and layout.pieces[0].ids[: len(first)] == first
         return begins and key is not None and self._kv.locate(key) is not None
 
-    def _body(self, request: Request, reading: Reading, most: int) -> dict[str, Any]:
+    def _body(self, request: EngineRequest, reading: Reading, most: int) -> dict[str, Any]:
         body: dict[str, Any] = {
             "prompt": request.ids,
             "max_tokens": most,
@@ -199,7 +199,7 @@ class RemoteReader:
             yield id
 
     def _answer(
-        self, asked: OpenQuestion, request: Request, answering: Completion | None, written: AnswerSoFar
+        self, asked: OpenQuestion, request: EngineRequest, answering: Completion | None, written: AnswerSoFar
     ) -> Answer:
         told = None if answering is None else answering.cached_tokens
         if told is not None and told < request.stored_tokens:

@@ -34,7 +34,7 @@ UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 TIMEOUT = httpx.Timeout(SILENCE_S, connect=CONNECT_S, pool=CONNECT_S)
 
 
-class Server(NamedTuple):
+class EngineServer(NamedTuple):
     """A vLLM server: its address as it was given, and in HTTP."""
 
     url: str
@@ -53,7 +53,7 @@ class VllmEngine:
     def __init__(self, url: str, name: str, key: str | None = None) -> None:
         self.url = url
         self.name = name
-        self._servers = [Server(one, _http_address(one)) for one in url.split(",")]
+        self._servers = [EngineServer(one, _http_address(one)) for one in url.split(",")]
         self._key = key
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -76,7 +76,7 @@ class VllmEngine:
             log.warning("%s", one)
         return min((length for length in lengths if length is not None), default=None)
 
-    def _longest_prompt(self, server: Server) -> int | None:
+    def _longest_prompt(self, server: EngineServer) -> int | None:
         answer = self._run(server, self._get(server, "/v1/models"))
         try:
             served = {str(model["id"]): model.get("max_model_len") for model in json.loads(answer)["data"]}
@@ -92,7 +92,7 @@ class VllmEngine:
         """Begin a completion, on the server that `key` belongs to while that answers."""
         return Completion(self, {**body, "model": self.name}, limit, self.ranked(key))
 
-    def ranked(self, key: str) -> list[Server]:
+    def ranked(self, key: str) -> list[EngineServer]:
         """All servers, the one that a key belongs to first: one that comes or goes moves its own keys alone."""
         return sorted(self._servers, key=lambda server: digest([server.url, key]))
 
@@ -114,7 +114,7 @@ class VllmEngine:
                 threading.Thread(target=_run_loop, args=[self._loop], name="ragcache-vllm", daemon=True).start()
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def pump(self, body: Mapping[str, Any], servers: Sequence[Server], out: queue.SimpleQueue[Any]) -> None:
+    async def pump(self, body: Mapping[str, Any], servers: Sequence[EngineServer], out: queue.SimpleQueue[Any]) -> None:
         """Put each event of a completion's stream into `out`, and None, or the error that ended it, behind them."""
         for number, server in enumerate(servers):
             try:
@@ -126,7 +126,7 @@ class VllmEngine:
                     return
                 log.warning("nothing answers at %s: its question goes to %s", server.url, servers[number + 1].url)
 
-    async def _pump(self, body: Mapping[str, Any], server: Server, out: queue.SimpleQueue[Any]) -> None:
+    async def _pump(self, body: Mapping[str, Any], server: EngineServer, out: queue.SimpleQueue[Any]) -> None:
         async with self._http().stream("POST", f"{server.base}/v1/completions", json=body) as response:
             await self._check(server, response)
             async for line in response.aiter_lines():
@@ -137,12 +137,12 @@ class VllmEngine:
                     out.put(json.loads(line[len("data: ") :]))
         out.put(broken(server.url, "its stream ended early"))
 
-    async def _get(self, server: Server, path: str) -> bytes:
+    async def _get(self, server: EngineServer, path: str) -> bytes:
         async with self._http().stream("GET", server.base + path, timeout=CONNECT_S) as response:
             await self._check(server, response)
             return await _beginning(response)
 
-    def _run(self, server: Server, work: Coroutine[Any, Any, bytes]) -> bytes:
+    def _run(self, server: EngineServer, work: Coroutine[Any, Any, bytes]) -> bytes:
         found: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
 
         async def run() -> None:
@@ -169,7 +169,7 @@ class VllmEngine:
             )
         return self._client
 
-    async def _check(self, server: Server, response: httpx.Response) -> None:
+    async def _check(self, server: EngineServer, response: httpx.Response) -> None:
         """Raises EngineError or ModelMismatchError for what is no success."""
         status = response.status_code
         if status == 200:
@@ -190,7 +190,9 @@ class Completion:
     cached_tokens: of the prompt, those that the engine did not compute; None until it says so
     """
 
-    def __init__(self, engine: VllmEngine, body: Mapping[str, Any], limit: Limit, servers: Sequence[Server]) -> None:
+    def __init__(
+        self, engine: VllmEngine, body: Mapping[str, Any], limit: Limit, servers: Sequence[EngineServer]
+    ) -> None:
         self.cached_tokens: int | None = None
         self._limit = limit
         self._url = engine.url
@@ -253,14 +255,14 @@ def broken(url: str, why: str) -> EngineError:
     return EngineError(f"{url} broke off ({why}); its log says more. Ask again")
 
 
-def _other_model(server: Server, said: str) -> ModelMismatchError:
+def _other_model(server: EngineServer, said: str) -> ModelMismatchError:
     return ModelMismatchError(
         f"{server.url} does not serve this store's model with ragcache's connector ({said}); start it with "
         "`ragcache vllm` over this store"
     )
 
 
-def _translated(server: Server, error: Exception) -> RagCacheError:
+def _translated(server: EngineServer, error: Exception) -> RagCacheError:
     if isinstance(error, RagCacheError):
         return error
     if isinstance(error, UNREACHED):

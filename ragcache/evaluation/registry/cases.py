@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.registry.contexts import KINDS, draw_texts
 from ragcache.evaluation.registry.names import DataSplit
 from ragcache.evaluation.registry.pages import PAGE_KINDS, PageQuestion, draw_pages
@@ -60,7 +60,7 @@ def _cases(settings: RegistrySettings, passages: int, count: int) -> list[Case]:
     cell: dict[str, str | int] = {"passages": passages, "question": name}
     cases = []
     for number, text in enumerate(drawn):
-        marked = tuple(Passage(one, is_gold=rank in text.gold) for rank, one in enumerate(text.passages))
+        marked = tuple(CasePassage(one, is_gold=rank in text.gold) for rank, one in enumerate(text.passages))
         id = f"registry-{name}-{passages}-{number:04d}"
         cases.append(Case(id, text.question.text, marked, (text.question.answer,), cell=cell))
     return cases
@@ -107,5 +107,5 @@ def _page_case(asked: PageQuestion, texts: list[str], id: str) -> Case:
     cell: dict[str, str | int] = {"passages": len(texts), "question": asked.kind}
     if asked.kind == "leaning":
         cell |= {"place": asked.place, "candidates": asked.candidates}
-    marked = tuple(Passage(text, is_gold=rank in asked.gold) for rank, text in enumerate(texts))
+    marked = tuple(CasePassage(text, is_gold=rank in asked.gold) for rank, text in enumerate(texts))
     return Case(id, asked.question.text, marked, (asked.question.value,), cell=cell)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Case, Passage
+from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.lines import QuestionLine
 from ragcache.evaluation.suites.base import Cut, Form
 
@@ -20,7 +20,7 @@ def sentences(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine:
     """HotpotQA and 2WikiMultiHopQA: a context of titles with their sentences, as a table or as pairs, or JSON of it."""
     texts = _pairs(_field(row, "context", where), "title", "sentences", where)
     gold = {title for title, _ in _pairs(row.get("supporting_facts") or [], "title", "sent_id", where)}
-    passages = [Passage(" ".join(map(str.strip, found)), title, title in gold) for title, found in texts]
+    passages = [CasePassage(" ".join(map(str.strip, found)), title, title in gold) for title, found in texts]
     return _line(row, where, row.get("question"), passages, [row.get("answer")])
 
 
@@ -29,7 +29,7 @@ def paragraphs(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine | 
     if row.get("answerable") is False:
         return None
     found = _field(row, "paragraphs", where)
-    passages = [Passage(p["paragraph_text"], p.get("title", ""), bool(p.get("is_supporting"))) for p in found]
+    passages = [CasePassage(p["paragraph_text"], p.get("title", ""), bool(p.get("is_supporting"))) for p in found]
     return _line(row, where, row.get("question"), passages, [row.get("answer"), *(row.get("answer_aliases") or [])])
 
 
@@ -37,7 +37,7 @@ def retrieved(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine:
     """Lost in the Middle's NQ and FiD's TriviaQA: the first ten retrieved passages. Where one is known to be gold it
     is asked for at every position."""
     found = _field(row, "ctxs", where)[:RETRIEVED]
-    passages = [Passage(c["text"], c.get("title", ""), c.get("isgold")) for c in found]
+    passages = [CasePassage(c["text"], c.get("title", ""), c.get("isgold")) for c in found]
     positions = list(range(len(passages))) if sum(p.is_gold is True for p in passages) == 1 else None
     return _line(row, where, row.get("question"), passages, row.get("answers") or [], gold_positions=positions)
 
@@ -47,7 +47,7 @@ def paragraph(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine | N
     answers = _field(row, "answers", where).get("text") or []
     if not len(answers):
         return None
-    passages = [Passage(_field(row, "context", where), is_gold=True)]
+    passages = [CasePassage(_field(row, "context", where), is_gold=True)]
     return _line(row, where, row.get("question"), passages, answers, article=row.get("title"))
 
 
@@ -63,7 +63,7 @@ def longbench(at: str = "", *, together: bool = False) -> Form:
         context = _field(row, "context", where)
         pieces = [piece for piece in re.split(at, context, flags=re.M) if piece.strip()] if at else []
         texts = _joined(pieces) if together else pieces
-        passages = [Passage(text.strip("\n")) for text in (texts if len(texts) > 1 else cut(context))]
+        passages = [CasePassage(text.strip("\n")) for text in (texts if len(texts) > 1 else cut(context))]
         question = str(row.get("input") or "").strip() or "-"  # a summary is asked for by the set's own words
         return _line(row, where, question, passages, row.get("answers") or [], row.get("all_classes") or [])
 
@@ -84,7 +84,7 @@ def _line(
     row: Mapping[str, Any],
     where: str,
     question: Any,
-    passages: Sequence[Passage],
+    passages: Sequence[CasePassage],
     answers: Sequence[Any],
     classes: Sequence[str] = (),
     **meta: Any,
