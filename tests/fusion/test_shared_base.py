@@ -89,6 +89,7 @@ def test_a_context_of_something_else_is_refused(tmp_path):
     assert torch.isfinite(rc.fuse(lm, prompt, base=base).next_logits).all()
 
 
+@torch.inference_mode()  # as passes write: the pool lends buffers that were made in one
 def test_the_tree_reads_a_base_where_it_is(family, monkeypatch):
     """What `full` computed over a shared context is kept page by page, and nothing of the context is joined."""
     lm, _ = family
