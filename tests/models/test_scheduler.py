@@ -87,8 +87,10 @@ class Crowd:
     def __init__(self, scheduler, model, pool):
         self.scheduler, self.model, self.pool = scheduler, model, pool
         model.gate.clear()
+        before = len(model.passes)
         self.first = pool.submit(scheduler.run, run_of(1000))
         model.await_pass()
+        until(lambda: len(model.passes) > before)  # earlier passes may have left their permits
 
     def add(self, *arguments, limit=None, **options):
         waiting = self.scheduler.waiting
