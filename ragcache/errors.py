@@ -273,6 +273,11 @@ def blaming(option: str) -> Iterator[None]:
         raise
 
 
+def first_line(error: Exception) -> str:
+    """What a third-party error says, on one line; its type's name where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
     """Raises ConfigError that names the choices when the value is none of them."""
     if value not in (known := list(choices)):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ragcache.errors import ConfigError, ModelNotFoundError
+from ragcache.errors import ConfigError, ModelNotFoundError, first_line
 from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.hub import refuse_absent
 from ragcache.models.limits import LIMIT
@@ -108,9 +108,8 @@ def _load(name: str) -> tuple[Any, Any]:
         model = AutoModelForTokenClassification.from_pretrained(name).eval()
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelNotFoundError(
-            f"cannot load a token classifier under {name!r}: {reason}; give a directory or hub id, such as "
+            f"cannot load a token classifier under {name!r}: {first_line(error)}; give a directory or hub id, such as "
             "microsoft/llmlingua-2-bert-base-multilingual-cased-meetingbank"
         ) from error
     if not tokenizer.is_fast:

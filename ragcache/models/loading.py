@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ragcache.errors import AdapterError, ConfigError, ModelNotFoundError, UnsupportedModelError, check_type
+from ragcache.errors import AdapterError, ConfigError, ModelNotFoundError, UnsupportedModelError, check_type, first_line
 from ragcache.kv.identity import digest
 from ragcache.models.adapter import FILE, Adapter
 from ragcache.models.attention import NAME, register
@@ -239,9 +239,9 @@ def _load_config(where: str, name: str | Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(place, **file)
     except ImportError as error:
-        raise ConfigError(f"{name}: {_first_line(error)}; install ragcache-kv[gguf]") from error
+        raise ConfigError(f"{name}: {first_line(error)}; install ragcache-kv[gguf]") from error
     except UNREADABLE as error:
-        raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {_first_line(error)}") from error
+        raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {first_line(error)}") from error
 
 
 def _reuse(config: PreTrainedConfig, name: str) -> ReuseSpec | None:
@@ -264,7 +264,7 @@ def _load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, devi
         if isinstance(error, KeyError) and NAME in error.args:  # a family with attention classes of its own
             reason = "it does not use transformers' attention interface"
             raise UnsupportedModelError(f"{where} ({config.model_type}) is not supported: {reason}") from error
-        raise ModelNotFoundError(f"cannot load a causal language model from {where!r}: {_first_line(error)}") from error
+        raise ModelNotFoundError(f"cannot load a causal language model from {where!r}: {first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would go on with random numbers in their place
         raise ModelNotFoundError(f"{where} lacks {len(missing)} of its weights, such as {missing[0]}; get it again")
@@ -281,10 +281,6 @@ def _load_tokenizer(where: str) -> Tokenizer | None:
         return AutoTokenizer.from_pretrained(place, **file)
     except (OSError, ValueError, KeyError):
         return None  # a model without tokenizer files still runs on ids
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: Tokenizer | None) -> str:

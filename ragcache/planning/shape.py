@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ragcache.codecs.sizes import example_block
-from ragcache.errors import ConfigError, ModelNotFoundError, check_least
+from ragcache.errors import ConfigError, ModelNotFoundError, check_least, first_line
 from ragcache.kv.block import KVBlock
 from ragcache.kv.shape import LayerShape
 from ragcache.models.hub import split_file
@@ -70,8 +70,7 @@ def shape_of(model: str | Path, dtype: str = "auto") -> KVShape:
     try:
         config = AutoConfig.from_pretrained(where, **file)
     except (OSError, ValueError, KeyError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelNotFoundError(f"--model {model}: no configuration can be read ({reason})") from error
+        raise ModelNotFoundError(f"--model {model}: no configuration can be read ({first_line(error)})") from error
     refuse_by_config(config, str(model))
     own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     dtype = own if dtype == "auto" else dtype

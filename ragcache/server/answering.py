@@ -32,7 +32,7 @@ from ragcache.server.schemas.prompt import CompletionRequest
 from ragcache.server.settings import AnswerDefaults
 
 # Sampling has OpenAI's fields; a client that hangs up cancels; the time limit bounds the wait for a slot too, so that
-# `Work` keeps it.
+# `RunningTask` keeps it.
 READ = [name for name in names(ReadOptions) if name not in ("sampling", "cancelled", "timeout_s")]
 
 
