@@ -1,8 +1,9 @@
 """Train the bundled mini model: `python -m tools.mini.base --out DIR`.
 
 One process a CPU core (each with one thread, gradients averaged), or one process on a GPU. Weights and optimizer are
-float32, the passes run in bfloat16. Every batch depends on the seed, the step and the process alone, so a run that is
-stopped goes on from its last checkpoint as if nothing had happened.
+float32, the passes run in bfloat16 (`--dtype float32` on a processor without instructions for it: ten times as fast
+there). Every batch depends on the seed, the step and the process alone, so a run that is stopped goes on from its last
+checkpoint as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ from tools.mini.tokenizer import BOS, EOS, MAX_LENGTH, PAD, build_tokenizer, sav
 
 @dataclass(frozen=True)
 class Options:
-    """final_tokens: tokens of the last stage, over which the learning rate falls to zero;
+    """dtype: of the passes; final_tokens: tokens of the last stage, over which the learning rate falls to zero;
     accuracy_decay: of the running accuracy of a stage, a batch."""
 
     out: str
     seed: int = 1
     workers: int = 2
     device: str = "cpu"
+    dtype: str = "bfloat16"
     hidden_size: int = 256
     intermediate_size: int = 384
     num_layers: int = 4
@@ -93,7 +95,7 @@ def build_model(options: Options, vocab_size: int) -> Any:
 
 
 class Trainer:
-    """One process of the run. `master` holds the float32 weights, `model` their bfloat16 copy that is run."""
+    """One process of the run. `master` holds the float32 weights, `model` their copy that is run."""
 
     def __init__(self, options: Options, rank: int, world_size: int) -> None:
         self.options, self.rank, self.world_size = options, rank, world_size
@@ -101,12 +103,13 @@ class Trainer:
         self.out = Path(options.out)
         self.tokenizer = self._build_tokenizer()
         self.master = self._start().to(self.device)
-        self.model = copy.deepcopy(self.master).to(torch.bfloat16)
+        dtype = getattr(torch, options.dtype)
+        self.model = copy.deepcopy(self.master).to(dtype)
         self.model.model.rotary_emb.inv_freq = self.master.model.rotary_emb.inv_freq  # angles need float32
         named = dict(self.master.named_parameters())
         self.parameters = list(named.values())
         inner = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name]
-        self.muon = Muon(inner)
+        self.muon = Muon(inner, dtype=dtype)
         self.adam = Adam([p for p in self.parameters if all(p is not other for other in inner)])
         self.progress = Progress(stage=options.start_stage)
         self._started = time.monotonic()

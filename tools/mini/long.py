@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = asdict(LongOptions(out=""))
     numbers = ("total_tokens", "max_tokens", "batch_pages", "seed", "workers", "muon_lr", "adam_lr")
-    for name in ("out", "base", "device", *numbers):
+    for name in ("out", "base", "device", "dtype", *numbers):
         value = defaults[name]
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, required=name == "out")
     train(LongOptions(**vars(parser.parse_args())), LongTrainer)

@@ -19,9 +19,16 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 class Muon:
-    """SGD with Nesterov momentum; matrices of one shape are orthogonalised together."""
+    """SGD with Nesterov momentum; matrices of one shape are orthogonalised together, in `dtype`."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.01):
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.dtype = dtype
         self.momentum = momentum
         self.weight_decay = weight_decay
         self._by_shape: dict[torch.Size, list[torch.nn.Parameter]] = defaultdict(list)
@@ -35,7 +42,7 @@ class Muon:
             gradients = torch.stack([parameter.grad for parameter in group if parameter.grad is not None])
             self._momenta[shape] = self._momenta[shape].to(gradients.device)
             momenta = self._momenta[shape].lerp_(gradients, 1 - self.momentum)
-            updates = orthogonalised(gradients.lerp(momenta, self.momentum))
+            updates = orthogonalised(gradients.lerp(momenta, self.momentum).to(self.dtype))
             scale = learning_rate * max(1.0, shape[0] / shape[1]) ** 0.5
             for parameter, update in zip(group, updates, strict=True):
                 parameter.mul_(1 - learning_rate * self.weight_decay).sub_(update.to(parameter.dtype), alpha=scale)
@@ -81,10 +88,10 @@ class Adam:
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Push every singular value of `matrices` [n, rows, columns] towards 1 (Newton-Schulz, in bfloat16)."""
+    """Push every singular value of `matrices` [n, rows, columns] towards 1 (Newton-Schulz; bfloat16 will do)."""
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[1] > matrices.shape[2]
-    x = (matrices.mT if tall else matrices).bfloat16()
+    x = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
