@@ -174,8 +174,7 @@ def test_an_answer_reserves_its_cache(kb, lm):
     asked = ((3, 1), (2, 10**6))  # of other passages, so that neither stands on the other's context
     reserved = [reserved_for(kb, k=k, sampling=rc.Sampling(max_tokens=count)) for k, count in asked]
     prompt = kb.ask(QUESTIONS[0], k=3, sampling=rc.Sampling(max_tokens=1)).usage.prompt_tokens
-    assert lm.max_positions == 512
-    buffers = [KVBuffers.allocate(lm.shape, -(-tokens // 64) * 64) for tokens in (prompt + 1, 512)]
+    buffers = [KVBuffers.allocate(lm.shape, -(-tokens // 64) * 64) for tokens in (prompt + 1, lm.max_positions)]
     assert [one.num_bytes for one in buffers] == reserved, "no answer is longer than the model's context"
     assert reserved[0] < reserved[1]
 
@@ -199,7 +198,7 @@ def test_a_question_waits_for_memory_and_every_way_out_frees_it(kb, open_kb, lm,
     expected = tight.ask(QUESTIONS[1], **options).text
     first = tight.stream(QUESTIONS[0], **options)
     next(first)
-    assert room / 2 < tight.admission.reserved_bytes <= room
+    assert tight.admission.reserved_bytes == kv_bytes(lm, 128)
     cancelled = threading.Event()
     gone = pool.submit(tight.ask, QUESTIONS[2], cancelled=cancelled, **options)
     until(lambda: tight.admission.waiting == 1)
