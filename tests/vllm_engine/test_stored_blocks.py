@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -78,6 +79,27 @@ def test_without_a_remote_nothing_is_written(open_kb, tmp_path):
         blocks.verify(ABSENT)
     blocks.close()
     assert sorted(path for path in (tmp_path / "kb").rglob("*")) == before
+
+
+def test_a_file_is_verified_once_and_again_when_it_changed(open_kb, tmp_path):
+    with open_kb() as kb:
+        kb.ingest(rc.Document("clubs", "The rowing club of Kelbrook meets on Monday."))
+        key = next(iter(kb.store.kv.keys()))
+    blocks = StoredBlocks(tmp_path / "kb")
+    blocks.verify(key)
+    (file,) = (tmp_path / "kb").rglob(f"{key}*")
+    known, data = file.stat(), bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DamagedBlockError):
+        blocks.verify(key)
+    os.utime(file, ns=(known.st_atime_ns, known.st_mtime_ns))  # as rot on a disk leaves it
+    blocks.verify(key)
+    assert blocks.get(key) is None, "what is read is checked all the same"
+    file.unlink()
+    with pytest.raises(MissingBlockError):
+        blocks.verify(key)
+    blocks.close()
 
 
 def test_a_store_that_is_not_there(tmp_path):

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from ragcache.errors import MissingBlockError
 from ragcache.kv.block import KVBlock
+from ragcache.store.block_files import BlockFiles
 from ragcache.store.kv_store import KVStore
 from ragcache.store.layout import StoreLayout
 from ragcache.store.remote import connect
 
 REMOTE_VARIABLE = "RAGCACHE_REMOTE"
 """The remote's URL with its credentials, where it has any: a connector's configuration is shown in logs."""
+MOST_KNOWN = 1 << 16
+"""Files that are remembered as verified, at about 300 bytes each."""
 
 
 class StoredBlocks:
@@ -29,6 +32,8 @@ class StoredBlocks:
         layout = StoreLayout(root)
         layout.check()
         self._has_remote = bool(remote)
+        self._files = BlockFiles(layout.kv)
+        self._verified: dict[str, tuple[int, ...]] = {}
         if not remote:
             self._kv = KVStore(layout.kv, memory_bytes=0, read_only=True)
             return
@@ -38,12 +43,22 @@ class StoredBlocks:
     def verify(self, key: str) -> None:
         """Check that `get` will serve a block; brings a copy of a remote one to this machine.
 
+        A file is read once, and again when it has changed. One that is damaged without a trace in its status is found
+        by `get`, which checks what it reads.
+
         Raises MissingBlockError, DamagedBlockError, SchemaVersionError.
         """
+        status = self._status(key)
+        if status is not None and self._verified.get(key) == status:
+            return
         if not self._has_remote:
             self._kv.verify(key)
         elif self._kv.get(key) is None:
             raise MissingBlockError(f"{self._kv.root}: no block {key} here or in the remote")
+        if len(self._verified) >= MOST_KNOWN:
+            self._verified.clear()
+        if status is not None:
+            self._verified[key] = status
 
     def get(self, key: str) -> KVBlock | None:
         found = self._kv.get(key)
@@ -51,3 +66,11 @@ class StoredBlocks:
 
     def close(self) -> None:
         self._kv.close()
+
+    def _status(self, key: str) -> tuple[int, ...] | None:
+        """What changes with a block's file; None where there is none."""
+        try:
+            found = self._files.path(key).stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
