@@ -82,20 +82,22 @@ class _Placing:
 
     @torch.inference_mode()
     def place(self, paged: PagedLayer, dtype: torch.dtype) -> None:
-        keys = self._gathered([block.layer_keys(paged.index) for block, _ in self._stretches], paged.device)
-        values = self._gathered([block.layer_values(paged.index) for block, _ in self._stretches], paged.device)
-        rotated = torch.empty(values.shape[:2] + keys.shape[2:], dtype=dtype, device=paged.device)
-        self._rope.turn(keys.transpose(0, 1)[None], self._angles.of(paged.index), rotated.transpose(0, 1)[None])
-        paged.write(rotated, values.to(dtype), self._slots)
+        keys = torch.cat(self._parts([block.layer_keys(paged.index) for block, _ in self._stretches]), dim=1)
+        keys = keys.to(paged.device, non_blocking=True)
+        # The rotation runs head by head over rows that lie one behind the other: half as long as across the heads.
+        rotated = torch.empty(keys.shape[1], keys.shape[0], keys.shape[2], dtype=dtype, device=paged.device)
+        self._rope.turn(keys, self._angles.of(paged.index), rotated.transpose(0, 1))
+        values = self._parts([block.layer_values(paged.index) for block, _ in self._stretches])
+        by_token = torch.cat([part.transpose(0, 1) for part in values])
+        paged.write(rotated, by_token.to(paged.device, non_blocking=True).to(dtype), self._slots)
 
-    def _gathered(self, blocks: Sequence[Tensor], device: torch.device) -> Tensor:
-        """This rank's heads of all stretches, one behind the other: [num_tokens, num_kv_heads, head_dim]."""
+    def _parts(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's heads of every stretch, [num_kv_heads, num_tokens, head_dim]."""
         heads = self._shard.heads(blocks[0].shape[0])
-        parts = [
-            block[heads, stretch.offset : stretch.offset + stretch.tokens.num_tokens].transpose(0, 1)
+        return [
+            block[heads, stretch.offset : stretch.offset + stretch.tokens.num_tokens]
             for block, (_, stretch) in zip(blocks, self._stretches, strict=True)
         ]
-        return torch.cat(parts).to(device, non_blocking=True)
 
 
 class WorkerSide:
