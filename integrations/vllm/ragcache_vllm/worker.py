@@ -15,9 +15,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from torch import Tensor
 from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from ragcache.errors import ConfigError
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 Runs = list[Span]
+RUNNERS = [f"vllm.v1.worker.{kind}model_runner" for kind in ("cpu_", "gpu_", "cpu.", "gpu.")]
+"""Modules of the model runners that are known: V1's, V2's."""
 
 
 class _Scattered:
@@ -54,7 +55,7 @@ class _Scattered:
 
 
 class ScatteredPrefill:
-    """Mixed into a V1 model runner.
+    """Mixed into a model runner of vLLM's.
 
     _rows: of the step that is being prepared, the runs of each request; None for a request that runs as vLLM expects.
            None altogether where no request is scattered
@@ -64,6 +65,7 @@ class ScatteredPrefill:
     _rows: list[Runs | None] | None
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        self._rows = None
         self._note(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
@@ -75,36 +77,29 @@ class ScatteredPrefill:
             self._scattered.pop(name, None)
         self._scattered |= {load.request_id: _Scattered(load) for load in loads if load.computed}
 
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
-        counts = [int(count) for count in num_scheduled_tokens]
-        self._rows = self._scattered_rows(counts)
-        if self._rows is not None:
-            self._place_tokens(counts)
-        return prepared
-
-    def _scattered_rows(self, counts: Sequence[int]) -> list[Runs | None] | None:
-        batch: Any = self.input_batch  # type: ignore[attr-defined]
+    def _find_rows(self, names: Sequence[str], computed: Sequence[int], counts: Sequence[int]) -> None:
+        """computed, counts: of each request, the tokens that vLLM counts as computed, and those of this step."""
         rows: list[Runs | None] = []
-        for index, name in enumerate(batch.req_ids):
-            computed, scattered = int(batch.num_computed_tokens_cpu[index]), self._scattered.get(name)
-            is_prompt = scattered is not None and computed < scattered.num_tokens
-            rows.append(scattered.step(computed, counts[index]) if scattered is not None and is_prompt else None)
-        return rows if any(row is not None for row in rows) else None
+        for name, done, count in zip(names, computed, counts, strict=True):
+            scattered = self._scattered.get(name)
+            is_prompt = scattered is not None and done < scattered.num_tokens
+            rows.append(scattered.step(done, count) if scattered is not None and is_prompt else None)
+        self._rows = rows if any(row is not None for row in rows) else None
 
-    def _place_tokens(self, counts: Sequence[int]) -> None:
-        """Put the step's true positions and ids where vLLM put those of each sequence's end."""
-        runner: Any = self
-        batch, begin = runner.input_batch, 0
-        for index, (runs, count) in enumerate(zip(self._rows or (), counts, strict=True)):
+    def _place_tokens(
+        self, token_ids: Tensor, requests: Sequence[int], counts: Sequence[int], positions: Tensor, ids: Tensor
+    ) -> None:
+        """Put the step's true positions and ids where vLLM put those of each sequence's end.
+
+        token_ids: of all sequences; requests: which of them each request of this step is
+        """
+        begin = 0
+        for request, runs, count in zip(requests, self._rows or (), counts, strict=True):
             if runs is not None:
-                positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-                runner.positions[begin : begin + count] = positions.to(runner.positions.device)
-                ids = batch.token_ids_cpu_tensor[index, positions]
-                runner.input_ids.gpu[begin : begin + count] = ids.to(runner.input_ids.gpu.device)
+                places = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+                positions[begin : begin + count] = places.to(positions.device)
+                ids[begin : begin + count] = token_ids[request, places.to(token_ids.device)].to(ids.device)
             begin += count
-        starts = runner.query_start_loc.gpu[: batch.num_reqs + 1]
-        batch.block_table.compute_slot_mapping(batch.num_reqs, starts, runner.positions[:begin])
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
@@ -128,6 +123,36 @@ class ScatteredPrefill:
             return build(0, split_rows(common_attn_metadata, self._rows), *args, **more)  # rows share no prefix
 
         builder.build = by_run
+
+
+class ScatteredPrefillV1(ScatteredPrefill):
+    """Mixed into a V1 model runner."""
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+        runner: Any = self
+        batch, counts = runner.input_batch, [int(count) for count in num_scheduled_tokens]
+        self._find_rows(batch.req_ids, batch.num_computed_tokens_cpu[: len(counts)].tolist(), counts)
+        if self._rows is not None:
+            positions, ids = runner.positions, runner.input_ids.gpu
+            self._place_tokens(batch.token_ids_cpu_tensor, range(len(counts)), counts, positions, ids)
+            starts = runner.query_start_loc.gpu[: batch.num_reqs + 1]
+            batch.block_table.compute_slot_mapping(batch.num_reqs, starts, positions[: sum(counts)])
+        return prepared
+
+
+class ScatteredPrefillV2(ScatteredPrefill):
+    """Mixed into a V2 model runner, which maps positions to slots after it has prepared its inputs."""
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        runner: Any = self
+        counts = batch.num_scheduled_tokens.tolist()
+        self._find_rows(batch.req_ids, batch.num_computed_tokens_np.tolist(), counts)
+        if self._rows is not None:
+            token_ids, requests = runner.req_states.all_token_ids.gpu, batch.idx_mapping_np.tolist()
+            self._place_tokens(token_ids, requests, counts, batch.positions, batch.input_ids)
+        return batch
 
 
 def split_rows(common: CommonAttentionMetadata, rows: Sequence[Runs | None]) -> CommonAttentionMetadata:
@@ -154,26 +179,22 @@ def split_rows(common: CommonAttentionMetadata, rows: Sequence[Runs | None]) -> 
         max_seq_len=max(ends),
         block_table_tensor=common.block_table_tensor[which.to(common.block_table_tensor.device)],
         is_prefilling=None if prefilling is None else prefilling[which.to(prefilling.device)],
+        req_idx=None if common.req_idx is None else common.req_idx[index],
+        _token_to_req_indices_cache=None,
     )
 
 
-class _ScatteredCPURunner(ScatteredPrefill, CPUModelRunner):  # type: ignore[misc]
-    pass
-
-
-class _ScatteredGPURunner(ScatteredPrefill, GPUModelRunner):  # type: ignore[misc]
-    pass
-
-
-def _scatter(worker: Any, plain: type, scattered: type) -> None:
+def _scatter(worker: Any) -> None:
     """Give a worker's runner its second nature. Raises ConfigError for a runner of another kind."""
     runner: Any = worker.model_runner
-    if type(runner) is not plain:
+    mixin = ScatteredPrefillV2 if worker.use_v2_model_runner else ScatteredPrefillV1
+    plain = type(runner)
+    if plain.__module__ not in RUNNERS:
         raise ConfigError(
-            f"vLLM runs the model with {type(runner).__name__} and stored blocks need {plain.__name__}; "
-            "set VLLM_USE_V2_MODEL_RUNNER=0"
+            f"vLLM runs the model with {plain.__module__}.{plain.__qualname__}, and stored blocks need one of "
+            f"{', '.join(RUNNERS)}: leave out what asks for another"
         )
-    runner.__class__ = scattered
+    runner.__class__ = type(f"Scattered{plain.__name__}", (mixin, plain), {})
     vars(runner).update(_scattered={}, _rows=None)
 
 
@@ -182,12 +203,12 @@ class RagCacheCPUWorker(CPUWorker):  # type: ignore[misc]
 
     def init_device(self) -> None:
         super().init_device()
-        _scatter(self, CPUModelRunner, _ScatteredCPURunner)
+        _scatter(self)
 
 
 class RagCacheGPUWorker(GPUWorker):  # type: ignore[misc]
-    """vLLM's GPU worker with the V1 runner, which also runs tokens between loaded ones."""
+    """vLLM's GPU worker, which also runs tokens between loaded ones."""
 
     def init_device(self) -> None:
         super().init_device()
-        _scatter(self, GPUModelRunner, _ScatteredGPURunner)
+        _scatter(self)
