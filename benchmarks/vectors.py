@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.environment import environment
+from benchmarks.malloc import allocated_bytes
 from benchmarks.options import add_numbers, add_places, settings_from
 from benchmarks.report import Goal, Result, show, write
 from benchmarks.timing import Timing
@@ -73,12 +74,12 @@ class Embeddings:
 
 @dataclass(frozen=True)
 class Row:
-    """One index kind. bytes_a_vector: of the file; resident_bytes_a_vector: that the process grew by when it read it"""
+    """One index kind. bytes_a_vector: of the file; memory_bytes_a_vector: that it takes once read"""
 
     kind: str
     recall: float
     bytes_a_vector: float
-    resident_bytes_a_vector: float
+    memory_bytes_a_vector: float | None
     query_ms: float
     build_s: float
 
@@ -113,9 +114,9 @@ def measure(settings: Settings, kinds: Sequence[str], workdir: Path) -> Iterator
             path = workdir / f"index.{kind}"
             built.save(path)
             del built
-            before = resident_bytes()
+            before = allocated_bytes()
             index = VectorIndex.load(path, _stored(documents, settings))
-            grown = resident_bytes() - before
+            now = allocated_bytes()
             found, timing = ask(index, questions, settings.k)
             del index  # before the next kind's growth is measured
             truth = truth or found
@@ -125,7 +126,7 @@ def measure(settings: Settings, kinds: Sequence[str], workdir: Path) -> Iterator
                     kind,
                     hits / (settings.k * len(questions)),
                     path.stat().st_size / settings.vectors,
-                    grown / settings.vectors,
+                    None if before is None or now is None else (now - before) / settings.vectors,
                     1000 * timing.median_s,
                     build_s,
                 ),
@@ -141,11 +142,6 @@ def ask(index: VectorIndex, questions: Vectors, k: int) -> tuple[list[set[int]],
         seconds.append(time.perf_counter() - started)
         found.append(set(result.ids.tolist()))
     return found, Timing.of(seconds)
-
-
-def resident_bytes() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * 4096
 
 
 def goals(rows: Sequence[Row], settings: Settings) -> list[Goal]:
