@@ -141,6 +141,8 @@ def measure(
         "ingestion_seconds": {name: round(value, 3) for name, value in asdict(report.seconds).items()},
     }
     name = f"corpus-{corpus.name.partition('.')[0]}-{settings.shape or Path(settings.model).name}"
+    if settings.kv != "eager":  # without figures of KV it must not replace a result that has them
+        name += f"-{settings.kv}"
     timings = {f"retrieve: {search}": Timing.of(seconds) for search, (_, seconds) in asked.items()}
     return Result(name, settings, hardware, timings, {}, figures, [])
 

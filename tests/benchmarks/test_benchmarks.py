@@ -141,6 +141,10 @@ def test_corpus_report(tmp_path: Path, corpus: list[str]) -> None:
     assert (figures["documents"], figures["failed"], figures["questions"]) == (2, 0, 1)
     assert figures["recall@5"] == figures["recall@10"] == 1.0
     assert figures["kv_bytes_per_token"] > 384
+    lazy = corpus_report.main([*corpus, *options, "--kv", "lazy"], BagOfWords)
+    assert lazy.name == f"{result.name}-lazy"
+    assert written(tmp_path / "out", result.name)["figures"] == figures, "it was replaced by one without KV"
+    assert written(tmp_path / "out", lazy.name)["figures"]["recall@5, hybrid"] == 1.0
 
 
 def test_corpus_report_names_a_pair_that_does_not_fit(tmp_path: Path, corpus: list[str]) -> None:
