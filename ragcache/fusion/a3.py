@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, check_tokens, chosen
-from ragcache.models.attention import attention_received
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SCORE_LAYER = 1
 
@@ -72,7 +72,7 @@ class A3(RecomputeMethod):
         """float32 [chunk tokens]: attention from the suffix (eq. 3)."""
         projected, (placed, _) = running.probe(), running.placed()
         keys = torch.cat([placed[:, :, : context.num_tokens], projected.key], dim=2)
-        scores = attention_received(projected, keys, context.positions)[context.prefix_tokens : context.num_tokens]
+        scores = projected.attention_received(keys, context.positions)[context.prefix_tokens : context.num_tokens]
         return scores if self.pool_tokens == 1 else _pooled(scores, self.pool_tokens)
 
 

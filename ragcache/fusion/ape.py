@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.layout import Additions
-from ragcache.kv.cache import Adjust
+from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.kv.cache import Adjust
 
 UNSEEN = -1e30  # scores below are masked: no key that is seen scores as low
 

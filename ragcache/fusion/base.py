@@ -10,26 +10,28 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import PromptError
 from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, lay_out
 from ragcache.fusion.placing import Placement, Placer
 from ragcache.kv.block import KVBlock
-from ragcache.kv.buffers import SharedContext
-from ragcache.kv.cache import Adjust, FusedCache
-from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Recipe
 from ragcache.kv.request_layout import Span
+from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
-from ragcache.models.layerwise import BeforeLayer
-from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Part, Passages, Prompt
 
-Place = Callable[[FusedCache, int], None]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.kv.buffers import SharedContext
+    from ragcache.kv.cache import Adjust, FusedCache
+    from ragcache.kv.exact import Exact
+    from ragcache.models.layerwise import BeforeLayer
+    from ragcache.models.lm import LanguageModel
+
+Place = Callable[["FusedCache", int], None]
 """Puts one layer's context into a cache."""
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, check_tokens, chosen
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHECK_LAYER = 1
 WIDER = 0.25  # gradual filtering begins this much above the ratio and ends this much below it

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.gather import Gather, prefill_selecting
 from ragcache.fusion.layout import Additions
 from ragcache.fusion.recompute import highest
-from ragcache.models.attention import Projected, attention_received
+from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.models.attention import Projected
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Entropy(FusionMethod):
 
         def select(layer: int, suffix: Projected) -> Tensor:
             keys = torch.cat([gather.all_keys(layer)[None], suffix.key], dim=2)
-            drawn = attention_received(suffix, keys, torch.cat([gather.positions, suffix.positions]))
+            drawn = suffix.attention_received(keys, torch.cat([gather.positions, suffix.positions]))
             of_chunks = drawn[prefix : prefix + owners.shape[0]]
             best = highest(of_chunks.new_zeros(len(lengths)).index_add_(0, owners, of_chunks), self.top_k)
             return torch.cat([gather.slots[:prefix], prefix + torch.isin(owners, best).nonzero()[:, 0]])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.fusion.layout import Layout
 from ragcache.fusion.recompute import Context, RecomputeMethod, check_tokens, edge_spans
 from ragcache.kv.request_layout import Span
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

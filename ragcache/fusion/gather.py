@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ragcache.fusion.base import Job, Prefilled
-from ragcache.kv.cache import FusedCache
-from ragcache.models.attention import Projected
-from ragcache.models.layerwise import LayerPoint
+from ragcache.lazy import torch
 
-Select = Callable[[int, Projected], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.kv.cache import FusedCache
+    from ragcache.models.attention import Projected
+    from ragcache.models.layerwise import LayerPoint
+
+Select = Callable[[int, "Projected"], "Tensor"]
 """What a layer keeps: slots, int64, ascending, given its index and the text's queries, keys and values in it."""
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.gather import Gather, prefill_selecting
 from ragcache.fusion.recompute import highest
-from ragcache.models.attention import Projected
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.models.attention import Projected
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class InfLLM(FusionMethod):
         num_kv_heads, num_tokens, width = keys.shape
         folded = query.float().mean(1).view(num_kv_heads, -1, width).sum(1)
         scores = (keys.float() @ folded[:, :, None]).sum((0, 2))
-        padded = nn.functional.pad(scores, (0, -num_tokens % self.block_size), value=-torch.inf)
+        padded = torch.nn.functional.pad(scores, (0, -num_tokens % self.block_size), value=-torch.inf)
         best = padded.view(-1, self.block_size).topk(min(self.representative_tokens, self.block_size), dim=1).values
         there = best.isfinite()
         return highest(best.where(there, 0.0).sum(1) / there.sum(1), self.top_blocks)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-
-import torch
+from typing import TYPE_CHECKING
 
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import FusedCache
-from ragcache.kv.rope import AnglesAt
-from ragcache.models.lm import LanguageModel
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from ragcache.kv.cache import FusedCache
+    from ragcache.models.lm import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Placer:
     """
 
     def __init__(self, lm: LanguageModel, placements: Sequence[Placement]) -> None:
+        from ragcache.kv.rope import AnglesAt
+
         self._lm = lm
         placements = [p for p in placements if p.block.num_tokens]
         self._blocks = [p.block for p in placements]

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.recompute import Context, Running, check_ratio, check_tokens, chosen, open_cache, rerun
-from ragcache.kv.cache import FusedCache
-from ragcache.models.attention import attention_received
+from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.kv.cache import FusedCache
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _attention(running: Running, context: Context) -> Tensor:
     if asking.window is not None:
         seeing = asking.positions - positions[-1] < asking.window
         asking = asking._replace(query=asking.query[:, :, seeing], positions=asking.positions[seeing])
-    return attention_received(asking, keys[:, :, : context.num_tokens], positions)[context.prefix_tokens :]
+    return asking.attention_received(keys[:, :, : context.num_tokens], positions)[context.prefix_tokens :]
 
 
 def _layer_numbers(given: object) -> tuple[int, ...]:

@@ -11,18 +11,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Real
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import FusedCache
 from ragcache.kv.request_layout import Span
-from ragcache.models.attention import Projected
-from ragcache.models.layerwise import LayerPoint
-from ragcache.models.lm import LanguageModel
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.kv.cache import FusedCache
+    from ragcache.models.attention import Projected
+    from ragcache.models.layerwise import LayerPoint
+    from ragcache.models.lm import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Running:
         return keys, values
 
 
-Choose = Callable[[Running], Tensor | None]
+Choose = Callable[[Running], "Tensor | None"]
 """Which context tokens run from this layer on: slots, int64, ascending; None: no change."""
 
 

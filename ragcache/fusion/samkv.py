@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.gather import Gather
 from ragcache.fusion.recompute import Context
 from ragcache.fusion.samkv_selection import Pieces, Survey
-from ragcache.kv.cache import FusedCache
-from ragcache.models.attention import observing
+from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
-from ragcache.models.layerwise import LayerPoint
 from ragcache.prompt import Prompt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.kv.cache import FusedCache
+    from ragcache.models.layerwise import LayerPoint
 
 RECOMPUTE = ("none", "outliers", "all")
 UPDATES = ("overwrite", "fusion")
-NEVER_SEEN = torch.iinfo(torch.int64).max  # a position behind every query
+NEVER_SEEN = 2**63 - 1  # int64's largest: a position behind every query
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ class SamKV(FusionMethod):
 
         Returns the scores and the tokens that ran in each layer.
         """
+        from ragcache.models.attention import observing
+
         composite = torch.cat([gather.slots[: context.prefix_tokens], pieces.anchors])
         rows = pieces.local if self.personalized_bias else pieces.local[:0]
         text = context.text_slots()
@@ -200,7 +203,7 @@ def _recompute(context: Context, cache: FusedCache, kept: Tensor, needed: Tensor
 def blend(old: Tensor, new: Tensor) -> Tensor:
     """Equation 4: theta new + (1 - theta) old, theta their cosine by token. [1, num_kv_heads, num_tokens, head_dim]"""
     before, after = (part.float().transpose(1, 2).flatten(2) for part in (old, new))
-    theta = nn.functional.cosine_similarity(before, after, dim=2)[:, None, :, None]
+    theta = torch.nn.functional.cosine_similarity(before, after, dim=2)[:, None, :, None]
     return (theta * new.float() + (1 - theta) * old.float()).to(new.dtype)
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
 
 from ragcache.fusion.gather import Gather
 from ragcache.fusion.recompute import Context, highest
-from ragcache.models.attention import Attended
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.models.attention import Attended
 
 PAUTA = 3.0  # standard deviations beyond which the PauTa criterion calls a value an outlier
 
@@ -69,7 +72,7 @@ def personalized(generic: Tensor, local: Tensor) -> Tensor:
     generic: Q_que, [num_heads, head_dim]; local: Q_doc-loc, [num_docs, num_heads, head_dim]; at least two documents
     Returns [num_docs, num_heads, head_dim]. A vector is all heads of a layer side by side.
     """
-    cosine = nn.functional.cosine_similarity(local.flatten(1), generic.flatten()[None], dim=1).abs()
+    cosine = torch.nn.functional.cosine_similarity(local.flatten(1), generic.flatten()[None], dim=1).abs()
     weighted = cosine[:, None, None] * local
     return generic + (weighted.sum(0) - weighted) / (local.shape[0] - 1)
 
@@ -124,7 +127,7 @@ class Survey:
             vectors = personalized(generic, local)
         else:
             vectors = generic.expand(num_chunks, *generic.shape)
-        return nn.functional.normalize(vectors.flatten(1), dim=1).view(vectors.shape)
+        return torch.nn.functional.normalize(vectors.flatten(1), dim=1).view(vectors.shape)
 
     def _token_scores(self, layer: int, vectors: Tensor) -> Tensor:
         """Every chunk token's key times its document's vector, float32 [num_chunk_tokens]."""

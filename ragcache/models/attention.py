@@ -85,6 +85,22 @@ class Projected(NamedTuple):
     scoring: Scoring
     window: int | None
 
+    def attention_received(self, key: Tensor, key_positions: Tensor) -> Tensor:
+        """Attention that each key gets from these rows, summed over rows and heads: float32 [length].
+
+        key: [1, num_kv_heads, length, head_dim], rotated, over which the softmax is; each row sees at least one. A few
+        rows at a time, so that the weights of a long suffix never stand in memory at once.
+        """
+        query, positions = self.query, self.positions
+        step = max(1, SCORES_AT_ONCE // (query.shape[1] * key.shape[2]))
+        total = torch.zeros(key.shape[2], device=key.device)
+        for start in range(0, query.shape[2], step):
+            rows = slice(start, start + step)
+            mask = additive(visible(positions[rows], key_positions, self.window), torch.float32)
+            weights = attention_weights(query[:, :, rows], key, mask, False, self.scoring)
+            total += weights.sum((0, 1, 2, 3))
+        return total
+
 
 class ProjectedSignal(Exception):  # noqa: N818 - it ends a layer early; it is no error
     """Carries what a probed layer projected out of the layer."""
@@ -368,20 +384,3 @@ def _mask(current: FusedPass, layer: int, positions: Tensor, start: int, end: in
         first = key_positions.shape[-1] - positions.shape[0] + start
         mask[..., first:] &= torch.ones_like(mask[..., first:]).tril_()
     return mask
-
-
-def attention_received(projected: Projected, key: Tensor, key_positions: Tensor) -> Tensor:
-    """Attention that each key gets from the projected rows, summed over rows and heads: float32 [length].
-
-    key: [1, num_kv_heads, length, head_dim], rotated, over which the softmax is; each row sees at least one. A few rows
-    at a time, so that the weights of a long suffix never stand in memory at once.
-    """
-    query, positions = projected.query, projected.positions
-    step = max(1, SCORES_AT_ONCE // (query.shape[1] * key.shape[2]))
-    total = torch.zeros(key.shape[2], device=key.device)
-    for start in range(0, query.shape[2], step):
-        rows = slice(start, start + step)
-        mask = additive(visible(positions[rows], key_positions, projected.window), torch.float32)
-        weights = attention_weights(query[:, :, rows], key, mask, False, projected.scoring)
-        total += weights.sum((0, 1, 2, 3))
-    return total

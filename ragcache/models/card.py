@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
 from ragcache.kv.identity import Recipe, block_key
 from ragcache.models.reuse import ReuseSpec
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 
 class ModelCard:

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Any
-
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import ConfigError, PromptError, is_whole
 from ragcache.kv.identity import RECIPE_NAMES, Sides
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 SECTION, VERSION = "ragcache", 1
 POSITIONS = ("reordered", "composite")
