@@ -43,8 +43,9 @@ from ragcache.kv.prefix_tree import PrefixTree
 from ragcache.kv.request_layout import served_name
 from ragcache.models.card import ModelCard
 from ragcache.models.checkpoint import checkpoint_digest
+from ragcache.models.hub import resolve
 from ragcache.models.lm import LanguageModel
-from ragcache.models.loading import load_card, load_lm, resolve
+from ragcache.models.loading import load_card, load_lm
 from ragcache.openmp import team_ends
 from ragcache.prompt import PromptFormat, prompt_format
 from ragcache.retrieval.embedder import Embedder, load_embedder

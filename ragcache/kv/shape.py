@@ -25,6 +25,10 @@ class LayerKind(Enum):
     STATE = "keep a state or a pattern that cannot be moved"
 
 
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+"""Types of layers, as configurations call them, that keep keys and values by head."""
+
+
 def refuse_unbuilt(model: str, kinds: Mapping[str, LayerKind]) -> None:
     """Raises UnsupportedModelError naming the layers that keep what no cache here holds.
 

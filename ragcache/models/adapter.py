@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import AdapterError
+from ragcache.models.hub import ADAPTER
 from ragcache.models.reuse import SECTION, ReuseSpec, grown
 
-FILE, ROWS_FILE, VERSION = "adapter.json", "adapter.safetensors", 1
+ROWS_FILE, VERSION = "adapter.safetensors", 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Adapter:
     @classmethod
     def find(cls, where: str | Path) -> Adapter | None:
         """The adapter in a directory; None where there is none. Raises AdapterError for one that cannot be read."""
-        path = Path(where) / FILE
+        path = Path(where) / ADAPTER
         if not path.is_file():
             return None
         try:
@@ -90,7 +91,7 @@ class Adapter:
             if (found := getattr(text, field)) != own:
                 raise AdapterError(
                     f"{self.directory} was trained beside a model with {own} {what} and {self.base.name} has {found}; "
-                    f'name its own base in {FILE} under "base", or train an adapter for this one'
+                    f'name its own base in {ADAPTER} under "base", or train an adapter for this one'
                 )
         num_tokens = 0 if tokenizer is None else len(tokenizer)
         if num_tokens != self.base.num_tokens:
@@ -152,7 +153,7 @@ def write_adapter(out: Path, base: Base, spec: ReuseSpec, rows: dict[int, Tensor
     stacked = torch.stack([rows[id].detach().float().cpu() for id in ids])
     save_file({"ids": torch.tensor(ids), "rows": stacked.contiguous()}, out / ROWS_FILE, {"format": "pt"})
     content: dict[str, Any] = {"version": VERSION, "base": asdict(base), SECTION: spec.section()}
-    (out / FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (out / ADAPTER).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _damaged(path: Path, reason: Exception | str) -> AdapterError:

@@ -10,7 +10,17 @@ from ragcache.errors import ModelNotFoundError
 
 HUB_S = 5.0
 CONFIG = "config.json"
+ADAPTER = "adapter.json"
 GGUF = ".gguf"
+BUNDLED = {"mini": "mini", "mini-base": "mini_base"}  # name -> directory inside the package
+
+
+def resolve(name: str | Path) -> str:
+    """A bundled name becomes its directory; anything else stays as it is."""
+    bundled = BUNDLED.get(str(name))
+    if bundled is not None and not Path(name).is_dir():
+        return str(Path(__file__).parent.parent / bundled)
+    return str(name)
 
 
 def split_file(where: str) -> tuple[str, dict[str, str]]:

@@ -23,11 +23,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ragcache.errors import AdapterError, ConfigError, ModelNotFoundError, UnsupportedModelError, check_type, first_line
 from ragcache.kv.identity import digest
-from ragcache.models.adapter import FILE, Adapter
+from ragcache.models.adapter import Adapter
 from ragcache.models.attention import NAME, register
 from ragcache.models.card import ModelCard
 from ragcache.models.checkpoint import checkpoint_digest, find_directory
-from ragcache.models.hub import refuse_absent, split_file
+from ragcache.models.hub import ADAPTER, BUNDLED, refuse_absent, resolve, split_file
 from ragcache.models.lm import LanguageModel
 from ragcache.models.lora import Lora
 from ragcache.models.packed import pack
@@ -37,7 +37,6 @@ from ragcache.openmp import team_ends
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-BUNDLED = {"mini": "mini", "mini-base": "mini_base"}  # name -> directory inside the package
 LOADED = "loaded:"  # begins the name of a model that was not loaded here
 INSPECTED = "_ragcache_inspected"
 # What transformers and the readers of its formats raise for files that are not what they should be.
@@ -166,7 +165,7 @@ def _find(name: str | Path) -> _Found:
     except ModelNotFoundError as error:
         if beside is None:
             raise
-        place = f'{FILE} under "base"' if adapter is not None else f'{Lora.FILE} under "{Lora.BASE}"'
+        place = f'{ADAPTER} under "base"' if adapter is not None else f'{Lora.FILE} under "{Lora.BASE}"'
         raise AdapterError(f"{name}: {error}; put the base model there, or write where it is into {place}") from error
     refuse_by_config(config, str(name))
     tokenizer = _load_tokenizer(where)
@@ -182,14 +181,6 @@ def _generation(where: str) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(split_file(where)[0])
     except (OSError, ValueError):
         return None  # transformers then makes one of the model's configuration, which is asked anyway
-
-
-def resolve(name: str | Path) -> str:
-    """A bundled name becomes its directory; anything else stays as it is."""
-    bundled = BUNDLED.get(str(name))
-    if bundled is not None and not Path(name).is_dir():
-        return str(Path(__file__).parent.parent / bundled)
-    return str(name)
 
 
 def base_of(name: str | Path) -> str:

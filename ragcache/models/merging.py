@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ragcache.errors import AdapterError, translate_os_errors
 from ragcache.models.adapter import Adapter
 from ragcache.models.checkpoint import checkpoint_digest, find_directory, refuse_other_checkpoint
-from ragcache.models.hub import split_file
-from ragcache.models.loading import LOADED, resolve
+from ragcache.models.hub import resolve, split_file
+from ragcache.models.loading import LOADED
 from ragcache.models.lora import Lora
 from ragcache.models.reuse import SECTION
 

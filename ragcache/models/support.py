@@ -23,7 +23,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import BufferPool
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.rope import Apply, Rope, takes_layer_type
-from ragcache.kv.shape import CacheShape, LayerKind, LayerShape, refuse_unbuilt
+from ragcache.kv.shape import ATTENTION_LAYERS, CacheShape, LayerKind, LayerShape, refuse_unbuilt
 from ragcache.models.attention import EncodePass, FusedPass, hook_rotary
 from ragcache.models.encoding import encode_batch, run_decoder
 from ragcache.models.layerwise import decoder_layers, hook_layers
@@ -32,7 +32,6 @@ MOVING_ROPE = {
     "dynamic": "dynamic NTK scaling changes the rotary frequencies with the length of the prompt",
     "longrope": "LongRoPE changes the rotary frequencies with the length of the prompt",
 }
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _PROBE_TOKENS = 5
 
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from ragcache.errors import ConfigError
 from ragcache.models.adapter import Adapter, Base, write_adapter
 from ragcache.models.checkpoint import checkpoint_digest
+from ragcache.models.hub import resolve
 from ragcache.models.lm import LanguageModel
-from ragcache.models.loading import resolve
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import encode_text
 from ragcache.training.data import BadLine

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers.trainer_utils import get_last_checkpoint
 
 from ragcache.errors import ConfigError
-from ragcache.models.adapter import FILE as ADAPTER
+from ragcache.models.hub import ADAPTER
 from ragcache.training.options import TrainOptions
 
 OPTIONS, CHECKPOINTS = "training_options.json", "checkpoints"

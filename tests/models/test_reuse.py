@@ -146,7 +146,7 @@ def test_another_tokenizer_is_refused(saved, tmp_path):
 
 
 def test_a_bundled_name_without_its_files_says_so(monkeypatch):
-    monkeypatch.setattr("ragcache.models.loading.BUNDLED", {"mini": "nowhere"})
+    monkeypatch.setattr("ragcache.models.hub.BUNDLED", {"mini": "nowhere"})
     with pytest.raises(ModelNotFoundError, match=r"'mini'.*no directory"):
         rc.load_lm("mini")
 

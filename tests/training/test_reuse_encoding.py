@@ -9,7 +9,7 @@ from tiny_model import EOS, byte_tokenizer
 
 from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
-from ragcache.models.loading import resolve
+from ragcache.models.hub import resolve
 from ragcache.prompt import encode_text, prompt_format
 from ragcache.training.data import Asked, BadLine, ChatMessage, DataRow
 from ragcache.training.encoding import EncodingOptions, RowEncoder

@@ -12,7 +12,7 @@ import torch
 import ragcache as rc
 from ragcache.models.adapter import Base, write_adapter
 from ragcache.models.checkpoint import checkpoint_digest
-from ragcache.models.loading import resolve
+from ragcache.models.hub import resolve
 from ragcache.models.reuse import ReuseSpec
 from ragcache.retrieval.testing import BagOfWords
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ragcache.models.loading import BUNDLED
+from ragcache.models.hub import BUNDLED
 from ragcache.retrieval.retriever import Hit
 
 log = logging.getLogger(__name__)
