@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.bases import Bases
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.kv.shape import LayerShape
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _PART_OF = "part_of"
+_INT64 = 8  # bytes
 
 
 class Codec(ABC):
@@ -48,8 +51,7 @@ class Codec(ABC):
         return self
 
     def for_trial(self, example: KVBlock) -> Codec:
-        """This codec, with a basis that suits such blocks where it needs one: for sizes and times, before passages are
-        known."""
+        """This codec, with a basis that suits such blocks where it needs one: for times, before passages are known."""
         return self
 
     @abstractmethod
@@ -63,6 +65,20 @@ class Codec(ABC):
     @abstractmethod
     def bound_alike(self, block: KVBlock) -> float:
         """The largest absolute difference that a decoded block may have from this one (law 6); 0.0 if lossless."""
+
+    @abstractmethod
+    def expected_bytes_alike(self, num_layers: int, layer: LayerShape, num_tokens: int, itemsize: int) -> float:
+        """Bytes of `encode_alike`'s tensors for a block of this shape. itemsize: bytes of a number of the block"""
+
+    def expected_bytes(self, layers: Sequence[LayerShape], num_tokens: int, itemsize: int) -> float:
+        """Bytes of `encode`'s tensors for a block of this shape, by arithmetic: nothing is encoded, nor PyTorch loaded.
+
+        An estimate for codecs whose bytes depend on the numbers: these are taken to be normally distributed, which of
+        all distributions with one deviation has the largest entropy. itemsize: bytes of a number of the block
+        """
+        counts = Counter(layers)
+        parts = sum(self.expected_bytes_alike(count, alike, num_tokens, itemsize) for alike, count in counts.items())
+        return parts + (_INT64 * len(layers) if len(counts) > 1 else 0)
 
     def encode(self, block: KVBlock) -> dict[str, Tensor]:
         """The tensors to store, of any block. Raises UnencodableBlockError."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.affine import parameter_dtype, rounded_up
-from ragcache.codecs.frames import check_frames, pack_frames, read_frame
-from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, expect, unit_roundoff
+from ragcache.codecs.frames import check_frames, expected_frame_bytes, pack_frames, read_frame
+from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 GROUP_TOKENS = 10
 # Shares of a channel's standard deviation: in the first, second and last third of the layers. Later layers bear more.
 STEPS = (0.3, 0.45, 0.65)
+_NORMAL = math.sqrt(2 * math.pi * math.e)  # log2 of it is the entropy of one deviation
 _LEVELS = 127  # codes are -127 to 127
 
 
@@ -48,7 +50,7 @@ class CacheGenCodec(LayerCodec):
         dtype = parameter_dtype(numbers)
         frames, parameters = [], []
         for layer, one in enumerate(numbers):
-            codes, *own = _quantise(one.float(), STEPS[3 * layer // len(numbers)], dtype)
+            codes, *own = _quantise(one.float(), _step(layer, len(numbers)), dtype)
             frames.append(codes.numpy().tobytes())
             parameters.append(own)
         steps, means, deltas = (torch.stack(tensors) for tensors in zip(*parameters, strict=True))
@@ -76,6 +78,16 @@ class CacheGenCodec(LayerCodec):
         steps, means = tensors["steps"].double(), tensors["means"].double()
         highest = means.abs() + steps * _LEVELS
         return float((steps * (0.5 + 2.0**-12) + highest * unit_roundoff(dtype)).max())
+
+    def expected_part_bytes(self, part: Part, shape: PartShape) -> float:
+        of_layer = shape._replace(num_layers=1)
+        bits = [math.log2(_NORMAL / _step(layer, shape.num_layers)) for layer in range(shape.num_layers)]
+        frames = sum(expected_frame_bytes(of_layer.numbers * width / 8) + 8 for width in bits)
+        return frames + 5 * shape._replace(num_tokens=1).numbers  # steps and means in float16, deltas
+
+
+def _step(layer: int, num_layers: int) -> float:
+    return STEPS[3 * layer // num_layers]
 
 
 def _quantise(numbers: Tensor, share: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -110,7 +110,7 @@ def allot(rates: Floats, errors: Floats, budget: float) -> NDArray[np.int64]:
 def _fit(numbers: Sequence[Tensor], ratio: float, features: int) -> Tensor:
     """Rows, float32 [num_layers, heads, rows, channels], of tensors [num_layers, heads, num_tokens, channels]."""
     layers, heads, _, width = numbers[0].shape if numbers else (1, 1, 0, 1)
-    groups = list(_layer_groups(layers, heads * width, features))
+    groups = list(layer_groups(layers, heads * width, features))
     tokens, needed = sum(one.shape[2] for one in numbers), LEAST_TOKENS * heads * width * max(map(len, groups))
     if tokens < needed:
         raise BasisError(
@@ -144,7 +144,7 @@ def _fit_group(sample: Tensor, heads: int, width: int, ratio: float) -> Tensor:
 def _cosines(numbers: Tensor) -> Tensor:
     layers, heads, tokens, width = numbers.shape
     made = []
-    for own in _layer_groups(layers, heads * width, FEATURES):
+    for own in layer_groups(layers, heads * width, FEATURES):
         sample = _flat(numbers, own)
         features = sample.shape[1]
         mean = sample.mean(0) if tokens else torch.zeros(features, dtype=torch.float64)
@@ -211,7 +211,7 @@ def _scale(centred: Tensor, heads: int, width: int) -> Tensor:
     return found.expand(1, -1, -1, width).flatten()
 
 
-def _layer_groups(layers: int, features: int, most: int) -> Iterator[range]:
+def layer_groups(layers: int, features: int, most: int) -> Iterator[range]:
     """Groups of like size. features: of a layer"""
     count = -(-layers // max(1, most // features))
     for number in range(count):

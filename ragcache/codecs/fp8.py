@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.affine import rounded_up
-from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, expect, unit_roundoff
+from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ class Fp8Codec(LayerCodec):
         if not scales.numel():
             return 0.0
         return float(scales.max()) * (16 * (1 + 2.0**-12) + _LARGEST * unit_roundoff(dtype))
+
+    def expected_part_bytes(self, part: Part, shape: PartShape) -> float:
+        return shape.numbers + 4 * shape.numbers // max(1, shape[_SCALED_BY[part]])
 
 
 def _halves(codes: Tensor) -> Tensor:

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.affine import group_size, num_groups, parameter_dtype, quantise, restore
-from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, expect, unit_roundoff
+from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
 from ragcache.codecs.packing import pack, unpack
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_HALF_BYTES = 2  # of a scale, and of a zero point
 _GROUPED = {"keys": 2, "values": 3}  # of [num_layers, num_kv_heads, num_tokens, head_dim]
 
 
@@ -69,6 +70,12 @@ class KiviCodec(LayerCodec):
             return 0.0
         highest = zeros.abs() + scales * (2**self.bits - 1)
         return float((scales * (0.5 + 2.0**-12) + highest * unit_roundoff(dtype)).max())
+
+    def expected_part_bytes(self, part: Part, shape: PartShape) -> float:
+        codes = shape._replace(num_tokens=-(-shape.num_tokens * self.bits // 8)).numbers
+        length = shape[_GROUPED[part]]
+        groups = shape.numbers // max(1, length) * num_groups(length, self.largest[part])
+        return codes + groups * 2 * _HALF_BYTES
 
 
 class Int8Codec(KiviCodec):

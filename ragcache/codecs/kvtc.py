@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.base import Codec
 from ragcache.codecs.bases import Bases
-from ragcache.codecs.fitting import stand_in
+from ragcache.codecs.fitting import FEATURES, RATIO, layer_groups, stand_in
 from ragcache.codecs.frames import check_frames, pack_frames
-from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, expect, unit_roundoff
+from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
 from ragcache.codecs.raw import RawCodec
 from ragcache.codecs.transform import FIRST_TOKENS, WIDTHS, Group
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
@@ -18,6 +18,9 @@ from ragcache.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_NAME_BYTES = 32  # of a basis
 
 
 class KvtcCodec(LayerCodec):
@@ -110,6 +113,13 @@ class KvtcCodec(LayerCodec):
         layers, heads, _, width = tensors["numbers"].shape
         groups = self._groups(part, tensors, (layers, heads, 0, width))
         return max(group.largest_error * (1 + 2.0**-12) + group.reach * unit_roundoff(dtype) for group in groups)
+
+    def expected_part_bytes(self, part: Part, shape: PartShape) -> float:
+        """What a basis is fitted to; tokens beyond their group's limit are not foreseen."""
+        exact = shape._replace(num_tokens=min(shape.num_tokens, self.first_tokens + self.last_tokens))
+        groups = sum(1 for _ in layer_groups(shape.num_layers, shape.num_kv_heads * shape.dim, FEATURES))
+        stream = 2 * (shape.numbers - exact.numbers) / RATIO
+        return _NAME_BYTES + exact.num_tokens * 8 + exact.numbers * shape.itemsize + stream + 8 * len(WIDTHS) * groups
 
     def _groups(self, part: Part, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Sequence[Group]:
         name = bytes(expect(tensors, "basis", (32,), torch.uint8).tolist()).hex()

@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from ragcache.codecs.base import Codec
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
+from ragcache.kv.shape import LayerShape
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 # The largest number that is encoded: differences of two such numbers are finite in float32.
 LARGEST = 2.0**126
 _LARGEST_HALF = 65504.0
+_SPEC_BYTES = 5 * 8  # of `BlockSpec.to_tensors`
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,20 @@ class BlockSpec:
         return cls(layers, heads, tokens, key_dim, value_dim, like.dtype)
 
 
+class PartShape(NamedTuple):
+    """Shape of a block's keys or values. itemsize: bytes of a number"""
+
+    num_layers: int
+    num_kv_heads: int
+    num_tokens: int
+    dim: int
+    itemsize: int
+
+    @property
+    def numbers(self) -> int:
+        return self.num_layers * self.num_kv_heads * self.num_tokens * self.dim
+
+
 class LayerCodec(Codec):
     """A codec of keys and values apart and layer by layer. Subclasses write what one part of one layer becomes.
 
@@ -93,6 +109,15 @@ class LayerCodec(Codec):
     @abstractmethod
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
         """The largest error of what these tensors decode to, rounding to the block's dtype included."""
+
+    @abstractmethod
+    def expected_part_bytes(self, part: Part, shape: PartShape) -> float:
+        """Bytes of `encode_part`'s tensors for such numbers, by arithmetic; see `expected_bytes`."""
+
+    def expected_bytes_alike(self, num_layers: int, layer: LayerShape, num_tokens: int, itemsize: int) -> float:
+        widths: dict[Part, int] = {"keys": layer.key_dim, "values": layer.value_dim}
+        shapes = {part: PartShape(num_layers, layer.num_kv_heads, num_tokens, widths[part], itemsize) for part in PARTS}
+        return _SPEC_BYTES + sum(self.expected_part_bytes(part, shape) for part, shape in shapes.items())
 
     def encode_alike(self, block: KVBlock) -> dict[str, Tensor]:
         """A block that this codec has encoded already is given as it is.

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.kivi import Int8Codec, KiviCodec
-from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, expect
+from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect
 from ragcache.errors import DamagedBlockError
 from ragcache.lazy import torch
 
@@ -90,6 +90,15 @@ class MikvCodec(LayerCodec):
 
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
         return max(codec.part_bound(part, _of(name, tensors), dtype) for name, codec in _PRECISIONS.items())
+
+    def expected_part_bytes(self, part: Part, shape: PartShape) -> float:
+        mask = shape.num_layers * shape.num_kv_heads * -(-shape.num_tokens // 8)
+        high = num_important(shape.num_tokens)
+        tokens = {"high": high, "low": shape.num_tokens - high}
+        return mask + sum(
+            codec.expected_part_bytes(part, shape._replace(num_tokens=tokens[precision]))
+            for precision, codec in _PRECISIONS.items()
+        )
 
 
 def num_important(num_tokens: int) -> int:

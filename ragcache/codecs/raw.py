@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.codecs.base import Codec
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock
+from ragcache.kv.shape import LayerShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,3 +31,6 @@ class RawCodec(Codec):
 
     def bound_alike(self, block: KVBlock) -> float:
         return 0.0
+
+    def expected_bytes_alike(self, num_layers: int, layer: LayerShape, num_tokens: int, itemsize: int) -> float:
+        return num_layers * num_tokens * layer.numbers * itemsize

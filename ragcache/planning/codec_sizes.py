@@ -1,14 +1,11 @@
-"""Size of a model's KV under each codec, found by encoding a block."""
+"""Size of a model's KV under each codec."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from ragcache.codecs import CODECS, get_codec
-from ragcache.codecs.sizes import encoded_bytes_per_token
 from ragcache.planning.shape import KVShape
-
-PROBE_TOKENS = 256
 
 
 class CodecSize(NamedTuple):
@@ -21,15 +18,14 @@ class CodecSize(NamedTuple):
 
 
 def codec_sizes(shape: KVShape, chunk_tokens: int) -> list[CodecSize]:
-    """Every registered codec over normally distributed numbers of the model's shape, raw first.
+    """Every registered codec over numbers of the model's shape, raw first; see `Codec.expected_bytes`.
 
     Right for codecs whose bytes do not depend on the content, and for one whose basis is fitted to so many bytes; one
     that finds structure does better on real blocks.
     """
-    block = shape.block(min(chunk_tokens, PROBE_TOKENS))
     found = []
     for name in CODECS:
         codec = get_codec(name)
-        num_bytes = encoded_bytes_per_token(codec, block)
+        num_bytes = codec.expected_bytes(shape.by_layer, chunk_tokens, shape.itemsize) / chunk_tokens
         found.append(CodecSize(name, num_bytes, num_bytes / shape.bytes_per_token, codec.lossless))
     return sorted(found, key=lambda codec: codec.name != "raw")

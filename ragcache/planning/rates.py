@@ -6,12 +6,13 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ragcache.engine.asking.estimate import measure_prefill
-from ragcache.engine.loading.probe import probe_disk, probe_memory
 from ragcache.errors import ConfigError, translate_os_errors
 from ragcache.kv.prefill import PrefillRate
-from ragcache.models.lm import LanguageModel
+
+if TYPE_CHECKING:
+    from ragcache.models.lm import LanguageModel
 
 # Size of the file that is read, and the time spent on reading it.
 PROBE_BYTES, PROBE_S = 16 << 20, 1.0
@@ -75,6 +76,9 @@ def measure_rates(lm: LanguageModel, directory: Path) -> MachineRates:
 
     Raises StoreReadOnlyError, StoreFullError.
     """
+    from ragcache.engine.asking.estimate import measure_prefill
+    from ragcache.engine.loading.probe import probe_memory
+
     prefill = measure_prefill(lm)
     thousand = prefill.seconds(1000)
     share = min(0.99, prefill.quadratic * 1e6 / thousand)
@@ -82,6 +86,8 @@ def measure_rates(lm: LanguageModel, directory: Path) -> MachineRates:
 
 
 def _disk_bytes_s(directory: Path) -> float:
+    from ragcache.engine.loading.probe import probe_disk
+
     with translate_os_errors(directory), tempfile.NamedTemporaryFile(dir=directory) as file:
         file.write(os.urandom(PROBE_BYTES))
         file.flush()

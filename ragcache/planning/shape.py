@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from ragcache.errors import ConfigError, check_least
+from ragcache.kv.shape import ATTENTION_LAYERS, LayerShape
+from ragcache.models.hub import ADAPTER, CONFIG, resolve
 
-from ragcache.codecs.sizes import example_block
-from ragcache.errors import ConfigError, ModelNotFoundError, check_least, first_line
-from ragcache.kv.block import KVBlock
-from ragcache.kv.shape import LayerShape
-from ragcache.models.hub import split_file
-from ragcache.models.loading import DTYPES, base_of
-from ragcache.models.support import refuse_by_config
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Families whose config.json says what the model does, field by field; of all others, and of a field that is absent,
+# only transformers knows what is meant.
+PLAIN = {"llama", "mistral", "qwen2", "qwen3"}
+WIDTH_OF_HIDDEN = PLAIN - {"qwen3"}  # without head_dim, heads share hidden_size
+PLAIN_ROPE = {"default", "linear", "llama3", "yarn"}
+# What makes such a model another one, or one that is refused; see `models/support.py`.
+OBSTACLES = ("text_config", "is_encoder_decoder", "kv_lora_rank", "alibi", "position_embedding_type")
 
 
 @dataclass(frozen=True)
@@ -35,25 +38,27 @@ class KVShape:
     def __post_init__(self) -> None:
         for name, value in (("layers", self.num_layers), ("kv-heads", self.num_kv_heads), ("head-dim", self.head_dim)):
             check_least(f"--{name}", value, 1)
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype {self.dtype!r} is unknown; choose one of auto, {', '.join(DTYPES)}")
+        if self.dtype not in ITEMSIZES:
+            raise ConfigError(f"--dtype {self.dtype!r} is unknown; choose one of auto, {', '.join(ITEMSIZES)}")
 
     @property
     def bytes_per_token(self) -> int:
         """2 (keys and values) * num_layers * num_kv_heads * head_dim * bytes of a number, where layers are alike."""
-        return sum(layer.numbers for layer in self._by_layer()) * DTYPES[self.dtype].itemsize
+        return sum(layer.numbers for layer in self.by_layer) * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def by_layer(self) -> tuple[LayerShape, ...]:
+        return self.layers or (LayerShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
     def __str__(self) -> str:
-        counts = Counter((layer.num_kv_heads, layer.key_dim) for layer in self._by_layer())
+        counts = Counter((layer.num_kv_heads, layer.key_dim) for layer in self.by_layer)
         alike = [f"{count} layers, {heads} KV heads of {width}" for (heads, width), count in counts.items()]
         return f"{'; '.join(alike)}; {self.dtype}" if len(alike) > 1 else f"{alike[0]}, {self.dtype}"
-
-    def block(self, num_tokens: int) -> KVBlock:
-        """A block of this shape; see `example_block`."""
-        return example_block(self._by_layer(), num_tokens, DTYPES[self.dtype])
-
-    def _by_layer(self) -> tuple[LayerShape, ...]:
-        return self.layers or (LayerShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
 
 def shape_of(model: str | Path, dtype: str = "auto") -> KVShape:
@@ -64,43 +69,53 @@ def shape_of(model: str | Path, dtype: str = "auto") -> KVShape:
 
     Raises ModelNotFoundError, UnsupportedModelError, ConfigError.
     """
-    where, file = split_file(base_of(model))
-    if not file and Path(where).exists() and not (Path(where) / "config.json").is_file():
-        raise ModelNotFoundError(f"--model {model}: there is no config.json in it")
+    found = plain_shape(Path(resolve(model)))
+    if found is None:
+        from ragcache.planning.configured import configured_shape
+
+        found = configured_shape(model)
+    return found if dtype == "auto" else replace(found, dtype=dtype)
+
+
+def plain_shape(directory: Path) -> KVShape | None:
+    """The shape that the config.json there states field by field; None where that takes transformers, which takes
+    seconds: another family, an absent field, rotary scaling or layers of another kind, a damaged file, an adapter."""
+    if (directory / ADAPTER).is_file():
+        return None
     try:
-        config = AutoConfig.from_pretrained(where, **file)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelNotFoundError(f"--model {model}: no configuration can be read ({first_line(error)})") from error
-    refuse_by_config(config, str(model))
-    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    dtype = own if dtype == "auto" else dtype
-    if layers := _layers_that_differ(config):
-        return KVShape(len(layers), layers[0].num_kv_heads, layers[0].key_dim, dtype, layers)
-    config = config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    num_layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
-    head_dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
-    if not num_layers or not kv_heads or not head_dim:
-        raise ConfigError(f"--model {model}: its config.json does not state its shape; give --layers, --kv-heads, ...")
-    return KVShape(int(num_layers), int(kv_heads), int(head_dim), dtype)
+        return _stated_shape(json.loads((directory / CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # whatever is wrong with it, transformers says what
+        return None
 
 
-def _layers_that_differ(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
-    """Shapes of the layers, by the projections of a model without weights; none where all are alike.
+def _stated_shape(stated: object) -> KVShape | None:
+    """Raises TypeError where a name is a list or the like."""
+    if not isinstance(stated, dict) or stated.get("model_type") not in PLAIN or not _is_plain(stated):
+        return None
+    numbers = [stated.get("num_hidden_layers"), stated.get("num_key_value_heads"), stated.get("head_dim")]
+    if numbers[2] is None and stated["model_type"] in WIDTH_OF_HIDDEN:
+        numbers[2] = _width_of_hidden(stated)
+    layers, heads, width = (number if type(number) is int else 0 for number in numbers)
+    dtype = stated.get("dtype") or stated.get("torch_dtype") or "float32"
+    if min(layers, heads, width) < 1 or dtype not in ITEMSIZES:
+        return None
+    return KVShape(layers, heads, width, dtype)
 
-    No field of a configuration says it in every family. Layers of one type are alike: most models need not be built.
-    """
-    if len(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())) < 2:
-        return ()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    shapes: dict[int, LayerShape] = {}
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "k_proj") and hasattr(module, "head_dim"):
-            made: Any = module
-            heads = made.k_proj.out_features // made.head_dim
-            values = made.v_proj or made.k_proj  # Gemma 4 may make both from one projection
-            shapes[made.layer_idx] = LayerShape(heads, made.head_dim, values.out_features // heads)
-    layers = tuple(shape for _, shape in sorted(shapes.items()))
-    return layers if len(set(layers)) > 1 else ()
+
+def _is_plain(stated: dict[str, Any]) -> bool:
+    kinds = set(stated.get("layer_types") or ())
+    if any(map(stated.get, OBSTACLES)) or len(kinds) > 1 or not kinds <= ATTENTION_LAYERS:
+        return False
+    return all(_plainly_rotates(stated.get(field) or {}) for field in ("rope_parameters", "rope_scaling"))
+
+
+def _plainly_rotates(rope: object) -> bool:
+    """rope: of transformers 5, or by the field and the names of older ones"""
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return False
+    return "llama_4_scaling_beta" not in rope and rope.get("rope_type", rope.get("type", "default")) in PLAIN_ROPE
+
+
+def _width_of_hidden(stated: dict[str, Any]) -> int | None:
+    hidden, heads = stated.get("hidden_size"), stated.get("num_attention_heads")
+    return hidden // heads if type(hidden) is type(heads) is int and heads else None

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.codecs.block_file import read_block, write_block
 from ragcache.codecs.container import read_container, write_container
+from ragcache.codecs.example import example_block
 from ragcache.errors import ConfigError, DamagedBlockError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
+from ragcache.kv.shape import LayerShape
 
 LOSSY = sorted(set(CODECS) - {"raw"})
 
@@ -82,6 +84,29 @@ def test_raw_keeps_every_bit() -> None:
     values = bits.view(torch.float32).view(1, 1, 2, 4)
     decoded = get_codec("raw").decode(get_codec("raw").encode(KVBlock(values, values)))
     assert torch.equal(decoded.keys.view(torch.int32).flatten(), bits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 63, 64, 65, 300, 600])
+@pytest.mark.parametrize(
+    "layers",
+    [[(2, 6, 8)] * 3, [(1, 64, 64)], [(3, 128, 130)] * 2, [(2, 8, 8), (1, 16, 12), (2, 8, 8)]],
+    ids=["narrow", "one head", "wide", "layers that differ"],
+)
+def test_expected_bytes_are_those_of_a_block(
+    codec: Codec, layers: list[tuple[int, int, int]], num_tokens: int, dtype: torch.dtype
+) -> None:
+    """To the byte where they do not depend on the numbers, else nearly; kvtc: see test_kvtc.py."""
+    if codec.needs_basis:
+        return
+    shapes = [LayerShape(*layer) for layer in layers]
+    tensors = codec.encode(example_block(shapes, num_tokens, dtype))
+    found = sum(tensor.nbytes for tensor in tensors.values())
+    expected = codec.expected_bytes(shapes, num_tokens, dtype.itemsize)
+    if codec.name != "cachegen":
+        assert expected == found
+    elif num_tokens >= 63:
+        assert expected == pytest.approx(found, rel=0.03)
 
 
 def test_unknown_codec_names_those_there_are() -> None:

@@ -282,6 +282,16 @@ def test_layers_that_differ_have_a_basis_by_part() -> None:
         assert off <= 0.03 * blocks[0].layer_keys(layer).var()
 
 
+@pytest.mark.parametrize("num_tokens", [100, 200, 400])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_expected_bytes_are_nearly_those_of_an_unseen_passage(dtype: torch.dtype, num_tokens: int) -> None:
+    bases = Bases()
+    bases.add(fit_basis([passage(seed) for seed in range(12)]))
+    codec, block = KvtcCodec(bases), passage(77, num_tokens, dtype)
+    found = sum(tensor.nbytes for tensor in codec.encode(block).values())
+    assert codec.expected_bytes(block.layers, num_tokens, dtype.itemsize) == pytest.approx(found, rel=0.1)
+
+
 def test_numbers_that_never_change_are_restored() -> None:
     still = KVBlock(torch.full((2, 1, 400, 4), 0.1), torch.zeros(2, 1, 400, 4))
     bases = Bases()

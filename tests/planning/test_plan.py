@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from bases import keep_basis
 from blocks import make_key
 from families import save_tiny
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.codecs import CODECS
+from ragcache.codecs.example import example_block
 from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from ragcache.planning.advice import advise_policy
 from ragcache.planning.codec_sizes import CodecSize, codec_sizes
@@ -106,10 +108,11 @@ def test_planned_bytes_are_those_on_disk(codec, tmp_path):
     """Within the header of a file."""
     shape = KVShape(num_layers=4, num_kv_heads=4, head_dim=64, dtype="float32")
     planned = next(size for size in codec_sizes(shape, 64) if size.name == codec)
-    with KVStore(tmp_path, codec=codec, basis=keep_basis(tmp_path, codec, shape.block(64)), memory_bytes=0) as store:
+    block = example_block(shape.by_layer, 64, torch.float32)
+    with KVStore(tmp_path, codec=codec, basis=keep_basis(tmp_path, codec, block), memory_bytes=0) as store:
         before = store.stats().bytes_by_tier["disk"]
         for number in range(3):
-            store.put(make_key(number), shape.block(64))
+            store.put(make_key(number), block)
         found = store.stats().bytes_by_tier["disk"] - before
     assert 0 <= found - 3 * 64 * planned.bytes_per_token <= 3 * 4096
     assert planned.lossless == (codec == "raw")

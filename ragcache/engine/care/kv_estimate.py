@@ -10,7 +10,6 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.codecs import get_codec
-from ragcache.codecs.sizes import encoded_bytes_per_token, example_block
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers import READERS, SourceFile, find_files
 from ragcache.ingest.report import bytes_text
@@ -21,7 +20,6 @@ from ragcache.prompt import encode_text
 # Their text is compressed, or pictures lie beside it: the size of the file says nothing.
 OPAQUE = {kind for kind, reader in READERS.items() if reader in ("pdf", "converted")} - {".csv"}
 SAMPLES, SAMPLE_BYTES = 16, 4096
-EXAMPLE_TOKENS = 256
 
 
 class KVEstimate(NamedTuple):
@@ -58,8 +56,7 @@ def estimate_kv(inputs: Iterable[Input], lm: LanguageModel, codec: str, block_to
 
 
 def stored_bytes_per_token(lm: LanguageModel, codec: str, block_tokens: int) -> float:
-    example = example_block(lm.shape.layers, min(block_tokens, EXAMPLE_TOKENS), lm.dtype)
-    return encoded_bytes_per_token(get_codec(codec), example)
+    return get_codec(codec).expected_bytes(lm.shape.layers, block_tokens, lm.dtype.itemsize) / block_tokens
 
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:

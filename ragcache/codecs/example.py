@@ -1,4 +1,4 @@
-"""Encoded size of a model's KV, found by encoding an example."""
+"""A block to try codecs on, before there are passages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ragcache.codecs.base import Codec
 from ragcache.kv.block import KVBlock, empty_block
 from ragcache.kv.shape import CacheShape, LayerShape
 
@@ -17,9 +16,3 @@ def example_block(layers: Sequence[LayerShape], num_tokens: int, dtype: torch.dt
     shape = CacheShape(tuple(layers), dtype, torch.device("cpu"))
     # Drawn in float32: some dtypes have no generator of their own, and all are to hold the same numbers.
     return empty_block(shape, num_tokens).map(lambda held: torch.randn(held.shape, generator=generator).to(dtype))
-
-
-def encoded_bytes_per_token(codec: Codec, example: KVBlock) -> float:
-    """Right for codecs whose bytes do not depend on the content; others do better where real blocks have structure."""
-    encoded = codec.for_trial(example).encode(example)
-    return sum(tensor.nbytes for tensor in encoded.values()) / example.num_tokens
