@@ -1,4 +1,9 @@
-"""PyTorch, imported when it is first used: that takes seconds, and looking into a store needs none of it."""
+"""PyTorch, imported when it is first used: that takes seconds, and looking into a store needs none of it.
+
+Modules that commands without models import take `torch` from here and types for annotations under TYPE_CHECKING alone;
+what stands in a module that imports transformers is imported by the function that calls it. `tests/cli/test_options.py`
+holds that.
+"""
 
 from __future__ import annotations
 
