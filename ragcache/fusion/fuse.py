@@ -18,7 +18,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.exact import Exact, ExactBlock
-from ragcache.kv.identity import Recipe
+from ragcache.kv.identity import Neighbours, Recipe
 from ragcache.models.attention import observing
 from ragcache.models.card import ModelCard
 from ragcache.models.lm import LanguageModel
@@ -76,14 +76,21 @@ class Fused:
         return self.prompt_tokens - max(self.computed_tokens) - self.encoded_tokens
 
 
-def encode(lm: LanguageModel, prompt: Prompt, recipe: str | Recipe = "isolated") -> list[KVBlock]:
+def encode(
+    lm: LanguageModel,
+    prompt: Prompt,
+    recipe: str | Recipe = "isolated",
+    *,
+    neighbours: Sequence[Neighbours] | None = None,
+) -> list[KVBlock]:
     """One KV block a chunk of the prompt.
 
     recipe: "isolated", "prefix", or a Recipe; what a method needs, markers included, says `block_recipe`
+    neighbours: by chunk, the ids of the chunks that it is read behind, for a recipe with neighbours
 
     Raises ConfigError for an unknown recipe, and what `LanguageModel.encode` raises.
     """
-    return lm.encode(prompt.chunk_ids, recipe, prompt.prefix_ids)
+    return lm.encode(prompt.chunk_ids, recipe, prompt.prefix_ids, neighbours=neighbours)
 
 
 def fuse(
@@ -286,6 +293,11 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
         )
     if added is None:
         return chosen
+    if chosen.neighbours and added.positions == "encoded":
+        raise ConfigError(
+            f"method {method.name!r} leaves blocks at the positions that they were encoded at, which were behind other "
+            "chunks; choose one that moves them, such as reposition, or a recipe without neighbours"
+        )
     wanted = replace(chosen, markers=added.markers)
     if chosen.markers not in (None, added.markers):
         raise ConfigError(f"method {method.name!r} needs blocks of recipe {wanted}, not {chosen}; encode them again")

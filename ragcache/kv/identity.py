@@ -20,6 +20,8 @@ RECIPE_NAMES = ("isolated", "prefix")
 Around = tuple[int | tuple[int, ...], int | tuple[int, ...]]
 """Ids in front of a chunk and behind it; a lone id stands for one."""
 Sides = tuple[tuple[int, ...], tuple[int, ...]]
+Neighbours = Sequence[Sequence[int]]
+"""Ids of the chunks that a chunk is read behind, nearest first."""
 
 
 def around(given: Around | None) -> Sides | None:
@@ -50,14 +52,19 @@ class Recipe:
           not become attention sinks. Needs a model with a BOS token.
     markers: ids read in front of the chunk and behind it, as many as there are; their KV is part of the block
           (TurboRAG's markers, KV Packet's vectors)
+    neighbours: most other chunks that each chunk is read behind, as one running text, the nearest first (the offline
+          stage of FusionRAG, arXiv 2601.12904); their KV is dropped. Which ones, the key says by their ids
     """
 
     name: str = "isolated"
     bos: bool = False
     markers: Around | None = None
+    neighbours: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "markers", around(self.markers))
+        if not is_whole(self.neighbours) or self.neighbours < 0:
+            raise ConfigError(f"recipe neighbours={self.neighbours!r} is no number of chunks; choose 0 or more")
         if self.name not in RECIPE_NAMES:
             raise ConfigError(f"recipe {self.name!r} is unknown; choose one of {', '.join(RECIPE_NAMES)}")
         if self.bos and self.name != "isolated":
@@ -87,7 +94,22 @@ class Recipe:
         """Name used in errors: "isolated", "isolated with markers 5 and 6"."""
         more = [f"markers {_shown(self.front)} and {_shown(self.back)}"] if self.markers else []
         more += ["a BOS of its own"] if self.bos else []
+        more += [f"up to {self.neighbours} neighbours"] if self.neighbours else []
         return f"{self.name!r}" + (f" with {' and '.join(more)}" if more else "")
+
+    def before(self, neighbours: Neighbours) -> list[int]:
+        """The ids that a chunk is read behind: its neighbours, each with its markers.
+
+        Raises ConfigError for more neighbours than the recipe has, and for what is no list of ids.
+        """
+        if not all(isinstance(one, Sequence) and all(map(is_whole, one)) for one in neighbours):
+            raise ConfigError(f"neighbours {neighbours!r} are no chunks; give a list of ids each, as [[5, 6], [7]]")
+        if len(neighbours) > self.neighbours:
+            raise ConfigError(
+                f"{len(neighbours)} neighbours were given for a block of recipe {self}; give {self.neighbours} at "
+                f"most, or encode under a recipe with neighbours={len(neighbours)}"
+            )
+        return [id for one in neighbours for id in self.marked(one)]
 
     def marked(self, chunk_ids: Sequence[int]) -> list[int]:
         """The ids whose KV a chunk's block holds."""
@@ -107,12 +129,15 @@ class Recipe:
         if self.markers is not None:
             lone = len(self.front) == len(self.back) == 1
             found["markers"] = [*self.front, *self.back] if lone else [list(self.front), list(self.back)]
+        if self.neighbours:
+            found["neighbours"] = self.neighbours
         return found
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
         """Raises ConfigError for what is no recipe."""
-        return cls(given.get("name", "isolated"), bool(given.get("bos", False)), given.get("markers"))
+        name, bos = given.get("name", "isolated"), bool(given.get("bos", False))
+        return cls(name, bos, given.get("markers"), given.get("neighbours", 0))
 
 
 def _shown(ids: Sequence[int]) -> str:
@@ -127,13 +152,20 @@ def digest(value: object) -> str:
 
 
 def block_key(
-    fingerprint: str, recipe: Recipe, prefix_ids: Sequence[int], chunk_ids: Sequence[int], tenant: str = ""
+    fingerprint: str,
+    recipe: Recipe,
+    prefix_ids: Sequence[int],
+    chunk_ids: Sequence[int],
+    tenant: str = "",
+    neighbours: Neighbours = (),
 ) -> str:
     """The 64 hex digits that name a block.
 
     prefix_ids count only where the recipe sees them: an isolated block serves every prefix. tenant salts the key, so
-    that one tenant's blocks are never hits for another.
+    that one tenant's blocks are never hits for another. neighbours count by their ids and order; a recipe without them
+    leaves them out.
     """
+    behind = {"neighbours": [list(one) for one in neighbours]} if recipe.neighbours else {}
     return digest(
         {
             "fingerprint": fingerprint,
@@ -141,5 +173,6 @@ def block_key(
             "prefix": list(prefix_ids) if recipe.sees_prefix else [],
             "chunk": list(chunk_ids),
             "tenant": tenant,
+            **behind,
         }
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
-from ragcache.kv.identity import Recipe, block_key
+from ragcache.kv.identity import Neighbours, Recipe, block_key
 from ragcache.models.reuse import ReuseSpec
 
 if TYPE_CHECKING:
@@ -71,9 +71,14 @@ class ModelCard:
             raise PromptError(f"{what} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
 
     def block_key(
-        self, chunk_ids: Sequence[int], recipe: Recipe, prefix_ids: Sequence[int] = (), tenant: str = ""
+        self,
+        chunk_ids: Sequence[int],
+        recipe: Recipe,
+        prefix_ids: Sequence[int] = (),
+        tenant: str = "",
+        neighbours: Neighbours = (),
     ) -> str:
-        return block_key(self.fingerprint, recipe, prefix_ids, chunk_ids, tenant)
+        return block_key(self.fingerprint, recipe, prefix_ids, chunk_ids, tenant, neighbours)
 
 
 def eos_token_ids(card: ModelCard) -> tuple[int, ...]:

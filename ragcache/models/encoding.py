@@ -23,6 +23,7 @@ class AbandonedSignal(Exception):  # noqa: N818 - it ends a pass early; it is no
 class Recorder(Cache):  # type: ignore[misc]
     """Writes every layer's keys and values straight into the blocks, without the padding.
 
+    skips:  by row, how many first tokens are left out
     wanted: asked in every layer; raises AbandonedSignal when it says no
     """
 
@@ -30,21 +31,21 @@ class Recorder(Cache):  # type: ignore[misc]
         self,
         lengths: Sequence[int],
         shape: CacheShape,
-        skip: int = 0,
+        skips: Sequence[int],
         wanted: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__(layers=[])
-        self.skip = skip
+        self.skips = skips
         self.wanted = wanted
-        self.blocks = [empty_block(shape, length - skip) for length in lengths]
+        self.blocks = [empty_block(shape, length - skip) for length, skip in zip(lengths, skips, strict=True)]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         if self.wanted is not None and not self.wanted():
             raise AbandonedSignal
-        for row, block in enumerate(self.blocks):
-            kept = slice(self.skip, self.skip + block.num_tokens)
+        for row, (block, skip) in enumerate(zip(self.blocks, self.skips, strict=True)):
+            kept = slice(skip, skip + block.num_tokens)
             block.layer_keys(layer_idx).copy_(key_states[row, :, kept])
             block.layer_values(layer_idx).copy_(value_states[row, :, kept])
         return key_states, value_states
@@ -60,7 +61,7 @@ def encode_batch(
     shape: CacheShape,
     chunks: Sequence[Sequence[int]],
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
-    skip: int = 0,
+    skips: Sequence[int] | None = None,
     wanted: Callable[[], bool] | None = None,
 ) -> list[KVBlock]:
     """One forward pass of the decoder over right-padded chunks.
@@ -69,7 +70,7 @@ def encode_batch(
 
     prefix: rotated keys and values by layer, [1, num_kv_heads, prefix_tokens, head_dim], seen by every chunk; the
             chunks then stand at positions prefix_tokens, prefix_tokens + 1, ...
-    skip:   first tokens of every chunk whose KV is dropped (a lone BOS)
+    skips:  by chunk, its first tokens whose KV is dropped (a lone BOS, neighbours); None: none of any
     wanted: asked in every layer; the pass ends with AbandonedSignal when it says no
     """
     longest = max(len(chunk) for chunk in chunks)
@@ -77,7 +78,7 @@ def encode_batch(
     start = prefix[0][0].shape[2] if prefix else 0
     ids = torch.tensor(rows, device=shape.device)
     positions = torch.arange(start, start + longest, device=shape.device)[None]
-    recorder = Recorder([len(chunk) for chunk in chunks], shape, skip, wanted)
+    recorder = Recorder([len(chunk) for chunk in chunks], shape, skips or [0] * len(chunks), wanted)
     run_decoder(model, ids, positions, recorder, EncodePass(rope, list(prefix)))
     return recorder.blocks
 

@@ -13,7 +13,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import BufferPool, SharedContext
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.exact import Exact
-from ragcache.kv.identity import Recipe
+from ragcache.kv.identity import Neighbours, Recipe
 from ragcache.kv.rope import Rope
 from ragcache.kv.shape import CacheShape
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
@@ -98,6 +98,7 @@ class LanguageModel(ModelCard):
         prefix: Exact | None = None,
         batch_tokens: int | None = None,
         wanted: Callable[[], bool] | None = None,
+        neighbours: Sequence[Neighbours] | None = None,
     ) -> list[KVBlock]:
         """Run the model over each chunk alone; one KV block a chunk, in order, on the model's device.
 
@@ -106,36 +107,39 @@ class LanguageModel(ModelCard):
         prefix: the KV of prefix_ids, as far as the caller has it
         batch_tokens: padded tokens that run together; what suits the device when None
         wanted: asked in every layer of every pass; once it says no, AbandonedSignal is raised and nothing is returned
+        neighbours: by chunk, the ids of the chunks that it is read behind; a recipe with neighbours needs them
 
         Raises PromptError for an empty chunk or an id outside the vocabulary, ContextTooLongError for a chunk that
-        does not fit the model, ConfigError for an unknown recipe.
+        does not fit the model (behind its neighbours), ConfigError for an unknown recipe, or neighbours that are not
+        the recipe's.
         """
         recipe = Recipe.of(recipe)
-        head, skip = self._read_before(recipe)
+        head = self._read_before(recipe)
         behind = list(prefix_ids) if recipe.sees_prefix else []
-        for rank, chunk in enumerate(chunks):
+        heads = [[*head, *recipe.before(near)] for near in _by_chunk(recipe, len(chunks), neighbours)]
+        for rank, (before, chunk) in enumerate(zip(heads, chunks, strict=True)):
             if not chunk:
                 raise PromptError(f"chunk {rank} has no tokens; leave empty passages out")
-            self.check_ids([*behind, *head, *recipe.marked(chunk)], f"chunk {rank}")
-        rows = [[*head, *recipe.marked(chunk)] for chunk in chunks]
+            self.check_ids([*behind, *before, *recipe.marked(chunk)], f"chunk {rank}")
+        rows = [[*before, *recipe.marked(chunk)] for before, chunk in zip(heads, chunks, strict=True)]
         context = self.read(behind, prefix) if behind else None
         layers = [context.layer_state(layer)[:2] for layer in range(self.shape.num_layers)] if context else []
         blocks: list[KVBlock | None] = [None] * len(rows)
         for batch in plan_batches([len(row) for row in rows], batch_tokens or self.batch_tokens):
-            members = [rows[rank] for rank in batch]
-            done = encode_batch(self.model, self.rope, self.shape, members, layers, skip, wanted)
+            members, skips = [rows[rank] for rank in batch], [len(heads[rank]) for rank in batch]
+            done = encode_batch(self.model, self.rope, self.shape, members, layers, skips, wanted)
             for rank, block in zip(batch, done, strict=True):
                 blocks[rank] = block.made_by(recipe)
         return [block for block in blocks if block is not None]
 
-    def _read_before(self, recipe: Recipe) -> tuple[list[int], int]:
-        """Ids read in front of every chunk and how many of their KV entries to drop: a lone BOS, or nothing."""
+    def _read_before(self, recipe: Recipe) -> list[int]:
+        """Ids read in front of every chunk, whose KV is dropped: a lone BOS, or nothing."""
         if not recipe.bos:
-            return [], 0
+            return []
         bos = text_config(self.model).bos_token_id
         if bos is None:
             raise ConfigError(f"{self.name} has no BOS token; use a recipe without bos")
-        return [int(bos)], 1
+        return [int(bos)]
 
     @torch.inference_mode()
     def read(self, ids: Sequence[int], known: Exact | None = None) -> SharedContext:
@@ -233,3 +237,16 @@ class LanguageModel(ModelCard):
             CURRENT.reset(token)
         logits: Tensor = out.logits[0].float()
         return logits[-1] if num_logits is None else logits
+
+
+def _by_chunk(recipe: Recipe, num_chunks: int, neighbours: Sequence[Neighbours] | None) -> Sequence[Neighbours]:
+    """Each chunk's neighbours. Raises ConfigError where they are not given for every chunk, and are needed."""
+    if neighbours is None and not recipe.neighbours:
+        return [()] * num_chunks
+    if neighbours is None or len(neighbours) != num_chunks:
+        given = "none" if neighbours is None else f"those of {len(neighbours)} chunks"
+        raise ConfigError(
+            f"recipe {recipe} reads each of {num_chunks} chunks behind its neighbours, and {given} were given; pass "
+            "neighbours=, one list of chunks' ids a chunk"
+        )
+    return neighbours
