@@ -22,8 +22,15 @@ def _remember_files(connection: Connection) -> None:
     connection.execute(text(f"ALTER TABLE ragcache_documents ADD COLUMN file TEXT{collation}"))
 
 
+def _remember_neighbours(connection: Connection) -> None:
+    double = "DOUBLE PRECISION" if connection.dialect.name == "postgresql" else "DOUBLE"
+    columns = f"vector_id BIGINT NOT NULL, place INTEGER NOT NULL, neighbour BIGINT NOT NULL, score {double} NOT NULL"
+    connection.execute(text(f"CREATE TABLE ragcache_neighbours ({columns}, PRIMARY KEY (vector_id, place))"))
+    connection.execute(text("CREATE INDEX ix_ragcache_neighbours_neighbour ON ragcache_neighbours (neighbour)"))
+
+
 # MIGRATIONS[n] brings version n to n + 1, with SQL of its own: the tables in `schema` are today's, not those of then.
-MIGRATIONS: dict[int, Migration] = {1: _count_uses, 2: _remember_files}
+MIGRATIONS: dict[int, Migration] = {1: _count_uses, 2: _remember_files, 3: _remember_neighbours}
 
 # Any number will do, as long as every process takes the same.
 _POSTGRES_LOCK = 7_231_554_190

@@ -11,7 +11,7 @@ from __future__ import annotations
 from sqlalchemy import JSON, BigInteger, Column, Double, ForeignKey, Integer, LargeBinary, MetaData, Table, Text
 from sqlalchemy.dialects.postgresql import JSONB
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 PREFIX = "ragcache_"
 
 metadata_obj = MetaData()
@@ -72,4 +72,14 @@ garbage = Table(
     metadata_obj,
     Column("handle", _Text, primary_key=True),
     Column("created_at", Double, nullable=False),
+)
+
+# What each chunk's KV is read behind, where the store has neighbours: names are vector ids, which are never reused.
+neighbours = Table(
+    PREFIX + "neighbours",
+    metadata_obj,
+    Column("vector_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("place", Integer, primary_key=True, autoincrement=False),  # 0: the nearest
+    Column("neighbour", BigInteger, nullable=False, index=True),
+    Column("score", Double, nullable=False),  # inner product of the two embeddings
 )

@@ -6,17 +6,29 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, exists, insert, literal, select
+from sqlalchemy import Connection, delete, exists, insert, literal, select, update
 
 from ragcache.store.properties import HELD_OVER_ALL
-from ragcache.store.schema import chunks, garbage, properties
+from ragcache.store.schema import chunks, garbage, neighbours, properties
 
 
 def discard_chunks(connection: Connection, document_ids: Sequence[str]) -> None:
-    """What was made over all documents goes with any of them."""
+    """What was made over all documents goes with any of them, and KV that was read behind a chunk goes with that."""
     discard_made_over_all(connection)
+    discard_read_behind(connection, document_ids)
     to_garbage(connection, chunks.c.document_id.in_(document_ids))
     connection.execute(delete(chunks).where(chunks.c.document_id.in_(document_ids)))
+
+
+def discard_read_behind(connection: Connection, document_ids: Sequence[str]) -> None:
+    """Discard the KV of chunks that have a neighbour in these documents: it can be turned back into its text. The
+    chunks are left without neighbours, which are found anew."""
+    own, other = chunks.alias(), neighbours.alias()  # else SQL would take them for the tables that are changed
+    gone = select(own.c.vector_id).where(own.c.document_id.in_(document_ids))
+    readers = select(other.c.vector_id).where(other.c.neighbour.in_(gone))
+    to_garbage(connection, chunks.c.vector_id.in_(readers))
+    connection.execute(update(chunks).where(chunks.c.vector_id.in_(readers)).values(handle=None))
+    connection.execute(delete(neighbours).where(neighbours.c.vector_id.in_(gone) | neighbours.c.vector_id.in_(readers)))
 
 
 def discard_made_over_all(connection: Connection) -> None:

@@ -110,7 +110,7 @@ def test_a_migrated_database_equals_a_new_one(
     assert structure(engine) == {}
     DocumentStore.open(url).close()
     assert structure(engine) == migrated
-    assert len(migrated) == 5
+    assert len(migrated) == 6
 
 
 def add_language(connection: Connection) -> None:

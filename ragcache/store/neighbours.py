@@ -1,0 +1,102 @@
+"""Which chunks each chunk's KV is read behind, as the document store remembers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from sqlalchemy import delete, func, insert, select, update
+
+from ragcache.store.counting import advance
+from ragcache.store.database import Database
+from ragcache.store.schema import chunks, counters, neighbours
+from ragcache.store.unreferenced import rescue, to_garbage
+
+PART = 1000  # values in one IN list
+COMPARED = "neighbours_compared"
+
+
+class Near(NamedTuple):
+    """A chunk near another one: its vector id, and the inner product of their embeddings."""
+
+    vector_id: int
+    score: float
+
+
+class KnownNeighbours(NamedTuple):
+    """How many neighbours of a chunk are recorded, and the lowest of their scores."""
+
+    number: int
+    lowest: float
+
+
+class NeighbourTable:
+    """Neighbours by vector id. A chunk none of which are recorded has them to be found.
+
+    Every change is one transaction, and waits as those of `DocumentStore` do. Where a document is deleted or replaced,
+    `discard_chunks` takes out of here what named its chunks.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def of(self, vector_ids: Iterable[int]) -> dict[int, list[int]]:
+        """The recorded neighbours of these chunks, nearest first; chunks without any are left out."""
+        wanted, found = list(dict.fromkeys(vector_ids)), dict[int, list[int]]()
+        own, other = neighbours.c.vector_id, neighbours.c.neighbour
+        with self._db.read() as connection:
+            for start in range(0, len(wanted), PART):
+                query = select(own, other).where(own.in_(wanted[start : start + PART]))
+                for id, neighbour in connection.execute(query.order_by(own, neighbours.c.place)):
+                    found.setdefault(id, []).append(neighbour)
+        return found
+
+    def known(self) -> dict[int, KnownNeighbours]:
+        """Of every chunk with recorded neighbours."""
+        own = neighbours.c.vector_id
+        query = select(own, func.count(), func.min(neighbours.c.score)).group_by(own)
+        with self._db.read() as connection:
+            return {id: KnownNeighbours(number, lowest) for id, number, lowest in connection.execute(query)}
+
+    def record(self, vector_id: int, found: Sequence[Near]) -> bool:
+        """Remember a chunk's neighbours, nearest first. Where they are others than before, its KV is garbage.
+
+        False, and nothing is changed, where one of these chunks is not there any more. Raises StoreReadOnlyError,
+        StoreBusyError, StoreFullError.
+        """
+        own, ids = neighbours.c.vector_id == vector_id, [one.vector_id for one in found]
+        with self._db.write() as connection:
+            advance(connection, "generation", 0)
+            there = select(func.count()).select_from(chunks).where(chunks.c.vector_id.in_([vector_id, *ids]))
+            if connection.scalar(there) != len({vector_id, *ids}):
+                return False
+            before = connection.scalars(select(neighbours.c.neighbour).where(own).order_by(neighbours.c.place))
+            if list(before) == ids:
+                return True
+            to_garbage(connection, chunks.c.vector_id == vector_id)
+            connection.execute(update(chunks).where(chunks.c.vector_id == vector_id).values(handle=None))
+            connection.execute(delete(neighbours).where(own))
+            for place, near in enumerate(found):
+                values = {"vector_id": vector_id, "place": place, "neighbour": near.vector_id, "score": near.score}
+                connection.execute(insert(neighbours), values)
+            rescue(connection)
+        return True
+
+    def without_kv(self) -> list[str]:
+        """Ids of the chunks whose KV is to be computed, but of those that are to be retrieved more often before."""
+        query = select(chunks.c.id).where(chunks.c.handle.is_(None), chunks.c.uses_left == 0)
+        with self._db.read() as connection:
+            return list(connection.scalars(query.order_by(chunks.c.vector_id)))
+
+    def compared(self) -> int:
+        """The last vector id that all recorded neighbours were compared with; 0: none."""
+        with self._db.read() as connection:
+            value = connection.scalar(select(counters.c.value).where(counters.c.name == COMPARED))
+        return int(value or 0)
+
+    def set_compared(self, vector_id: int) -> None:
+        values = {"name": COMPARED, "value": vector_id}
+        with self._db.write() as connection:
+            advance(connection, "generation", 0)
+            if not connection.execute(update(counters).where(counters.c.name == COMPARED).values(values)).rowcount:
+                connection.execute(insert(counters), values)
