@@ -155,6 +155,11 @@ class StoreOptions:
         option("--index", "Kind of vector index: flat is exact, ivfpq small, pgvector in a PostgreSQL --database."),
     ] = "flat"
 
+    neighbours: Annotated[
+        int | None,
+        option("--neighbours", "Nearest passages that each one's KV is computed behind; the store's own if not given."),
+    ] = None
+
     def config(self, *, read_only: bool = False) -> StoreConfig:
         from ragcache import StoreConfig
 

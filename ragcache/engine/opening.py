@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.encoder import BlockNames, ModelEncoder
+from ragcache.ingest.neighbours import Neighbourhood
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.identity import Recipe
@@ -115,10 +116,17 @@ def assemble(
 
     Raises ConfigError, ModelError, PromptError.
     """
-    method, recipe = choose_method(store.layout.root, card, chosen.method, chosen.method_options, chosen.recipe)
+    neighbours = _neighbours(store.documents, config, chosen.recipe)
+    method, recipe = choose_method(
+        store.layout.root, card, chosen.method, chosen.method_options, chosen.recipe, neighbours
+    )
     text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format)
     first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
-    plan = _Plan(block_recipe(card, method, recipe), text, first_ids, chosen.tenant)
+    used = block_recipe(card, method, replace(block_recipe(card, method, recipe), neighbours=neighbours))
+    if neighbours:
+        store.documents.bind("neighbours", neighbours)
+    near = Neighbourhood(store.documents, retriever, neighbours) if neighbours else None
+    plan = _Plan(used, text, first_ids, chosen.tenant, near)
     if engine is not None:
         made = _elsewhere(store, card, plan, engine)
         made.reader.check(Reading(method, chosen.evict))
@@ -149,6 +157,7 @@ class _Plan(NamedTuple):
     text: PromptFormat
     first_ids: list[int]
     tenant: str
+    neighbourhood: Neighbourhood | None
 
 
 class _Made(NamedTuple):
@@ -164,10 +173,18 @@ class _Made(NamedTuple):
 def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> _Made:
     documents, kv = store.documents, store.kv
     kv.use_device(lm.device)
-    recipe, text, first_ids, tenant = plan
+    recipe, text, first_ids, tenant, near = plan
     estimate, tree = PrefillEstimate(), PrefixTree(lm.shape, config.prefix_bytes)
     prefixes = Prefixes(lm, documents, recipe, tenant, tree, first_ids)
-    encoder = ModelEncoder(lm, recipe, first_ids, tenant, read_prefix=prefixes.exact, on_encoded=estimate.add)
+    encoder = ModelEncoder(
+        lm,
+        recipe,
+        first_ids,
+        tenant,
+        read_prefix=prefixes.exact,
+        on_encoded=estimate.add,
+        neighbourhood=near,
+    )
     admission = Admission(default_budget(lm) if config.answer_bytes is None else config.answer_bytes)
     loader = open_loader(store, config, lm)
     reader = Reader(
@@ -181,7 +198,25 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
     return _Made(reader, encoder, admission, estimate, loader)
 
 
+def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Recipe | None) -> int:
+    """How many neighbours the store's chunks are read behind: as asked for, else as the store was made.
+
+    Raises StoreMismatchError for another number than the store's.
+    """
+    asked, bound = config.neighbours, documents.properties().get("neighbours")
+    if asked is None and isinstance(recipe, Recipe) and recipe.neighbours:
+        asked = recipe.neighbours
+    if asked is not None and bound is not None:
+        documents.bind("neighbours", asked)
+    return int(str(bound or 0)) if asked is None else asked
+
+
 def _elsewhere(store: Store, card: ModelCard, plan: _Plan, engine: VllmEngine) -> _Made:
+    if plan.neighbourhood is not None:
+        raise ConfigError(
+            "this store's blocks are encoded behind neighbours, which a request to another engine does not name; leave "
+            "out engine="
+        )
     names = BlockNames(card, plan.recipe, plan.first_ids, plan.tenant)
     reader = RemoteReader(card, Prompts(card, names, plan.text), store.kv, engine)
     return _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate())

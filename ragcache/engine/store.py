@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ragcache.engine.loading.policy import AUTO, LOADS
 from ragcache.engine.loading.rates_file import RatesFile
 from ragcache.errors import ConfigError, StoreMismatchError, StoreNotFoundError
+from ragcache.kv.identity import Recipe
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kept_basis import known_basis
 from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
@@ -40,6 +41,8 @@ class StoreConfig:
     device_bytes, disk_bytes, write_behind_bytes, ttl_s: see KVStore
     remote:       URL of a remote that several machines share, such as s3://bucket/prefix or redis://host:6379/0: blocks
                   are kept there, and copies on this machine's disk, within disk_bytes
+    neighbours:   how many of the store's chunks nearest to it each chunk is encoded behind (see `Recipe`); None: as the
+                  store was made, none for a new one
     kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
     measure_s:    seconds to spend on measuring this machine at the first opening with a model; later openings measure
                   the disk alone, in a third of them; 0 measures nothing
@@ -65,6 +68,7 @@ class StoreConfig:
     remote: str | None = field(default=None, repr=False)  # it may hold a password
     kv: str = "eager"
     hot_after: int = 2
+    neighbours: int | None = None
 
     def __post_init__(self) -> None:
         if self.answer_bytes is not None and self.answer_bytes < 1:
@@ -75,6 +79,8 @@ class StoreConfig:
             raise ConfigError(
                 f"speculative_bytes is {self.speculative_bytes} and measure_s {self.measure_s}; give 0 (none) or more"
             )
+        if self.neighbours is not None:
+            Recipe(neighbours=self.neighbours)  # refuses what is no number of chunks
 
 
 class Store(NamedTuple):

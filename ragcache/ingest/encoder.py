@@ -6,15 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.exact import Exact
-from ragcache.kv.identity import Recipe
+from ragcache.kv.identity import Neighbours, Recipe
 from ragcache.models.card import ModelCard
 from ragcache.models.encoding import AbandonedSignal
 from ragcache.models.limits import LIMIT
 from ragcache.models.lm import LanguageModel
+from ragcache.store.records import Chunk
+
+if TYPE_CHECKING:  # FAISS comes with it
+    from ragcache.ingest.neighbours import Neighbourhood
 
 ReadPrefix = Callable[[Sequence[int]], AbstractContextManager[Exact | None]]
 # A shorter beginning runs in the pass of the question, which takes no longer for it.
@@ -27,16 +33,24 @@ class BlockNames:
 
     first_ids:  how the store's prompts begin
     prefix_ids: what every chunk is encoded behind: these, or nothing where the recipe does not see them
+    neighbourhood: knows the chunks that each chunk is read behind, where the recipe has neighbours
     """
 
     def __init__(
-        self, card: ModelCard, recipe: str | Recipe = "isolated", prefix_ids: Sequence[int] = (), tenant: str = ""
+        self,
+        card: ModelCard,
+        recipe: str | Recipe = "isolated",
+        prefix_ids: Sequence[int] = (),
+        tenant: str = "",
+        *,
+        neighbourhood: Neighbourhood | None = None,
     ) -> None:
         self.card = card
         self.recipe = Recipe.of(recipe)
         self.first_ids = tuple(prefix_ids)
         self.prefix_ids = list(prefix_ids) if self.recipe.sees_prefix else []
         self.tenant = tenant
+        self.neighbourhood = neighbourhood
 
     @property
     def first_key(self) -> str | None:
@@ -58,9 +72,31 @@ class BlockNames:
         ids = [*self.prefix_ids, *self.recipe.marked(token_ids)]
         self.card.check_ids(ids, f"{where}: a chunk{' (behind the shared prefix)' if self.prefix_ids else ''}")
 
-    def key(self, token_ids: Sequence[int]) -> str:
+    def key(self, token_ids: Sequence[int], neighbours: Neighbours = ()) -> str:
         """The block key of a chunk."""
-        return self.card.block_key(token_ids, self.recipe, self.prefix_ids, self.tenant)
+        return self.card.block_key(token_ids, self.recipe, self.prefix_ids, self.tenant, neighbours)
+
+    def keys(self, chunks: Sequence[Chunk]) -> list[str]:
+        """The block keys of chunks, their neighbours looked up."""
+        return [self.key(chunk.token_ids, chunk.neighbours) for chunk in self.with_neighbours(chunks)]
+
+    def with_neighbours(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """The chunks with the ids that they are read behind, as many as the model has room for, nearest first."""
+        if self.neighbourhood is None:
+            return list(chunks)
+        found = zip(chunks, self.neighbourhood.of(chunks), strict=True)
+        return [replace(chunk, neighbours=self._fitting(chunk, near)) for chunk, near in found]
+
+    def _fitting(self, chunk: Chunk, near: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
+        marks = len(self.recipe.marked(()))
+        left = self.card.max_positions - len(self.prefix_ids) - chunk.num_tokens - marks - self.recipe.bos
+        taken: list[tuple[int, ...]] = []
+        for one in near:
+            left -= one.num_tokens + marks
+            if left < 0:
+                break
+            taken.append(tuple(one.token_ids))
+        return tuple(taken)
 
 
 class ModelEncoder(BlockNames):
@@ -75,12 +111,13 @@ class ModelEncoder(BlockNames):
         *,
         read_prefix: ReadPrefix | None = None,
         on_encoded: OnEncoded | None = None,
+        neighbourhood: Neighbourhood | None = None,
     ) -> None:
         """read_prefix: gives the KV of prefix_ids at every use; None: it is read at first use and kept
 
         on_encoded: is told of every batch that was encoded
         """
-        super().__init__(lm, recipe, prefix_ids, tenant)
+        super().__init__(lm, recipe, prefix_ids, tenant, neighbourhood=neighbourhood)
         self.lm = lm
         self.on_encoded = on_encoded
         self._read_prefix = read_prefix or self._read_once
@@ -96,12 +133,19 @@ class ModelEncoder(BlockNames):
         """Padded tokens that are best encoded together."""
         return self.lm.batch_tokens
 
-    def encode(self, chunks: Sequence[Sequence[int]], wanted: Callable[[], bool] | None = None) -> list[KVBlock]:
+    def encode(
+        self,
+        chunks: Sequence[Sequence[int]],
+        wanted: Callable[[], bool] | None = None,
+        neighbours: Sequence[Neighbours] | None = None,
+    ) -> list[KVBlock]:
         """One block a chunk, in order; the chunks run together as one batch.
 
         wanted: asked now and then; once it says no, AbandonedSignal is raised and nothing is returned
+        neighbours: by chunk, the ids that it is read behind; None: nothing
         """
-        longest = max(map(len, chunks), default=1)
+        behind = [()] * len(chunks) if neighbours is None else neighbours
+        longest = max((len(chunk) + sum(map(len, near)) for chunk, near in zip(chunks, behind, strict=True)), default=1)
         with self._read_prefix(self.prefix_ids) if self.prefix_ids else nullcontext() as prefix:
             started = time.perf_counter()
             blocks = self.lm.encode(
@@ -111,18 +155,21 @@ class ModelEncoder(BlockNames):
                 prefix=prefix,
                 batch_tokens=longest * len(chunks) + len(chunks) + 1,
                 wanted=wanted,
+                neighbours=behind,
             )
         if self.on_encoded is not None and chunks:
             self.lm.finish()
             self.on_encoded(longest, time.perf_counter() - started, len(chunks))
         return blocks
 
-    def encode_limited(self, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
+    def encode_limited(
+        self, chunks: Sequence[Sequence[int]], neighbours: Sequence[Neighbours] | None = None
+    ) -> list[KVBlock]:
         """`encode` within the caller's limit (`limits.limited`). Raises what the limit raises, amid the batch too."""
         limit = LIMIT.get()
         limit.check()
         try:
-            return self.encode(chunks, limit.allows)
+            return self.encode(chunks, limit.allows, neighbours)
         except AbandonedSignal:
             limit.check()
             raise

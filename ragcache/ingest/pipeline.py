@@ -130,6 +130,11 @@ class Ingestor:
             raise BasisError(
                 "the store's codec has no basis yet, which no cluster makes; ingest some documents without one first"
             )
+        if cluster is not None and self.names.neighbourhood is not None:
+            raise ConfigError(
+                "this store's chunks are encoded behind their neighbours, which are known when all documents are "
+                "stored; ingest without a cluster"
+            )
         with (
             nullcontext() if dry_run else self.layout.writer(timeout_s),
             limited(Limit(cancelled)),

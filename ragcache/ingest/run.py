@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,7 +70,9 @@ class IngestRun:
         self.to = ingestor
         self.bench = bench
         self.chunker = bench.chunker
-        self.eager = eager
+        # What chunks are read behind is known when all documents are stored: `_encode_behind_neighbours`.
+        self.eager = eager and ingestor.names.neighbourhood is None
+        self._eager_then = eager and not self.eager
         self.uses = uses
         self.progress: Progress = progress or (lambda _event: None)
         self.sync = sync
@@ -96,6 +98,8 @@ class IngestRun:
         else:
             self._ingest(given)
         self._remove_vanished()
+        if not self.report.dry_run:
+            self._encode_behind_neighbours()
         self.report.seconds.total_s = time.perf_counter() - started
         return self.report
 
@@ -227,10 +231,38 @@ class IngestRun:
         # The same text twice is one block.
         wanted = {key: chunk.token_ids for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
         self._say("skip", sum(one.num_tokens for one in window) - sum(map(len, wanted.values())))
+        self._calibrate(wanted)
+        return EncodeJob(texts, wanted)
+
+    def _calibrate(self, wanted: Mapping[str, list[int]]) -> None:
         if wanted and self.to.kv.basis.is_lacking:
             with self.report.seconds.timed("encode_s"):
                 calibrate(self.to.documents, self.to.kv, self.to.encoder, list(wanted.values()))
-        return EncodeJob(texts, wanted)
+
+    def _encode_behind_neighbours(self) -> None:
+        """Discard KV that was read behind others than are nearest now. Where KV is computed at once, compute what is
+        missing in the whole store."""
+        near = self.to.names.neighbourhood
+        if near is None:
+            return
+        near.update()
+        self.to.collect_garbage()
+        if self._eager_then:
+            self._keep_beginning()
+            for chunks in near.without_kv():
+                self._encode_chunks(self.to.names.with_neighbours(chunks))
+
+    def _encode_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Compute and commit the KV of stored chunks, whose neighbours were looked up."""
+        keys = [self.to.names.key(chunk.token_ids, chunk.neighbours) for chunk in chunks]
+        wanted = {key: chunk.token_ids for key, chunk in zip(keys, chunks, strict=True)}
+        behind = {key: chunk.neighbours for key, chunk in zip(keys, chunks, strict=True)}
+        self._total["encode"] += sum(map(len, wanted.values()))
+        self._calibrate(wanted)
+        for done, _ in self._work.compute([(keys, EncodeJob([], wanted, behind))]):
+            with self.report.seconds.timed("commit_s"):
+                handles = {chunk.id: key for chunk, key in zip(chunks, done, strict=True)}
+                self.to.documents.set_handles(handles)
 
     # Storing
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, IngestSeconds
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.block import KVBlock
+from ragcache.kv.identity import Neighbours
 from ragcache.models.batches import plan_batches
 from ragcache.models.limits import LIMIT, POLL_S, Limit, limited
 from ragcache.openmp import work_alone
@@ -61,10 +63,16 @@ class Record(NamedTuple):
 
 
 class EncodeJob(NamedTuple):
-    """What a window of documents needs computed. texts: for the embedder. wanted: token ids by block key."""
+    """What a window of documents needs computed.
+
+    texts:  for the embedder
+    wanted: token ids by block key
+    neighbours: by block key, what the chunk is read behind, where that is anything
+    """
 
     texts: list[str]
     wanted: Mapping[str, list[int]]
+    neighbours: Mapping[str, Neighbours] = MappingProxyType({})
 
 
 class Work(Protocol):
@@ -144,7 +152,7 @@ class Workbench:
     def compute(self, job: EncodeJob, report: IngestReport, say: Say) -> Vectors:
         """Embed the texts, and encode the blocks that no tier has; these are flushed on return."""
         embedding = self._embedding.submit(self._embed, job.texts, report.seconds)
-        self._encode_missing(job.wanted, report, say)
+        self._encode_missing(job, report, say)
         vectors = _result(embedding)
         say("embed", len(vectors))
         return vectors
@@ -158,29 +166,30 @@ class Workbench:
                 vectors[start : start + EMBED_TEXTS] = self.embedder.embed(texts[start : start + EMBED_TEXTS])
         return vectors
 
-    def _encode_missing(self, wanted: Mapping[str, list[int]], report: IngestReport, say: Say) -> None:
-        missing = [key for key in wanted if key not in self.kv]
+    def _encode_missing(self, job: EncodeJob, report: IngestReport, say: Say) -> None:
+        wanted, missing = job.wanted, [key for key in job.wanted if key not in self.kv]
         report.reused_blocks += len(wanted) - len(missing)
         say("skip", sum(map(len, wanted.values())) - sum(len(wanted[key]) for key in missing))
         writes: list[Future[None]] = []
         if not missing:
             return
         together = self.batch_tokens or self.names.encoder.batch_tokens
-        for batch in plan_batches([len(wanted[key]) for key in missing], together):
+        behind = {key: job.neighbours.get(key, ()) for key in missing}
+        read = [len(wanted[key]) + sum(map(len, behind[key])) for key in missing]
+        for batch in plan_batches(read, together):
             keys = [missing[rank] for rank in batch]
-            blocks = self._encode([wanted[key] for key in keys], report.seconds)
+            blocks = self._encode([wanted[key] for key in keys], [behind[key] for key in keys], report.seconds)
             _wait(writes)  # of the batch before: at most two batches are in memory
             writes = [
                 self._writing.submit(self._write, key, block, report) for key, block in zip(keys, blocks, strict=True)
             ]
-            tokens = sum(len(wanted[key]) for key in keys)
-            report.computed_tokens += tokens
-            say("encode", tokens)
+            report.computed_tokens += sum(read[rank] for rank in batch)
+            say("encode", sum(len(wanted[key]) for key in keys))
         _wait(writes)
 
-    def _encode(self, chunks: list[list[int]], seconds: IngestSeconds) -> list[KVBlock]:
+    def _encode(self, chunks: list[list[int]], neighbours: list[Neighbours], seconds: IngestSeconds) -> list[KVBlock]:
         with seconds.timed("encode_s"):
-            return self.names.encoder.encode_limited(chunks)
+            return self.names.encoder.encode_limited(chunks, neighbours)
 
     def _write(self, key: str, block: KVBlock, report: IngestReport) -> None:
         with report.seconds.timed("write_s"):

@@ -54,7 +54,7 @@ def write_folder(folder: Path, version: int) -> None:
         (folder / f"{name}.md").write_text(_text(n, 1, 3))
 
 
-def sync(root: str, lm_directory: str, folder: str, steps: int) -> None:
+def sync(root: str, lm_directory: str, folder: str, steps: int, neighbours: int) -> None:
     """The child: synchronises the folder, and kills itself at that step: before or behind a commit, or before the bytes
     of a block are deleted."""
     torch.set_num_threads(1)
@@ -78,7 +78,7 @@ def sync(root: str, lm_directory: str, folder: str, steps: int) -> None:
         step()
         return delete(self, key)
 
-    with Kit(Path(root), load_lm(lm_directory)) as kit:
+    with Kit(Path(root), load_lm(lm_directory), neighbours=neighbours) as kit:
         Database.write, KVStore.delete = stepped_write, stepped_delete  # type: ignore[method-assign,assignment]
         kit.ingestor.ingest([folder], sync=True)
 

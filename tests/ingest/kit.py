@@ -14,8 +14,10 @@ from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.limits import ReadLimits
+from ragcache.ingest.neighbours import Neighbourhood
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.kv.block import KVBlock
+from ragcache.kv.identity import Neighbours, Recipe
 from ragcache.models.lm import LanguageModel
 from ragcache.retrieval.retriever import Retriever
 from ragcache.retrieval.testing import BagOfWords
@@ -44,9 +46,14 @@ class DyingEmbedder(BagOfWords):
 class CountingEncoder(ModelEncoder):
     tokens = 0
 
-    def encode(self, chunks: Sequence[Sequence[int]], wanted: Callable[[], bool] | None = None) -> list[KVBlock]:
+    def encode(
+        self,
+        chunks: Sequence[Sequence[int]],
+        wanted: Callable[[], bool] | None = None,
+        neighbours: Sequence[Neighbours] | None = None,
+    ) -> list[KVBlock]:
         self.tokens += sum(map(len, chunks))
-        return super().encode(chunks, wanted)
+        return super().encode(chunks, wanted, neighbours)
 
 
 class Kit:
@@ -61,6 +68,7 @@ class Kit:
         recipe: str = "isolated",
         max_tokens: int = 64,
         reading: ReadLimits | None = None,
+        neighbours: int = 0,
     ) -> None:
         self.layout = StoreLayout(root)
         self.layout.create()
@@ -69,7 +77,10 @@ class Kit:
         self.embedder = CountingEmbedder()
         self.retriever = Retriever.open(self.documents, self.layout.index, self.embedder, kind=kind)
         self.chunker = Chunker(lm.tokenizer, max_tokens=max_tokens)
-        self.encoder = CountingEncoder(lm, recipe, prefix_ids=[1, 2, 3])
+        near = Neighbourhood(self.documents, self.retriever, neighbours) if neighbours else None
+        self.encoder = CountingEncoder(
+            lm, Recipe(recipe, neighbours=neighbours), prefix_ids=[1, 2, 3], neighbourhood=near
+        )
         config = IngestConfig(window_tokens=300, batch_tokens=128, reading=reading or ReadLimits())
         self.ingestor = Ingestor(
             self.layout, self.documents, self.kv, self.retriever, self.chunker, self.encoder, config
@@ -97,10 +108,13 @@ class Kit:
         return Cluster(RayConfig(actors=actors), partial(KVStore, self.layout.kv, memory_bytes=0))
 
     def check(self) -> None:
-        """Everything visible verifies: blocks against the model's shapes, the index against SQL."""
+        """Everything visible verifies: blocks against the model's shapes, the index against SQL. What is read behind
+        neighbours may wait for its KV."""
         for id in self.ids():
             for chunk in self.documents.chunks_of(id):
-                assert chunk.handle == self.encoder.key(chunk.token_ids)
+                if chunk.handle is None and self.encoder.neighbourhood is not None:
+                    continue
+                assert [chunk.handle] == self.encoder.keys([chunk])
                 self.kv.verify(chunk.handle)
                 loaded = self.kv.get(chunk.handle)
                 assert loaded is not None

@@ -139,21 +139,23 @@ def test_a_store_killed_again_and_again_gets_there(runner, finished, lm):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("neighbours", [0, 2])
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_sync_killed_at_any_step_finishes_when_run_again(lm, lm_directory, runner, tmp_path, stride):
+def test_a_sync_killed_at_any_step_finishes_when_run_again(lm, lm_directory, runner, tmp_path, stride, neighbours):
     """Every document is whole and of one version or the other; nothing but what vanished is ever missing."""
     folder, base, work = tmp_path / "docs", tmp_path / "base", tmp_path / "work"
     folder.mkdir()
     killed.write_folder(folder, 1)
-    with Kit(base, lm) as kit:
+    with Kit(base, lm, neighbours=neighbours) as kit:
         kit.ingestor.ingest([folder])
     killed.write_folder(folder, 2)
     for steps in range(1, 200, stride):
         shutil.copytree(base, work)
-        child = CONTEXT.Process(target=killed.sync, args=(str(work), str(lm_directory), str(folder), steps))
+        args = (str(work), str(lm_directory), str(folder), steps, neighbours)
+        child = CONTEXT.Process(target=killed.sync, args=args)
         child.start()
         child.join()
-        with Kit(work, lm) as kit:
+        with Kit(work, lm, neighbours=neighbours) as kit:
             kit.check()
             assert all(town in str(kit.texts()) for town in ("Town2 ", "Town3 ")), "these only move"
             report = kit.ingestor.ingest([folder], sync=True)

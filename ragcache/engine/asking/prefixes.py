@@ -160,8 +160,8 @@ class Prefixes:
             self._tree.insert(namespace, elements, read_cache(cache), owned)
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when it finds no memory
             log.warning("the KV of a prompt is not kept for later ones: %s", error)
-        owners = {one.owner for one in owned}
-        self._drop_gone(owners if drops != self.drops else owners - {NOT_STORED})
+        owners, changed = {one.owner for one in owned}, drops != self.drops
+        self._drop_gone(owners if changed else owners - {NOT_STORED}, changed=changed)
 
     def _quoting(self, ids: Sequence[int]) -> list[Owned]:
         """Text that may quote any passage: all behind the store's own prefix."""
@@ -172,7 +172,7 @@ class Prefixes:
     def drop_deleted(self) -> None:
         """Let go of all that was computed over passages that are gone or from outside, or may quote them (law 10)."""
         self.drops += 1
-        self._drop_gone(self._tree.owners())
+        self._drop_gone(self._tree.owners(), changed=True)
 
     def stats(self) -> PrefixStats:
         return self._tree.stats()
@@ -180,8 +180,11 @@ class Prefixes:
     def clear(self) -> None:
         self._tree.clear()
 
-    def _drop_gone(self, owners: set[int]) -> None:
-        present = {chunk.vector_id for chunk in self._documents.chunks_by_vector_ids(owners)}
+    def _drop_gone(self, owners: set[int], *, changed: bool) -> None:
+        """changed: whether documents have since it was computed. A passage that is still there may then have been read
+        behind one that is not."""
+        trusted = set() if changed and self._recipe.neighbours else owners
+        present = {chunk.vector_id for chunk in self._documents.chunks_by_vector_ids(trusted)}
         if gone := owners - present:
             self._tree.drop(gone)
 

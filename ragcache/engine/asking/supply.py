@@ -126,7 +126,7 @@ class Supply:
         return self._whole.read(asked.prompt.ids[:count], generation)
 
     def _nothing(self, asked: OpenQuestion, origin: str) -> LoadedBlocks:
-        handles = [self.encoder.key(hit.chunk.token_ids) for hit in asked.hits]
+        handles = self.encoder.keys([hit.chunk for hit in asked.hits])
         return LoadedBlocks([], handles, [origin] * len(handles), 0.0, 0.0, 0)
 
     def _blocks(self, asked: OpenQuestion, prefix: Prefix) -> LoadedBlocks:
@@ -142,6 +142,7 @@ class Supply:
             own.tenant,
             read_prefix=lambda _: nullcontext(prefix.exact),
             on_encoded=own.on_encoded,
+            neighbourhood=own.neighbourhood,
         )
         return self._load(asked, chunks, encoder)
 
@@ -165,12 +166,13 @@ class Supply:
     def _along(self, asked: OpenQuestion, path: Path, loaded: LoadedBlocks, known: int, known_as: str) -> list[Source]:
         """This turn's passages, and those of them that were read before, with where their KV came from."""
         fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
+        keys = self.encoder.keys([hit.chunk for _, hit in path.passages])
         sources = []
-        for piece, hit in path.passages:
+        for (piece, hit), key in zip(path.passages, keys, strict=True):
             if path.layout.separate and piece.end > known:
                 handle, origin = next(fresh)
             else:
-                handle, origin = self.encoder.key(hit.chunk.token_ids), known_as if piece.end <= known else UNUSED
+                handle, origin = key, known_as if piece.end <= known else UNUSED
             sources.append(Source(hit.chunk, hit.score, handle, origin))
         by_ids = {tuple(source.chunk.token_ids): source for source in sources}
         again = asked.kept.earlier.again if asked.kept else ()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache.codecs.atomic import atomic_write, write_all
-from ragcache.errors import RagCacheError
+from ragcache.errors import ConfigError, RagCacheError
 from ragcache.fusion import get_method
 from ragcache.fusion.base import FusionMethod
 from ragcache.kv.identity import Recipe
@@ -144,10 +144,20 @@ def choose_method(
     method: str | FusionMethod | None,
     options: Mapping[str, Any],
     recipe: str | Recipe | None,
+    neighbours: int = 0,
 ) -> tuple[FusionMethod, str | Recipe | None]:
     """The method asked for, or the one that the model was trained for, with a warning where it failed the check; and
-    the recipe. "auto" takes no options, and brings a recipe where none is asked for."""
+    the recipe. "auto" takes no options, and brings a recipe where none is asked for.
+
+    Raises ConfigError for "auto" where blocks are read behind neighbours, which no check reads them behind.
+    """
     if method == AUTO:
+        if neighbours:
+            raise ConfigError(
+                f"method={AUTO!r} goes by a check of blocks that were read alone, and this store's are read behind "
+                "their neighbours; name a method",
+                "method",
+            )
         safe, checked = choose_safe(root, lm.fingerprint, None if recipe is None else Recipe.of(recipe).name)
         return safe, recipe if recipe is not None else checked
     chosen = get_method(lm.default_method if method is None else method, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ def pin(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder | None, ids
     Raises NoSuchDocumentError, MissingBlockError, PinError, StoreReadOnlyError.
     """
     chunks = find_chunks(documents, ids)
-    keys = [_key(chunk, encoder) for chunk in chunks]
+    keys = _keys(chunks, encoder)
     # Pinned is wanted, however often it was retrieved.
     missing = [replace(chunk, uses_left=0) for chunk, key in zip(chunks, keys, strict=True) if key not in kv]
     if missing and encoder is not None:
@@ -41,7 +41,7 @@ def unpin(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder | None, i
     """Let go of the blocks of these documents and chunks; returns the keys that were pinned."""
     chunks = find_chunks(documents, ids)
     named = {chunk.handle for chunk in chunks if chunk.handle is not None}
-    named |= set() if encoder is None else {encoder.key(chunk.token_ids) for chunk in chunks}
+    named |= set() if encoder is None else set(encoder.keys(chunks))
     pinned = sorted(named & kv.pinned)
     kv.unpin(pinned)
     return pinned
@@ -58,11 +58,10 @@ def find_chunks(documents: DocumentStore, ids: Iterable[str]) -> list[Chunk]:
     return found
 
 
-def _key(chunk: Chunk, encoder: ModelEncoder | None) -> str:
+def _keys(chunks: Sequence[Chunk], encoder: ModelEncoder | None) -> list[str]:
     if encoder is not None:
-        return encoder.key(chunk.token_ids)
-    if chunk.handle is None:
-        raise MissingBlockError(
-            f"chunk {chunk.id!r} has no KV yet; open the store with its models to compute and pin it"
-        )
-    return chunk.handle
+        return encoder.keys(chunks)
+    absent = next((chunk.id for chunk in chunks if chunk.handle is None), None)
+    if absent is not None:
+        raise MissingBlockError(f"chunk {absent!r} has no KV yet; open the store with its models to compute and pin it")
+    return [chunk.handle for chunk in chunks if chunk.handle is not None]

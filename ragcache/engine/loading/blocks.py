@@ -16,7 +16,7 @@ from ragcache.errors import (
     StoreReadOnlyError,
     StoreUnreachableError,
 )
-from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.encoder import BlockNames, ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.batches import plan_batches
 from ragcache.store.documents import DocumentStore
@@ -54,12 +54,14 @@ class Keeper:
     """Keeps what is computed: on disk for the store's own chunks, in this process's memory for others, which no
     deletion would ever find.
 
+    names:   of the blocks
     passing: the encoder is not the store's own (another prefix): keep in memory only
     """
 
-    def __init__(self, kv_store: KVStore, documents: DocumentStore, *, passing: bool) -> None:
+    def __init__(self, kv_store: KVStore, documents: DocumentStore, names: BlockNames, *, passing: bool) -> None:
         self._kv = kv_store
         self._documents = documents
+        self._names = names
         self._passing = passing
 
     def keep(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
@@ -87,6 +89,9 @@ class Keeper:
                 self._documents.set_handle(chunk.id, handle)
             elif not self._documents.chunks([chunk.id]):
                 self._forget(handle)
+            if chunk.neighbours and self._names.keys([chunk]) != [handle]:
+                self._documents.set_handle(chunk.id, None)
+                self._forget(handle)
         except NoSuchDocumentError:
             self._forget(handle)
         except NOT_KEPT as error:
@@ -95,9 +100,15 @@ class Keeper:
         return stored
 
     def _forget(self, handle: str) -> None:
-        """The chunk was deleted since it was retrieved: leave no bytes of it (law 10), unless others have the same."""
+        """The chunk, or one that it was read behind, was deleted since it was retrieved: leave no bytes of it (law 10),
+        unless others have the same."""
         if handle not in self._documents.handles():
             self._kv.delete(handle)
+
+
+def encode_chunks(encoder: ModelEncoder, chunks: Sequence[Chunk]) -> list[KVBlock]:
+    """The blocks of chunks whose neighbours were looked up. Raises what the limit raises."""
+    return encoder.encode_limited([chunk.token_ids for chunk in chunks], [chunk.neighbours for chunk in chunks])
 
 
 def load_or_compute(
@@ -121,8 +132,9 @@ def load_or_compute(
 
     Raises CancelledError and TimedOutError within `limits.limited`.
     """
-    keeper = Keeper(kv_store, documents, passing=passing)
-    handles = [encoder.key(chunk.token_ids) for chunk in chunks]
+    keeper = Keeper(kv_store, documents, encoder, passing=passing)
+    chunks = encoder.with_neighbours(chunks)
+    handles = [encoder.key(chunk.token_ids, chunk.neighbours) for chunk in chunks]
     if loader is not None:
         return loader.load(encoder, keeper, chunks, handles, ahead)
     return _load_all(encoder, keeper, kv_store, chunks, handles)
@@ -139,7 +151,7 @@ def _load_all(
     names = list(missing)
     for batch in plan_batches([len(chunk.token_ids) for chunk in missing.values()], encoder.batch_tokens):
         members = [names[rank] for rank in batch]
-        made = encoder.encode_limited([missing[handle].token_ids for handle in members])
+        made = encode_chunks(encoder, [missing[handle] for handle in members])
         for handle, block in zip(members, made, strict=True):
             computed[handle] = keeper.keep(missing[handle], handle, block)
     return LoadedBlocks(

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from ragcache.engine.loading.blocks import COMPUTED, Keeper, LoadedBlocks
+from ragcache.engine.loading.blocks import COMPUTED, Keeper, LoadedBlocks, encode_chunks
 from ragcache.engine.loading.policy import AUTO, LOADS, NEVER
 from ragcache.engine.loading.rates import Rates
 from ragcache.engine.loading.split import BlockSize, Split
@@ -318,7 +318,7 @@ class _Question:
     def _compute(self, batch: Sequence[int]) -> None:
         started = time.perf_counter()
         try:
-            made = self._encoder.encode_limited([self._chunks[self._slow[rank]].token_ids for rank in batch])
+            made = encode_chunks(self._encoder, [self._chunks[self._slow[rank]] for rank in batch])
             for rank, block in self._keep_all(batch, made, started).items():
                 self._use_computed(rank, block)
             with self._changed:

@@ -1,0 +1,128 @@
+"""The chunks of a store that each of its chunks is read behind: those with the most similar embeddings.
+
+FusionRAG (arXiv 2601.12904) finds them once, for a corpus that does not change. Here documents come and go:
+
+    document added    -> its chunks' neighbours are found; so are those of older chunks to which one of them is nearer
+                         than a recorded neighbour. KV that was read behind others is discarded
+    document deleted  -> KV that was read behind its chunks is discarded with it; neighbours are found anew at the next
+                         ingestion or the chunk's next question, whichever comes first
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ragcache.errors import StoreBusyError, StoreFullError, StoreReadOnlyError
+from ragcache.models.limits import LIMIT
+from ragcache.retrieval.retriever import Retriever
+from ragcache.store.documents import DocumentStore
+from ragcache.store.neighbours import KnownNeighbours, Near, NeighbourTable
+from ragcache.store.records import Chunk, VectorBatch
+
+log = logging.getLogger(__name__)
+
+# Chunks looked at for one neighbour: the chunk itself is found too, and a text that is there twice counts once.
+FETCH_FACTOR = 4
+# Embeddings compared at once: two such batches and their products take 80 MB.
+BATCH = 4096
+# Chunks whose KV is committed together.
+WINDOW = 64
+# Chunks whose KV is committed together.
+# Sums of products in another order differ by as much; a chunk that is looked at in vain keeps its neighbours.
+ROUNDING = 1e-5
+
+
+class Neighbourhood:
+    """Finds and remembers the neighbours of a store's chunks. Thread-safe.
+
+    count: of one chunk; fewer where the store has fewer, or most of what is near is the same text
+    """
+
+    def __init__(self, documents: DocumentStore, retriever: Retriever, count: int) -> None:
+        self.count = count
+        self._documents = documents
+        self._retriever = retriever
+        self._table = NeighbourTable(documents.database)
+
+    def of(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+        """The neighbours of each chunk, nearest first; none for a passage from outside the store.
+
+        Those of a stored chunk that has none recorded are found and recorded.
+        """
+        ids = [chunk.vector_id for chunk in chunks if chunk.is_stored]
+        recorded = self._table.of(ids)
+        for id in dict.fromkeys(ids):
+            if id not in recorded:
+                recorded[id] = self._find_and_record(id)
+        there = self._documents.chunks_by_vector_ids({id for found in recorded.values() for id in found})
+        by_id = {chunk.vector_id: chunk for chunk in there}
+        return [[by_id[id] for id in recorded.get(chunk.vector_id, ()) if id in by_id] for chunk in chunks]
+
+    def update(self) -> None:
+        """Find the neighbours that are not recorded, and those that are others since documents were added.
+
+        One comparison of embeddings for every recorded chunk with every new one, and one search of the index for each
+        chunk that is new or found to have a nearer one. The caller holds the writer lock.
+        """
+        new = self._newer_than(self._table.compared())
+        for id in self._outdated(new):
+            LIMIT.get().check()
+            self._find_and_record(id)
+        if len(new.ids):
+            self._table.set_compared(int(new.ids[-1]))
+
+    def without_kv(self) -> Iterator[list[Chunk]]:
+        """The chunks whose KV is to be computed, in batches."""
+        ids = self._table.without_kv()
+        for start in range(0, len(ids), WINDOW):
+            yield self._documents.chunks(ids[start : start + WINDOW])
+
+    def _newer_than(self, vector_id: int) -> VectorBatch:
+        batches = list(self._documents.all_vectors(after=vector_id))
+        if not batches:
+            return VectorBatch(np.empty(0, np.int64), np.empty((0, self._retriever.index.dimension), np.float32))
+        return VectorBatch(*(np.concatenate(parts) for parts in zip(*batches, strict=True)))
+
+    def _outdated(self, new: VectorBatch) -> list[int]:
+        """Vector ids of the chunks whose neighbours may be others than recorded."""
+        known, found = self._table.known(), list[int]()
+        for batch in self._documents.all_vectors(batch_size=BATCH):
+            LIMIT.get().check()
+            lowest = np.array([self._lowest(known.get(id)) for id in batch.ids.tolist()])
+            outdated = np.isneginf(lowest)
+            full = np.flatnonzero(~outdated)
+            for start in range(0, len(new.ids) if len(full) else 0, BATCH):
+                nearest = (batch.vectors[full] @ new.vectors[start : start + BATCH].T).max(1)
+                outdated[full] |= nearest >= lowest[full] - ROUNDING
+            found += batch.ids[outdated].tolist()
+        return found
+
+    def _lowest(self, known: KnownNeighbours | None) -> float:
+        """The score that a new chunk has to reach to become a neighbour of one with these."""
+        return known.lowest if known is not None and known.number == self.count else -np.inf
+
+    def _find_and_record(self, vector_id: int) -> list[int]:
+        found = self._find(vector_id)
+        try:
+            self._table.record(vector_id, found)
+        except (StoreReadOnlyError, StoreBusyError, StoreFullError) as error:
+            log.warning("the neighbours of chunk %d are not recorded: %s", vector_id, error)
+        return [near.vector_id for near in found]
+
+    def _find(self, vector_id: int) -> list[Near]:
+        index = self._retriever.index
+        own = self._documents.vectors_by_ids(np.array([vector_id]), index.dimension)
+        if not len(own.ids):
+            return []
+        result = index.find(self._documents, own.vectors[0], FETCH_FACTOR * (self.count + 1), None)
+        scores = dict(zip(result.ids.tolist(), result.scores.tolist(), strict=True))
+        chunks = self._documents.chunks_by_vector_ids([vector_id, *(id for id in scores if id != vector_id)])
+        seen, found = set[tuple[int, ...]](), list[Near]()
+        for chunk in chunks:
+            if (ids := tuple(chunk.token_ids)) not in seen and chunk.vector_id != vector_id:
+                found.append(Near(chunk.vector_id, scores[chunk.vector_id]))
+            seen.add(ids)
+        return found[: self.count]

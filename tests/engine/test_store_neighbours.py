@@ -1,0 +1,332 @@
+"""A store whose chunks are read behind their neighbours, against brute force and plain forwards over both.
+
+Laws 8 and 10 hold for what a chunk was read behind as they do for the chunk.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_model import save_tiny_llama
+from transformers import AutoModelForCausalLM
+
+import ragcache as rc
+from ragcache.errors import ConfigError, StoreMismatchError
+from ragcache.ingest.neighbours import Neighbourhood
+
+SHORT = rc.Sampling(max_tokens=6)
+QUESTION = "Where do dogs bark at night?"
+TEXTS = {
+    "cats": "The cat sat on the mat in the town.\n",
+    "dogs": "Dogs bark at night in the town of Kelbrook.\n",
+    "rivers": "The river Arno rises in the Vale hills.\n",
+    "clubs": "The rowing club of Kelbrook meets on Monday.\n",
+    "boats": "The boats of the rowing club lie on the river Arno.\n",
+    "mats": "A mat of straw lay in the hall.\n",
+}
+NEARER = rc.Document("howls", "Dogs bark at night, and wolves howl at night in the town of Kelbrook.\n")
+
+
+@pytest.fixture
+def open_near(open_kb):
+    def open_one(count=2, **options):
+        return open_kb(store=rc.StoreConfig(neighbours=count, **options.pop("store", {})), **options)
+
+    return open_one
+
+
+@pytest.fixture
+def near(open_near):
+    kb = open_near()
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    return kb
+
+
+@pytest.fixture(scope="module")
+def oracle(model_directory):
+    return AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
+
+
+def chunks_of(kb):
+    return [chunk for document in kb.documents() for chunk in kb.chunks_of(document.id)]
+
+
+def brute_force(kb, count=2):
+    """By chunk id, the token ids of the chunks with the highest inner products, of equals the older one first."""
+    chunks = sorted(chunks_of(kb), key=lambda chunk: chunk.vector_id)
+    scores = kb.vectors([chunk.id for chunk in chunks]).astype(np.float64)
+    scores = scores @ scores.T
+    found = {}
+    for row, chunk in enumerate(chunks):
+        order = sorted(range(len(chunks)), key=lambda other: -round(scores[row, other], 5))
+        unlike = dict.fromkeys(tuple(chunks[other].token_ids) for other in order)
+        unlike.pop(tuple(chunk.token_ids))
+        found[chunk.id] = list(unlike)[:count]
+    return found
+
+
+def keys_by_id(kb, **options):
+    recipe, near = kb._parts.names.recipe, brute_force(kb, **options)
+    return {c.id: kb.lm.block_key(c.token_ids, recipe, neighbours=near[c.id]) for c in chunks_of(kb)}
+
+
+def handles(kb):
+    return {chunk.id: chunk.handle for chunk in chunks_of(kb)}
+
+
+def assert_true(kb, oracle, **options):
+    """Every chunk has the block of a plain forward over its neighbours and itself, and nothing else is stored."""
+    near = brute_force(kb, **options)
+    assert handles(kb) == keys_by_id(kb, **options)
+    assert set(kb.store.kv.keys()) == set(handles(kb).values())
+    for chunk in chunks_of(kb):
+        ids = [id for one in near[chunk.id] for id in one] + chunk.token_ids
+        with torch.no_grad():
+            cache = oracle(input_ids=torch.tensor([ids]), use_cache=True).past_key_values
+        block = kb.store.kv.get(chunk.handle).block
+        assert block.num_tokens == chunk.num_tokens
+        for layer in range(2):
+            expected = cache.layers[layer].values[0, :, -chunk.num_tokens :]
+            torch.testing.assert_close(block.layer_values(layer), expected, atol=1e-5, rtol=1e-4)
+
+
+def ask(kb, **options):
+    return kb.ask(QUESTION, k=4, sampling=SHORT, **options)
+
+
+def test_every_chunk_is_read_behind_those_nearest_to_it(near, oracle):
+    assert_true(near, oracle)
+    assert {source.kv for source in ask(near).hits} == {"memory"}, "nothing is left to be computed"
+    assert near.doctor().sound
+
+
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+def test_a_new_document_changes_what_it_is_nearer_to_and_nothing_else(open_near, oracle, kind):
+    kb = open_near(store={"index": kind})
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    before, near_before = handles(kb), brute_force(kb)
+    report = kb.ingest(NEARER)
+    near_now = brute_force(kb)
+    changed = {id for id in before if near_before[id] != near_now[id]}
+    assert 0 < len(changed) < len(before)
+    assert {id for id, handle in handles(kb).items() if before.get(id) != handle} == {*changed, "howls#0"}
+    assert_true(kb, oracle)
+    read = [chunk for chunk in chunks_of(kb) if chunk.id in {*changed, "howls#0"}]
+    behind = sum(len(one) for chunk in read for one in near_now[chunk.id])
+    assert report.computed_tokens == behind + sum(chunk.num_tokens for chunk in read)
+    assert kb.ingest(NEARER).computed_tokens == 0
+
+
+def test_documents_one_by_one_are_the_same_as_all_at_once(near, open_near, tmp_path, oracle):
+    other = open_near(path=tmp_path / "other")
+    for id, text in TEXTS.items():
+        other.ingest(rc.Document(id, text))
+    assert_true(other, oracle)
+    assert handles(other) == handles(near)
+
+
+def test_deleting_a_document_deletes_what_was_read_behind_it_at_once(near, open_near, oracle):
+    """Law 10: its neighbours' KV holds some of it."""
+    other = open_near()
+    ask(other)
+    before, near_before, (gone,) = handles(near), brute_force(near), near.chunks_of("dogs")
+    readers = {id for id, some in near_before.items() if tuple(gone.token_ids) in some}
+    assert 0 < len(readers) < len(before) - 1
+    assert near.delete("dogs") == ["dogs"]
+    now = handles(near)
+    assert {id for id in now if now[id] is None} == readers
+    assert all(now[id] == before[id] for id in now if id not in readers)
+    assert set(near.store.kv.keys()) == {handle for handle in now.values() if handle}
+    for kb in (other, near):
+        answer = kb.ask("Where does the rowing club of Kelbrook meet?", k=5, sampling=SHORT)
+        assert {source.handle for source in answer.hits} == set(keys_by_id(kb).values())
+        assert all(kb.store.kv.locate(before[id]) is None for id in (*readers, gone.id)), "nor in another's memory"
+    assert_true(near, oracle)
+    assert near.doctor().sound
+
+
+def test_what_a_deletion_left_without_kv_is_computed_at_the_next_ingestion(near, oracle):
+    near.delete("dogs")
+    near.ingest(rc.Document("cats", TEXTS["cats"]))
+    assert_true(near, oracle)
+
+
+def test_a_document_that_is_replaced_is_another_neighbour(near, oracle):
+    near.ingest(rc.Document("dogs", "Dogs are asleep in Kelbrook.\n"))
+    assert_true(near, oracle)
+
+
+def test_a_library_without_models_deletes_as_well(near):
+    (gone,) = near.chunks_of("dogs")
+    readers = [id for id, some in brute_force(near).items() if tuple(gone.token_ids) in some]
+    near.close()
+    with rc.Library.open(near.store.layout.root) as library:
+        library.delete("dogs")
+        assert {chunk.id for chunk in chunks_of(library) if chunk.handle is None} == set(readers)
+        assert library.doctor().sound
+
+
+@pytest.mark.parametrize("mode", ["lazy", "hot"])
+def test_neighbours_are_found_at_first_use_where_kv_is(open_near, oracle, mode):
+    kb = open_near()
+    for id, text in TEXTS.items():
+        report = kb.ingest(rc.Document(id, text), kv=mode, hot_after=1)
+        assert report.computed_tokens == 0
+    first = kb.ask(QUESTION, k=6, sampling=SHORT)
+    assert {source.kv for source in first.hits} == {"computed"}
+    assert_true(kb, oracle)
+    kb.ingest(NEARER, kv="lazy")
+    assert {handle for handle in handles(kb).values() if handle} <= set(keys_by_id(kb).values()), "nothing is stale"
+    kb.ask(QUESTION, k=7, sampling=SHORT)
+    assert_true(kb, oracle)
+
+
+def test_a_neighbour_that_is_deleted_while_its_reader_is_computed_leaves_nothing(near, monkeypatch):
+    near_before, (gone,) = brute_force(near), near.chunks_of("dogs")
+    reader = next(chunk for chunk in chunks_of(near) if tuple(gone.token_ids) in near_before[chunk.id])
+    near.store.kv.delete(reader.handle)
+    put = near.store.kv.put
+
+    def put_too_late(key, block, **options):
+        if key == reader.handle:
+            assert near.delete("dogs") == ["dogs"]
+        return put(key, block, **options)
+
+    monkeypatch.setattr(near.store.kv, "put", put_too_late)
+    answer = near.ask(reader.text, k=1, sampling=SHORT)
+    assert answer.hits[0].handle == reader.handle, "the question was asked before"
+    assert near.store.kv.locate(reader.handle) is None
+    assert near.document(reader.document_id).state == "pending"
+    assert near.doctor().sound
+
+
+def test_a_store_that_is_read_only_reads_behind_neighbours_and_records_none(open_near):
+    kb = open_near()
+    kb.ingest((rc.Document(id, text) for id, text in TEXTS.items()), kv="lazy")
+    expected = keys_by_id(kb)
+    kb.close()
+    reader = open_near(store={"read_only": True})
+    assert {source.chunk.id: source.handle for source in ask(reader).hits}.items() <= expected.items()
+    assert set(handles(reader).values()) == {None}
+
+
+def test_a_conversation_lets_go_of_kv_read_behind_what_was_deleted(near):
+    near.ask(QUESTION, k=2, sampling=SHORT)
+    near.chat([{"role": "user", "content": QUESTION}], k=2, context="keep", sampling=SHORT)
+    tree = near._reader.prefixes._tree
+    assert tree.owners()
+    near.delete("boats")
+    near.ask(QUESTION, k=2, sampling=SHORT)
+    assert not tree.owners() & {chunk.vector_id for chunk in chunks_of(near)}
+
+
+def test_the_same_text_twice_is_no_neighbour_of_itself(open_near, oracle):
+    kb = open_near()
+    documents = [rc.Document(f"{id}{n}", text) for id, text in TEXTS.items() for n in range(3)]
+    kb.ingest(documents)
+    assert_true(kb, oracle)
+    assert len(set(handles(kb).values())) == len(TEXTS)
+
+
+def test_neighbours_that_do_not_fit_the_model_are_left_out_farthest_first(open_kb, tmp_path):
+    small = rc.load_lm(save_tiny_llama(tmp_path / "small", positions=100))
+    kb = open_kb(tmp_path / "kb", model=small, store=rc.StoreConfig(neighbours=2))
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    near, recipe, left_out = brute_force(kb), kb._parts.names.recipe, 0
+    for chunk in chunks_of(kb):
+        both = near[chunk.id]
+        fitting = both if chunk.num_tokens + sum(map(len, both)) <= 100 else both[:1]
+        fitting = fitting if chunk.num_tokens + sum(map(len, fitting)) <= 100 else []
+        left_out += len(fitting) < 2
+        assert chunk.handle == small.block_key(chunk.token_ids, recipe, neighbours=fitting)
+    assert left_out > 0
+
+
+def test_a_lone_chunk_and_a_passage_from_outside_are_read_alone(open_near, oracle):
+    kb = open_near()
+    kb.ingest(rc.Document("cats", TEXTS["cats"]))
+    assert_true(kb, oracle)
+    (source,) = kb.ask(QUESTION, hits=[rc.Passage("Nobody stored this.\n")], sampling=SHORT).hits
+    assert source.handle == kb.lm.block_key(source.chunk.token_ids, kb._parts.names.recipe)
+    kb.ingest(rc.Document("dogs", TEXTS["dogs"]))
+    assert_true(kb, oracle)
+
+
+@pytest.mark.parametrize("method", ["reposition", "cacheblend", "epic", "a3", "prophet", "samkv", "infllm"])
+def test_every_method_that_moves_blocks_reads_them(near, method):
+    answer = ask(near, method=method)
+    assert {source.kv for source in answer.hits} == {"memory"}
+    assert answer.method == method
+
+
+def test_pinned_blocks_are_those_read_behind_neighbours(near):
+    assert near.pin(["dogs"]) == [keys_by_id(near)["dogs#0"]]
+    assert near.unpin(["dogs"]) == [keys_by_id(near)["dogs#0"]]
+
+
+def test_a_copy_finds_its_own_neighbours(near, open_near, tmp_path, oracle):
+    copy = open_near(path=tmp_path / "copy")
+    copy.copy(near)
+    assert_true(copy, oracle)
+
+
+def test_a_store_that_had_none_takes_them_up_at_its_next_ingestion(open_kb, open_near, oracle):
+    kb = open_kb()
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb.close()
+    near = open_near()
+    near.ingest(rc.Document("cats", TEXTS["cats"]))
+    assert_true(near, oracle)
+
+
+def test_what_failed_midway_is_finished_by_the_next_run(open_near, monkeypatch, oracle):
+    kb = open_near()
+    find = Neighbourhood._find
+
+    def dying(self, vector_id):
+        if vector_id == 4:
+            raise MemoryError
+        return find(self, vector_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Neighbourhood, "_find", dying)
+        with pytest.raises(MemoryError):
+            kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    assert len(kb.documents()) == len(TEXTS)
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    assert_true(kb, oracle)
+
+
+# The number, and what does not go with it
+
+
+def test_the_store_knows_how_many(near, open_kb, open_near):
+    assert open_kb()._parts.names.recipe.neighbours == 2
+    assert open_kb(recipe=rc.Recipe(neighbours=2))._parts.names.recipe.neighbours == 2
+    for other in (0, 3):
+        with pytest.raises(StoreMismatchError, match=rf"made with neighbours 2, not {other}"):
+            open_near(other)
+    with pytest.raises(StoreMismatchError, match="made with neighbours 2, not 1"):
+        open_kb(recipe=rc.Recipe(neighbours=1))
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "2"])
+def test_what_is_no_number_of_neighbours_is_refused(count):
+    with pytest.raises(ConfigError, match=r"neighbours=.*choose 0 or more"):
+        rc.StoreConfig(neighbours=count)
+
+
+def test_what_cannot_read_such_blocks_is_refused_before_anything_is_bound(open_near, open_kb):
+    with pytest.raises(ConfigError, match="'concat' leaves blocks at the positions"):
+        open_near(method="concat")
+    with pytest.raises(ConfigError, match=r"'auto' goes by a check of blocks that were read alone.*name a method"):
+        open_near(method="auto")
+    assert "neighbours" not in open_kb().store.documents.properties()
+
+
+def test_what_does_not_go_with_neighbours_says_so(near):
+    with pytest.raises(ConfigError, match="'auto' goes by a check"):
+        ask(near, method="auto")
+    with pytest.raises(ConfigError, match="ingest without a cluster"):
+        near.ingest(rc.Document("x", "y"), ray=True)
