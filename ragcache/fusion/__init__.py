@@ -10,6 +10,7 @@ from ragcache.fusion.a3 import A3
 from ragcache.fusion.ape import Ape
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.cacheblend import CacheBlend
+from ragcache.fusion.cachecraft import CacheCraft
 from ragcache.fusion.concat import Concat
 from ragcache.fusion.entropy import Entropy
 from ragcache.fusion.epic import Epic
@@ -33,6 +34,7 @@ METHODS: dict[str, type[FusionMethod]] = {
     "epic": Epic,
     "a3": A3,
     "prophet": Prophet,
+    "cachecraft": CacheCraft,
     "samkv": SamKV,
     "infllm": InfLLM,
     "ape": Ape,

@@ -88,18 +88,30 @@ class Projected(NamedTuple):
     def attention_received(self, key: Tensor, key_positions: Tensor) -> Tensor:
         """Attention that each key gets from these rows, summed over rows and heads: float32 [length].
 
-        key: [1, num_kv_heads, length, head_dim], rotated, over which the softmax is; each row sees at least one. A few
-        rows at a time, so that the weights of a long suffix never stand in memory at once.
+        key: [1, num_kv_heads, length, head_dim], rotated, over which the softmax is; each row sees at least one
         """
+        total = torch.zeros(key.shape[2], device=key.device)
+        for weights in self._weights(key, key_positions):
+            total += weights.sum(0)
+        return total
+
+    def attention_given(self, key: Tensor, key_positions: Tensor, groups: Tensor) -> Tensor:
+        """Attention that each row gives to groups of keys, summed over heads: float32 [num_rows, num_groups].
+
+        groups: int64 [length], each key's group, numbered from 0; all else as for `attention_received`
+        """
+        found, count = self._weights(key, key_positions), int(groups.max()) + 1
+        return torch.cat([rows.new_zeros(len(rows), count).index_add_(1, groups, rows) for rows in found])
+
+    def _weights(self, key: Tensor, key_positions: Tensor) -> Iterator[Tensor]:
+        """Weights summed over heads, float32 [rows, length], of a few rows at a time: those of a long suffix never stand
+        in memory at once."""
         query, positions = self.query, self.positions
         step = max(1, SCORES_AT_ONCE // (query.shape[1] * key.shape[2]))
-        total = torch.zeros(key.shape[2], device=key.device)
         for start in range(0, query.shape[2], step):
             rows = slice(start, start + step)
             mask = additive(visible(positions[rows], key_positions, self.window), torch.float32)
-            weights = attention_weights(query[:, :, rows], key, mask, False, self.scoring)
-            total += weights.sum((0, 1, 2, 3))
-        return total
+            yield attention_weights(query[:, :, rows], key, mask, False, self.scoring).sum((0, 1, 2))
 
 
 class ProjectedSignal(Exception):  # noqa: N818 - it ends a layer early; it is no error
