@@ -28,9 +28,8 @@ log = logging.getLogger(__name__)
 FETCH_FACTOR = 4
 # Embeddings compared at once: two such batches and their products take 80 MB.
 BATCH = 4096
-# Chunks whose KV is committed together.
+# Chunks whose neighbours, and whose KV, are committed together.
 WINDOW = 64
-# Chunks whose KV is committed together.
 # Sums of products in another order differ by as much; a chunk that is looked at in vain keeps its neighbours.
 ROUNDING = 1e-5
 
@@ -54,9 +53,7 @@ class Neighbourhood:
         """
         ids = [chunk.vector_id for chunk in chunks if chunk.is_stored]
         recorded = self._table.of(ids)
-        for id in dict.fromkeys(ids):
-            if id not in recorded:
-                recorded[id] = self._find_and_record(id)
+        recorded |= self._found_now([id for id in dict.fromkeys(ids) if id not in recorded])
         there = self._documents.chunks_by_vector_ids({id for found in recorded.values() for id in found})
         by_id = {chunk.vector_id: chunk for chunk in there}
         return [[by_id[id] for id in recorded.get(chunk.vector_id, ()) if id in by_id] for chunk in chunks]
@@ -65,12 +62,14 @@ class Neighbourhood:
         """Find the neighbours that are not recorded, and those that are others since documents were added.
 
         One comparison of embeddings for every recorded chunk with every new one, and one search of the index for each
-        chunk that is new or found to have a nearer one. The caller holds the writer lock.
+        chunk that is new or found to have a nearer one. The caller holds the writer lock. Raises what
+        `NeighbourTable.record` raises.
         """
         new = self._newer_than(self._table.compared())
-        for id in self._outdated(new):
+        outdated = self._outdated(new)
+        for start in range(0, len(outdated), WINDOW):
             LIMIT.get().check()
-            self._find_and_record(id)
+            self._table.record({id: self._find(id) for id in outdated[start : start + WINDOW]})
         if len(new.ids):
             self._table.set_compared(int(new.ids[-1]))
 
@@ -104,13 +103,15 @@ class Neighbourhood:
         """The score that a new chunk has to reach to become a neighbour of one with these."""
         return known.lowest if known is not None and known.number == self.count else -np.inf
 
-    def _find_and_record(self, vector_id: int) -> list[int]:
-        found = self._find(vector_id)
+    def _found_now(self, vector_ids: Sequence[int]) -> dict[int, list[int]]:
+        """Neighbours that a question needs. What cannot be recorded is found again by the next one."""
+        found = {id: self._find(id) for id in vector_ids}
         try:
-            self._table.record(vector_id, found)
+            if found:
+                self._table.record(found)
         except (StoreReadOnlyError, StoreBusyError, StoreFullError) as error:
-            log.warning("the neighbours of chunk %d are not recorded: %s", vector_id, error)
-        return [near.vector_id for near in found]
+            log.warning("the neighbours of %d chunks are not recorded: %s", len(found), error)
+        return {id: [near.vector_id for near in some] for id, some in found.items()}
 
     def _find(self, vector_id: int) -> list[Near]:
         index = self._retriever.index

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 
 from ragcache.store.counting import advance
 from ragcache.store.database import Database
@@ -58,29 +58,18 @@ class NeighbourTable:
         with self._db.read() as connection:
             return {id: KnownNeighbours(number, lowest) for id, number, lowest in connection.execute(query)}
 
-    def record(self, vector_id: int, found: Sequence[Near]) -> bool:
-        """Remember a chunk's neighbours, nearest first. Where they are others than before, its KV is garbage.
+    def record(self, found: Mapping[int, Sequence[Near]]) -> set[int]:
+        """Remember chunks' neighbours, nearest first, in one transaction. Where they are others than before, the
+        chunk's KV is garbage.
 
-        False, and nothing is changed, where one of these chunks is not there any more. Raises StoreReadOnlyError,
-        StoreBusyError, StoreFullError.
+        Returns the ids of the chunks that are there, with all of their neighbours: of others nothing is changed. Raises
+        StoreReadOnlyError, StoreBusyError, StoreFullError.
         """
-        own, ids = neighbours.c.vector_id == vector_id, [one.vector_id for one in found]
         with self._db.write() as connection:
             advance(connection, "generation", 0)
-            there = select(func.count()).select_from(chunks).where(chunks.c.vector_id.in_([vector_id, *ids]))
-            if connection.scalar(there) != len({vector_id, *ids}):
-                return False
-            before = connection.scalars(select(neighbours.c.neighbour).where(own).order_by(neighbours.c.place))
-            if list(before) == ids:
-                return True
-            to_garbage(connection, chunks.c.vector_id == vector_id)
-            connection.execute(update(chunks).where(chunks.c.vector_id == vector_id).values(handle=None))
-            connection.execute(delete(neighbours).where(own))
-            for place, near in enumerate(found):
-                values = {"vector_id": vector_id, "place": place, "neighbour": near.vector_id, "score": near.score}
-                connection.execute(insert(neighbours), values)
+            recorded = {id for id, near in found.items() if _record(connection, id, near)}
             rescue(connection)
-        return True
+        return recorded
 
     def without_kv(self) -> list[str]:
         """Ids of the chunks whose KV is to be computed, but of those that are to be retrieved more often before."""
@@ -100,3 +89,22 @@ class NeighbourTable:
             advance(connection, "generation", 0)
             if not connection.execute(update(counters).where(counters.c.name == COMPARED).values(values)).rowcount:
                 connection.execute(insert(counters), values)
+
+
+def _record(connection: Connection, vector_id: int, found: Sequence[Near]) -> bool:
+    own, ids = neighbours.c.vector_id == vector_id, [one.vector_id for one in found]
+    there = select(func.count()).select_from(chunks).where(chunks.c.vector_id.in_([vector_id, *ids]))
+    if connection.scalar(there) != len({vector_id, *ids}):
+        return False
+    before = connection.scalars(select(neighbours.c.neighbour).where(own).order_by(neighbours.c.place))
+    if list(before) == ids:
+        return True
+    to_garbage(connection, chunks.c.vector_id == vector_id)
+    connection.execute(update(chunks).where(chunks.c.vector_id == vector_id).values(handle=None))
+    connection.execute(delete(neighbours).where(own))
+    rows = [
+        {"vector_id": vector_id, "place": n, "neighbour": id, "score": score} for n, (id, score) in enumerate(found)
+    ]
+    if rows:
+        connection.execute(insert(neighbours), rows)
+    return True

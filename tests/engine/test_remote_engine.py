@@ -420,3 +420,10 @@ def test_a_stream_that_is_not_read_to_its_end_stops_the_engine(front, vllm):
         next(events)
     events.close()
     assert vllm.left.wait(10)
+
+
+def test_a_store_read_behind_neighbours_is_refused(kb, front, open_kb):
+    """A request names blocks by the tokens of the prompt alone."""
+    open_kb(store=rc.StoreConfig(neighbours=2)).close()
+    with pytest.raises(ConfigError, match=r"encoded behind neighbours.*leave out engine="):
+        front()

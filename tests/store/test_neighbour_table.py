@@ -38,8 +38,7 @@ def handle_of(store: DocumentStore, name: str) -> str | None:
 
 def test_neighbours_come_back_in_their_order(store: DocumentStore, table: NeighbourTable) -> None:
     a, b, c = (put(store, name) for name in "abc")
-    assert table.record(a, [Near(c, 0.9), Near(b, 0.4)])
-    assert table.record(b, [Near(c, 0.5)])
+    assert table.record({a: [Near(c, 0.9), Near(b, 0.4)], b: [Near(c, 0.5)]}) == {a, b}
     assert table.of([a, b, c, 999]) == {a: [c, b], b: [c]}
     assert table.known() == {a: KnownNeighbours(2, 0.4), b: KnownNeighbours(1, 0.5)}
 
@@ -48,13 +47,13 @@ def test_other_neighbours_make_the_kv_garbage_and_the_same_ones_do_not(
     store: DocumentStore, table: NeighbourTable
 ) -> None:
     a, b, c = (put(store, name, f"h{name}") for name in "abc")
-    table.record(a, [Near(b, 0.9), Near(c, 0.4)])
+    table.record({a: [Near(b, 0.9), Near(c, 0.4)]})
     assert (handle_of(store, "a"), store.garbage()) == (None, {"ha"})
     store.clear_garbage(["ha"])
     store.set_handle("a.0", "h2")
-    assert table.record(a, [Near(b, 0.9), Near(c, 0.4)])
+    assert table.record({a: [Near(b, 0.9), Near(c, 0.4)]}) == {a}
     assert (handle_of(store, "a"), store.garbage()) == ("h2", set())
-    table.record(a, [Near(c, 0.4), Near(b, 0.4)])
+    table.record({a: [Near(c, 0.4), Near(b, 0.4)]})
     assert (handle_of(store, "a"), store.garbage(), table.of([a])) == (None, {"h2"}, {a: [c, b]})
     assert (handle_of(store, "b"), handle_of(store, "c")) == ("hb", "hc")
 
@@ -65,7 +64,7 @@ def test_a_chunk_that_goes_takes_the_kv_that_was_read_behind_it(
 ) -> None:
     a, b, c, d = (put(store, name) for name in "abcd")
     for id, near in ((a, [b, c]), (b, [a]), (c, [d]), (d, [c, b])):
-        table.record(id, [Near(one, 0.5) for one in near])
+        table.record({id: [Near(one, 0.5) for one in near]})
     store.set_handles({f"{name}.0": f"h{name}" for name in "abcd"})
     if how == "delete":
         store.delete_documents(["b"])
@@ -84,8 +83,7 @@ def test_a_chunk_that_goes_takes_the_kv_that_was_read_behind_it(
 
 def test_neighbours_follow_a_document_that_is_moved(store: DocumentStore, table: NeighbourTable) -> None:
     a, b = put(store, "a"), put(store, "b")
-    table.record(a, [Near(b, 0.5)])
-    table.record(b, [Near(a, 0.5)])
+    table.record({a: [Near(b, 0.5)], b: [Near(a, 0.5)]})
     store.set_handles({"a.0": "ha", "b.0": "hb"})
     store.move_document("a", "z", StoredVersion("", "", ""), ["z.0"])
     assert table.of([a, b]) == {a: [b], b: [a]}
@@ -95,9 +93,8 @@ def test_neighbours_follow_a_document_that_is_moved(store: DocumentStore, table:
 def test_a_chunk_that_has_gone_is_recorded_nowhere(store: DocumentStore, table: NeighbourTable) -> None:
     a, b, c = put(store, "a", "ha"), put(store, "b"), put(store, "c")
     store.delete_documents(["b"])
-    assert not table.record(a, [Near(c, 0.6), Near(b, 0.5)])
-    assert not table.record(b, [Near(a, 0.5)])
-    assert (table.of([a, b]), handle_of(store, "a")) == ({}, "ha")
+    assert table.record({a: [Near(c, 0.6), Near(b, 0.5)], b: [Near(a, 0.5)], c: [Near(a, 0.6)]}) == {c}
+    assert (table.of([a, b, c]), handle_of(store, "a")) == ({c: [a]}, "ha")
 
 
 def test_what_waits_for_more_retrievals_is_not_to_be_computed(store: DocumentStore, table: NeighbourTable) -> None:
@@ -119,4 +116,4 @@ def test_the_last_id_compared_is_kept(store: DocumentStore, table: NeighbourTabl
 def test_nothing_is_recorded_where_nothing_may_be_written(store: DocumentStore, url: str) -> None:
     a = put(store, "a")
     with DocumentStore.open(url, read_only=True) as reader, pytest.raises(StoreReadOnlyError):
-        NeighbourTable(reader.database).record(a, [])
+        NeighbourTable(reader.database).record({a: []})
