@@ -104,8 +104,8 @@ class Projected(NamedTuple):
         return torch.cat([rows.new_zeros(len(rows), count).index_add_(1, groups, rows) for rows in found])
 
     def _weights(self, key: Tensor, key_positions: Tensor) -> Iterator[Tensor]:
-        """Weights summed over heads, float32 [rows, length], of a few rows at a time: those of a long suffix never stand
-        in memory at once."""
+        """Weights summed over heads, float32 [rows, length], of a few rows at a time, so that those of a long suffix
+        never stand in memory at once."""
         query, positions = self.query, self.positions
         step = max(1, SCORES_AT_ONCE // (query.shape[1] * key.shape[2]))
         for start in range(0, query.shape[2], step):
