@@ -7,6 +7,7 @@ import hashlib
 import torch
 
 from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.kv.sparse import keep
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -39,3 +40,18 @@ def make_mixed_block(seed: int, *, num_tokens: int = 5, dtype: torch.dtype = tor
         KVBlock(numbers(2, 1, num_tokens, 10), numbers(2, 1, num_tokens, 10)),
     ]
     return MixedBlock(parts, PART_OF)
+
+
+def make_masks(block: KVBlock, count: int, seed: int = 0) -> list[torch.Tensor]:
+    """By layer, bool [num_kv_heads, num_tokens]: `count` random tokens of each head."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for shape in block.layers:
+        order = torch.rand(shape.num_kv_heads, block.num_tokens, generator=generator).argsort(1)
+        found.append(order < count)
+    return found
+
+
+def make_sparse(block: KVBlock, count: int | None = None) -> KVBlock:
+    """The block with `count` random tokens in each head; None: half of them."""
+    return keep(block, make_masks(block, block.num_tokens // 2 if count is None else count))

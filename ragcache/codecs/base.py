@@ -11,6 +11,7 @@ from ragcache.codecs.bases import Bases
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.shape import LayerShape
+from ragcache.kv.sparse import SparseBlock
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _PART_OF = "part_of"
 _INT64 = 8  # bytes
+_KEPT, _TOKENS = "kept", "tokens"
 
 
 class Codec(ABC):
@@ -34,7 +36,9 @@ class Codec(ABC):
     views of its input and never writes to it: the tensors may alias a mapped file.
 
     Subclasses write what becomes of layers that are alike. A block whose layers differ is encoded part by part: tensors
-    `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers].
+    `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers]. A block, or part, whose heads hold some of its
+    tokens alone is encoded as what they hold, with `kept`, uint8 [num_layers, num_kv_heads, ceil(num_tokens / 8)], a
+    bit a token, and `tokens`, int64 [1], their number.
     """
 
     name: ClassVar[str]
@@ -83,11 +87,11 @@ class Codec(ABC):
     def encode(self, block: KVBlock) -> dict[str, Tensor]:
         """The tensors to store, of any block. Raises UnencodableBlockError."""
         if not isinstance(block, MixedBlock):
-            return self.encode_alike(block)
+            return self._encode_sparse(block)
         tensors = {_PART_OF: torch.tensor(block.part_of, dtype=torch.int64)}
         for number, part in enumerate(block.parts):
             try:
-                encoded = self.encode_alike(part)
+                encoded = self._encode_sparse(part)
             except UnencodableBlockError as error:
                 layers = [layer for layer, own in enumerate(block.part_of) if own == number]
                 raise UnencodableBlockError(f"counting layers {layers} alone, {error}") from error
@@ -97,7 +101,7 @@ class Codec(ABC):
     def decode(self, tensors: Mapping[str, Tensor]) -> KVBlock:
         """The block that `encode`'s tensors stand for, in the dtype it had. Raises DamagedBlockError when it can't."""
         if _PART_OF not in tensors:
-            return self.decode_alike(tensors)
+            return self._decode_sparse(tensors)
         part_of = tensors[_PART_OF]
         if part_of.dim() != 1 or part_of.dtype != torch.int64 or not part_of.numel():
             raise DamagedBlockError("a block of layers that differ says by an int64 a layer which part holds it")
@@ -108,8 +112,25 @@ class Codec(ABC):
                 parts[number][own] = tensor
             elif name != _PART_OF:
                 raise DamagedBlockError(f"no layer of a block is in the part that {name!r} belongs to")
-        return MixedBlock([self.decode_alike(part) for part in parts.values()], part_of.tolist())
+        return MixedBlock([self._decode_sparse(part) for part in parts.values()], part_of.tolist())
 
     def error_bound(self, block: KVBlock) -> float:
         """`bound_alike` of any block."""
-        return max(map(self.bound_alike, block.parts)) if isinstance(block, MixedBlock) else self.bound_alike(block)
+        if isinstance(block, MixedBlock):
+            return max(map(self.error_bound, block.parts))
+        return self.bound_alike(block.held if isinstance(block, SparseBlock) else block)
+
+    def _encode_sparse(self, block: KVBlock) -> dict[str, Tensor]:
+        if not isinstance(block, SparseBlock):
+            return self.encode_alike(block)
+        num_tokens = torch.tensor([block.num_tokens], dtype=torch.int64)
+        return {**self.encode_alike(block.held), _KEPT: block.bits.cpu(), _TOKENS: num_tokens}
+
+    def _decode_sparse(self, tensors: Mapping[str, Tensor]) -> KVBlock:
+        if _KEPT not in tensors:
+            return self.decode_alike(tensors)
+        number = tensors.get(_TOKENS)
+        if number is None or number.shape != (1,) or number.dtype != torch.int64 or int(number) < 0:
+            raise DamagedBlockError("a block whose heads hold some of its tokens says by an int64 how many it has")
+        held = self.decode_alike({name: one for name, one in tensors.items() if name not in (_KEPT, _TOKENS)})
+        return SparseBlock(held, tensors[_KEPT], int(number))

@@ -19,11 +19,13 @@ from ragcache.codecs.layered import EncodedBlock
 from ragcache.codecs.raw import RawCodec
 from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.kv.sparse import SparseBlock
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT_VERSION = 2  # of blocks whose layers differ; all others are written in 1, which older versions read
+# Blocks are written in the first version that has their kind, so that older versions read all that they can.
+FORMAT_VERSION, _MIXED, _PLAIN = 3, 2, 1  # 3: heads that hold some of the tokens alone; 2: layers that differ
 _WAY_OUT = "use the version that wrote it, or delete the block's document and ingest it again"
 
 
@@ -46,7 +48,7 @@ def pack_block(key: str, block: KVBlock, codec: Codec) -> tuple[bytes, KVBlock]:
 
 def _metadata(key: str, block: KVBlock, codec: Codec) -> dict[str, str]:
     return {
-        "format_version": str(FORMAT_VERSION if isinstance(block, MixedBlock) else 1),
+        "format_version": str(_format_of(block)),
         "key": key,
         "codec": codec.name,
         "codec_version": str(codec.version),
@@ -54,10 +56,18 @@ def _metadata(key: str, block: KVBlock, codec: Codec) -> dict[str, str]:
     }
 
 
+def _format_of(block: KVBlock) -> int:
+    if isinstance(block, MixedBlock):
+        return max(_MIXED, _format_of(block.parts[0]))
+    return FORMAT_VERSION if isinstance(block, SparseBlock) else _PLAIN
+
+
 def codec_of(block: KVBlock) -> Codec:
     """The codec in whose tensors a block that was stored is held: encoding with it changes no bit."""
     if isinstance(block, MixedBlock):
         return codec_of(block.parts[0])
+    if isinstance(block, SparseBlock):
+        return codec_of(block.held)
     return block.codec if isinstance(block, EncodedBlock) else RawCodec()
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.codecs.kivi import Int8Codec, KiviCodec
 from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect
 from ragcache.errors import DamagedBlockError
+from ragcache.kv.sparse import pack_mask, unpack_mask
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class MikvCodec(LayerCodec):
         layers, heads, tokens, _ = spec.shape(part)
         high = num_important(tokens)
         packed = expect(tensors, "important", (layers, heads, -(-tokens // 8)), torch.uint8)
-        bits = _unpack_mask(packed, 8 * packed.shape[2])
+        bits = unpack_mask(packed, 8 * packed.shape[2])
         if bool((bits[:, :, :tokens].sum(2) != high).any() or bits[:, :, tokens:].any()):
             raise DamagedBlockError(f"a head of a block of codec {self.name!r} does not have {high} important tokens")
         for precision, num_tokens in (("high", high), ("low", tokens - high)):
@@ -81,7 +82,7 @@ class MikvCodec(LayerCodec):
 
     def decode_part(self, part: Part, tensors: Mapping[str, Tensor], layer: int, out: Tensor) -> None:
         heads, tokens, width = out.shape
-        mask = _unpack_mask(tensors["important"][layer].to(out.device, non_blocking=True), tokens)
+        mask = unpack_mask(tensors["important"][layer].to(out.device, non_blocking=True), tokens)
         high = num_important(tokens)
         for precision, num_tokens, chosen in (("high", high, mask), ("low", tokens - high, ~mask)):
             own = torch.empty(heads, num_tokens, width, dtype=torch.float32, device=out.device)
@@ -123,7 +124,7 @@ def important(keys: Tensor) -> Tensor:
 
 
 def _encode(part: Part, numbers: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    found = {"important": _pack_mask(mask)}
+    found = {"important": pack_mask(mask)}
     for precision, chosen in (("high", mask), ("low", ~mask)):
         own = numbers[chosen].view(*numbers.shape[:2], int(chosen[0, 0].sum()), numbers.shape[3])
         encoded = _PRECISIONS[precision].encode_part(part, own)
@@ -134,18 +135,3 @@ def _encode(part: Part, numbers: Tensor, mask: Tensor) -> dict[str, Tensor]:
 def _of(precision: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     start = f"{precision}."
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
-
-
-def _pack_mask(mask: Tensor) -> Tensor:
-    whole = torch.nn.functional.pad(mask, (0, -mask.shape[2] % 8))
-    bits = torch.unflatten(whole, 2, (whole.shape[2] // 8, 8)).to(torch.uint8)
-    return (bits << _shifts(mask.device)).sum(3, dtype=torch.uint8)
-
-
-def _unpack_mask(packed: Tensor, num_tokens: int) -> Tensor:
-    """[..., ceil(num_tokens / 8)] bytes to [..., num_tokens] bools."""
-    return ((packed.unsqueeze(-1) >> _shifts(packed.device)) & 1).flatten(-2)[..., :num_tokens].bool()
-
-
-def _shifts(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)

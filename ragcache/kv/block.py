@@ -61,6 +61,12 @@ class KVBlock:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that were read."""
+        return self.held_tokens
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens whose keys and values each head holds: all that were read, but in a SparseBlock."""
         return self.key_shape[2]
 
     @property
@@ -72,15 +78,19 @@ class KVBlock:
     def dtype(self) -> torch.dtype:
         return self.keys.dtype
 
+    def places(self, layer: int) -> Tensor | None:
+        """Which tokens the heads of a layer hold: int64 [num_kv_heads, held_tokens], ascending; None: all of them."""
+        return None
+
     def layer_keys(self, layer: int) -> Tensor:
-        """One layer's keys, [num_kv_heads, num_tokens, head_dim]; not to be written to."""
+        """One layer's keys, [num_kv_heads, held_tokens, head_dim]; not to be written to."""
         return self.keys[layer]
 
     def layer_values(self, layer: int) -> Tensor:
         return self.values[layer]
 
     def copy_keys(self, layer: int, out: Tensor) -> None:
-        """Write one layer's keys to `out`, [num_kv_heads, num_tokens, head_dim], of any device and float dtype."""
+        """Write one layer's keys to `out`, [num_kv_heads, held_tokens, head_dim], of any device and float dtype."""
         out.copy_(self.keys[layer], non_blocking=True)
 
     def copy_values(self, layer: int, out: Tensor) -> None:
@@ -99,8 +109,13 @@ class KVBlock:
         return (self.layers, self.num_tokens) == (other.layers, other.num_tokens) and all(
             torch.equal(self.layer_keys(layer), other.layer_keys(layer))
             and torch.equal(self.layer_values(layer), other.layer_values(layer))
+            and _same_places(self.places(layer), other.places(layer))
             for layer in range(self.num_layers)
         )
+
+
+def _same_places(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 class MixedBlock(KVBlock):
@@ -117,7 +132,7 @@ class MixedBlock(KVBlock):
         held = [part.num_layers for part in parts]
         if not held or Counter(part_of) != dict(enumerate(held)):
             raise DamagedBlockError(f"parts of {held} layers do not make up the {len(part_of)} layers {list(part_of)}")
-        if len({(part.num_tokens, part.dtype) for part in parts}) > 1:
+        if len({(part.num_tokens, part.held_tokens, part.dtype) for part in parts}) > 1:
             raise DamagedBlockError("the parts of a block differ in their tokens or dtypes")
         ranks = [iter(range(part.num_layers)) for part in parts]
         self.parts = tuple(parts)
@@ -141,12 +156,20 @@ class MixedBlock(KVBlock):
         return self.parts[0].num_tokens
 
     @property
+    def held_tokens(self) -> int:
+        return self.parts[0].held_tokens
+
+    @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.parts[0].dtype
+
+    def places(self, layer: int) -> Tensor | None:
+        part, index = self._places[layer]
+        return part.places(index)
 
     def layer_keys(self, layer: int) -> Tensor:
         part, index = self._places[layer]

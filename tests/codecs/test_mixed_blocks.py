@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocks import DTYPES, PART_OF, make_block, make_key, make_mixed_block
+from blocks import DTYPES, PART_OF, make_block, make_key, make_mixed_block, make_sparse
 from safetensors import safe_open
 from torch import Tensor
 
@@ -117,14 +117,15 @@ def test_a_layer_is_read_from_its_own_range_of_the_file(tmp_path: Path) -> None:
             assert torch.equal(file.get_slice(f"{part}.values")[rank], values)
 
 
-def test_only_layers_that_differ_take_the_new_format(codec: Codec, tmp_path: Path) -> None:
-    """A version that knows format 1 alone refuses the number 2, and reads all else as before."""
-    for block, version in ((make_block(1), "1"), (make_mixed_block(1), "2")):
+def test_each_kind_of_block_takes_the_first_format_that_has_it(codec: Codec, tmp_path: Path) -> None:
+    """A version that knows format 1 alone refuses 2 and 3, and reads all else as before."""
+    sparse = make_sparse(make_block(1)), make_sparse(make_mixed_block(1))
+    for block, version in ((make_block(1), "1"), (make_mixed_block(1), "2"), *((one, "3") for one in sparse)):
         write_block(tmp_path / "block", make_key(1), block, codec.for_trial(block))
         tensors, metadata = read_container(tmp_path / "block")
         assert metadata["format_version"] == version
-        write_container(tmp_path / "block", tensors, {**metadata, "format_version": "3"})
-        with pytest.raises(SchemaVersionError, match=r"block format 3.*use the version that wrote it"):
+        write_container(tmp_path / "block", tensors, {**metadata, "format_version": "4"})
+        with pytest.raises(SchemaVersionError, match=r"block format 4.*use the version that wrote it"):
             read_block(tmp_path / "block", make_key(1))
 
 

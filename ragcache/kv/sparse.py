@@ -1,0 +1,127 @@
+"""Blocks of which each KV head holds some of the tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ragcache.errors import DamagedBlockError
+from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.kv.identity import Recipe
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SparseBlock(KVBlock):
+    """A block whose layers are alike, and whose heads hold equally many tokens each, not the same ones.
+
+    held: their keys and values, [num_layers, num_kv_heads, held_tokens, head_dim], in the tokens' order, encoded or not
+    bits: which tokens each head holds, uint8 [num_layers, num_kv_heads, ceil(num_tokens / 8)]; see `pack_mask`
+
+    Raises DamagedBlockError where the two do not agree.
+    """
+
+    def __init__(self, held: KVBlock, bits: Tensor, num_tokens: int, recipe: Recipe | None = None) -> None:
+        self.held = held
+        self.bits = bits
+        self._num_tokens = num_tokens
+        object.__setattr__(self, "recipe", recipe)  # the block's field is frozen
+        layers, heads, count, _ = held.key_shape
+        if bits.dtype != torch.uint8 or tuple(bits.shape) != (layers, heads, -(-num_tokens // 8)):
+            raise DamagedBlockError("which tokens the heads of a block hold is not a bit a token")
+        mask = unpack_mask(bits, 8 * bits.shape[2])
+        if bool((mask[..., :num_tokens].sum(2) != count).any() or mask[..., num_tokens:].any()):
+            raise DamagedBlockError(f"a head of a block does not hold {count} of its {num_tokens} tokens")
+
+    def __repr__(self) -> str:
+        return f"SparseBlock({self.held!r}, of {self.num_tokens} tokens)"
+
+    @property
+    def keys(self) -> Tensor:
+        return self.held.keys
+
+    @property
+    def values(self) -> Tensor:
+        return self.held.values
+
+    @property
+    def key_shape(self) -> torch.Size:
+        return self.held.key_shape
+
+    @property
+    def value_shape(self) -> torch.Size:
+        return self.held.value_shape
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        return self.held.num_bytes + self.bits.nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.held.dtype
+
+    @cached_property
+    def _by_layer(self) -> Tensor:
+        """int64 [num_layers, num_kv_heads, held_tokens]"""
+        return unpack_mask(self.bits, self.num_tokens).nonzero()[:, 2].view(*self.key_shape[:3])
+
+    def places(self, layer: int) -> Tensor:
+        return self._by_layer[layer]
+
+    def layer_keys(self, layer: int) -> Tensor:
+        return self.held.layer_keys(layer)
+
+    def layer_values(self, layer: int) -> Tensor:
+        return self.held.layer_values(layer)
+
+    def copy_keys(self, layer: int, out: Tensor) -> None:
+        self.held.copy_keys(layer, out)
+
+    def copy_values(self, layer: int, out: Tensor) -> None:
+        self.held.copy_values(layer, out)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
+        return SparseBlock(self.held.map(change), change(self.bits), self.num_tokens, self.recipe)
+
+    def made_by(self, recipe: Recipe) -> KVBlock:
+        return SparseBlock(self.held, self.bits, self.num_tokens, recipe)
+
+
+def keep(block: KVBlock, masks: Sequence[Tensor]) -> KVBlock:
+    """The block without the tokens that its heads are not to hold. Nothing else of it stays in memory.
+
+    masks: by layer, bool [num_kv_heads, num_tokens], with as many tokens in every head of every layer
+    """
+    if isinstance(block, MixedBlock):
+        parts = [
+            keep(part, [masks[layer] for layer, own in enumerate(block.part_of) if own == number])
+            for number, part in enumerate(block.parts)
+        ]
+        return MixedBlock(parts, block.part_of, block.recipe)
+    mask = torch.stack(list(masks))
+    keys, values = (numbers[mask].view(*mask.shape[:2], -1, numbers.shape[3]) for numbers in (block.keys, block.values))
+    return SparseBlock(replace(block, keys=keys, values=values), pack_mask(mask), block.num_tokens, block.recipe)
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """Bools [..., num_tokens] as bits of bytes [..., ceil(num_tokens / 8)], the first one lowest."""
+    whole = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))
+    bits = torch.unflatten(whole, -1, (whole.shape[-1] // 8, 8)).to(torch.uint8)
+    return (bits << _shifts(mask.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_mask(packed: Tensor, num_tokens: int) -> Tensor:
+    """The bools that `pack_mask` was given."""
+    return ((packed.unsqueeze(-1) >> _shifts(packed.device)) & 1).flatten(-2)[..., :num_tokens].bool()
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

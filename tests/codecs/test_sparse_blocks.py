@@ -1,0 +1,143 @@
+"""Blocks whose heads hold some tokens alone: every codec keeps what they hold, and says of which tokens it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from blocks import DTYPES, make_block, make_key, make_masks, make_mixed_block, make_sparse
+
+from ragcache.codecs import CODECS, Codec, get_codec
+from ragcache.codecs.block_file import codec_of, read_block, write_block
+from ragcache.errors import DamagedBlockError
+from ragcache.kv.block import KVBlock
+from ragcache.kv.identity import Recipe
+from ragcache.kv.sparse import SparseBlock, keep, pack_mask, unpack_mask
+
+MAKERS = [make_block, make_mixed_block]
+
+
+@pytest.fixture(params=sorted(CODECS))
+def codec(request: pytest.FixtureRequest) -> Codec:
+    return get_codec(request.param)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 8, 9, 70])
+def test_bits_of_a_mask(num_tokens: int) -> None:
+    mask = torch.rand(2, 3, num_tokens) < 0.5
+    packed = pack_mask(mask)
+    assert packed.shape == (2, 3, -(-num_tokens // 8))
+    for layer in range(2):
+        for head in range(3):
+            bits = sum(1 << place for place in range(num_tokens) if mask[layer, head, place])
+            assert bytes(packed[layer, head].tolist()) == bits.to_bytes(packed.shape[2], "little")
+    assert torch.equal(unpack_mask(packed, num_tokens), mask)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_head_holds_its_own_tokens_in_order(make) -> None:
+    block = make(3, num_tokens=20)
+    masks = make_masks(block, 6)
+    sparse = keep(block, masks).made_by(Recipe(kept=0.3))
+    assert (sparse.num_tokens, sparse.held_tokens, sparse.layers) == (20, 6, block.layers)
+    assert sparse.recipe == Recipe(kept=0.3)
+    assert sparse.num_bytes < block.num_bytes
+    for layer, shape in enumerate(block.layers):
+        for head in range(shape.num_kv_heads):
+            own = [token for token in range(20) if masks[layer][head, token]]
+            places = sparse.places(layer)
+            assert places is not None
+            assert places[head].tolist() == own
+            assert torch.equal(sparse.layer_keys(layer)[head], block.layer_keys(layer)[head, own])
+            assert torch.equal(sparse.layer_values(layer)[head], block.layer_values(layer)[head, own])
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_other_tokens_make_another_block(make) -> None:
+    block = make(4, num_tokens=20)
+    same = [mask.clone() for mask in make_masks(block, 6)]
+    assert keep(block, same).equal(keep(block, make_masks(block, 6)))
+    assert keep(block, same).map(torch.clone).equal(keep(block, same))
+    block = block.map(torch.zeros_like)  # so that the tokens alone differ
+    assert not keep(block, same).equal(keep(block, make_masks(block, 6, seed=1)))
+    assert not keep(block, same).equal(make(4, num_tokens=6))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "count"), [(5, 0), (5, 1), (70, 33), (130, 64)])
+def test_what_is_held_stays_inside_the_bound(
+    codec: Codec, make, dtype: torch.dtype, num_tokens: int, count: int, tmp_path: Path
+) -> None:
+    """Law 6, through memory and through a file; a layer that is copied alone is the same."""
+    block = make_sparse(make(num_tokens, num_tokens=num_tokens, dtype=dtype), count)
+    codec = codec.for_trial(block)
+    written = write_block(tmp_path / "block", make_key(1), block, codec)
+    read = read_block(tmp_path / "block", make_key(1), codec.bases)
+    assert read.equal(written)
+    assert read.equal(codec.decode(codec.encode(block)))
+    assert (read.num_tokens, read.held_tokens, read.dtype, read.layers) == (num_tokens, count, dtype, block.layers)
+    bound = codec.error_bound(block)
+    for layer in range(block.num_layers):
+        places, wanted = read.places(layer), block.places(layer)
+        assert places is not None
+        assert wanted is not None
+        assert torch.equal(places, wanted)
+        for exact, copy in ((block.layer_keys(layer), read.copy_keys), (block.layer_values(layer), read.copy_values)):
+            out = torch.full(exact.shape, 7.0)
+            copy(layer, out)
+            assert out.numel() == 0 or float((out.double() - exact.double()).abs().max()) <= bound
+    if codec.lossless:
+        assert read.equal(block)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_what_is_encoded_is_held_encoded_and_written_again_as_it_is(codec: Codec, make, tmp_path: Path) -> None:
+    block = make_sparse(make(1, num_tokens=64), 32)
+    codec = codec.for_trial(block)
+    held = write_block(tmp_path / "block", make_key(1), block, codec)
+    assert codec_of(held).name == codec.name
+    write_block(tmp_path / "again", make_key(1), held, codec_of(held))
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "block").read_bytes()
+
+
+def test_wrong_bits_are_damage(codec: Codec) -> None:
+    block = make_sparse(make_block(1, num_tokens=20), 8)
+    codec = codec.for_trial(block)
+    tensors = codec.encode(block)
+    kept = tensors["kept"]
+    one_more, behind = kept.clone(), kept.clone()
+    one_more[1, 0, 0] ^= 1
+    behind[0, 1, 2] |= 0x80
+    wrong = [
+        {**tensors, "kept": one_more},
+        {**tensors, "kept": behind},
+        {**tensors, "kept": kept[:1]},
+        {**tensors, "kept": kept.to(torch.int64)},
+        {**tensors, "tokens": torch.tensor([-1])},
+        {**tensors, "tokens": torch.tensor([40])},
+        {**tensors, "tokens": torch.tensor([20, 20])},
+        {name: tensor for name, tensor in tensors.items() if name != "tokens"},
+        {name: tensor for name, tensor in tensors.items() if name != "kept"},
+    ]
+    for changed in wrong:
+        with pytest.raises(DamagedBlockError):
+            codec.decode(changed)
+
+
+def test_the_sizes_of_a_plan_are_those_of_the_file() -> None:
+    from ragcache.codecs.sizes import encoded_bytes_per_token, example_block
+    from ragcache.kv.shape import LayerShape
+
+    layers = [LayerShape(2, 8, 8)] * 3
+    whole = encoded_bytes_per_token(get_codec("raw"), example_block(layers, 256, torch.float32))
+    quarter = encoded_bytes_per_token(get_codec("raw"), example_block(layers, 256, torch.float32, 0.25))
+    assert quarter == whole / 4 + 3 * 2 / 8 + 8 / 256  # a bit a token and head, and the number of tokens once
+
+
+def test_sparse_blocks_are_no_plain_ones() -> None:
+    assert isinstance(make_sparse(make_block(1)), SparseBlock)
+    assert make_block(1).places(0) is None
+    assert isinstance(make_block(1), KVBlock)
+    assert make_block(1).held_tokens == 5
