@@ -55,6 +55,10 @@ class Ape(FusionMethod):
     def additions(self, lm: ModelCard) -> Additions:
         return replace(super().additions(lm), positions="parallel")
 
+    @property
+    def takes_sparse(self) -> bool:
+        return True
+
     def prefill(self, job: Job) -> Prefilled:
         passages = job.layout.passages
         if len(passages) < 2 or self.temperature == self.scale == 1:

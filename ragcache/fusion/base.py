@@ -139,7 +139,8 @@ class Job:
             with self.placing():
                 place(cache, layer)
 
-        room = self.layout.num_tokens + self.reserve_tokens if num_tokens is None else num_tokens
+        dropped = sum(block.num_tokens - block.held_tokens for block in self.blocks)
+        room = self.layout.num_tokens - dropped + self.reserve_tokens if num_tokens is None else num_tokens
         cache = self.lm.new_cache(room, fill)
         return cache
 
@@ -214,6 +215,13 @@ class FusionMethod:
     def shares_context(self) -> bool:
         """Whether what stands before the last text comes out the same whatever that text is, so that questions over the
         same passages can share it: so it is where `prefill` is not overridden."""
+        return type(self).prefill is FusionMethod.prefill
+
+    @property
+    def takes_sparse(self) -> bool:
+        """Whether it reads blocks whose heads hold some of their tokens alone, other ones in each (`Recipe.kept`): it
+        moves them as they are, and neither runs passages' tokens nor chooses among them. So it is where `prefill` is
+        not overridden."""
         return type(self).prefill is FusionMethod.prefill
 
     def reruns(self, layout: Layout) -> list[Span] | None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
-from ragcache.fusion import get_method
+from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.base import FusionMethod, Job, PhaseTimes, Prefilled
 from ragcache.fusion.eviction import Ballot, SnapKV
 from ragcache.fusion.layout import Additions, Layout
@@ -22,6 +22,7 @@ from ragcache.kv.identity import Neighbours, Recipe
 from ragcache.models.attention import observing
 from ragcache.models.card import ModelCard
 from ragcache.models.lm import LanguageModel
+from ragcache.models.worth import num_kept
 from ragcache.prompt import Part, Passages, Prompt, Text
 
 
@@ -291,6 +292,11 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
             f"method {method.name!r} needs blocks of recipe {' or '.join(method.recipes)}, not {chosen.name!r}; "
             "encode the chunks again under that recipe"
         )
+    if not chosen.keeps_all and not method.takes_sparse:
+        raise ConfigError(
+            f"method {method.name!r} runs passages' tokens again or chooses among them, and needs blocks that hold all "
+            f"of them, not recipe {chosen}; use one that only moves blocks ({_movers()}), or encode them with kept=1"
+        )
     if added is None:
         return chosen
     if chosen.neighbours and added.positions == "encoded":
@@ -302,6 +308,10 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
     if chosen.markers not in (None, added.markers):
         raise ConfigError(f"method {method.name!r} needs blocks of recipe {wanted}, not {chosen}; encode them again")
     return wanted
+
+
+def _movers() -> str:
+    return ", ".join(name for name, kind in METHODS.items() if kind.reuses_blocks and kind().takes_sparse)
 
 
 def _recipe_of(blocks: Sequence[KVBlock]) -> Recipe | None:
@@ -333,11 +343,13 @@ def _with_blocks(
         blocks = lm.encode(wanted, recipe, prefix_ids, prefix=job.exact)
         encoded += sum(block.num_tokens for block in blocks)
     times = PhaseTimes(encode_s=time.perf_counter() - started)
-    _check_blocks(lm, [piece.ids for piece in placed], blocks)
+    _check_blocks(lm, [piece.ids for piece in placed], blocks, recipe)
     return replace(job, blocks=blocks, times=times), encoded
 
 
-def _check_blocks(lm: LanguageModel, chunks: Sequence[Sequence[int]], blocks: Sequence[KVBlock]) -> None:
+def _check_blocks(
+    lm: LanguageModel, chunks: Sequence[Sequence[int]], blocks: Sequence[KVBlock], recipe: Recipe
+) -> None:
     """Raises StaleBlockError for blocks that cannot be those of these ids (chunks: with their markers)."""
     if len(blocks) != len(chunks):
         raise StaleBlockError(
@@ -345,12 +357,19 @@ def _check_blocks(lm: LanguageModel, chunks: Sequence[Sequence[int]], blocks: Se
             "to be placed; pass one a chunk"
         )
     for rank, (block, chunk) in enumerate(zip(blocks, chunks, strict=True)):
-        _check_block(lm, f"chunk {rank}", block, len(chunk))
+        _check_block(lm, f"chunk {rank}", block, len(chunk), num_kept(recipe, len(chunk)))
 
 
-def _check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int) -> None:
+def _check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int, held: int | None = None) -> None:
+    """held: tokens that each head of it holds; None: all"""
     if block.layers != lm.shape.layers:
         raise StaleBlockError(f"the block of {what} was made by another model; encode it with {lm.name}")
     if block.num_tokens != num_tokens:
-        held = block.num_tokens
-        raise StaleBlockError(f"the block of {what} holds {held} tokens and its text has {num_tokens}; encode it")
+        read = block.num_tokens
+        raise StaleBlockError(f"the block of {what} holds {read} tokens and its text has {num_tokens}; encode it")
+    wanted = num_tokens if held is None else held
+    if block.held_tokens != wanted:
+        raise StaleBlockError(
+            f"each head of the block of {what} holds {block.held_tokens} of {num_tokens} tokens, and {wanted} are "
+            "wanted; state the recipe that it was encoded under, or encode it"
+        )

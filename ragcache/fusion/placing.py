@@ -11,6 +11,8 @@ from ragcache.kv.block import KVBlock
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ragcache.kv.cache import FusedCache
     from ragcache.models.lm import LanguageModel
 
@@ -38,7 +40,9 @@ class Placer:
         self._lm = lm
         placements = [p for p in placements if p.block.num_tokens]
         self._blocks = [p.block for p in placements]
-        self._lengths = [block.num_tokens for block in self._blocks]
+        self._starts = [p.rotate_from for p in placements]
+        self._lengths = [block.held_tokens for block in self._blocks]
+        self._sparse = any(block.held_tokens < block.num_tokens for block in self._blocks)
         ranges = [(p.rotate_from, p.rotate_from + p.block.num_tokens) for p in placements]
         parts = [torch.arange(start, end, device=lm.device) for start, end in ranges]
         self.positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=lm.device)
@@ -47,15 +51,28 @@ class Placer:
         self._angles = AnglesAt(lm.rope, first, self.positions.shape[0])
         # One layer's keys side by side: they stay in the processor's cache from the copy to the rotation.
         widest = max(layer.num_kv_heads * layer.key_dim for layer in lm.shape.layers)
-        self._scratch = torch.empty(widest * self.positions.shape[0], dtype=lm.dtype, device=lm.device)
+        self._scratch = torch.empty(widest * sum(self._lengths), dtype=lm.dtype, device=lm.device)
 
     def place(self, cache: FusedCache, layer: int) -> None:
         if not self._blocks:
             return
-        keys, values = cache.reserve(layer, self.positions)
+        positions, angles = self.positions, self._angles
+        if self._sparse:
+            positions = self._positions_by_head(layer)
+            angles = AnglesAt(self._lm.rope, positions)
+        keys, values = cache.reserve(layer, positions)
         scratch = self._scratch[: keys.numel()].view(keys.shape[1:])
         for block, place in zip(self._blocks, torch.split(scratch, self._lengths, dim=1), strict=True):
             block.copy_keys(layer, place)
-        self._lm.rope.turn(scratch[None], self._angles.of(layer), keys)
+        self._lm.rope.turn(scratch[None], angles.of(layer), keys)
         for block, place in zip(self._blocks, torch.split(values[0], self._lengths, dim=1), strict=True):
             block.copy_values(layer, place)
+
+    def _positions_by_head(self, layer: int) -> Tensor:
+        """int64 [num_kv_heads, held tokens of all blocks]"""
+        heads, parts = self._lm.shape.layers[layer].num_kv_heads, []
+        for block, start, count in zip(self._blocks, self._starts, self._lengths, strict=True):
+            places = block.places(layer)
+            own = torch.arange(count).expand(heads, -1) if places is None else places
+            parts.append(own.to(self._lm.device) + start)
+        return torch.cat(parts, dim=1)

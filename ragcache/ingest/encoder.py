@@ -17,6 +17,7 @@ from ragcache.models.card import ModelCard
 from ragcache.models.encoding import AbandonedSignal
 from ragcache.models.limits import LIMIT
 from ragcache.models.lm import LanguageModel
+from ragcache.models.worth import check_read_behind
 from ragcache.store.records import Chunk
 
 if TYPE_CHECKING:  # FAISS comes with it
@@ -70,7 +71,9 @@ class BlockNames:
     def check(self, token_ids: Sequence[int], where: str) -> None:
         """Raises PromptError or ContextTooLongError when the model cannot read this chunk; where: of which document."""
         ids = [*self.prefix_ids, *self.recipe.marked(token_ids)]
-        self.card.check_ids(ids, f"{where}: a chunk{' (behind the shared prefix)' if self.prefix_ids else ''}")
+        what = f"{where}: a chunk{' (behind the shared prefix)' if self.prefix_ids else ''}"
+        self.card.check_ids(ids, what)
+        check_read_behind(self.card, self.recipe, self.prefix_ids, token_ids, what)
 
     def key(self, token_ids: Sequence[int], neighbours: Neighbours = ()) -> str:
         """The block key of a chunk."""
@@ -157,7 +160,7 @@ class ModelEncoder(BlockNames):
                 wanted=wanted,
                 neighbours=behind,
             )
-        if self.on_encoded is not None and chunks:
+        if self.on_encoded is not None and chunks and self.recipe.keeps_all:  # else every chunk was read twice
             self.lm.finish()
             self.on_encoded(longest, time.perf_counter() - started, len(chunks))
         return blocks

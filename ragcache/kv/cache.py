@@ -110,16 +110,22 @@ class FusedCache(Cache):  # type: ignore[misc]
         return tuple(max(ran, projected) for ran, projected in zip(self._ran, self._projected, strict=True))
 
     def reserve(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for tokens at these key positions (int64 [num_tokens]) behind what the layer holds.
+        """Room for tokens at these key positions behind what the layer holds: int64 [num_tokens], or [num_kv_heads,
+        num_tokens] where the heads hold different tokens.
 
         Returns views of keys and values, [1, num_kv_heads, num_tokens, head_dim], to be written by the caller.
         """
+        count = positions.shape[-1]
         start = self.lengths[layer] - self._base_tokens
-        end = start + positions.shape[0]
+        end = start + count
         self._grow(end)
         buffers = self._buffers
-        buffers.positions[layer][start:end] = positions
-        self.lengths[layer] += positions.shape[0]
+        if positions.dim() == 1:
+            buffers.positions[layer][start:end] = positions
+        else:
+            before = self.layer_state(layer)[2].expand(positions.shape[0], -1)
+            self._head_positions[layer] = torch.cat([before, positions], dim=1)
+        self.lengths[layer] += count
         return buffers.keys[layer][:, :, start:end], buffers.values[layer][:, :, start:end]
 
     def begin(self, positions: Tensor, slots: Tensor | Sequence[Tensor] | None = None) -> None:

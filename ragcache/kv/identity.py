@@ -54,12 +54,17 @@ class Recipe:
           (TurboRAG's markers, KV Packet's vectors)
     neighbours: most other chunks that each chunk is read behind, as one running text, the nearest first (the offline
           stage of FusionRAG, arXiv 2601.12904); their KV is dropped. Which ones, the key says by their ids
+    kept: share of its tokens that each KV head of a block holds, above 0; 1: all. The others are dropped once the
+          model has read the chunk again (KVzip; see `models/worth.py`)
+    task: what the model reads behind the chunk instead of repeating it, for kept below 1: a task or examples
     """
 
     name: str = "isolated"
     bos: bool = False
     markers: Around | None = None
     neighbours: int = 0
+    kept: float = 1.0
+    task: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "markers", around(self.markers))
@@ -71,6 +76,14 @@ class Recipe:
             raise ConfigError(
                 "recipe bos=True goes with 'isolated': behind a prefix the BOS is the prefix's first token"
             )
+        if isinstance(self.kept, bool) or not isinstance(self.kept, int | float) or not 0 < self.kept <= 1:
+            raise ConfigError(
+                f"recipe kept={self.kept!r} is no share of a passage's KV; give a number above 0, and at most 1 for all"
+            )
+        if self.task and self.keeps_all:
+            raise ConfigError("recipe task=... says which KV is dropped, and none is; give kept below 1")
+        if self.neighbours and not self.keeps_all:
+            raise ConfigError("recipe neighbours and kept below 1 do not go together; choose one of them")
 
     @classmethod
     def of(cls, recipe: str | Recipe) -> Recipe:
@@ -79,6 +92,11 @@ class Recipe:
     @property
     def sees_prefix(self) -> bool:
         return self.name == "prefix"
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether blocks hold every token in every head."""
+        return self.kept == 1
 
     @property
     def front(self) -> tuple[int, ...]:
@@ -95,6 +113,9 @@ class Recipe:
         more = [f"markers {_shown(self.front)} and {_shown(self.back)}"] if self.markers else []
         more += ["a BOS of its own"] if self.bos else []
         more += [f"up to {self.neighbours} neighbours"] if self.neighbours else []
+        more += (
+            [] if self.keeps_all else [f"{self.kept:g} of the KV" + (f" for task {self.task!r}" if self.task else "")]
+        )
         return f"{self.name!r}" + (f" with {' and '.join(more)}" if more else "")
 
     def before(self, neighbours: Neighbours) -> list[int]:
@@ -131,6 +152,8 @@ class Recipe:
             found["markers"] = [*self.front, *self.back] if lone else [list(self.front), list(self.back)]
         if self.neighbours:
             found["neighbours"] = self.neighbours
+        if not self.keeps_all:
+            found |= {"kept": float(self.kept), **({"task": self.task} if self.task else {})}
         return found
 
     @classmethod
@@ -138,6 +161,7 @@ class Recipe:
         """Raises ConfigError for what is no recipe."""
         name, bos = given.get("name", "isolated"), bool(given.get("bos", False))
         return cls(name, bos, given.get("markers"), given.get("neighbours", 0))
+        return cls(name, bos, given.get("markers"), given.get("kept", 1.0), str(given.get("task", "")))
 
 
 def _shown(ids: Sequence[int]) -> str:

@@ -23,7 +23,8 @@ _TABLE_STEP = 1024
 
 
 class Angles(NamedTuple):
-    """cos and sin, float32 [num_tokens, width], attention scaling included.
+    """cos and sin, float32 [num_tokens, width], attention scaling included; [num_kv_heads, num_tokens, width] where
+    heads hold tokens of different positions.
 
     half: the family pairs dimension d with d + half, and width is half; None: it pairs otherwise, width is as the
           family's own function wants it
@@ -70,7 +71,8 @@ class Rope:
         return self._kinds[layer]
 
     def angles(self, layer: int, positions: Tensor | int, count: int = 0) -> Angles | None:
-        """Angles at int64 positions, or at `count` places from an int on; None for a layer that does not rotate."""
+        """Angles at int64 positions, [num_tokens] or [num_kv_heads, num_tokens], or at `count` places from an int on;
+        None for a layer that does not rotate."""
         if not self.rotated[layer]:
             return None
         if isinstance(positions, int):
@@ -102,8 +104,14 @@ class Rope:
         return out.copy_(_rotate_halves(keys.float(), angles.cos, angles.sin, exact))
 
     def _apply(self, keys: Tensor, angles: Angles) -> Tensor:
-        keys4 = keys.reshape(-1, *keys.shape[-3:])
-        rotated = self.apply(keys4[:, :0], keys4, angles.cos[None], angles.sin[None])[1]
+        cos, sin = angles.cos, angles.sin
+        if cos.dim() == 3:  # the family's function knows rows of a batch at positions of their own: heads become rows
+            keys4 = keys.reshape(-1, 1, *keys.shape[-2:])
+            repeats = keys4.shape[0] // cos.shape[0]
+            cos, sin = cos.repeat(repeats, 1, 1), sin.repeat(repeats, 1, 1)
+        else:
+            keys4, cos, sin = keys.reshape(-1, *keys.shape[-3:]), cos[None], sin[None]
+        rotated = self.apply(keys4[:, :0], keys4, cos, sin)[1]
         return rotated.reshape(keys.shape)
 
     def _table(self, layer: int, end: int) -> Angles:

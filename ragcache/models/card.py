@@ -51,6 +51,10 @@ class ModelCard:
         return self._tokenizer
 
     @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
     def default_method(self) -> str:
         """The fusion method that the checkpoint was trained for; without training, moving blocks to their places."""
         return "reposition" if self.reuse is None else self.reuse.method

@@ -25,6 +25,7 @@ from ragcache.models.layerwise import BeforeLayer, walking
 from ragcache.models.reuse import ReuseSpec
 from ragcache.models.scheduler import Scheduler
 from ragcache.models.support import text_config
+from ragcache.models.worth import check_read_behind, drop_least, measure_worth, num_kept, read_behind
 from ragcache.openmp import team_ends
 
 # Padded tokens that are encoded together. On a CPU more only leaves its caches: 792 tokens/s at 512 against 723 at
@@ -103,7 +104,8 @@ class LanguageModel(ModelCard):
         """Run the model over each chunk alone; one KV block a chunk, in order, on the model's device.
 
         recipe: "isolated" (positions 0, 1, ...) or "prefix" (behind prefix_ids, which every chunk attends to); a
-                Recipe with markers reads them around the chunk and keeps their KV with it
+                Recipe with markers reads them around the chunk and keeps their KV with it; one with kept below 1 has
+                the model read each chunk again and drops what it looks at least
         prefix: the KV of prefix_ids, as far as the caller has it
         batch_tokens: padded tokens that run together; what suits the device when None
         wanted: asked in every layer of every pass; once it says no, AbandonedSignal is raised and nothing is returned
@@ -121,6 +123,7 @@ class LanguageModel(ModelCard):
             if not chunk:
                 raise PromptError(f"chunk {rank} has no tokens; leave empty passages out")
             self.check_ids([*behind, *before, *recipe.marked(chunk)], f"chunk {rank}")
+            check_read_behind(self, recipe, behind, chunk, f"chunk {rank}")
         rows = [[*before, *recipe.marked(chunk)] for before, chunk in zip(heads, chunks, strict=True)]
         context = self.read(behind, prefix) if behind else None
         layers = [context.layer_state(layer)[:2] for layer in range(self.shape.num_layers)] if context else []
@@ -129,8 +132,22 @@ class LanguageModel(ModelCard):
             members, skips = [rows[rank] for rank in batch], [len(heads[rank]) for rank in batch]
             done = encode_batch(self.model, self.rope, self.shape, members, layers, skips, wanted)
             for rank, block in zip(batch, done, strict=True):
-                blocks[rank] = block.made_by(recipe)
+                blocks[rank] = self._worthiest(block, chunks[rank], recipe, layers, wanted).made_by(recipe)
         return [block for block in blocks if block is not None]
+
+    def _worthiest(
+        self,
+        block: KVBlock,
+        chunk: Sequence[int],
+        recipe: Recipe,
+        prefix: Sequence[tuple[Tensor, Tensor]],
+        wanted: Callable[[], bool] | None,
+    ) -> KVBlock:
+        """What the recipe keeps of a block that holds every token."""
+        if num_kept(recipe, block.num_tokens) == block.num_tokens:
+            return block
+        behind = read_behind(self, recipe, chunk)
+        return drop_least(block, measure_worth(self, block, behind, prefix, wanted), recipe)
 
     def _read_before(self, recipe: Recipe) -> list[int]:
         """Ids read in front of every chunk, whose KV is dropped: a lone BOS, or nothing."""

@@ -1,0 +1,136 @@
+"""Which keys and values of a chunk are worth keeping: KVzip (Kim et al., arXiv 2505.23416).
+
+The model is asked to repeat the chunk and reads the repetition behind the chunk's own KV. A pair of a key and a value
+is worth the largest attention that it receives on the way, over all rows and the query heads of its KV head (section
+3): what the model never looks at to say the text again, no question will need. Nothing is known of the questions.
+
+With a task or examples in place of the repetition the same attention tells what those need (Finch, arXiv 2408.00167;
+Beyond RAG, arXiv 2503.04973).
+
+What differs from the paper: every head of every layer keeps equally many tokens, where KVzip ranks the pairs of all
+heads together; the first tokens of a chunk and its recipe's markers always stay; a long text is repeated as a whole and
+not in parts of 2,048 tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ragcache.kv.block import KVBlock
+from ragcache.kv.identity import Recipe
+from ragcache.kv.sparse import keep
+from ragcache.models.attention import Attended, FusedPass, observing
+from ragcache.models.card import ModelCard
+from ragcache.models.encoding import AbandonedSignal, run_decoder
+from ragcache.prompt import encode_text
+
+if TYPE_CHECKING:
+    from ragcache.models.lm import LanguageModel
+
+REPEAT = "\n\nRepeat the previous text exactly.\n\n"
+FIRST_TOKENS = 4  # attention sinks where a chunk is read alone
+ROWS = 256  # of the repetition that run together: their attention weights stand in memory, a layer at a time
+
+
+def read_behind(card: ModelCard, recipe: Recipe, chunk_ids: Sequence[int]) -> list[int]:
+    """Ids that run behind a chunk so that its KV's worth shows; none where the recipe keeps all of it.
+
+    A model without a tokenizer repeats without being asked. Raises ConfigError for a task that it cannot read then.
+    """
+    if recipe.keeps_all:
+        return []
+    if recipe.task:
+        return encode_text(card.tokenizer, recipe.task)
+    return [*(encode_text(card.tokenizer, REPEAT) if card.has_tokenizer else ()), *chunk_ids]
+
+
+def check_read_behind(
+    card: ModelCard, recipe: Recipe, prefix_ids: Sequence[int], chunk_ids: Sequence[int], what: str
+) -> None:
+    """Raises ContextTooLongError where a chunk fits the model and what has to run behind it does not."""
+    if not recipe.keeps_all:
+        ids = [*prefix_ids, *recipe.marked(chunk_ids), *read_behind(card, recipe, chunk_ids)]
+        card.check_ids(ids, f"{what}, with what is read behind it to find the {recipe.kept:g} of its KV that stays,")
+
+
+def num_kept(recipe: Recipe, num_tokens: int) -> int:
+    """Tokens that each head holds of a block of `num_tokens`, markers included."""
+    always = len(recipe.front) + FIRST_TOKENS + len(recipe.back)
+    return min(num_tokens, max(math.ceil(recipe.kept * num_tokens), always))
+
+
+@dataclass
+class Worth:
+    """Watches passes over a cache for the largest attention that some of its tokens receive (KVzip).
+
+    start, num_tokens: the tokens, by their slot
+    by_layer:          float32 [num_kv_heads, num_tokens], so far
+    """
+
+    start: int
+    num_tokens: int
+    by_layer: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, attended: Attended) -> None:
+        weights = attended.weights(attended.query.shape[2])
+        most = weights[..., self.start : self.start + self.num_tokens].amax((1, 2))
+        known = self.by_layer.get(attended.layer)
+        self.by_layer[attended.layer] = most if known is None else torch.maximum(known, most)
+
+
+@torch.inference_mode()
+def measure_worth(
+    lm: LanguageModel,
+    block: KVBlock,
+    behind_ids: Sequence[int],
+    prefix: Sequence[tuple[Tensor, Tensor]] = (),
+    wanted: Callable[[], bool] | None = None,
+) -> list[Tensor]:
+    """Worth of a block's tokens by layer, float32 [num_kv_heads, num_tokens].
+
+    behind_ids: what runs behind the block
+    prefix:     rotated keys and values that the chunk was encoded behind; see `encode_batch`
+    wanted:     asked before every pass; AbandonedSignal is raised when it says no
+    """
+    start = prefix[0][0].shape[2] if prefix else 0
+    end = start + block.num_tokens
+
+    def place(layer: int) -> None:
+        keys, values = cache.reserve(layer, torch.arange(end, device=lm.device))
+        if prefix:
+            keys[:, :, :start], values[:, :, :start] = prefix[layer]
+        lm.rope.rotate(block.layer_keys(layer), layer, start, out=keys[0, :, start:])
+        block.copy_values(layer, values[0, :, start:])
+
+    cache = lm.new_cache(end + len(behind_ids), place)
+    worth, ids = Worth(start, block.num_tokens), torch.tensor(behind_ids, device=lm.device)
+    positions = torch.arange(end, end + len(behind_ids), device=lm.device)
+    with observing(worth):
+        for own, where in zip(torch.split(ids, ROWS), torch.split(positions, ROWS), strict=True):
+            if wanted is not None and not wanted():
+                raise AbandonedSignal
+            cache.begin(where)
+            run_decoder(lm.model, own[None], where[None], cache, FusedPass(cache, where, ordered=True))
+    cache.release()
+    return [worth.by_layer[layer] for layer in range(block.num_layers)]
+
+
+def drop_least(block: KVBlock, worth: Sequence[Tensor], recipe: Recipe) -> KVBlock:
+    """The block with as many tokens in each head as the recipe keeps; of equally good ones the first stay."""
+    count = num_kept(recipe, block.num_tokens)
+    if count == block.num_tokens:
+        return block
+    first, last = len(recipe.front) + FIRST_TOKENS, block.num_tokens - len(recipe.back)
+    masks = []
+    for own in worth:
+        scores = own.clone()
+        scores[:, :first] = scores[:, last:] = torch.inf
+        best = scores.argsort(dim=1, descending=True, stable=True)[:, :count]
+        masks.append(torch.zeros_like(own, dtype=torch.bool).scatter_(1, best, True))
+    return keep(block, masks)

@@ -1,0 +1,336 @@
+"""KVzip: what is kept by plain transformers' own attention, answers by one forward with a mask for each head."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from families import (
+    FAMILIES,
+    METHOD_FAMILIES,
+    assert_same,
+    block_diagonal,
+    load_tiny,
+    masks_of,
+    oracle_model,
+    random_prompt,
+    save_tiny,
+)
+from formula_oracle import Plan, formula_model, planned_logits
+from test_parallel import layout, merged
+from tiny_model import save_tiny_llama
+
+import ragcache as rc
+from ragcache.errors import ConfigError, ContextTooLongError, StaleBlockError
+from ragcache.kv.identity import Recipe, block_key
+from ragcache.models.encoding import AbandonedSignal
+
+ANSWER = [5, 77, 31, 8]
+CHUNKS = (17, 3, 20, 12)
+SINKS = 4
+
+
+class Loaded:
+    def __init__(self, name, directory):
+        self.name, self.directory = name, directory
+        self.lm = rc.load_lm(directory)
+        self.formula = formula_model(directory)
+
+
+@pytest.fixture(scope="module", params=METHOD_FAMILIES)
+def family(request, tmp_path_factory):
+    return Loaded(request.param, save_tiny(request.param, str(tmp_path_factory.mktemp(request.param))))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return Loaded("llama", save_tiny("llama", str(tmp_path_factory.mktemp("llama"))))
+
+
+def best(scores, count, always):
+    """Places of the `count` best, ascending, by hand; those of `always` first, of equal ones the earlier."""
+    order = sorted(range(len(scores)), key=lambda place: (place not in always, -scores[place], place))
+    return sorted(order[:count])
+
+
+def expected_places(oracle, lm, before, chunk, behind, kept, always):
+    """By layer and KV head, from the eager attention of one plain forward over before + chunk + behind."""
+    ids = [*before, *chunk, *behind]
+    mask = masks_of(oracle, torch.ones(len(ids), len(ids), dtype=torch.bool).tril())
+    with torch.no_grad():
+        out = oracle(input_ids=torch.tensor([ids]), attention_mask=mask, output_attentions=True)
+    start, end = len(before), len(before) + len(chunk)
+    count = max(math.ceil(kept * len(chunk)), len(always))
+    found = []
+    for weights, shape in zip(out.attentions, lm.shape.layers, strict=True):
+        groups = weights.shape[1] // shape.num_kv_heads
+        heads = []
+        for head in range(shape.num_kv_heads):
+            own = weights[0, head * groups : (head + 1) * groups]
+            scores = [max(float(own[g, row, key]) for g in range(groups) for row in range(end, len(ids)))
+                      for key in range(start, end)]  # fmt: skip
+            heads.append(best(scores, count, always))
+        found.append(heads)
+    return found
+
+
+def places_of(block):
+    return [block.places(layer).tolist() for layer in range(block.num_layers)]
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.75])
+@pytest.mark.parametrize("recipe", ["isolated", "prefix"])
+def test_what_is_kept_follows_the_eager_attention_of_plain_transformers(family, recipe, kept):
+    oracle, prompt = oracle_model(family.directory), random_prompt(71, prefix=6, chunks=(9, 20, 15), suffix=3)
+    before = prompt.prefix_ids if recipe == "prefix" else []
+    blocks = rc.encode(family.lm, prompt, Recipe(recipe, kept=kept))
+    whole = rc.encode(family.lm, prompt, recipe)
+    for chunk, block, plain in zip(prompt.chunk_ids, blocks, whole, strict=True):
+        wanted = expected_places(oracle, family.lm, before, chunk, chunk, kept, range(SINKS))
+        assert places_of(block) == wanted
+        assert (block.num_tokens, block.held_tokens) == (len(chunk), len(wanted[0][0]))
+        assert block.num_bytes < plain.num_bytes
+        for layer in range(block.num_layers):
+            rows = torch.tensor(wanted[layer])[:, :, None]
+            for own, all_of_it in (
+                (block.layer_keys(layer), plain.layer_keys(layer)),
+                (block.layer_values(layer), plain.layer_values(layer)),
+            ):
+                assert torch.equal(own, all_of_it.gather(1, rows.expand(-1, -1, all_of_it.shape[2])))
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(METHOD_FAMILIES)))
+def test_every_other_family_too(name, tmp_path):
+    lm, oracle = load_tiny(name, tmp_path)
+    prompt = random_prompt(72, prefix=3, chunks=(11, 16), suffix=3)
+    for chunk, block in zip(prompt.chunk_ids, rc.encode(lm, prompt, Recipe(kept=0.5)), strict=True):
+        assert places_of(block) == expected_places(oracle, lm, [], chunk, chunk, 0.5, range(SINKS))
+    theirs = plan_logits(lm, formula_model(str(tmp_path)), prompt, 0.5)[0]
+    assert_same(rc.fuse(lm, prompt, recipe=Recipe(kept=0.5)).next_logits, theirs)
+
+
+def without_dropped(lm, allowed, blocks, prompt, behind):
+    """`allowed` for each layer as [num_kv_heads, n, n]: rows from `behind` on do not see what a head dropped."""
+    masks, first = [], []
+    at = len(prompt.prefix_ids)
+    for chunk in prompt.chunk_ids:
+        first.append(at)
+        at += len(chunk)
+    for layer, shape in enumerate(lm.shape.layers):
+        by_head = allowed.repeat(shape.num_kv_heads, 1, 1)
+        for start, block in zip(first, blocks, strict=True):
+            places = block.places(layer)
+            held = [list(range(block.num_tokens))] * shape.num_kv_heads if places is None else places.tolist()
+            for head, own in enumerate(held):
+                gone = [start + place for place in range(block.num_tokens) if place not in own]
+                for token in gone:
+                    by_head[head, behind:, token] = False
+        masks.append(by_head)
+    return masks
+
+
+def with_answer(allowed, count):
+    n = allowed.shape[0]
+    wider = torch.ones(n + count, n + count, dtype=torch.bool).tril()
+    wider[:n, :n] = allowed
+    return wider
+
+
+def plan_logits(lm, formula, prompt, kept, answer=()):
+    blocks = rc.encode(lm, prompt, Recipe(kept=kept))
+    allowed = with_answer(block_diagonal(prompt), len(answer))
+    plan = Plan(without_dropped(lm, allowed, blocks, prompt, prompt.context_tokens), torch.arange(allowed.shape[0]))
+    return planned_logits(formula, [*prompt.ids, *answer], plan)[prompt.num_tokens - 1 :]
+
+
+def step_by_step(lm, fused, answer):
+    out = [fused.next_logits]
+    for step, token in enumerate(answer):
+        out.append(lm.run([token], fused.next_position + step, fused.cache))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("kept", [0.01, 0.3, 0.6])
+def test_reading_and_decoding_is_one_forward_with_a_mask_for_each_head(family, kept):
+    prompt = random_prompt(73, prefix=6, chunks=CHUNKS, suffix=5)
+    fused = rc.fuse(family.lm, prompt, "reposition", recipe=Recipe(kept=kept))
+    held = sum(max(math.ceil(kept * size), min(SINKS, size)) for size in CHUNKS)
+    assert fused.kept_tokens == (6 + held + 5,) * family.lm.shape.num_layers
+    assert_same(step_by_step(family.lm, fused, ANSWER), plan_logits(family.lm, family.formula, prompt, kept, ANSWER))
+
+
+@pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.7, 0.8)])
+def test_ape_weighs_what_is_left(family, temperature, scale):
+    prompt = random_prompt(74, prefix=6, chunks=CHUNKS, suffix=5)
+    recipe = Recipe("prefix", kept=0.4)
+    positions, allowed, of_chunks = layout(prompt, ANSWER)
+    blocks = rc.encode(family.lm, prompt, recipe)
+    masks = without_dropped(family.lm, allowed, blocks, prompt, prompt.context_tokens)
+    weigh = None
+    if (temperature, scale) != (1, 1):
+
+        def weigh(scores, visible, sinks):
+            return merged(scores, visible, sinks, of_chunks=of_chunks, context_tokens=prompt.context_tokens,
+                          temperature=temperature, scale=scale)  # fmt: skip
+
+    plan = Plan(masks, positions, weigh)
+    logits = planned_logits(family.formula, [*prompt.ids, *ANSWER], plan)[prompt.num_tokens - 1 :]
+    fused = rc.fuse(family.lm, prompt, "ape", blocks, temperature=temperature, scale=scale)
+    assert_same(step_by_step(family.lm, fused, ANSWER), logits)
+
+
+def test_text_between_passages_does_not_see_what_was_dropped_either(family):
+    """Labels stand behind some passages and before others: they run over what the heads hold of the former."""
+    chunks = ((*range(20, 35),), (*range(60, 78),))
+    parts = [rc.prompt.Text((7, 9)), rc.prompt.Passages(chunks[:1]), rc.prompt.Text((11, 12, 13)),
+             rc.prompt.Passages(chunks[1:]), rc.prompt.Text((14, 15))]  # fmt: skip
+    ids = [7, 9, *chunks[0], 11, 12, 13, *chunks[1], 14, 15]
+    allowed = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    allowed[2:17, :2] = allowed[20:38, :20] = False
+    blocks = family.lm.encode(chunks, Recipe(kept=0.4))
+    masks = []
+    for layer, shape in enumerate(family.lm.shape.layers):
+        by_head = allowed.repeat(shape.num_kv_heads, 1, 1)
+        for start, end, block in ((2, 17, blocks[0]), (20, 38, blocks[1])):
+            for head, own in enumerate(block.places(layer).tolist()):
+                for place in set(range(end - start)) - set(own):
+                    by_head[head, end:, start + place] = False
+        masks.append(by_head)
+    for by_head in masks:  # the second passage's own tokens were read alone
+        by_head[:, 20:38, :20] = False
+    logits = planned_logits(family.formula, ids, Plan(masks, torch.arange(len(ids))))[-1]
+    assert_same(rc.fuse(family.lm, parts, "reposition", blocks).next_logits, logits)
+
+
+@pytest.mark.parametrize("method", ["reposition", "concat"])
+def test_all_kept_is_bit_equal_and_has_the_same_name(llama, method):
+    prompt = random_prompt(75, chunks=CHUNKS)
+    plain, whole = rc.encode(llama.lm, prompt), rc.encode(llama.lm, prompt, Recipe(kept=1))
+    assert all(one.equal(other) for one, other in zip(plain, whole, strict=True))
+    one, other = (rc.fuse(llama.lm, prompt, method, blocks).next_logits for blocks in (plain, whole))
+    assert torch.equal(one, other)
+    assert block_key("f", Recipe(), [], [1]) == block_key("f", Recipe(kept=1.0), [], [1])
+
+
+def test_the_key_names_the_share_and_the_task():
+    recipes = [
+        Recipe(),
+        Recipe(kept=0.5),
+        Recipe(kept=0.25),
+        Recipe(kept=0.25, task="names"),
+        Recipe(kept=0.25, task="n"),
+    ]
+    assert len({block_key("f", recipe, [], [1, 2]) for recipe in recipes}) == len(recipes)
+    assert [Recipe.from_json(recipe.to_json()) for recipe in recipes] == recipes
+
+
+def test_short_chunks_are_kept_whole(llama):
+    (block,) = llama.lm.encode([[5, 6, 7]], Recipe(kept=0.1))
+    (plain,) = llama.lm.encode([[5, 6, 7]])
+    assert block.held_tokens == 3
+    assert block.equal(plain)
+
+
+def test_markers_stay(llama):
+    recipe = Recipe(markers=((101, 102), (103,)), kept=0.1)
+    chunk = list(range(20, 60))
+    (block,) = llama.lm.encode([chunk], recipe)
+    assert block.num_tokens == 43
+    for layer in range(block.num_layers):
+        for own in block.places(layer).tolist():
+            assert own == [0, 1, 2, 3, 4, 5, 42]
+
+
+def test_a_task_takes_the_place_of_the_repetition(tmp_path):
+    directory = str(save_tiny_llama(tmp_path / "model"))
+    lm, oracle = rc.load_lm(directory), oracle_model(directory)
+    text = [number % 250 for number in range(40, 90)]
+    asked = lm.tokenizer("Who wears a hat?", add_special_tokens=False)["input_ids"]
+    repeat = lm.tokenizer("\n\nRepeat the previous text exactly.\n\n", add_special_tokens=False)["input_ids"]
+    for recipe, behind in ((Recipe(kept=0.3, task="Who wears a hat?"), asked), (Recipe(kept=0.3), [*repeat, *text])):
+        (block,) = lm.encode([text], recipe)
+        assert places_of(block) == expected_places(oracle, lm, [], text, behind, 0.3, range(SINKS))
+
+
+def test_long_chunks_are_repeated_in_pieces(llama):
+    chunk = [3 + rank * 7 % 190 for rank in range(200)]
+    import ragcache.models.worth as worth
+
+    (whole,) = llama.lm.encode([chunk], Recipe(kept=0.2))
+    rows, worth.ROWS = worth.ROWS, 33
+    try:
+        (pieces,) = llama.lm.encode([chunk], Recipe(kept=0.2))
+    finally:
+        worth.ROWS = rows
+    assert places_of(whole) == places_of(pieces)
+
+
+def test_eviction_drops_more_of_what_is_left(llama):
+    """With room for all nothing changes; with little, each head keeps so many of what it holds."""
+    prompt = random_prompt(76, chunks=CHUNKS)
+    blocks = rc.encode(llama.lm, prompt, Recipe(kept=0.5))
+    plain = rc.fuse(llama.lm, prompt, "reposition", blocks)
+    same = rc.fuse(llama.lm, prompt, "reposition", blocks, evict=1000)
+    assert torch.equal(step_by_step(llama.lm, plain, ANSWER), step_by_step(llama.lm, same, ANSWER))
+    few = rc.fuse(llama.lm, prompt, "reposition", blocks, evict=8)
+    assert few.kept_tokens == (5 + 8 + 6,) * 3
+    held = [set(own) for own in plain.cache.layer_state(1)[2].tolist()]
+    assert all(set(own) <= held[head] for head, own in enumerate(few.cache.layer_state(1)[2].tolist()))
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "epic", "a3", "prophet", "samkv", "infllm"])
+def test_methods_that_need_whole_blocks_say_so(llama, method):
+    prompt = random_prompt(77)
+    with pytest.raises(ConfigError, match=rf"{method}.*all of them.*reposition.*kept=1"):
+        rc.fuse(llama.lm, prompt, method, recipe=Recipe(kept=0.5))
+    with pytest.raises(ConfigError, match=method):
+        rc.fuse(llama.lm, prompt, method, rc.encode(llama.lm, prompt, Recipe(kept=0.5)))
+    with pytest.raises(StaleBlockError, match=r"holds .* of .* tokens"):
+        rc.fuse(
+            llama.lm, prompt, method, [block.made_by(None) for block in rc.encode(llama.lm, prompt, Recipe(kept=0.5))]
+        )
+
+
+def test_blocks_of_another_share_are_refused(llama):
+    prompt = random_prompt(78, prefix=7)
+    blocks = [block.made_by(None) for block in rc.encode(llama.lm, prompt, Recipe(kept=0.5))]
+    with pytest.raises(StaleBlockError, match="are wanted"):
+        rc.fuse(llama.lm, prompt, "reposition", blocks, recipe=Recipe(kept=0.8))
+    with pytest.raises(StaleBlockError, match="are wanted"):
+        rc.fuse(llama.lm, prompt, "reposition", rc.encode(llama.lm, prompt), recipe="isolated", prefix_block=blocks[0])
+
+
+@pytest.mark.parametrize("kept", [0, -0.5, 1.5, float("nan"), True, "half", None])
+def test_a_share_that_is_none_is_refused(kept):
+    with pytest.raises(ConfigError, match="above 0"):
+        Recipe(kept=kept)
+
+
+def test_a_task_without_a_share_is_refused():
+    with pytest.raises(ConfigError, match="kept below 1"):
+        Recipe(task="names")
+
+
+def test_a_task_needs_a_tokenizer(llama):
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        llama.lm.encode([[5] * 20], Recipe(kept=0.5, task="names"))
+
+
+def test_a_chunk_that_fits_the_model_once_and_not_twice_is_refused(llama):
+    chunk = [5] * 300
+    llama.lm.encode([chunk])
+    with pytest.raises(ContextTooLongError, match=r"chunk 0, with what is read behind it.*600 tokens.*512.*shorter"):
+        llama.lm.encode([chunk], Recipe(kept=0.5))
+
+
+def test_the_second_pass_is_given_up_when_nobody_wants_it(llama):
+    asked = []
+
+    def wanted():
+        asked.append(1)
+        return len(asked) <= 3  # the layers of the first pass
+
+    with pytest.raises(AbandonedSignal):
+        llama.lm.encode([list(range(3, 40))], Recipe(kept=0.5), wanted=wanted)
+    assert len(asked) == 4
