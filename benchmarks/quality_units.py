@@ -95,7 +95,7 @@ def run_unit(unit: Unit) -> dict[str, Reads]:
     for case in cases_of(unit.cell, unit.start + unit.count, unit.seed)[unit.start :]:
         reader = PromptReader(lm, case.prompt(lm.tokenizer, form), MAX_ANSWER_TOKENS)
         for spec in unit.methods:
-            fused, _ = reader.read(spec.method(), spec.recipe)
+            fused, _ = reader.read(spec.method(), spec.recipe, kept=spec.kept)
             reads = found[unit.key(spec)]
             reads.right.append(int(answers(lm, fused, case.answers[0])))
             reads.computed.append(round(fmean(fused.computed_tokens) / fused.prompt_tokens, 6))

@@ -44,7 +44,7 @@ def open_with_models(
         method=models.chosen_method(),
         embedder=models.embedder,
         reranker=models.reranker,
-        recipe=models.recipe,
+        recipe=models.chosen_recipe(),
         dtype=models.dtype,
         device=models.device,
         system=models.system,

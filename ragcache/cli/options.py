@@ -18,7 +18,7 @@ from ragcache.retrieval.search import Search
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 
 if TYPE_CHECKING:
-    from ragcache import ChunkerConfig, IngestConfig, Sampling, StoreConfig
+    from ragcache import ChunkerConfig, IngestConfig, Recipe, Sampling, StoreConfig
     from ragcache.fusion.base import FusionMethod
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -186,6 +186,20 @@ class ModelOptions:
     recipe: Annotated[
         str | None, option("--recipe", "How passages are encoded: isolated or prefix; the method's own if not given.")
     ] = None
+    kv_kept: Annotated[
+        float | None,
+        option(
+            "--kv-kept",
+            "Share of each passage's KV that a new store keeps, by KVzip: passages are read twice at ingestion.",
+            show_default="all; the store's own",
+        ),
+    ] = None
+    kv_task: Annotated[
+        str | None,
+        option(
+            "--kv-task", "With --kv-kept: keep what this task, or these examples, attend to, whatever else is asked."
+        ),
+    ] = None
     embedder: Annotated[
         str | None, option("--embedder", "minilm, contriever, directory or hub id; the store's own if not given.")
     ] = None
@@ -212,6 +226,16 @@ class ModelOptions:
         from ragcache.fusion import get_method
 
         return get_method(self.method, **options)
+
+    def chosen_recipe(self) -> Recipe | str | None:
+        """Raises ConfigError naming the option."""
+        if self.kv_kept is None:
+            if self.kv_task:
+                raise ConfigError("--kv-task says which KV is dropped; say with --kv-kept how much stays")
+            return self.recipe
+        from ragcache import Recipe
+
+        return Recipe(self.recipe or "isolated", kept=self.kv_kept, task=self.kv_task or "")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ class CorpusOptions:
     documents: Annotated[int, option("--documents", "Documents of the corpus.")]
     tokens: Annotated[int, option("--tokens", "Tokens of a document.")]
     chunk_tokens: Annotated[int, option("--chunk-tokens", "Tokens of a passage.")] = 256
+    kept: Annotated[float, option("--kv-kept", "Share of each passage's KV that is stored; see `ragcache ingest`.")] = 1
     requests: Annotated[int, option("--requests", "Requests a month.")] = 100_000
     request_tokens: Annotated[int, option("--request-tokens", "Tokens of a whole prompt, passages and question.")] = (
         1310
@@ -43,7 +44,7 @@ class CorpusOptions:
     def corpus(self) -> Corpus:
         from ragcache.planning.plan import Corpus
 
-        return Corpus(self.documents, self.tokens, self.chunk_tokens)
+        return Corpus(self.documents, self.tokens, self.chunk_tokens, self.kept)
 
     def demand(self) -> Demand:
         from ragcache.planning.plan import Demand

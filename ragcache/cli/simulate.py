@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,7 @@ def simulate(
     ] = "eager",
     question_tokens: Annotated[int, option("--question-tokens", "Tokens that are run for every request.")] = 30,
     model: Annotated[str | None, option("--model", "Whose KV it is, and what --measure runs.")] = None,
+    kept: Annotated[float, option("--kv-kept", "Share of each generated passage's KV that is stored.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Replay a recorded or generated trace against budgets and policies, without a model.
@@ -82,7 +84,7 @@ def simulate(
 
     check_least("--question-tokens", question_tokens, 0)
     speed = rates.rates(model)
-    requests = stream.generate(_bytes_per_token(stream, model)) if trace is None else recorded(trace)
+    requests = stream.generate(_bytes_per_token(stream, model, kept)) if trace is None else recorded(trace)
     budgets = [Budgets(memory_bytes, disk, kv == "eager") for memory_bytes in memory or [2 * 2**30]]
     outcomes = list(
         run(requests, budgets, eviction or list(POLICIES), admission or list(ADMISSIONS), speed, question_tokens)
@@ -93,14 +95,17 @@ def simulate(
         _print_outcomes(requests, outcomes)
 
 
-def _bytes_per_token(stream: WorkloadOptions, model: str | None) -> int:
+def _bytes_per_token(stream: WorkloadOptions, model: str | None, kept: float) -> int:
+    """Raises ConfigError for a share that is none."""
+    if not 0 < kept <= 1:
+        raise ConfigError(f"--kv-kept is {kept:g}; give a share above 0, and at most 1 for all KV")
     if stream.bytes_per_token is not None:
-        return stream.bytes_per_token
+        return math.ceil(kept * stream.bytes_per_token)
     if model is None:
-        return 131072
+        return math.ceil(kept * 131072)
     from ragcache.planning.shape import shape_of
 
-    return shape_of(model).bytes_per_token
+    return math.ceil(kept * shape_of(model).bytes_per_token)
 
 
 def _print_outcomes(trace: Accesses, outcomes: list[Outcome]) -> None:

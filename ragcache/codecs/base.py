@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -74,14 +75,20 @@ class Codec(ABC):
     def expected_bytes_alike(self, num_layers: int, layer: LayerShape, num_tokens: int, itemsize: int) -> float:
         """Bytes of `encode_alike`'s tensors for a block of this shape. itemsize: bytes of a number of the block"""
 
-    def expected_bytes(self, layers: Sequence[LayerShape], num_tokens: int, itemsize: int) -> float:
+    def expected_bytes(
+        self, layers: Sequence[LayerShape], num_tokens: int, itemsize: int, kept: float = 1.0
+    ) -> float:
         """Bytes of `encode`'s tensors for a block of this shape, by arithmetic: nothing is encoded, nor PyTorch loaded.
 
         An estimate for codecs whose bytes depend on the numbers: these are taken to be normally distributed, which of
-        all distributions with one deviation has the largest entropy. itemsize: bytes of a number of the block
+        all distributions with one deviation has the largest entropy. itemsize: bytes of a number of the block;
+        kept: share of its tokens that each head holds
         """
-        counts = Counter(layers)
-        parts = sum(self.expected_bytes_alike(count, alike, num_tokens, itemsize) for alike, count in counts.items())
+        counts, held = Counter(layers), math.ceil(kept * num_tokens)
+        parts = sum(self.expected_bytes_alike(count, alike, held, itemsize) for alike, count in counts.items())
+        if held < num_tokens:
+            bits = sum(count * alike.num_kv_heads for alike, count in counts.items()) * -(-num_tokens // 8)
+            parts += bits + _INT64 * len(counts)
         return parts + (_INT64 * len(layers) if len(counts) > 1 else 0)
 
     def encode(self, block: KVBlock) -> dict[str, Tensor]:

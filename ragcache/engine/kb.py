@@ -107,7 +107,7 @@ class RagCache(Library, AsyncTwins):
         embedder: "minilm", "contriever", directory, hub id or an Embedder; None: the store's own, "minilm" if new
         reranker: directory or hub id of a cross-encoder, or a Reranker, that chooses among what a search finds; see the
                   option `rerank`
-        recipe:   how chunks are encoded; None: as the model was trained, else the method's first choice
+        recipe:   how chunks are encoded; None: as the model was trained, or the method's first; `kept` stays
         dtype, device: of the language model
         system, question_format: see `ragcache.prompt.prompt_format`
         chunker, ingest, store: settings of those parts
@@ -252,8 +252,8 @@ class RagCache(Library, AsyncTwins):
 
     def estimate_kv(self, inputs: Inputs) -> KVEstimate:
         """Estimate the disk space for the KV of files, folders and Document objects, from a sample of their text."""
-        longest = self._parts.ingestor.chunker.settings["max_tokens"]
-        return estimate_kv(_listed(inputs), self._parts.ingestor.encoder.lm, self.config.codec, longest)
+        encoder, longest = self._parts.ingestor.encoder, self._parts.ingestor.chunker.settings["max_tokens"]
+        return estimate_kv(_listed(inputs), encoder.lm, self.config.codec, longest, encoder.recipe.kept)
 
     def chunks(self, ids: Iterable[str]) -> list[Chunk]:
         return self._handed_out(super().chunks(ids))

@@ -21,7 +21,7 @@ from ragcache.engine.asking.prompts import Prompts
 from ragcache.engine.asking.reader import Reader
 from ragcache.engine.asking.reading import Reading
 from ragcache.engine.asking.supply import Supply
-from ragcache.engine.asking.verdict import choose_method
+from ragcache.engine.asking.verdict import choose_method, refuse_unchecked
 from ragcache.engine.asking.whole import WholeStore
 from ragcache.engine.loading.loader import BlockLoader
 from ragcache.engine.loading.policy import ALWAYS
@@ -57,6 +57,8 @@ from ragcache.store.kept_basis import known_basis
 
 DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
+KEPT = "kv_kept"
+"""The store's property: share of their KV that blocks hold, and the task that it was chosen for."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,13 @@ def assemble(
     )
     text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format)
     first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
-    used = block_recipe(card, method, replace(block_recipe(card, method, recipe), neighbours=neighbours))
+    own = replace(block_recipe(card, method, recipe), neighbours=neighbours)
+    recipe = _with_kept(store.documents, own)
+    refuse_unchecked(chosen.method, recipe)
     if neighbours:
         store.documents.bind("neighbours", neighbours)
     near = Neighbourhood(store.documents, retriever, neighbours) if neighbours else None
-    plan = _Plan(used, text, first_ids, chosen.tenant, near)
+    plan = _Plan(block_recipe(card, method, recipe), text, first_ids, chosen.tenant, near)
     if engine is not None:
         made = _elsewhere(store, card, plan, engine)
         made.reader.check(Reading(method, chosen.evict))
@@ -148,6 +152,19 @@ def assemble(
         turns=TurnMemory(store.documents, chosen.tenant),
         system=chosen.system,
     )
+
+
+def _with_kept(documents: DocumentStore, recipe: Recipe) -> Recipe:
+    """The recipe with the share of KV that the store's blocks hold: that which was first asked for.
+
+    Raises StoreMismatchError where another one is asked for now.
+    """
+    bound = documents.properties().get(KEPT)
+    if not recipe.keeps_all:
+        documents.bind(KEPT, [recipe.kept, recipe.task])
+    elif isinstance(bound, list):
+        return replace(recipe, kept=bound[0], task=bound[1])
+    return recipe
 
 
 class _Plan(NamedTuple):
@@ -186,7 +203,7 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
         neighbourhood=near,
     )
     admission = Admission(default_budget(lm) if config.answer_bytes is None else config.answer_bytes)
-    loader = open_loader(store, config, lm)
+    loader = open_loader(store, config, lm, recipe)
     reader = Reader(
         lm,
         Prompts(lm, encoder, text, prefixes.count),
@@ -222,11 +239,11 @@ def _elsewhere(store: Store, card: ModelCard, plan: _Plan, engine: VllmEngine) -
     return _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate())
 
 
-def open_loader(store: Store, config: StoreConfig, lm: LanguageModel) -> BlockLoader | None:
-    """The chooser between loading and computing a block; None where there is no choice."""
+def open_loader(store: Store, config: StoreConfig, lm: LanguageModel, recipe: Recipe) -> BlockLoader | None:
+    """The chooser between loading and computing a block of this recipe; None where there is no choice."""
     if config.load == ALWAYS:
         return None
-    rates = open_rates(store.rates, store.kv.root, lm, store.kv.basis.codec, config.measure_s)
+    rates = open_rates(store.rates, store.kv.root, lm, store.kv.basis.codec, config.measure_s, recipe)
     return BlockLoader(store.kv, rates, policy=config.load, ahead_bytes=config.speculative_bytes)
 
 

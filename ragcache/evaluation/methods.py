@@ -12,6 +12,7 @@ from ragcache.evaluation.settings import json_or_text, split_settings
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
+from ragcache.kv.identity import Recipe
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt
 
@@ -26,6 +27,7 @@ class MethodSpec:
     options: of the method, as given
     recipe:  name of the recipe that its blocks are encoded under; None for the method's own choice
     evict:   tokens of the passages that each layer and KV head keeps for decoding; None for all
+    kept:    share of its blocks' KV that the recipe keeps; 1: all
     """
 
     label: str
@@ -33,17 +35,19 @@ class MethodSpec:
     options: tuple[tuple[str, Any], ...] = ()
     recipe: str | None = None
     evict: int | None = None
+    kept: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> MethodSpec:
-        """Read "[LABEL=]NAME[:option=value...]"; `recipe` and `evict` go with every method.
+        """Read "[LABEL=]NAME[:option=value...]"; `recipe` and `evict` go with every method, `kept` with those
+        that only move blocks.
 
         Raises ConfigError as `get_method` does.
         """
         head, _, tail = text.strip().partition(":")
         label, equals, name = head.rpartition("=")
         settings = split_settings(tail, ":")
-        recipe, evict = settings.pop("recipe", None), settings.pop("evict", None)
+        recipe, evict, kept = (settings.pop(key, None) for key in ("recipe", "evict", "kept"))
         options = tuple((key, json_or_text(one)) for key, one in settings.items())
         spec = cls(
             label or text.strip(),
@@ -51,6 +55,7 @@ class MethodSpec:
             options,
             recipe,
             None if evict is None else SnapKV.of(json_or_text(evict)).budget,
+            1.0 if kept is None else Recipe(kept=json_or_text(kept)).kept,
         )
         if equals and not label:
             raise ConfigError(f"{text!r} has no label before the =; write LABEL=METHOD")
@@ -65,8 +70,9 @@ class MethodSpec:
     def key(self) -> str:
         """The method with its options in one form, however it was written or labelled."""
         options = dict(sorted(self.options))
-        kept = "" if self.evict is None else f"/{self.evict}"
-        return f"{self.name}{json.dumps(options, sort_keys=True) if options else ''}@{self.recipe or ''}{kept}"
+        less = "" if self.evict is None else f"/{self.evict}"
+        less += "" if self.kept == 1 else f"*{self.kept:g}"
+        return f"{self.name}{json.dumps(options, sort_keys=True) if options else ''}@{self.recipe or ''}{less}"
 
     @property
     def is_reference(self) -> bool:
@@ -76,6 +82,10 @@ class MethodSpec:
     def _check_recipe(self, method: FusionMethod) -> None:
         if self.recipe is not None and self.recipe not in method.recipes:
             raise ConfigError(f"method {self.name!r} takes recipe {' or '.join(method.recipes)}, not {self.recipe!r}")
+        if self.kept < 1 and not (method.reuses_blocks and method.takes_sparse):
+            raise ConfigError(
+                f"method {self.name!r} needs blocks that hold all of their KV; leave kept={self.kept:g} out"
+            )
 
 
 def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:

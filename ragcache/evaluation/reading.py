@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -46,10 +47,13 @@ class PromptReader:
         self.reserve_tokens = reserve_tokens
         self._encoded: dict[tuple[Recipe, tuple[int, ...]], Encoded] = {}
 
-    def read(self, method: FusionMethod, recipe: str | None = None, evict: int | None = None) -> tuple[Fused, float]:
+    def read(
+        self, method: FusionMethod, recipe: str | None = None, evict: int | None = None, kept: float = 1.0
+    ) -> tuple[Fused, float]:
         """Fused prefill over blocks that are in memory, and the seconds that making the blocks took.
 
         evict: passage tokens that each layer and KV head keeps for decoding; None: all
+        kept:  share of their KV that the blocks hold
 
         Raises what `rc.fuse` raises.
         """
@@ -57,6 +61,7 @@ class PromptReader:
             return fuse(self.lm, self.prompt, method, reserve_tokens=self.reserve_tokens, evict=evict), 0.0
         method.check(self.lm, self.prompt)
         wanted = block_recipe(self.lm, method, recipe)
+        wanted = block_recipe(self.lm, method, replace(wanted, kept=kept))
         found = self._blocks(wanted, tuple(method.prefix_ids(self.lm, self.prompt)))
         fused = fuse(
             self.lm,

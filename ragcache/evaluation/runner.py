@@ -159,7 +159,7 @@ class Runner:
         blank: Score,
     ) -> Score:
         try:
-            fused, encode_s = reader.read(method, spec.recipe, spec.evict)
+            fused, encode_s = reader.read(method, spec.recipe, spec.evict, spec.kept)
         except ContextTooLongError as error:
             if self.settings.on_overflow == "error":
                 raise

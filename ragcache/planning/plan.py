@@ -19,16 +19,27 @@ HOURS_A_MONTH = 730.0
 
 @dataclass(frozen=True)
 class Corpus:
-    """documents of `tokens` tokens each, cut into chunks of `chunk_tokens`. Raises ConfigError naming the option."""
+    """documents of `tokens` tokens each, cut into chunks of `chunk_tokens`, of whose KV the share `kept` is stored.
+
+    Raises ConfigError naming the option.
+    """
 
     documents: int
     tokens: int
     chunk_tokens: int = 256
+    kept: float = 1.0
 
     def __post_init__(self) -> None:
         check_least("--documents", self.documents, 1)
         check_least("--tokens", self.tokens, 1)
         check_least("--chunk-tokens", self.chunk_tokens, 1)
+        if not 0 < self.kept <= 1:
+            raise ConfigError(f"--kv-kept is {self.kept:g}; give a share above 0, and at most 1 for all KV")
+
+    def encode_s(self, rates: MachineRates) -> float:
+        """Seconds in which a chunk is read; a second time behind itself where some of its KV is dropped."""
+        chunk_tokens = self.num_tokens / self.chunks
+        return rates.prefill_s(chunk_tokens if self.kept == 1 else 2 * chunk_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -192,8 +203,8 @@ def make_plan(
 ) -> Plan:
     """Plans for every codec (`sizes`: for these) and the one that costs least."""
     rates, prices = rates or MachineRates(), prices or Prices()
-    sizes = sizes if sizes is not None else codec_sizes(shape, corpus.chunk_tokens)
-    precompute_s = corpus.chunks * rates.prefill_s(corpus.num_tokens / corpus.chunks)
+    sizes = sizes if sizes is not None else codec_sizes(shape, corpus.chunk_tokens, corpus.kept)
+    precompute_s = corpus.chunks * corpus.encode_s(rates)
     full_s = rates.prefill_s(demand.request_tokens)
     codecs = [_codec_plan(size, corpus, demand, rates, prices) for size in sizes]
     best = min(codecs, key=lambda plan: (plan.least_cost, not plan.lossless))
@@ -224,7 +235,7 @@ def _codec_plan(size: CodecSize, corpus: Corpus, demand: Demand, rates: MachineR
     # What one stored chunk saves whenever it is used: its share of what the request saves.
     uses = demand.requests * demand.context_tokens / chunk_tokens
     saved_s = (full_s - fused_s) * demand.requests / uses
-    compute_s = rates.prefill_s(chunk_tokens)
+    compute_s = corpus.encode_s(rates)
     kept_for = demand.copies * prices.storage(chunk_bytes) + prices.gpu(compute_s) / prices.months
     saving = prices.gpu(saved_s) - prices.transfer(chunk_bytes, demand.tier)
     reuses_month = kept_for / saving if saving > 0 else None

@@ -366,3 +366,26 @@ def test_reencode_makes_a_store_for_another_model(store, tmp_path):
     for arguments, said in (((target,), "--model"), ((store, "--model", other), "name another directory")):
         refused = invoke("reencode", *arguments, "--store", store)
         assert (refused.exit_code, said in refused.stderr) == (2, True)
+
+
+def test_a_store_that_keeps_a_share_of_the_kv(folder, model, tmp_path):
+    whole, less = tmp_path / "whole", tmp_path / "less"
+    assert invoke("ingest", folder, "--store", whole, "--model", model).exit_code == 0
+    result = invoke("ingest", folder, "--store", less, "--model", model, "--kv-kept", 0.3)
+    assert result.exit_code == 0, result.output
+    sizes = [
+        json.loads(invoke("info", "--store", path, "--json").stdout)["bytes_by_tier"]["disk"] for path in (whole, less)
+    ]
+    assert sizes[1] < sizes[0]
+    answer = json.loads(
+        invoke("ask", "Where is the cat?", "--store", less, "--k", 2, "--max-tokens", 2, "--json").stdout
+    )
+    assert {source["kv"] for source in answer["hits"]} == {"disk"}
+    other = invoke("ask", "Where is the cat?", "--store", less, "--kv-kept", 0.5)
+    assert (other.exit_code, other.stdout) == (1, "")
+    assert "kv_kept" in other.stderr
+    for wrong, message in ((["--kv-kept", 1.5], "above 0"), (["--kv-task", "names"], "--kv-kept")):
+        refused = invoke("ingest", folder, "--store", tmp_path / "never", "--model", model, *wrong)
+        assert refused.exit_code == 2, refused.output
+        assert message in refused.stderr
+        assert not (tmp_path / "never").exists()

@@ -56,6 +56,7 @@ def test_plan_in_words():
     [
         ([*SHAPE, "--documents", 0, "--tokens", 5], 2, "--documents is 0"),
         ([*SHAPE, *CORPUS, "--gpu-hour", -1], 2, "--gpu-hour is -1"),
+        ([*SHAPE, *CORPUS, "--kv-kept", 1.5], 2, "--kv-kept is 1.5"),
         ([*SHAPE, *CORPUS, "--prefill-rate", 0], 2, "--prefill-rate is 0"),
         ([*SHAPE, *CORPUS, "--question-tokens", 5000], 2, "--question-tokens is 5000"),
         ([*SHAPE, *CORPUS, "--dtype", "int3"], 2, "--dtype 'int3'"),
@@ -83,6 +84,17 @@ def test_simulate_is_the_librarys():
     budgets = [Budgets(size << 20, 8 << 20, eager=False) for size in (1, 4)]
     expected = [outcome.to_json() for outcome in simulate(trace, budgets, list(POLICIES), list(ADMISSIONS))]
     assert json.loads(result.stdout)["outcomes"] == json.loads(json.dumps(expected))
+
+
+def test_both_know_the_share_that_is_kept():
+    found = json.loads(invoke("plan", *SHAPE, *CORPUS, "--kv-kept", 0.5, "--json").stdout)
+    expected = make_plan(KVShape(32, 8, 128), Corpus(100, 1000, kept=0.5), Demand(100_000, 1310)).to_json()
+    assert found["codecs"] == json.loads(json.dumps(expected))["codecs"]
+    less, half = (
+        invoke("simulate", *STREAM[:4], *more, "--memory", "1MiB", "--json").stdout
+        for more in (["--bytes-per-token", 1000, "--kv-kept", 0.5], ["--bytes-per-token", 500])
+    )
+    assert json.loads(less) == json.loads(half)
 
 
 def test_simulate_in_words():

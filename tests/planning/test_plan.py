@@ -103,12 +103,13 @@ def test_what_is_no_model_is_refused(tmp_path):
         shape_of(tmp_path)
 
 
+@pytest.mark.parametrize("kept", [1, 0.25])
 @pytest.mark.parametrize("codec", CODECS)
-def test_planned_bytes_are_those_on_disk(codec, tmp_path):
+def test_planned_bytes_are_those_on_disk(codec, kept, tmp_path):
     """Within the header of a file."""
     shape = KVShape(num_layers=4, num_kv_heads=4, head_dim=64, dtype="float32")
-    planned = next(size for size in codec_sizes(shape, 64) if size.name == codec)
-    block = example_block(shape.by_layer, 64, torch.float32)
+    planned = next(size for size in codec_sizes(shape, 64, kept) if size.name == codec)
+    block = example_block(shape.by_layer, 64, torch.float32, kept)
     with KVStore(tmp_path, codec=codec, basis=keep_basis(tmp_path, codec, block), memory_bytes=0) as store:
         before = store.stats().bytes_by_tier["disk"]
         for number in range(3):
@@ -315,3 +316,14 @@ def test_rates_are_measured(tmp_path):
     assert found.prefill_s(1000) == pytest.approx(1000 / found.prefill_tokens_s)
     assert found.load_s(10**6, "disk") > found.load_s(10**6, "memory") > 0
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing is left behind"
+
+
+def test_a_quarter_of_the_kv_takes_a_quarter_of_the_bytes_and_is_read_twice():
+    whole, less = (make_plan(LLAMA_3_8B, Corpus(100, 1000, kept=kept), Demand(10**6, 5000)) for kept in (1, 0.25))
+    assert less.precompute_s == 2 * whole.precompute_s  # these rates have no quadratic part
+    raw, sparse = whole.codecs[0], less.codecs[0]
+    assert sparse.bytes_per_token == raw.bytes_per_token / 4 + 32 * 8 / 8 + 8 / 256  # and a bit a token and head
+    assert sparse.storage_cost < 0.26 * raw.storage_cost
+    assert sparse.precompute_cost == 2 * raw.precompute_cost
+    with pytest.raises(ConfigError, match="--kv-kept is 0"):
+        Corpus(1, 1, kept=0)

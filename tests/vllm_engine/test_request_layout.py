@@ -151,3 +151,9 @@ def test_what_a_client_sends_is_checked(params):
 def test_a_request_without_a_layout_has_none():
     assert RequestLayout.from_params(None) is None
     assert RequestLayout.from_params({"do_remote_prefill": True}) is None
+
+
+def test_blocks_whose_heads_hold_different_tokens_are_refused():
+    layout = RequestLayout((Span(0, 4),), recipe=Recipe(kept=0.5))
+    with pytest.raises(LayoutError, match=r"0\.5 of the KV.*kept=1"):
+        make_plan([1, 2, 3, 4, 5], layout, "model")

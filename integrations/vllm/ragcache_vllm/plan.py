@@ -64,6 +64,11 @@ class Plan:
 def make_plan(ids: Sequence[int], layout: RequestLayout, fingerprint: str) -> Plan:
     """Name the blocks that a request loads. ids: its prompt. Raises LayoutError."""
     layout.check(len(ids))
+    if not layout.recipe.keeps_all:
+        raise LayoutError(
+            f"the layout's blocks are of recipe {layout.recipe}: their heads hold different tokens, and vLLM's pages "
+            "hold the same in all; encode them with kept=1"
+        )
     prefix_ids = list(ids[: layout.prefix])
     keys = {block: _key(ids, block, layout, prefix_ids, fingerprint) for block in layout.blocks}
     stretches = [Stretch(keys[block], span, span.start - block.start) for block, span in layout.loaded()]

@@ -12,6 +12,7 @@ from ragcache.engine.asking.reading import OpenQuestion
 from ragcache.engine.asking.whole import WholeStore
 from ragcache.engine.loading.blocks import COMPUTED, LoadedBlocks, load_or_compute
 from ragcache.engine.loading.loader import BlockLoader
+from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.buffers import SharedContext
@@ -88,8 +89,16 @@ class Supply:
     def keep(self, asked: OpenQuestion, ready: Ready, answer_ids: Sequence[int], fused: Fused) -> None:
         """Remember the KV of the prompt and its answer, where the prefix tree can hold it."""
         path, reading = ready.path, asked.reading
-        if path is not None and reading.evict is None and (reading.method.reuses_blocks or reading.method.takes_exact):
-            self._prefixes.keep(reading.method, path, answer_ids, fused)
+        method = reading.method
+        if path is None or reading.evict is not None or not self.keeps_context_of(method):
+            return
+        if method.reuses_blocks or method.takes_exact:
+            self._prefixes.keep(method, path, answer_ids, fused)
+
+    def keeps_context_of(self, method: FusionMethod) -> bool:
+        """Whether what the method places can be shared and kept: where blocks hold other tokens in each head, every
+        question places its own."""
+        return self.encoder.recipe.keeps_all or not method.reuses_blocks
 
     def _path(self, asked: OpenQuestion) -> Path | None:
         method, kept = asked.reading.method, asked.kept

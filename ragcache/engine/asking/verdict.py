@@ -158,11 +158,21 @@ def choose_method(
                 "their neighbours; name a method",
                 "method",
             )
+        refuse_unchecked(method, recipe)
         safe, checked = choose_safe(root, lm.fingerprint, None if recipe is None else Recipe.of(recipe).name)
         return safe, recipe if recipe is not None else checked
     chosen = get_method(lm.default_method if method is None else method, **options)
     warn_if_unsafe(root, lm.fingerprint, chosen)
     return chosen, recipe
+
+
+def refuse_unchecked(method: str | FusionMethod | None, recipe: str | Recipe | None) -> None:
+    """Raises ConfigError for "auto" over blocks of another kind than those that the check read."""
+    if method == AUTO and isinstance(recipe, Recipe) and not recipe.keeps_all:
+        raise ConfigError(
+            f'method="auto" stands for what `ragcache check` found over whole KV, and this store\'s blocks hold '
+            f"{recipe.kept:g} of it; name a method, such as reposition"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

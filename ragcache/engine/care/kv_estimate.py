@@ -41,8 +41,10 @@ class KVEstimate(NamedTuple):
         )
 
 
-def estimate_kv(inputs: Iterable[Input], lm: LanguageModel, codec: str, block_tokens: int) -> KVEstimate:
-    """block_tokens: of a chunk at most."""
+def estimate_kv(
+    inputs: Iterable[Input], lm: LanguageModel, codec: str, block_tokens: int, kept: float = 1.0
+) -> KVEstimate:
+    """block_tokens: of a chunk at most; kept: share of its KV that is stored"""
     given = list(inputs)
     files = [one.path for one in given if isinstance(one, SourceFile)]
     files += [file.path for file in find_files(one for one in given if isinstance(one, str | os.PathLike)).files]
@@ -51,12 +53,13 @@ def estimate_kv(inputs: Iterable[Input], lm: LanguageModel, codec: str, block_to
     sizes = [_size(one) for one in known]
     rate = _tokens_per_byte(known, lm.tokenizer)
     tokens = round(rate * sum(sizes))
-    num_bytes = round(tokens * stored_bytes_per_token(lm, codec, block_tokens))
+    num_bytes = round(tokens * stored_bytes_per_token(lm, codec, block_tokens, kept))
     return KVEstimate(sum(sizes), tokens, num_bytes, sum(path.suffix.lower() in OPAQUE for path in files))
 
 
-def stored_bytes_per_token(lm: LanguageModel, codec: str, block_tokens: int) -> float:
-    return get_codec(codec).expected_bytes(lm.shape.layers, block_tokens, lm.dtype.itemsize) / block_tokens
+def stored_bytes_per_token(lm: LanguageModel, codec: str, block_tokens: int, kept: float = 1.0) -> float:
+    found = get_codec(codec).expected_bytes(lm.shape.layers, block_tokens, lm.dtype.itemsize, kept)
+    return found / block_tokens
 
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:

@@ -18,9 +18,12 @@ from ragcache.codecs import Codec
 from ragcache.codecs.example import example_block
 from ragcache.engine.loading.rates import Rates
 from ragcache.engine.loading.rates_file import RatesFile, machine_key
+from ragcache.kv.identity import Recipe
 from ragcache.kv.prefill import PrefillRate
 from ragcache.models.lm import LanguageModel
+from ragcache.models.worth import read_behind
 
+WHOLE = Recipe()
 WARM_TOKENS = 16
 MOST_TOKENS = 512
 READ_BYTES = 256 << 10
@@ -33,13 +36,15 @@ PROBED = ("disk", "memory")
 MODEL_SHARE, DISK_SHARE = 0.6, 0.3
 
 
-def probe(rates: Rates, lm: LanguageModel, codec: Codec, block_file: Path | None, budget_s: float) -> None:
+def probe(
+    rates: Rates, lm: LanguageModel, codec: Codec, block_file: Path | None, budget_s: float, recipe: Recipe = WHOLE
+) -> None:
     """Measure prefill, disk, memory and the codec's decoding, in about `budget_s` seconds.
 
     A step that was begun is finished: at least 16 tokens run, and one block of 256 KiB is read.
     block_file: read past the page cache where the file system allows it; None leaves the disk out
     """
-    rates.set_prefill(probe_prefill(lm, MODEL_SHARE * budget_s))
+    rates.set_prefill(probe_prefill(lm, MODEL_SHARE * budget_s, recipe))
     if block_file is not None:
         _measure_disk(rates, block_file, budget_s)
     rates.set_tier("memory", 0.0, probe_memory())
@@ -51,19 +56,21 @@ def _measure_disk(rates: Rates, block_file: Path, budget_s: float) -> None:
         rates.set_tier("disk", *probe_disk(block_file, DISK_SHARE * budget_s))
 
 
-def probe_prefill(lm: LanguageModel, budget_s: float) -> PrefillRate:
-    """One short pass to warm up, which tells how long a second one may be."""
-    longest = min(MOST_TOKENS, lm.max_positions - 1)
+def probe_prefill(lm: LanguageModel, budget_s: float, recipe: Recipe = WHOLE) -> PrefillRate:
+    """One short pass to warm up, which tells how long a second one may be. recipe: that chunks are encoded by"""
+    alone = Recipe(kept=recipe.kept, task=recipe.task)
+    room = lm.max_positions - 1 - len(read_behind(lm, alone, ()))
+    longest = max(1, min(MOST_TOKENS, room if alone.keeps_all else room // 2))
     few = min(WARM_TOKENS, longest)
-    first_s = _encode_s(lm, few)
+    first_s = _encode_s(lm, few, alone)
     many = min(longest, max(few, int(few * (budget_s - first_s) / max(first_s, 1e-6))))
-    many_s = _encode_s(lm, many) if many > few or first_s < budget_s else first_s
+    many_s = _encode_s(lm, many, alone) if many > few or first_s < budget_s else first_s
     return PrefillRate(many_s / many, 0.0)
 
 
-def _encode_s(lm: LanguageModel, num_tokens: int) -> float:
+def _encode_s(lm: LanguageModel, num_tokens: int, recipe: Recipe) -> float:
     started = time.perf_counter()
-    lm.encode([[1 + rank % min(100, lm.vocab_size - 1) for rank in range(num_tokens)]])
+    lm.encode([[1 + rank % min(100, lm.vocab_size - 1) for rank in range(num_tokens)]], recipe)
     lm.finish()
     return time.perf_counter() - started
 
@@ -144,7 +151,9 @@ def _fastest_s(work: Callable[[], object]) -> float:
     return max(min(taken), 1e-9)
 
 
-def open_rates(kept: RatesFile, kv_root: Path, lm: LanguageModel, codec: Codec, budget_s: float) -> Rates:
+def open_rates(
+    kept: RatesFile, kv_root: Path, lm: LanguageModel, codec: Codec, budget_s: float, recipe: Recipe = WHOLE
+) -> Rates:
     """Estimates for a store that was just opened: what this machine measured before, else what a probe finds.
 
     The disk is measured at every opening: one that was slow is read from no more, so that no read would correct it. For
@@ -157,7 +166,7 @@ def open_rates(kept: RatesFile, kv_root: Path, lm: LanguageModel, codec: Codec, 
         rates.restore(replace(known, tiers={name: known.tiers[name] for name in PROBED if name in known.tiers}))
     block_file = _some_block(kv_root) if budget_s else None
     if block_file is not None and known is None:
-        probe(rates, lm, codec, block_file, budget_s)
+        probe(rates, lm, codec, block_file, budget_s, recipe)
     elif block_file is not None:
         _measure_disk(rates, block_file, budget_s)
     return rates

@@ -75,6 +75,11 @@ class RemoteReader:
                 f"evict drops KV by the model's own attention, which {self._engine.url} keeps; leave it out",
                 "evict",
             )
+        if reading.method.reuses_blocks and not self.prompts.names.recipe.keeps_all:
+            raise ConfigError(
+                f"this store's blocks are of recipe {self.prompts.names.recipe}: their heads hold different tokens, "
+                f"and {self._engine.url} keeps the same in all; leave out the engine, or make a store with all KV"
+            )
         self._reruns(reading, Layout(()))
 
     def stream(
