@@ -10,6 +10,7 @@ from ragcache.codecs.kivi import Int4Codec
 from ragcache.codecs.kivi import Int8Codec as Int8Codec
 from ragcache.codecs.kvtc import KvtcCodec
 from ragcache.codecs.mikv import MikvCodec
+from ragcache.codecs.qaq import QaqCodec
 from ragcache.codecs.raw import RawCodec as RawCodec
 from ragcache.errors import check_choice
 
@@ -20,6 +21,7 @@ CODECS: dict[str, type[Codec]] = {
     "fp8": Fp8Codec,
     "cachegen": CacheGenCodec,
     "mikv": MikvCodec,
+    "qaq": QaqCodec,
     "kvtc": KvtcCodec,
 }
 

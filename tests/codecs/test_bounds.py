@@ -11,6 +11,7 @@ from blocks import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mikv import groups, important_by_hand
+from test_qaq import clamped_by_hand, outliers_by_hand
 
 from ragcache.codecs import CODECS, get_codec
 from ragcache.kv.block import KVBlock
@@ -65,18 +66,36 @@ def bounds(name: str, part: str, block: KVBlock) -> Array:
     """By number, before the result is rounded to the block's dtype."""
     tensors = {one: getattr(block, one).double().numpy() for one in ("keys", "values")}
     numbers, found = tensors[part], np.empty(tensors[part].shape)
-    mask = important_by_hand(tensors["keys"]) if name == "mikv" else None
+    if name in GRADES:
+        return graded(name, part, tensors)
     for layer, head in np.ndindex(*numbers.shape[:2]):
         own = numbers[layer, head]
-        if mask is None:
-            found[layer, head] = FORMULAS[name](part, own, layer / len(numbers))
-            continue
-        for bits, largest, chosen in (
-            (8, 512 if part == "keys" else 128, mask[layer, head]),
-            (2, 32, ~mask[layer, head]),
-        ):
+        found[layer, head] = FORMULAS[name](part, own, layer / len(numbers))
+    return found
+
+
+# By part: one token in so many is important; bits and largest group of important tokens and of others.
+GRADES = {
+    "mikv": {"keys": (5, (8, 512), (2, 32)), "values": (5, (8, 128), (2, 32))},
+    "qaq": {"keys": (2, (4, 128), (2, 128)), "values": (5, (4, 128), (2, 128))},
+}
+
+
+def graded(name: str, part: str, tensors: dict[str, Array]) -> Array:
+    axis = 0 if part == "keys" else 1
+    one_in, high, low = GRADES[name][part]
+    mask = important_by_hand(tensors["keys"], one_in)
+    found = np.empty(tensors[part].shape)
+    for layer, head in np.ndindex(*found.shape[:2]):
+        own, taken = tensors[part][layer, head].copy(), []
+        if name == "qaq":
+            taken = outliers_by_hand(own, axis)
+            own = clamped_by_hand(own, taken, axis)
+        for (bits, largest), chosen in ((high, mask[layer, head]), (low, ~mask[layer, head])):
             if chosen.any():
-                found[layer, head, chosen] = kivi(own[chosen], 0 if part == "keys" else 1, largest, bits)
+                found[layer, head, chosen] = kivi(own[chosen], axis, largest, bits)
+        for token, channel in taken:
+            found[layer, head, token, channel] = 0.0
     return found
 
 
@@ -115,7 +134,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", [*FORMULAS, "mikv"])
+@pytest.mark.parametrize("name", [*FORMULAS, *GRADES])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_number_is_within_its_own_groups_bound(name: str, dtype: torch.dtype, shape: str) -> None:
@@ -123,7 +142,7 @@ def test_every_number_is_within_its_own_groups_bound(name: str, dtype: torch.dty
         check(name, block_of(num_tokens, widths, dtype, num_tokens, SHAPES[shape]))
 
 
-@pytest.mark.parametrize("name", [*FORMULAS, "mikv"])
+@pytest.mark.parametrize("name", [*FORMULAS, *GRADES])
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -148,4 +167,4 @@ def test_the_smallest_steps_of_float16_are_in_the_stated_bound() -> None:
 
 
 def test_every_lossy_codec_has_a_formula() -> None:
-    assert {*FORMULAS, "mikv", "raw", "kvtc"} == set(CODECS), "kvtc has its own in test_kvtc.py"
+    assert {*FORMULAS, *GRADES, "raw", "kvtc"} == set(CODECS), "kvtc has its own in test_kvtc.py"

@@ -27,12 +27,12 @@ def block_of(num_tokens: int, dtype: torch.dtype, width: int = 24, seed: int = 0
     return KVBlock(*(torch.from_numpy(one).to(dtype) for one in (keys, values)))
 
 
-def wanted_number(num_tokens: int) -> int:
+def wanted_number(num_tokens: int, one_in: int = 5) -> int:
     """A fifth, rounded up, and four where there are so many."""
-    return min(num_tokens, max(4, (num_tokens + 4) // 5))
+    return min(num_tokens, max(4, (num_tokens + one_in - 1) // one_in))
 
 
-def important_by_hand(keys: Array) -> Array:
+def important_by_hand(keys: Array, one_in: int = 5) -> Array:
     """KeyDiff: cosine of each key and the mean of its head's directions; the least alike, the first four always."""
     mask = np.zeros(keys.shape[:3], dtype=bool)
     for layer, head in np.ndindex(*keys.shape[:2]):
@@ -41,7 +41,7 @@ def important_by_hand(keys: Array) -> Array:
         mean = directions.mean(0)
         likeness = [np.float32(one @ mean / np.linalg.norm(mean)) for one in directions]
         ranked = sorted(range(len(own)), key=lambda token: (token >= 4, likeness[token]))
-        mask[layer, head, ranked[: wanted_number(len(own))]] = True
+        mask[layer, head, ranked[: wanted_number(len(own), one_in)]] = True
     return mask
 
 
