@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _COMPRESSION = {"min_match": 7, "hash_log": 6}
 # Measured over codes of normally distributed numbers; see `expected_frame_bytes`.
 FRAME_BYTES, HUFFMAN = 30, 1.018
+_OF_THREAD = threading.local()
 
 
 def pack_frames(parts: Iterable[bytes]) -> dict[str, Tensor]:
@@ -48,16 +50,26 @@ def check_frames(tensors: Mapping[str, Tensor], sizes: Iterable[int]) -> None:
 
 def read_frame(tensors: Mapping[str, Tensor], number: int, size: int) -> Tensor:
     """The bytes of a frame, uint8 [size], on the CPU. Raises DamagedBlockError."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
     try:
-        data = zstandard.ZstdDecompressor().decompress(_frame(tensors, number, size))
+        data = _decoder().decompress(_frame(tensors, number, size))
     except zstandard.ZstdError as error:
         raise DamagedBlockError(f"frame {number} of an entropy-coded block cannot be decoded ({error})") from error
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _decoder() -> zstandard.ZstdDecompressor:
+    """This thread's: making one takes longer than decoding a frame with it."""
+    if not hasattr(_OF_THREAD, "decoder"):
+        _OF_THREAD.decoder = zstandard.ZstdDecompressor()
+    found: zstandard.ZstdDecompressor = _OF_THREAD.decoder
+    return found
 
 
 def _frame(tensors: Mapping[str, Tensor], number: int, size: int) -> memoryview:
-    ends = tensors["ends"]
-    start, end = int(ends[number - 1]) if number else 0, int(ends[number])
+    *before, end = tensors["ends"][max(0, number - 1) : number + 1].tolist()
+    start = before[0] if before else 0
     frame = memoryview(tensors["stream"][start:end].cpu().numpy())  # type: ignore[arg-type]
     try:
         held = zstandard.frame_content_size(frame)

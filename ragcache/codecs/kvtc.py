@@ -104,9 +104,13 @@ class KvtcCodec(LayerCodec):
         codes = self.bases.recent.get(
             tensors["stream"], number, lambda: group.unpack(tensors, len(WIDTHS) * number, num_tokens - len(exact))
         )
-        restored = torch.unflatten(group.restore(codes.to(out.device), layer), 1, (heads, width))
+        restored = torch.unflatten(group.restore(codes.to(out.device), layer), 1, (heads, width)).transpose(0, 1)
+        first = len(exact)
+        if not first or int(exact[-1]) == first - 1:  # as nearly always, the first tokens alone: no index is needed
+            out[:, :first], out[:, first:] = numbers[layer], restored
+            return
         coded = torch.ones(num_tokens, dtype=torch.bool).index_fill_(0, exact.cpu(), False).nonzero().flatten()
-        out.index_copy_(1, coded.to(out.device), restored.transpose(0, 1))
+        out.index_copy_(1, coded.to(out.device), restored)
         out.index_copy_(1, exact.to(out.device), numbers[layer].to(out.device).float())
 
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:

@@ -121,14 +121,16 @@ class Group:
 
     def unpack(self, tensors: Mapping[str, Tensor], first_frame: int, num_tokens: int) -> Tensor:
         """The codes, from three frames. Raises DamagedBlockError."""
-        found = []
+        found, start = torch.empty(sum(self.counts), num_tokens, 1, dtype=torch.uint8), 0
         for rank, size in enumerate(self.packed_sizes(num_tokens)):
-            bits, count = WIDTHS[rank], self.counts[rank]
-            packed = read_frame(tensors, first_frame + rank, size).view(count, -(-num_tokens * bits // 8), 1)
-            above = torch.empty(count, num_tokens, 1, dtype=torch.uint8)
-            unpack(packed, bits, above)
-            found.append(above.squeeze(2).sub_(largest_code(bits)).view(torch.int8))  # modulo 256
-        return torch.cat(found).T
+            if size:
+                bits, count = WIDTHS[rank], self.counts[rank]
+                packed = read_frame(tensors, first_frame + rank, size).view(count, -1, 1)
+                own = found[start : start + count]
+                unpack(packed, bits, own)
+                own -= largest_code(bits)  # modulo 256
+                start += count
+        return found.squeeze(2).view(torch.int8).T
 
 
 def levels_of(widths: Tensor) -> Tensor:
