@@ -135,6 +135,12 @@ def test_methods_that_cannot_run_are_said_to_be_so(runner):
     assert "cannot run" not in judged["reposition"].reason
 
 
+@pytest.mark.parametrize("spec", ["reposition:evict=8", "reposition:kept=0.5"])
+def test_a_verdict_is_about_methods_over_whole_kv(runner, spec):
+    with pytest.raises(ConfigError, match="a verdict is about methods"):
+        Check(runner, "test", [], [MethodSpec.parse(spec)], LIMITS)
+
+
 def test_nothing_that_fits_is_an_error(runner):
     long = Case("long", "Q?", (CasePassage("word " * 800),), ())
     with pytest.raises(ConfigError, match="no question could be measured: long"):

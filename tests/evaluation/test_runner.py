@@ -217,3 +217,23 @@ def test_eviction_changes_what_is_kept_but_not_the_first_token(runner):
     assert everything.prediction == whole.prediction
     assert full_few.kl_first == 0.0
     assert full_few.kl_answer > full.kl_answer == 0.0
+
+
+def test_a_share_of_the_kv_is_part_of_a_method(runner):
+    """Half of the KV is held and counted, all of it is what the method does anyway, and each has a key of its own."""
+    specs = parse_methods(["reposition", "half=reposition:kept=0.5", "all=ape:kept=1"])
+    assert len({spec.key for spec in specs}) == 4
+    scores = {score.method: score for score in runner.run(CASES[:1], specs, Ledger())}
+    keys = {spec.label: spec.key for spec in specs}
+    whole, half = scores[keys["reposition"]], scores[keys["half"]]
+    assert whole.kept_share == 1
+    assert 0.5 < half.kept_share < 0.9
+    assert half.computed_share == whole.computed_share
+    for wrong, message in (
+        ("cacheblend:kept=0.5", "needs blocks that hold all"),
+        ("full:kept=0.5", "needs blocks that hold all"),
+        ("reposition:kept=0", "above 0"),
+        ("reposition:kept=half", "above 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_methods([wrong])
