@@ -105,7 +105,7 @@ class LanguageModel(ModelCard):
 
         recipe: "isolated" (positions 0, 1, ...) or "prefix" (behind prefix_ids, which every chunk attends to); a
                 Recipe with markers reads them around the chunk and keeps their KV with it; one with kept below 1 has
-                the model read each chunk again and drops what it looks at least
+                the model read each chunk again, and drops what it attends to least
         prefix: the KV of prefix_ids, as far as the caller has it
         batch_tokens: padded tokens that run together; what suits the device when None
         wanted: asked in every layer of every pass; once it says no, AbandonedSignal is raised and nothing is returned
