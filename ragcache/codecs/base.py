@@ -75,9 +75,7 @@ class Codec(ABC):
     def expected_bytes_alike(self, num_layers: int, layer: LayerShape, num_tokens: int, itemsize: int) -> float:
         """Bytes of `encode_alike`'s tensors for a block of this shape. itemsize: bytes of a number of the block"""
 
-    def expected_bytes(
-        self, layers: Sequence[LayerShape], num_tokens: int, itemsize: int, kept: float = 1.0
-    ) -> float:
+    def expected_bytes(self, layers: Sequence[LayerShape], num_tokens: int, itemsize: int, kept: float = 1.0) -> float:
         """Bytes of `encode`'s tensors for a block of this shape, by arithmetic: nothing is encoded, nor PyTorch loaded.
 
         An estimate for codecs whose bytes depend on the numbers: these are taken to be normally distributed, which of

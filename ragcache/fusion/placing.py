@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ class Placer:
         from ragcache.kv.rope import AnglesAt
 
         self._lm = lm
+        self._angles_at = partial(AnglesAt, lm.rope)
         placements = [p for p in placements if p.block.num_tokens]
         self._blocks = [p.block for p in placements]
         self._starts = [p.rotate_from for p in placements]
@@ -48,7 +50,7 @@ class Placer:
         self.positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=lm.device)
         joined = all(end == start for (_, end), (start, _) in pairwise(ranges))
         first = ranges[0][0] if ranges and joined else self.positions
-        self._angles = AnglesAt(lm.rope, first, self.positions.shape[0])
+        self._angles = self._angles_at(first, self.positions.shape[0])
         # One layer's keys side by side: they stay in the processor's cache from the copy to the rotation.
         widest = max(layer.num_kv_heads * layer.key_dim for layer in lm.shape.layers)
         self._scratch = torch.empty(widest * sum(self._lengths), dtype=lm.dtype, device=lm.device)
@@ -59,7 +61,7 @@ class Placer:
         positions, angles = self.positions, self._angles
         if self._sparse:
             positions = self._positions_by_head(layer)
-            angles = AnglesAt(self._lm.rope, positions)
+            angles = self._angles_at(positions)
         keys, values = cache.reserve(layer, positions)
         scratch = self._scratch[: keys.numel()].view(keys.shape[1:])
         for block, place in zip(self._blocks, torch.split(scratch, self._lengths, dim=1), strict=True):

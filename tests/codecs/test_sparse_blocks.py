@@ -10,9 +10,11 @@ from blocks import DTYPES, make_block, make_key, make_masks, make_mixed_block, m
 
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.codecs.block_file import codec_of, read_block, write_block
+from ragcache.codecs.example import example_block
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.identity import Recipe
+from ragcache.kv.shape import LayerShape
 from ragcache.kv.sparse import SparseBlock, keep, pack_mask, unpack_mask
 
 MAKERS = [make_block, make_mixed_block]
@@ -127,13 +129,12 @@ def test_wrong_bits_are_damage(codec: Codec) -> None:
 
 
 def test_the_sizes_of_a_plan_are_those_of_the_file() -> None:
-    from ragcache.codecs.sizes import encoded_bytes_per_token, example_block
-    from ragcache.kv.shape import LayerShape
-
-    layers = [LayerShape(2, 8, 8)] * 3
-    whole = encoded_bytes_per_token(get_codec("raw"), example_block(layers, 256, torch.float32))
-    quarter = encoded_bytes_per_token(get_codec("raw"), example_block(layers, 256, torch.float32, 0.25))
-    assert quarter == whole / 4 + 3 * 2 / 8 + 8 / 256  # a bit a token and head, and the number of tokens once
+    layers = [LayerShape(2, 8, 8)] * 2 + [LayerShape(1, 16, 16)]
+    for name in ("raw", "int8", "int4", "fp8", "mikv", "qaq"):
+        codec = get_codec(name)
+        for alike in (layers[:2], layers):
+            encoded = codec.encode(example_block(alike, 256, torch.float32, 0.25))
+            assert codec.expected_bytes(alike, 256, 4, 0.25) == sum(one.nbytes for one in encoded.values()), name
 
 
 def test_sparse_blocks_are_no_plain_ones() -> None:
