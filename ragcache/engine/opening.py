@@ -125,12 +125,12 @@ def assemble(
     text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format)
     first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
     own = replace(block_recipe(card, method, recipe), neighbours=neighbours)
-    recipe = _with_kept(store.documents, own)
-    refuse_unchecked(chosen.method, recipe)
+    used = block_recipe(card, method, _with_kept(store.documents, block_recipe(card, method, own)))
+    refuse_unchecked(chosen.method, used)
     if neighbours:
         store.documents.bind("neighbours", neighbours)
     near = Neighbourhood(store.documents, retriever, neighbours) if neighbours else None
-    plan = _Plan(block_recipe(card, method, recipe), text, first_ids, chosen.tenant, near)
+    plan = _Plan(used, text, first_ids, chosen.tenant, near)
     if engine is not None:
         made = _elsewhere(store, card, plan, engine)
         made.reader.check(Reading(method, chosen.evict))

@@ -160,8 +160,8 @@ class Recipe:
     def from_json(cls, given: Mapping[str, Any]) -> Self:
         """Raises ConfigError for what is no recipe."""
         name, bos = given.get("name", "isolated"), bool(given.get("bos", False))
-        return cls(name, bos, given.get("markers"), given.get("neighbours", 0))
-        return cls(name, bos, given.get("markers"), given.get("kept", 1.0), str(given.get("task", "")))
+        added = given.get("neighbours", 0), given.get("kept", 1.0), str(given.get("task", ""))
+        return cls(name, bos, given.get("markers"), *added)
 
 
 def _shown(ids: Sequence[int]) -> str:

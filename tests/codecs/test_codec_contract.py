@@ -106,7 +106,7 @@ def test_expected_bytes_are_those_of_a_block(
     if codec.name != "cachegen":
         assert expected == found
     elif num_tokens >= 63:
-        assert expected == pytest.approx(found, rel=0.03)
+        assert expected == pytest.approx(found, rel=0.05)
 
 
 def test_unknown_codec_names_those_there_are() -> None:
