@@ -195,7 +195,7 @@ def _translated(where: str, refused: type[StoreError], other: type[Exception] = 
 
 
 def _translation(where: str, text: str, refused: type[StoreError], other: type[Exception]) -> Exception:
-    if re.search(r"os error (28|122)\b|\b507\b|QuotaExceeded|StorageFull", text):
+    if re.search(r"os error (28|122)\b|status code: 507\b|QuotaExceeded|StorageFull", text):
         return StoreFullError(f"{where}: no space left; free some, or raise the quota")
     if re.search(r"os error (1|13|30)\b", text):
         return refused(f"{where}: access is denied; check the permissions")
