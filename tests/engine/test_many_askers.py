@@ -134,7 +134,7 @@ def test_a_deadline_ends_loading(kb, monkeypatch):
     """The blocks of passages from outside are never ready."""
     begun = []
 
-    def never(chunks, wanted=None):
+    def never(chunks, wanted, neighbours):
         begun.append(1)
         until(lambda: wanted is not None and not wanted())
         raise AbandonedSignal

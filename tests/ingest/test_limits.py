@@ -281,12 +281,12 @@ def test_a_cancelled_ingestion_ends_while_it_encodes(tmp_path, lm, monkeypatch):
     with Kit(tmp_path / "kb", lm) as kit:
         encode = kit.encoder.encode
 
-        def slow(chunks, wanted=None):
+        def slow(chunks, wanted, neighbours):
             begun.set()
             until = time.monotonic() + 20
             while wanted() and time.monotonic() < until:
                 time.sleep(0.01)
-            return encode(chunks, wanted)
+            return encode(chunks, wanted, neighbours)
 
         monkeypatch.setattr(kit.encoder, "encode", slow)
         assert cancel_when(begun, kit, Document("long", "Alna is a river. " * 500)) < 2
