@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,18 @@ QUESTIONS = [
     for line in (EXAMPLES / "corpus_questions.jsonl").read_text(encoding="utf-8").splitlines()
 ]
 METHODS = {"link": {}, "reposition": {}, "epic": {"first_tokens": 4}, "full": {}}
+FORMS: dict[str, dict[str, Any]] = {
+    "json": {
+        "json_schema": {
+            "type": "object",
+            "properties": {"day": {"enum": ["Monday", "Friday"]}, "number": {"type": "integer", "maximum": 9}},
+            "required": ["day", "number"],
+            "additionalProperties": False,
+        }
+    },
+    "expression": {"regex": "[A-Z][a-z]{2,5}"},
+    "choices": {"choices": ["yes", "no"]},
+}
 EMBEDDER = BagOfWords()
 FEW = slice(None, None, 20)  # questions of methods that are not shown by all of them
 
@@ -68,3 +81,14 @@ def test_a_long_system_prompt_comes_from_a_block_too(store, engine):
         answer = front.ask(QUESTIONS[0], k=3)
     assert answer.text == expected.text
     assert answer.usage.computed_tokens == len(suffix)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_of_a_given_form_is_the_embedded_engines(store, engine, form):
+    asked = {"k": 3, "sampling": rc.Sampling(max_tokens=40, **FORMS[form])}
+    with (
+        rc.RagCache.open(store, embedder=EMBEDDER) as here,
+        rc.RagCache.open(store, engine=engine, embedder=EMBEDDER) as front,
+    ):
+        expected, answer = here.ask(QUESTIONS[0], **asked), front.ask(QUESTIONS[0], **asked)
+    assert (answer.text, answer.finish_reason) == (expected.text, expected.finish_reason)

@@ -33,6 +33,7 @@ def test_the_command_names_the_stores_model_and_the_connector(open_kb, model_dir
     assert names == [str(model_directory), served_name(kb.lm.fingerprint)]
     assert "--enable-prompt-tokens-details" in command
     assert given["--dtype"] == "float32"
+    assert json.loads(given["--structured-outputs-config"])["disable_any_whitespace"]
     assert (given["--host"], given["--port"]) == ("127.0.0.1", "8123")
     transfer = json.loads(given["--kv-transfer-config"])
     assert transfer["kv_connector_module_path"] == "ragcache_vllm.connector"

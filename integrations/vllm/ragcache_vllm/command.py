@@ -13,6 +13,9 @@ from ragcache.errors import StoreNotFoundError
 from ragcache.kv.request_layout import served_name
 
 WORKERS = {"cpu": "ragcache_vllm.worker.RagCacheCPUWorker", "cuda": "ragcache_vllm.worker.RagCacheGPUWorker"}
+GRAMMARS = {"backend": "guidance", "disable_any_whitespace": True}
+"""Answers of a given form as the embedded engine has them: by llguidance, and JSON on one line. Left free, white space
+may go on for ever."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def vllm_command(settings: EngineSettings, bound: Mapping[str, Any], model: str)
         "--port": str(settings.port),
         "--worker-cls": WORKERS[settings.device],
         "--kv-transfer-config": json.dumps(transfer_config(extra)),
+        "--structured-outputs-config": json.dumps(GRAMMARS),
     }
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     pairs = [part for pair in options.items() for part in pair]
