@@ -108,7 +108,7 @@ class IngestReport:
     @property
     def kv_text(self) -> str:
         """kv_bytes in words."""
-        return f"the KV of {self.computed_tokens:,} tokens takes {bytes_text(self.kv_bytes)} on disk"
+        return f"the KV that was computed takes {bytes_text(self.kv_bytes)} on disk"
 
 
 def bytes_text(count: int) -> str:
