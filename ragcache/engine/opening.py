@@ -119,9 +119,8 @@ def assemble(
     Raises ConfigError, ModelError, PromptError.
     """
     neighbours = _neighbours(store.documents, config, chosen.recipe)
-    method, recipe = choose_method(
-        store.layout.root, card, chosen.method, chosen.method_options, chosen.recipe, neighbours
-    )
+    refuse_unchecked(chosen.method, Recipe(neighbours=neighbours))
+    method, recipe = choose_method(store.layout.root, card, chosen.method, chosen.method_options, chosen.recipe)
     text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format)
     first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
     own = replace(block_recipe(card, method, recipe), neighbours=neighbours)

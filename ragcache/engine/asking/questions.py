@@ -174,9 +174,7 @@ class Questions:
         if name is None and not options:
             return own
         recipe = self._parts.reader.prompts.names.recipe
-        return choose_method(store.layout.root, self._parts.card, name or own.name, options, recipe, recipe.neighbours)[
-            0
-        ]
+        return choose_method(store.layout.root, self._parts.card, name or own.name, options, recipe)[0]
 
     def _system(self, conversation: Conversation, options: ChatOptions, reading: Reading) -> str | None:
         """The system prompt of a conversation without a system message. Raises ConfigError."""

@@ -144,20 +144,13 @@ def choose_method(
     method: str | FusionMethod | None,
     options: Mapping[str, Any],
     recipe: str | Recipe | None,
-    neighbours: int = 0,
 ) -> tuple[FusionMethod, str | Recipe | None]:
     """The method asked for, or the one that the model was trained for, with a warning where it failed the check; and
     the recipe. "auto" takes no options, and brings a recipe where none is asked for.
 
-    Raises ConfigError for "auto" where blocks are read behind neighbours, which no check reads them behind.
+    Raises what `refuse_unchecked` does.
     """
     if method == AUTO:
-        if neighbours:
-            raise ConfigError(
-                f"method={AUTO!r} goes by a check of blocks that were read alone, and this store's are read behind "
-                "their neighbours; name a method",
-                "method",
-            )
         refuse_unchecked(method, recipe)
         safe, checked = choose_safe(root, lm.fingerprint, None if recipe is None else Recipe.of(recipe).name)
         return safe, recipe if recipe is not None else checked
@@ -168,7 +161,15 @@ def choose_method(
 
 def refuse_unchecked(method: str | FusionMethod | None, recipe: str | Recipe | None) -> None:
     """Raises ConfigError for "auto" over blocks of another kind than those that the check read."""
-    if method == AUTO and isinstance(recipe, Recipe) and not recipe.keeps_all:
+    if method != AUTO or not isinstance(recipe, Recipe):
+        return
+    if recipe.neighbours:
+        raise ConfigError(
+            f"method={AUTO!r} goes by a check of blocks that were read alone, and this store's are read behind "
+            "their neighbours; name a method",
+            "method",
+        )
+    if not recipe.keeps_all:
         raise ConfigError(
             f'method="auto" stands for what `ragcache check` found over whole KV, and this store\'s blocks hold '
             f"{recipe.kept:g} of it; name a method, such as reposition"
