@@ -14,7 +14,7 @@ from ragcache.cli.command import command
 from ragcache.cli.options import Json, option, size_option
 from ragcache.cli.output import bytes_text, print_json, print_table, say, seconds_text
 from ragcache.cli.rating import RateOptions
-from ragcache.errors import ConfigError, check_least
+from ragcache.errors import ConfigError, check_kept, check_least
 
 if TYPE_CHECKING:
     from ragcache.planning.accesses import Accesses
@@ -97,8 +97,7 @@ def simulate(
 
 def _bytes_per_token(stream: WorkloadOptions, model: str | None, kept: float) -> int:
     """Raises ConfigError for a share that is none."""
-    if not 0 < kept <= 1:
-        raise ConfigError(f"--kv-kept is {kept:g}; give a share above 0, and at most 1 for all KV")
+    check_kept(kept)
     if stream.bytes_per_token is not None:
         return math.ceil(kept * stream.bytes_per_token)
     if model is None:

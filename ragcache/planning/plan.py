@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ragcache.errors import ConfigError, check_least
+from ragcache.errors import ConfigError, check_kept, check_least
 from ragcache.planning.codec_sizes import CodecSize, codec_sizes
 from ragcache.planning.popularity import ranks_above, zipf_mass
 from ragcache.planning.rates import MachineRates
@@ -33,8 +33,7 @@ class Corpus:
         check_least("--documents", self.documents, 1)
         check_least("--tokens", self.tokens, 1)
         check_least("--chunk-tokens", self.chunk_tokens, 1)
-        if not 0 < self.kept <= 1:
-            raise ConfigError(f"--kv-kept is {self.kept:g}; give a share above 0, and at most 1 for all KV")
+        check_kept(self.kept)
 
     def encode_s(self, rates: MachineRates) -> float:
         """Seconds in which a chunk is read; a second time behind itself where some of its KV is dropped."""
