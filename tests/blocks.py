@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 
@@ -55,3 +56,11 @@ def make_masks(block: KVBlock, count: int, seed: int = 0) -> list[torch.Tensor]:
 def make_sparse(block: KVBlock, count: int | None = None) -> KVBlock:
     """The block with `count` random tokens in each head; None: half of them."""
     return keep(block, make_masks(block, block.num_tokens // 2 if count is None else count))
+
+
+def with_first(block: KVBlock, share: float) -> KVBlock:
+    """The block with this share of its tokens, the first ones, in each head; itself where that is all of them."""
+    count = math.ceil(share * block.num_tokens)
+    held = torch.arange(block.num_tokens) < count
+    masks = [held.expand(layer.num_kv_heads, -1) for layer in block.layers]
+    return block if count == block.num_tokens else keep(block, masks)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocks import DTYPES, make_block, make_key, make_masks, make_mixed_block, make_sparse
+from blocks import DTYPES, make_block, make_key, make_masks, make_mixed_block, make_sparse, with_first
 
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.codecs.block_file import codec_of, read_block, write_block
@@ -133,7 +133,7 @@ def test_the_sizes_of_a_plan_are_those_of_the_file() -> None:
     for name in ("raw", "int8", "int4", "fp8", "mikv", "qaq"):
         codec = get_codec(name)
         for alike in (layers[:2], layers):
-            encoded = codec.encode(example_block(alike, 256, torch.float32, 0.25))
+            encoded = codec.encode(with_first(example_block(alike, 256, torch.float32), 0.25))
             assert codec.expected_bytes(alike, 256, 4, 0.25) == sum(one.nbytes for one in encoded.values()), name
 
 

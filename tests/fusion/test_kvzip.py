@@ -267,7 +267,7 @@ def test_long_chunks_are_repeated_in_pieces(llama):
 
 
 def test_eviction_drops_more_of_what_is_left(llama):
-    """With room for all nothing changes; with little, each head keeps so many of what it holds."""
+    """Nothing changes where there is room for all; else each head keeps so many of what it holds."""
     prompt = random_prompt(76, chunks=CHUNKS)
     blocks = rc.encode(llama.lm, prompt, Recipe(kept=0.5))
     plain = rc.fuse(llama.lm, prompt, "reposition", blocks)

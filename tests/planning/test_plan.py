@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from bases import keep_basis
-from blocks import make_key
+from blocks import make_key, with_first
 from families import save_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,7 +109,7 @@ def test_planned_bytes_are_those_on_disk(codec, kept, tmp_path):
     """Within the header of a file."""
     shape = KVShape(num_layers=4, num_kv_heads=4, head_dim=64, dtype="float32")
     planned = next(size for size in codec_sizes(shape, 64, kept) if size.name == codec)
-    block = example_block(shape.by_layer, 64, torch.float32, kept)
+    block = with_first(example_block(shape.by_layer, 64, torch.float32), kept)
     with KVStore(tmp_path, codec=codec, basis=keep_basis(tmp_path, codec, block), memory_bytes=0) as store:
         before = store.stats().bytes_by_tier["disk"]
         for number in range(3):
