@@ -52,7 +52,7 @@ class NeighbourTable:
         return found
 
     def known(self) -> dict[int, KnownNeighbours]:
-        """Of every chunk with recorded neighbours."""
+        """What is known of every chunk with recorded neighbours."""
         own = neighbours.c.vector_id
         query = select(own, func.count(), func.min(neighbours.c.score)).group_by(own)
         with self._db.read() as connection:
