@@ -146,10 +146,11 @@ class Trainer:
     def _save(self) -> None:
         save_model(self.master, self.tokenizer, self.out)
 
-    def _draw(self, rng: random.Random) -> tuple[int, PackedBatch]:
-        """The batch of one step, and the stage that it is of."""
+    def _draw(self, rng: random.Random) -> tuple[Tensor, PackedBatch]:
+        """The batch of one step, and what each of its questions counts as: int64 [batch, num_questions]."""
         stage = draw_stage(rng, self.progress.stage)
-        return stage, BatchMaker(self.tokenizer, rng).draw(STAGES[stage])
+        batch = BatchMaker(self.tokenizer, rng).draw(STAGES[stage])
+        return torch.full(batch.question_ids.shape[:2], stage), batch
 
     def _finished(self) -> bool:
         last = self.progress.stage == len(STAGES) - 1
@@ -159,13 +160,13 @@ class Trainer:
     def _step(self) -> None:
         progress = self.progress
         rng = random.Random(f"{self.options.seed}/{self.rank}/{progress.step}")
-        stage, batch = self._draw(rng)
+        stages, batch = self._draw(rng)
         batch = batch.to(self.device)
         self._copy_weights()
         scores = packed_scores(self.model, batch)
         scores.loss.backward()  # type: ignore[no-untyped-call]
-        counts = torch.zeros(len(STAGES), 2)
-        counts[stage] = torch.tensor([scores.right.sum().item(), scores.right.numel()])
+        asked = torch.stack([scores.right.cpu().float(), torch.ones(stages.shape)], -1)
+        counts = torch.zeros(len(STAGES), 2).index_add_(0, stages.flatten(), asked.flatten(0, 1))
         totals = torch.cat([counts.flatten(), torch.tensor([float(batch.num_tokens), scores.loss.item()])])
         self._reduce(totals)
         self._update()

@@ -10,16 +10,17 @@ from __future__ import annotations
 import argparse
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ragcache.evaluation.registry import PAGE_KINDS, Pages, Question, draw_pages
+from ragcache.evaluation.registry import ARTICLES, PAGE_KINDS, PageQuestion, draw_pages
 from tools.mini.base import Options, Trainer, train
 from tools.mini.batches import BatchMaker, Encoded
 from tools.mini.curriculum import STAGES
@@ -30,21 +31,33 @@ from tools.mini.tokenizer import MAX_LENGTH, build_tokenizer
 TRAINED_LENGTH = 512
 """Tokens of the contexts that the short base model was trained on, about."""
 KIND_SHARES = dict(zip(PAGE_KINDS, (0.15, 0.2, 0.4, 0.15, 0.1), strict=True))
-SHORT_SHARE = 0.25
+SHORT_SHARE = 0.1
 """Share of the batches over short passages, as the base model was trained on."""
-PAGES = (2, 16)
+SMALL_SHARE = 0.5
+"""Share of the other batches over small pages, on which a model sees many more sentences that lean in the same time."""
 SHORT_STAGE = len(STAGES) - 1
+
+
+class Size(NamedTuple):
+    """passages: least and largest number in a context; articles: of a page; batch_pages: of a batch, about;
+    num_questions: of a context."""
+
+    passages: tuple[int, int]
+    articles: tuple[int, int]
+    batch_pages: int
+    num_questions: int
+
+
+SMALL = Size((2, 6), (1, 2), 24, 6)
+LARGE = Size((2, 16), ARTICLES, 12, 12)
 
 
 @dataclass(frozen=True)
 class LongOptions(Options):
-    """base: directory to start from; total_tokens: over which the learning rate falls to zero; batch_pages: of a
-    batch, about; num_questions: of a context."""
+    """base: directory to start from; total_tokens: over which the learning rate falls to zero."""
 
     base: str = str(MINI_BASE)
     total_tokens: int = 12_000_000
-    batch_pages: int = 12
-    num_questions: int = 12
     muon_lr: float = 0.006
     adam_lr: float = 6e-4
 
@@ -113,30 +126,40 @@ class LongTrainer(Trainer):
     def _advance(self) -> None:
         """All is learned at once."""
 
-    def _draw(self, rng: random.Random) -> tuple[int, PackedBatch]:
+    def _draw(self, rng: random.Random) -> tuple[Tensor, PackedBatch]:
         maker = BatchMaker(self.tokenizer, rng)
         if rng.random() < SHORT_SHARE:
-            return len(PAGE_KINDS), maker.draw(STAGES[SHORT_STAGE])
-        kind = rng.choices(PAGE_KINDS, list(KIND_SHARES.values()))[0]
-        passages = round(math.exp(rng.uniform(math.log(PAGES[0]), math.log(PAGES[1]))))
+            batch = maker.draw(STAGES[SHORT_STAGE])
+            return torch.full(batch.question_ids.shape[:2], len(PAGE_KINDS)), batch
+        size = SMALL if rng.random() < SMALL_SHARE else LARGE
+        passages = round(math.exp(rng.uniform(*map(math.log, size.passages))))
         rows: list[Encoded] = []
-        while len(rows) < max(1, self.options.batch_pages // passages):
-            pages = draw_pages(rng, passages)
-            if any(one.kind == kind for one in pages.questions):
-                rows.append(maker.row(pages.passages, self._asked(rng, pages, kind)))
-        return PAGE_KINDS.index(kind), maker.pack(rows)
+        kinds: list[list[int]] = []
+        for _ in range(max(1, size.batch_pages // passages)):
+            pages = draw_pages(rng, passages, articles=size.articles)
+            asked = draw_questions(rng, pages.questions, size.num_questions)
+            rows.append(maker.row(pages.passages, [one.question for one in asked]))
+            kinds.append([PAGE_KINDS.index(one.kind) for one in asked])
+        return torch.tensor(kinds), maker.pack(rows)
 
-    def _asked(self, rng: random.Random, pages: Pages, kind: str) -> list[Question]:
-        """Questions of one kind; where there are fewer than a context needs, some are asked twice."""
-        asked = [one.question for one in pages.questions if one.kind == kind]
-        rng.shuffle(asked)
-        return (asked * self.options.num_questions)[: self.options.num_questions]
+
+def draw_questions(rng: random.Random, questions: Sequence[PageQuestion], count: int) -> list[PageQuestion]:
+    """`count` of them, kinds by their shares; none twice before all were asked."""
+    found: list[PageQuestion] = []
+    left: list[PageQuestion] = []
+    while len(found) < count:
+        left = left or list(questions)
+        kinds = sorted({one.kind for one in left})
+        kind = rng.choices(kinds, [KIND_SHARES[one] for one in kinds])[0]
+        found.append(rng.choice([one for one in left if one.kind == kind]))
+        left.remove(found[-1])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = asdict(LongOptions(out=""))
-    numbers = ("total_tokens", "max_tokens", "batch_pages", "seed", "workers", "muon_lr", "adam_lr")
+    numbers = ("total_tokens", "max_tokens", "seed", "workers", "muon_lr", "adam_lr")
     for name in ("out", "base", "device", "dtype", *numbers):
         value = defaults[name]
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, required=name == "out")

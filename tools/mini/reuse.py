@@ -167,12 +167,13 @@ class ReuseTrainer(Trainer):
         if done:
             progress.stage, progress.stage_step, progress.stage_tokens = progress.stage + 1, 0, 0
 
-    def _draw(self, rng: random.Random) -> tuple[int, PackedBatch]:
+    def _draw(self, rng: random.Random) -> tuple[Tensor, PackedBatch]:
         reading = self._draw_reading(rng)
         passages = rng.randint(PASSAGES[0], HIDDEN_PASSAGES if reading == HIDDEN else PASSAGES[1])
         kind = "leaning" if reading == HIDDEN else self._draw_kind(rng)
         rows = [draw_row(rng, passages, kind) for _ in range(max(2, self.options.batch_passages // passages))]
-        return reading, self._pack(rows, reading)
+        batch = self._pack(rows, reading)
+        return torch.full(batch.question_ids.shape[:2], reading), batch
 
     def _draw_reading(self, rng: random.Random) -> int:
         if self.progress.stage == TAKING_UP:

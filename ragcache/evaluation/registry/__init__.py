@@ -19,6 +19,7 @@ from ragcache.evaluation.registry.documents import write_document as write_docum
 from ragcache.evaluation.registry.documents import write_in_two as write_in_two
 from ragcache.evaluation.registry.names import DataSplit as DataSplit
 from ragcache.evaluation.registry.names import is_held_out as is_held_out
+from ragcache.evaluation.registry.pages import ARTICLES as ARTICLES
 from ragcache.evaluation.registry.pages import PAGE_KINDS as PAGE_KINDS
 from ragcache.evaluation.registry.pages import PageQuestion as PageQuestion
 from ragcache.evaluation.registry.pages import Pages as Pages

@@ -83,19 +83,23 @@ def draw_pages(
     num_passages: int,
     entities: DataSplit = DataSplit.TRAIN,
     wordings: DataSplit = DataSplit.TRAIN,
+    articles: tuple[int, int] = ARTICLES,
 ) -> Pages:
-    """Draw `num_passages` pages, at least 2, and the questions that they answer."""
-    return _Draft(rng, num_passages, entities, wordings).pages()
+    """Draw `num_passages` pages, at least 2, and the questions that they answer. articles: of a page, at least and at
+    most."""
+    return _Draft(rng, num_passages, entities, wordings, articles).pages()
 
 
 class _Draft:
     """One context in the making."""
 
-    def __init__(self, rng: random.Random, num_passages: int, split: DataSplit, wordings: DataSplit) -> None:
+    def __init__(
+        self, rng: random.Random, num_passages: int, split: DataSplit, wordings: DataSplit, articles: tuple[int, int]
+    ) -> None:
         self.rng, self.wordings = rng, wordings
         self.num_splits, self.num_couples = _numbers(rng, num_passages)
         leaning = self.num_splits + 2 * self.num_couples
-        self.world = _world(rng, split, num_passages * ARTICLES[1] + leaning + SPARE, leaning)
+        self.world = _world(rng, split, num_passages * articles[1] + leaning + SPARE, leaning)
         self.groups = [[_Page(), _Page()] for _ in range(self.num_splits + self.num_couples)]
         self.groups += [[_Page()] for _ in range(num_passages - 2 * len(self.groups))]
         self.chosen = self._choose(leaning)
@@ -104,7 +108,7 @@ class _Draft:
         self.documents: dict[str, Article] = {}
         self.where: dict[str, _Page] = {}
         for page in (page for group in self.groups for page in group):
-            self._fill(page, rng.randint(*ARTICLES))
+            self._fill(page, rng.randint(*articles))
 
     def pages(self) -> Pages:
         leaning = self._lean()
@@ -179,6 +183,8 @@ class _Draft:
                 for relation in document.relations
                 if relation in OWN_RELATIONS.get(self.world.entities[name].kind, ()) and (name, relation) not in found
             ]
+            if not stated:  # few articles
+                break
             name, relation = self.rng.choice(stated)
             page = self.rng.choice([page for page in pages if page is not self.where[name]])
             found[name, relation] = self._corrected(name, relation), page
