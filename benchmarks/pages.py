@@ -1,10 +1,9 @@
 """Tables of docs/methods.md and docs/results.md out of the results: `python -m benchmarks.pages`.
 
 Sections stand between <!-- NAME: begin --> and <!-- NAME: end -->: `methods` comes from the code, `quality` from
-results/quality.json (`python -m benchmarks.quality`), `shares` from results/quality-shares.json (the same with `--name
-quality-shares`), `costs` from results/methods-*.json (`python -m benchmarks.methods`), `public` from
-results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json (`python -m benchmarks.peers`), and `timed`
-from the goals of all results. What was not measured says so.
+results/quality.json (`python -m benchmarks.quality`), `costs` from results/methods-*.json (`python -m
+benchmarks.methods`), `public` from results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json
+(`python -m benchmarks.peers`), and `timed` from the goals of all results. What was not measured says so.
 """
 
 from __future__ import annotations
@@ -54,28 +53,20 @@ def quality_lines(results: Path) -> list[str]:
     rows = found.get("figures", {}).get("rows")
     if not rows:
         return ["Not measured: run `python -m benchmarks.quality`."]
-    return [*markdown([Row(**row) for row in rows]), "", *goal_lines(found), "", _where(found)]
+    table = markdown([Row(**row) for row in rows])
+    return [*_regime(found), "", *table, "", *goal_lines(found), "", _where(found)]
 
 
-def shares_lines(results: Path) -> list[str]:
-    """What every method ran and held of the prompts that answers were read from."""
-    path = results / "quality-shares.json"
-    if not path.is_file():
-        return ["Not counted: run `python -m benchmarks.quality --name quality-shares --questions 40`."]
-    found = json.loads(path.read_text(encoding="utf-8"))
-    regime, rows = found["figures"]["regime"], [Row(**row) for row in found["figures"]["rows"]]
-    lines = ["| question | passages | tokens of a passage, median | mean | tokens of a prompt, median |"]
-    lines.append("|---|---|---|---|---|")
-    for question, own in regime.items():
-        sizes = (own["passages"], own["passage_tokens"], own["passage_tokens_mean"], own["prompt_tokens"])
-        lines.append(f"| {question} | " + " | ".join(f"{size:g}" for size in sizes) + " |")
-    questions = " | ".join(f"{name}: computed | kept" for name in regime)
-    lines += ["", f"| checkpoint | method | {questions} |", "|---|---|" + "---|---|" * len(regime)]
-    for label, method in dict.fromkeys((row.checkpoint, row.method) for row in rows):
-        own = {row.question: row for row in rows if (row.checkpoint, row.method) == (label, method)}
-        cells = [f"{own[name].computed_share:.3f} | {own[name].kept_share:.3f}" for name in regime]
-        lines.append(f"| {label} | `{method}` | " + " | ".join(cells) + " |")
-    return [*lines, "", _where(found)]
+def _regime(found: dict[str, Any]) -> Iterator[str]:
+    """How long passages and prompts were."""
+    yield "| questions | passages | tokens of a passage, median | tokens of a prompt, median | candidates |"
+    yield "|---|---|---|---|---|"
+    for name, own in found["figures"]["regime"].items():
+        sizes = (own["passages"], own["passage_tokens"], own["prompt_tokens"], own["candidates"] or "-")
+        yield f"| {name.split(',')[0]} | " + " | ".join(str(size) for size in sizes) + " |"
+    seeds = {(own["seed"], own["reads"]) for own in found["figures"]["regime"].values()}
+    yield ""
+    yield "; ".join(f"Seed {seed}, a table of which was looked at {reads} time(s)." for seed, reads in sorted(seeds))
 
 
 def cost_lines(results: Path) -> list[str]:
@@ -156,7 +147,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sections = {
         (METHODS_PAGE, "methods"): methods_table(),
         (METHODS_PAGE, "quality"): quality_lines(given.results),
-        (METHODS_PAGE, "shares"): shares_lines(given.results),
         (METHODS_PAGE, "costs"): cost_lines(given.results),
         (RESULTS_PAGE, "timed"): timed_lines(given.results),
         (RESULTS_PAGE, "public"): public_lines(given.results),

@@ -22,8 +22,9 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case
 from ragcache.evaluation.methods import MethodSpec
+from ragcache.evaluation.metrics import contains_answer
 from ragcache.evaluation.reading import PromptReader, forced_logits, write_answer
-from ragcache.evaluation.registry import MAX_ANSWER_TOKENS, RegistrySettings, registry_cases
+from ragcache.evaluation.registry import MAX_ANSWER_TOKENS, PagesSettings, pages_cases
 from ragcache.models.card import eos_token_ids
 from ragcache.prompt import encode_text, prompt_format
 
@@ -31,34 +32,25 @@ UNIT_QUESTIONS = 50
 
 
 class Cell(NamedTuple):
-    """What a row of the table is about.
+    """What a row of the table is about. kind: one of the registry's PAGE_KINDS; passages: in a context."""
 
-    question: "1 hop", "2 hops" or "leaning"
-    position: of the gold passage; -1: anywhere
-    """
-
-    question: str
+    kind: str
     passages: int
-    position: int = -1
-
-    def settings(self, questions: int, seed: int) -> RegistrySettings:
-        kind = "leaning" if self.question == "leaning" else "plain"
-        places = () if self.position < 0 else (self.position,)
-        return RegistrySettings(kind, 2 if self.question == "2 hops" else 1, (self.passages,), places, questions, seed)
 
 
 class Reads(NamedTuple):
     """What one method made of the questions of a unit, one value a question.
 
-    right:    1 where the whole answer is the expected one, else 0
+    right:    1 where the answer holds what was asked for, else 0
     computed: tokens that ran, of those that the prompt has, mean over the layers
     kept:     tokens that were held after it, likewise
-    Shares are empty for questions that were read before they were counted.
+    seconds:  to the first token, with blocks in memory
     """
 
     right: list[int]
     computed: list[float]
     kept: list[float]
+    seconds: list[float]
 
 
 @dataclass(frozen=True)
@@ -91,23 +83,26 @@ def run_unit(unit: Unit) -> dict[str, Reads]:
     """By key, what each method made of the unit's questions."""
     lm = _model(unit.directory)
     form = prompt_format(lm.tokenizer)
-    found = {unit.key(spec): Reads([], [], []) for spec in unit.methods}
+    found = {unit.key(spec): Reads([], [], [], []) for spec in unit.methods}
     for case in cases_of(unit.cell, unit.start + unit.count, unit.seed)[unit.start :]:
         reader = PromptReader(lm, case.prompt(lm.tokenizer, form), MAX_ANSWER_TOKENS)
         for spec in unit.methods:
             fused, _ = reader.read(spec.method(), spec.recipe, kept=spec.kept)
             reads = found[unit.key(spec)]
-            reads.right.append(int(answers(lm, fused, case.answers[0])))
+            reads.right.append(int(answers(lm, fused, case)))
             reads.computed.append(round(fmean(fused.computed_tokens) / fused.prompt_tokens, 6))
             reads.kept.append(round(fmean(fused.kept_tokens) / fused.prompt_tokens, 6))
+            reads.seconds.append(round(fused.timings.total_s, 6))
             fused.cache.release()
     return found
 
 
-def answers(lm: rc.LanguageModel, fused: rc.Fused, expected: str) -> bool:
-    """Whether the greedy answer is this text. Most are, which one pass over its ids shows."""
-    ids = [*encode_text(lm.tokenizer, expected), min(eos_token_ids(lm))]
-    return would_write(lm, fused, ids) or write_answer(lm, fused, MAX_ANSWER_TOKENS).text == expected
+def answers(lm: rc.LanguageModel, fused: rc.Fused, case: Case) -> bool:
+    """Whether the greedy answer holds what was asked for. One pass shows whether it is the whole one, as most are."""
+    ids = [*encode_text(lm.tokenizer, case.answers[-1]), min(eos_token_ids(lm))]
+    if would_write(lm, fused, ids):
+        return True
+    return contains_answer(write_answer(lm, fused, MAX_ANSWER_TOKENS).text, case.answers)
 
 
 def would_write(lm: rc.LanguageModel, fused: rc.Fused, ids: Sequence[int]) -> bool:
@@ -125,7 +120,7 @@ def _model(directory: str) -> rc.LanguageModel:
 
 @lru_cache(maxsize=4)
 def cases_of(cell: Cell, questions: int, seed: int) -> list[Case]:
-    return registry_cases(cell.settings(questions, seed))
+    return pages_cases(PagesSettings(cell.kind, (cell.passages,), questions, seed))
 
 
 class Answers:
@@ -140,8 +135,8 @@ class Answers:
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 row = json.loads(line)
-                self.found[row["key"]] = _reads(row)
-            except (ValueError, KeyError, TypeError) as error:
+                self.found[row.pop("key")] = Reads(**row)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{path}, line {number}: no answers of a unit ({error}); delete it") from error
         if len(whole) < len(data):
             os.truncate(path, len(whole))
@@ -158,16 +153,9 @@ class Answers:
         return Unit(**{**unit.__dict__, "methods": left}) if left else None
 
     def of(self, units: Sequence[Unit], method: MethodSpec) -> Reads:
-        """All that a method read over units, in order; no shares where they are not there of every question."""
+        """All that a method read over units, in order."""
         parts = [self.found[unit.key(method)] for unit in units]
-        right, computed, kept = ([one for part in column for one in part] for column in zip(*parts, strict=True))
-        whole = len(computed) == len(right)
-        return Reads(right, computed if whole else [], kept if whole else [])
-
-
-def _reads(row: dict[str, list[float]]) -> Reads:
-    shares = ([float(one) for one in row.get(name, ())] for name in ("computed", "kept"))
-    return Reads([int(one) for one in row["right"]], *shares)
+        return Reads(*([one for part in column for one in part] for column in zip(*parts, strict=True)))
 
 
 def answer_all(units: Sequence[Unit], answers: Answers, processes: int) -> Iterator[int]:

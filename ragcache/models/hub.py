@@ -12,7 +12,7 @@ HUB_S = 5.0
 CONFIG = "config.json"
 ADAPTER = "adapter.json"
 GGUF = ".gguf"
-BUNDLED = {"mini": "mini", "mini-base": "mini_base"}  # name -> directory inside the package
+BUNDLED = {"mini": "mini", "mini-base": "mini_base", "mini-long": "mini_long"}  # name -> directory inside the package
 
 
 def resolve(name: str | Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,16 @@ import pytest
 import ragcache as rc
 from benchmarks import pages, quality, quality_units, random_model
 from benchmarks.pages import write_section
-from benchmarks.quality import Cell, cells, markdown, relative
+from benchmarks.quality import Cell, Row, markdown, relative
 from benchmarks.quality_units import Answers, Reads, Unit, units_of
 from ragcache.errors import ConfigError
-from ragcache.evaluation.methods import MethodSpec
-from ragcache.evaluation.registry import RegistrySettings, registry_cases
+from ragcache.evaluation.methods import MethodSpec, parse_methods
+from ragcache.evaluation.registry import PagesSettings, pages_cases
 from ragcache.prompt import prompt_format
 
-BASE = "mini-base"
+BASE = "mini-long"
 SPECS = (MethodSpec("full", "full"), MethodSpec("reposition", "reposition"))
-SMALL = ["--questions=3", "--sweep-questions=2", "--passages", "3", "--no-positions", "--processes=1"]
+SMALL = ["--questions=9", "--few-questions=3", "--passages", "2", "--kinds", "single", "leaning", "--processes=1"]
 
 
 def test_relative_is_the_ratio_of_right_answers():
@@ -34,20 +35,16 @@ def test_relative_is_the_ratio_of_right_answers():
     assert unpaired[1] < 1.0 < unpaired[2]
 
 
-def test_cells():
-    main, swept = cells((3, 8, 16), positions=True)
-    assert [cell.question for cell in main] == ["1 hop", "2 hops", "leaning"]
-    assert {(cell.question, cell.passages) for cell in swept if cell.position < 0} == {
-        ("1 hop", 3), ("1 hop", 16), ("2 hops", 3), ("2 hops", 16),
-    }  # fmt: skip
-    assert [cell.position for cell in swept if cell.position >= 0] == list(range(8))
-    assert Cell("2 hops", 5).settings(7, 1).hops == 2
-    assert Cell("leaning", 5).settings(7, 1).kind == "leaning"
-    assert Cell("1 hop", 5, 2).settings(7, 1).positions == (2,)
+def test_methods_that_rerun_tokens_come_at_every_budget():
+    specs = parse_methods(quality.budgeted_methods())
+    ratios = [dict(spec.options)["ratio"] for spec in specs if spec.name == "a3"]
+    assert ratios == list(quality.BUDGETS)
+    whole = [sum(dict(spec.options).values()) for spec in specs if spec.name == "epic"]
+    assert whole == [tokens for share in quality.BUDGETS for tokens in [round(share * 225)] * 2]
 
 
 def test_units_cover_every_question_once():
-    units = list(units_of("d", "f", [Cell("1 hop", 8), Cell("2 hops", 8)], SPECS, 120, 0))
+    units = list(units_of("d", "f", [Cell("single", 8), Cell("two-hop", 8)], SPECS, 120, 0))
     assert [(unit.start, unit.count) for unit in units] == [(0, 50), (50, 50), (100, 20)] * 2
     keys = {unit.key(spec) for unit in units for spec in SPECS}
     assert len(keys) == len(units) * len(SPECS)
@@ -61,9 +58,11 @@ def test_a_run_writes_its_table_and_goes_on(tmp_path, monkeypatch):
     assert all(row["low"] <= row["exact_match"] <= row["high"] for row in rows)
     assert {row["computed_share"] for row in rows if row["method"] == "full"} == {1.0}
     assert all(0 < row["computed_share"] < 0.9 for row in rows if row["method"] == "epic")
-    assert first.figures["regime"]["leaning"]["passage_tokens"] < first.figures["regime"]["1 hop"]["passage_tokens"]
-    assert first.figures["regime"]["1 hop"]["passages"] == 8
-    assert not any(goal.applies for goal in first.goals)
+    regime = first.figures["regime"]["leaning, 2"]
+    assert 150 <= regime["passage_tokens"] <= 300
+    assert (regime["passages"], regime["questions"], regime["seed"], regime["reads"]) == (2, 3, 0, 1)
+    assert (tmp_path / "quality.png").stat().st_size > 10_000
+    assert not first.goals  # stated for 8 passages
     path = tmp_path / "quality.answers.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])  # killed while it wrote
@@ -88,42 +87,41 @@ def test_rows_of_a_checkpoint_that_is_gone_are_kept(tmp_path):
         quality.main([*arguments, "--keep", "gone", "--seed", "1"])
 
 
-def test_the_full_model_answers_most_questions(tmp_path):
+def test_the_full_model_answers_most_questions():
     """Right answers are counted as right, and none as wrong: the bundled model knows nearly all of them."""
-    unit = Unit(BASE, "f", Cell("1 hop", 4), 0, 0, 10, SPECS)
+    unit = Unit(BASE, "f", Cell("single", 2), 0, 0, 10, SPECS)
     found = quality_units.run_unit(unit)
     assert set(found) == {unit.key(spec) for spec in SPECS}
     assert all(len(reads.right) == 10 and sum(reads.right) >= 8 for reads in found.values())
 
 
+def test_an_answer_counts_when_it_holds_what_was_asked_for():
+    """Also in other words than those that the bundled models learned."""
+    lm = rc.load_lm(BASE)
+    case = next(iter(pages_cases(PagesSettings("single", (2,), 1))))
+    fused = rc.fuse(lm, case.prompt(lm.tokenizer, prompt_format(lm.tokenizer)), "full", reserve_tokens=40)
+    assert quality_units.answers(lm, fused, case)
+    assert quality_units.answers(lm, fused, replace(case, answers=(case.answers[0], "Said otherwise.")))
+    assert not quality_units.answers(lm, fused, replace(case, answers=("nothing of this", "Said otherwise.")))
+
+
 def test_shares_of_tokens_are_counted():
     """Nothing runs beside the suffix under `reposition`; what the prompts hold says how much that is."""
-    unit = Unit(BASE, "f", Cell("1 hop", 4), 0, 2, 3, SPECS)
+    unit = Unit(BASE, "f", Cell("single", 2), 0, 2, 3, SPECS)
     full, reposition = (quality_units.run_unit(unit)[unit.key(spec)] for spec in SPECS)
     assert (full.computed, full.kept) == ([1.0] * 3, [1.0] * 3)
     lm = rc.load_lm(BASE)
-    cases = registry_cases(RegistrySettings(passages=(4,), questions=5))[2:]
+    cases = pages_cases(PagesSettings("single", (2,), 5))[2:]
     prompts = [case.prompt(lm.tokenizer, prompt_format(lm.tokenizer)) for case in cases]
     suffixes = [len(prompt.suffix_ids) / prompt.num_tokens for prompt in prompts]
     assert reposition.computed == pytest.approx(suffixes, abs=1e-6)
     assert reposition.kept == [1.0] * 3
-
-
-def test_answers_of_an_earlier_run_have_no_shares(tmp_path: Path):
-    """Hours of answers are not read again for want of them; half of them are no mean."""
-    units = list(units_of("d", "f", [Cell("1 hop", 8)], SPECS[:1], 2, 0))
-    key, path = units[0].key(SPECS[0]), tmp_path / "answers.jsonl"
-    path.write_text(json.dumps({"key": key, "right": [1, 0]}) + "\n")
-    answers = Answers(path)
-    assert answers.missing(units[0]) is None
-    assert answers.of(units, SPECS[0]) == ([1, 0], [], [])
-    answers.add({"k": Reads([1], [0.5], [1.0])})
-    assert Answers(path).found == answers.found
+    assert all(own < theirs for own, theirs in zip(reposition.seconds, full.seconds, strict=True))
 
 
 def test_answers_that_are_none_are_named(tmp_path: Path):
     path = tmp_path / "answers.jsonl"
-    path.write_text(json.dumps({"key": "k", "right": [1]}) + "\n[]\n")
+    path.write_text(json.dumps({"key": "k", **Reads([1], [0.5], [1.0], [0.1])._asdict()}) + "\n[]\n")
     with pytest.raises(ConfigError, match="line 2"):
         Answers(path)
 
@@ -157,26 +155,33 @@ def test_pages_are_written_out_of_the_results(tmp_path: Path):
     assert pages.public_lines(tmp_path) == ["Not measured: run `ragcache eval`."]
 
 
-def test_sweeps_state_questions_and_intervals():
-    rows = [
-        quality.Row("base", "full", "1 hop", passages, -1, count, 0.9, 0.8, 0.95, 1.0, 0.9, 1.1)
-        for passages, count in ((3, 300), (8, 1000), (16, 300))
-    ]
+def row(method, kind, relative=1.0, computed=0.1, checkpoint="base", questions=1000, by=""):
+    return Row(
+        checkpoint, method, kind, 8, questions, 0.9, 0.8, 0.95, relative, relative, relative, computed, 1.0, 0.1, by
+    )
+
+
+def test_tables_have_even_rows_and_places_of_their_own():
+    rows = [row(method, kind) for method in ("full", "reposition") for kind in ("single", "leaning")]
+    rows += [row(method, "leaning", by=place) for method in ("full", "reposition") for place in ("end", "head")]
     text = "\n".join(markdown(rows))
-    assert "By number of passages, 1 hop, 300 or 1,000 questions a cell:" in text
-    assert "| base | `full` | 0.900 [0.800, 0.950] | 0.900 [0.800, 0.950] | 0.900 [0.800, 0.950] |" in text
-    assert "By position" not in text
-
-
-def test_tables_have_even_rows():
-    rows = [
-        quality.Row("base", method, question, 8, -1, 10, 0.9, 0.8, 0.95, 1.0, 0.9, 1.1)
-        for method in ("full", "reposition")
-        for question in quality.QUESTIONS
-    ]
-    table = [line for line in markdown(rows) if line.startswith("|")]
-    assert len(table) == 2 + 2
+    assert "8 passages, 1,000 questions a cell:" in text
+    assert "8 passages, leaning, by place, 1,000 questions a cell:" in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 2 * (2 + 2)
     assert len({line.count("|") for line in table}) == 1
+
+
+def test_the_best_method_of_a_budget_is_held_against_its_goal():
+    """One that computes more does not count, however well it answers."""
+    rows = [row("full", "single", 1.0, 1.0), row("reposition", "single", 0.5, 0.02), row("a3", "single", 0.96, 0.17)]
+    rows += [row("cacheblend", "single", 1.0, 0.3)]
+    checkpoint = quality.Checkpoint("base", "d", "f", SPECS)
+    found = {goal.what: goal for goal in quality.goals([checkpoint], rows)}
+    best = found["best training-free method at 15 % computed, single"]
+    assert (best.measured, best.limit, best.applies) == (0.96, 0.97, True)
+    few = quality.goals([checkpoint], [replace(one, questions=999) for one in rows])
+    assert not any(goal.applies for goal in few)
 
 
 def test_a_random_model_of_a_shape_loads_as_any_other(tmp_path: Path):

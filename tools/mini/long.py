@@ -8,48 +8,30 @@ comes one that changes nothing yet (its outputs start at zero), and YaRN (Peng e
 from __future__ import annotations
 
 import argparse
-import math
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ragcache.evaluation.registry import ARTICLES, PAGE_KINDS, PageQuestion, draw_pages
+from ragcache.evaluation.registry import PAGE_KINDS, draw_pages
 from tools.mini.base import Options, Trainer, train
 from tools.mini.batches import BatchMaker, Encoded
 from tools.mini.curriculum import STAGES
 from tools.mini.evaluate import MINI_BASE
 from tools.mini.packed import PackedBatch
+from tools.mini.page_data import draw_questions, draw_size
 from tools.mini.tokenizer import MAX_LENGTH, build_tokenizer
 
 TRAINED_LENGTH = 512
 """Tokens of the contexts that the short base model was trained on, about."""
-KIND_SHARES = dict(zip(PAGE_KINDS, (0.15, 0.2, 0.4, 0.15, 0.1), strict=True))
 SHORT_SHARE = 0.1
 """Share of the batches over short passages, as the base model was trained on."""
-SMALL_SHARE = 0.5
-"""Share of the other batches over small pages, on which a model sees many more sentences that lean in the same time."""
 SHORT_STAGE = len(STAGES) - 1
-
-
-class Size(NamedTuple):
-    """passages: least and largest number in a context; articles: of a page; batch_pages: of a batch, about;
-    num_questions: of a context."""
-
-    passages: tuple[int, int]
-    articles: tuple[int, int]
-    batch_pages: int
-    num_questions: int
-
-
-SMALL = Size((2, 6), (1, 2), 24, 6)
-LARGE = Size((2, 16), ARTICLES, 12, 12)
 
 
 @dataclass(frozen=True)
@@ -131,8 +113,8 @@ class LongTrainer(Trainer):
         if rng.random() < SHORT_SHARE:
             batch = maker.draw(STAGES[SHORT_STAGE])
             return torch.full(batch.question_ids.shape[:2], len(PAGE_KINDS)), batch
-        size = SMALL if rng.random() < SMALL_SHARE else LARGE
-        passages = round(math.exp(rng.uniform(*map(math.log, size.passages))))
+        size = draw_size(rng)
+        passages = size.draw_passages(rng)
         rows: list[Encoded] = []
         kinds: list[list[int]] = []
         for _ in range(max(1, size.batch_pages // passages)):
@@ -141,19 +123,6 @@ class LongTrainer(Trainer):
             rows.append(maker.row(pages.passages, [one.question for one in asked]))
             kinds.append([PAGE_KINDS.index(one.kind) for one in asked])
         return torch.tensor(kinds), maker.pack(rows)
-
-
-def draw_questions(rng: random.Random, questions: Sequence[PageQuestion], count: int) -> list[PageQuestion]:
-    """`count` of them, kinds by their shares; none twice before all were asked."""
-    found: list[PageQuestion] = []
-    left: list[PageQuestion] = []
-    while len(found) < count:
-        left = left or list(questions)
-        kinds = sorted({one.kind for one in left})
-        kind = rng.choices(kinds, [KIND_SHARES[one] for one in kinds])[0]
-        found.append(rng.choice([one for one in left if one.kind == kind]))
-        left.remove(found[-1])
-    return found
 
 
 def main() -> None:

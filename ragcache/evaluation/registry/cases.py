@@ -84,7 +84,8 @@ class PagesSettings:
 def pages_cases(settings: PagesSettings, limit: int | None = None) -> list[Case]:
     """One question a context of long passages; names and all wordings are held out.
 
-    `limit` takes the place of `settings.questions`. An answer is right when it holds the value that is asked for.
+    `limit` takes the place of `settings.questions`. An answer is right when it holds the value that is asked for; the
+    whole sentence that the bundled models learned stands behind it in `Case.answers`.
     """
     count = limit or settings.questions
     return [case for passages in settings.passages for case in _pages(settings, passages, count)]
@@ -108,4 +109,4 @@ def _page_case(asked: PageQuestion, texts: list[str], id: str) -> Case:
     if asked.kind == "leaning":
         cell |= {"place": asked.place, "candidates": asked.candidates}
     marked = tuple(CasePassage(text, is_gold=rank in asked.gold) for rank, text in enumerate(texts))
-    return Case(id, asked.question.text, marked, (asked.question.value,), cell=cell)
+    return Case(id, asked.question.text, marked, (asked.question.value, asked.question.answer), cell=cell)

@@ -182,21 +182,22 @@ class _Draft:
                 for name, document in self.documents.items()
                 for relation in document.relations
                 if relation in OWN_RELATIONS.get(self.world.entities[name].kind, ()) and (name, relation) not in found
+                if self._other_values(name, relation)
             ]
             if not stated:  # few articles
                 break
             name, relation = self.rng.choice(stated)
             page = self.rng.choice([page for page in pages if page is not self.where[name]])
-            found[name, relation] = self._corrected(name, relation), page
+            found[name, relation] = self.rng.choice(self._other_values(name, relation)), page
             said = predicate_of(self.rng, relation, found[name, relation][0], self.wordings)
             text = self.rng.choice(self._texts(wording.CORRECTIONS, wording.HELD_OUT_CORRECTIONS))
             page.insert(self.rng, text.format(s=f"{name} {said}") + "\n", "middle")
         return found
 
-    def _corrected(self, name: str, relation: str) -> str:
+    def _other_values(self, name: str, relation: str) -> list[str]:
         entities = self.world.entities.values()
         values = {entity.facts[relation] for entity in entities if relation in entity.facts}
-        return self.rng.choice(sorted(values - {self.world.entities[name].facts[relation]}))
+        return sorted(values - {self.world.entities[name].facts[relation]})
 
     def _plain(self, corrected: dict[tuple[str, str], tuple[str, _Page]]) -> list[PageQuestion]:
         found = []
