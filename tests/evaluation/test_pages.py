@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from statistics import median
 
 import pytest
@@ -56,6 +57,22 @@ def test_pages_are_150_to_300_tokens_long():
     assert sum(120 < length < 330 for length in lengths) > 0.97 * len(lengths)
 
 
+@pytest.mark.parametrize("num_passages", [2, 3, 6])
+def test_small_pages_have_few_articles_and_the_same_questions(num_passages):
+    """Also where a world is so small that nothing can be corrected."""
+    found = [draw_pages(random.Random(seed), num_passages, articles=(1, 2)) for seed in range(200)]
+    assert all(len(pages.passages) == num_passages for pages in found)
+    assert max(len(text) for pages in found for text in pages.passages) < 1400
+    kinds = [{one.kind for one in pages.questions} for pages in found]
+    assert all("leaning" in own for own in kinds)
+    assert set().union(*kinds) == set(PAGE_KINDS)
+
+
+def test_what_leans_stands_on_its_page_as_the_question_says():
+    for pages, one in asked("leaning"):
+        assert " ".join("".join(one.reference).split()) in pages.passages[one.gold[1]]
+
+
 def test_the_same_seed_gives_the_same_context():
     assert draw_pages(random.Random(3), 8) == draw_pages(random.Random(3), 8)
     assert draw_pages(random.Random(3), 8) != draw_pages(random.Random(4), 8)
@@ -87,6 +104,17 @@ def test_what_leans_is_named_on_the_page_before_only(size):
         assert question.value in pages.passages[second]
         stated = [f"{name} {text.format(v=question.value)}" for text in wording.HELD_OUT_PREDICATES[question.path]]
         assert not any(text in page for text in stated for page in pages.passages)
+
+
+def test_couples_are_called_what_their_introduction_calls_them():
+    """All of a context alike, unless it says she and he: the words alone do not tell whose the sentence is."""
+    for pages in contexts(16):
+        couples = [one for one in pages.questions if one.reference[0]]
+        for one in couples:
+            name, called = one.question.gold[0].removeprefix("the "), one.reference[0].lower()
+            assert re.search(rf"{called}( is|:)? (the )?{name}", pages.passages[one.gold[0]], re.I)
+        called = {one.reference[0].lower() for one in couples}
+        assert len(called - set(wording.PRONOUNS)) in (0, 2)
 
 
 def test_what_leans_stands_at_the_head_in_the_middle_and_at_the_end():
@@ -167,7 +195,7 @@ def test_held_out_wordings_of_pages_are_made_of_known_words():
 
     tables = (wording.PREDICATES, wording.QUESTIONS, wording.BRIDGES, wording.MENTIONS)
     known = words(text for table in tables for group in table.values() for text in group)
-    known |= words([*wording.INTRODUCTIONS, *wording.CORRECTIONS, *sum(wording.ORDINALS, ())])
+    known |= words([*wording.INTRODUCTIONS, *wording.CORRECTIONS, *wording.FILLERS, *sum(wording.ORDINALS, ())])
     for texts in wording.HELD_OUT_PREDICATES.values():
         assert words(texts) <= known
     held_out = [*wording.HELD_OUT_INTRODUCTIONS, *wording.HELD_OUT_CORRECTIONS, *sum(wording.HELD_OUT_ORDINALS, ())]
@@ -191,6 +219,7 @@ def test_cases_mark_the_pages_that_the_answer_needs(kind):
     wanted = {"single": 1, "two-hop": 2, "leaning": 2, "conflicting": 2, "unanswerable": 0}[kind]
     assert all(sum(bool(passage.is_gold) for passage in case.passages) == wanted for case in cases)
     assert all(("candidates" in case.cell) == (kind == "leaning") for case in cases)
+    assert all(case.answers[0] in case.answers[1] for case in cases)
     assert pages_cases(PagesSettings(kind, (8,), 4)) == pages_cases(PagesSettings(kind, (8,), 100), limit=4)
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from ragcache.evaluation.registry import PAGE_KINDS
+from ragcache.evaluation.registry import PAGE_KINDS, draw_pages
+from ragcache.training.data import read_rows
+from tools.mini import page_data
 from tools.mini.base import train
+from tools.mini.batches import BatchMaker
 from tools.mini.evaluate import MINI_BASE
 from tools.mini.long import LongOptions, LongTrainer, grow
 from tools.mini.packed import FUSED_LENGTH, PackedBatch, packed_hidden
+from tools.mini.page_data import KIND_SHARES, draw_questions
 from tools.mini.tokenizer import build_tokenizer
 
 
@@ -57,6 +62,42 @@ def test_long_contexts_are_read_as_transformers_reads_them(grown, apart):
             sees[:length, :length] &= segments[0][:, None] == segments[0][None]
         plain = grown.model(ids, attention_mask=sees[None, None]).last_hidden_state[0, length:]
         torch.testing.assert_close(hidden[0, number], plain, atol=1e-4, rtol=1e-3)
+
+
+def test_the_hints_of_a_context_stand_where_its_sentences_lean():
+    """Each on the last token of what stands for a name, with that name's last two tokens."""
+    trainer = LongTrainer.__new__(LongTrainer)
+    trainer.tokenizer = build_tokenizer(pages=True)
+    pages = draw_pages(random.Random(3), 4, articles=(1, 2))
+    row = BatchMaker(trainer.tokenizer, random.Random(0)).row(pages.passages, [])
+    hints = list(trainer._hints(pages, row))
+    leaning = [one for one in pages.questions if one.kind == "leaning"]
+    assert len(hints) == len(leaning) > 0
+    for (place, *name), asked in zip(hints, leaning, strict=True):
+        before = trainer.tokenizer.decode(row.context[: place + 1])
+        assert before.endswith(asked.reference[0] or asked.reference[1].split()[0])
+        assert asked.question.gold[0].endswith(trainer.tokenizer.decode(name).strip())
+
+
+def test_questions_of_all_kinds_come_once_before_any_comes_twice():
+    pages = draw_pages(random.Random(3), 8)
+    drawn = draw_questions(random.Random(0), pages.questions, len(pages.questions) + 3)
+    assert set(drawn[:-3]) == set(pages.questions)
+    counts = Counter(one.kind for n in range(300) for one in draw_questions(random.Random(n), pages.questions, 1))
+    assert counts["leaning"] / 300 == pytest.approx(KIND_SHARES["leaning"], abs=0.1)
+
+
+def test_rows_of_pages_are_those_that_training_reads(tmp_path):
+    """The same ones for the same seed, pages in their order."""
+    rows = list(page_data.draw_rows(20, seed=1))
+    assert rows == list(page_data.draw_rows(20, seed=1)) != list(page_data.draw_rows(20, seed=2))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, refused = read_rows([path])
+    assert len(found) == 20
+    assert not refused
+    assert not any(row.shuffle for row in found)
+    assert {len(row.passages) for row in found} >= {2, 3, 4}
 
 
 @pytest.mark.slow

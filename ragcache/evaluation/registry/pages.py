@@ -3,8 +3,8 @@
 A page is a passage of several articles, 150 to 300 tokens of the bundled models. Beside its articles it may hold
 
     a split      an article's last sentence, cut behind its subject; the next page begins with the rest
-    a couple     two entities that a page introduces together; somewhere on the next page a sentence begins with "the
-                 former", "the latter", "she" or "he"
+    a couple     two entities that a page introduces as the former and the latter, or as she and he; somewhere on the
+                 next page a sentence begins with one of these. All couples of a context bear the same, or pronouns
     a correction of what an article on another page states
 
 All that leans in one context states the same relation of entities of one kind, so that nothing but its place tells
@@ -44,6 +44,7 @@ class PageQuestion(NamedTuple):
     gold:       ranks of the pages that the answer needs
     place:      "leaning": where on its page the sentence stands that leans; else ""
     candidates: "leaning": sentences of the context that state the relation of something named elsewhere; else 0
+    reference:  "leaning": how the sentence stands on its page, up to what it says of its subject, and that part
     """
 
     kind: str
@@ -51,6 +52,7 @@ class PageQuestion(NamedTuple):
     gold: tuple[int, ...]
     place: str = ""
     candidates: int = 0
+    reference: tuple[str, str] = ("", "")
 
 
 class Pages(NamedTuple):
@@ -76,6 +78,7 @@ class _Leaning(NamedTuple):
     entity: Entity
     page: _Page
     place: str
+    reference: tuple[str, str]
 
 
 def draw_pages(
@@ -100,6 +103,7 @@ class _Draft:
         self.num_splits, self.num_couples = _numbers(rng, num_passages)
         leaning = self.num_splits + 2 * self.num_couples
         self.world = _world(rng, split, num_passages * articles[1] + leaning + SPARE, leaning)
+        self.ordinals = rng.choice(self._texts(wording.ORDINALS, wording.HELD_OUT_ORDINALS))
         self.groups = [[_Page(), _Page()] for _ in range(self.num_splits + self.num_couples)]
         self.groups += [[_Page()] for _ in range(num_passages - 2 * len(self.groups))]
         self.chosen = self._choose(leaning)
@@ -147,19 +151,22 @@ class _Draft:
     def _split(self, entity: Entity, first: _Page, second: _Page) -> _Leaning:
         head, rest = write_in_two(self.rng, entity, self.relation, self.wordings)
         first.insert(self.rng, passage_text(self.rng, head), "end")
-        second.insert(self.rng, passage_text(self.rng, rest), "head")
-        return _Leaning(entity, first, "head")
+        said = passage_text(self.rng, rest)
+        second.insert(self.rng, said, "head")
+        return _Leaning(entity, first, "head", ("", said))
 
     def _couple(self, one: Entity, other: Entity, first: _Page, second: _Page) -> list[_Leaning]:
-        texts = self._texts(wording.INTRODUCTIONS, wording.HELD_OUT_INTRODUCTIONS)
-        introduced = capitalised(self.rng.choice(texts).format(a=one.name, b=other.name))
-        first.insert(self.rng, f"{introduced}\n", self.rng.choice(PLACES))
+        text = self.rng.choice(self._texts(wording.INTRODUCTIONS, wording.HELD_OUT_INTRODUCTIONS))
+        subjects = self._references(one, other)
+        introduced = text.format(first=subjects[0], second=subjects[1], a=one.name, b=other.name)
+        first.insert(self.rng, f"{capitalised(introduced)}\n", self.rng.choice(PLACES))
         found = []
-        for entity, subject in zip((one, other), self._references(one, other), strict=True):
+        for entity, subject in zip((one, other), subjects, strict=True):
             place = self.rng.choice(PLACES)
             said = predicate_of(self.rng, self.relation, entity.facts[self.relation], self.wordings)
-            second.insert(self.rng, capitalised(f"{subject} {said}.\n"), place)
-            found.append(_Leaning(entity, first, place))
+            reference = (capitalised(subject), f" {said}.\n")
+            second.insert(self.rng, "".join(reference), place)
+            found.append(_Leaning(entity, first, place, reference))
         return found
 
     def _references(self, one: Entity, other: Entity) -> tuple[str, str]:
@@ -167,7 +174,7 @@ class _Draft:
         if one.kind == "person" and women[0] != women[1] and self.rng.random() < 0.5:
             she, he = wording.PRONOUNS
             return (she, he) if women[0] else (he, she)
-        return self.rng.choice(self._texts(wording.ORDINALS, wording.HELD_OUT_ORDINALS))
+        return self.ordinals
 
     def _texts(self, trained: Sequence[T], held_out: Sequence[T]) -> Sequence[T]:
         return trained if self.wordings is DataSplit.TRAIN else held_out
@@ -215,9 +222,10 @@ class _Draft:
 
     def _leaning(self, leaning: Sequence[_Leaning]) -> list[PageQuestion]:
         found = []
-        for entity, page, place in leaning:
+        for entity, page, place, reference in leaning:
             asked = single_hop(self.rng, entity.name, self.relation, entity.facts[self.relation], self.wordings)
-            found.append(PageQuestion("leaning", asked, (page.rank, page.rank + 1), place, len(leaning)))
+            gold = (page.rank, page.rank + 1)
+            found.append(PageQuestion("leaning", asked, gold, place, len(leaning), reference))
         return found
 
     def _unanswerable(self) -> list[PageQuestion]:

@@ -38,13 +38,15 @@ HELD_OUT_PREDICATES: dict[str, tuple[str, ...]] = {
 """Wordings of held-out long passages, none of which training sees."""
 
 INTRODUCTIONS: tuple[str, ...] = (
-    "{a} and {b} share an entry.",
-    "{a} and {b} are a pair.",
-    "One entry is that of {a} and {b}.",
-    "The registry names {a} and {b} together.",
+    "{first} is {a}, {second} is {b}.",
+    "{first}: {a}, {second}: {b}.",
+    "Of a pair, {first} is {a}, {second} {b}.",
 )
-HELD_OUT_INTRODUCTIONS: tuple[str, ...] = ("One pair is that of {a} and {b}.", "{a} and {b} share one entry.")
-"""Sentences that introduce two, whom a later passage calls the former and the latter, or she and he."""
+HELD_OUT_INTRODUCTIONS: tuple[str, ...] = (
+    "{first} is {a}, {second}: {b}.",
+    "Of a pair, {first}: {a}, {second}: {b}.",
+)
+"""Sentences that introduce two by what a later passage calls them: the former and the latter, or she and he."""
 
 ORDINALS: tuple[tuple[str, str], ...] = (
     ("the former", "the latter"),
