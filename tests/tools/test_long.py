@@ -15,7 +15,6 @@ from ragcache.evaluation.registry import PAGE_KINDS, draw_pages
 from ragcache.training.data import read_rows
 from tools.mini import page_data
 from tools.mini.base import train
-from tools.mini.batches import BatchMaker
 from tools.mini.evaluate import MINI_BASE
 from tools.mini.long import LongOptions, LongTrainer, grow
 from tools.mini.packed import FUSED_LENGTH, PackedBatch, packed_hidden
@@ -62,21 +61,6 @@ def test_long_contexts_are_read_as_transformers_reads_them(grown, apart):
             sees[:length, :length] &= segments[0][:, None] == segments[0][None]
         plain = grown.model(ids, attention_mask=sees[None, None]).last_hidden_state[0, length:]
         torch.testing.assert_close(hidden[0, number], plain, atol=1e-4, rtol=1e-3)
-
-
-def test_the_hints_of_a_context_stand_where_its_sentences_lean():
-    """Each on the last token of what stands for a name, with that name's last two tokens."""
-    trainer = LongTrainer.__new__(LongTrainer)
-    trainer.tokenizer = build_tokenizer(pages=True)
-    pages = draw_pages(random.Random(3), 4, articles=(1, 2))
-    row = BatchMaker(trainer.tokenizer, random.Random(0)).row(pages.passages, [])
-    hints = list(trainer._hints(pages, row))
-    leaning = [one for one in pages.questions if one.kind == "leaning"]
-    assert len(hints) == len(leaning) > 0
-    for (place, *name), asked in zip(hints, leaning, strict=True):
-        before = trainer.tokenizer.decode(row.context[: place + 1])
-        assert before.endswith(asked.reference[0] or asked.reference[1].split()[0])
-        assert asked.question.gold[0].endswith(trainer.tokenizer.decode(name).strip())
 
 
 def test_questions_of_all_kinds_come_once_before_any_comes_twice():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ragcache.evaluation.registry import PAGE_KINDS, Pages, draw_pages
+from ragcache.evaluation.registry import PAGE_KINDS, draw_pages
 from tools.mini.base import Options, Trainer, train
 from tools.mini.batches import BatchMaker, Encoded
 from tools.mini.curriculum import STAGES
@@ -118,29 +117,12 @@ class LongTrainer(Trainer):
         passages = size.draw_passages(rng)
         rows: list[Encoded] = []
         kinds: list[list[int]] = []
-        hints: list[list[int]] = []
         for _ in range(max(1, size.batch_pages // passages)):
             pages = draw_pages(rng, passages, articles=size.articles)
             asked = draw_questions(rng, pages.questions, size.num_questions)
             rows.append(maker.row(pages.passages, [one.question for one in asked]))
             kinds.append([PAGE_KINDS.index(one.kind) for one in asked])
-            hints += [[len(rows) - 1, *hint] for hint in self._hints(pages, rows[-1])]
-        return torch.tensor(kinds), maker.pack(rows)._replace(hints=torch.tensor(hints) if hints else None)
-
-    def _hints(self, pages: Pages, row: Encoded) -> Iterator[tuple[int, int, int]]:
-        """Where a sentence leans, its subject should hold the name of what it stands for: place, last two ids.
-
-        Without them a model of this size guesses among the candidates for millions of tokens.
-        """
-        encoded = [self.tokenizer.encode(text) for text in pages.passages]
-        starts = [len(row.context) - sum(len(one.ids) for one in encoded[rank:]) for rank in range(len(encoded))]
-        for asked in (one for one in pages.questions if one.kind == "leaning"):
-            rank, (subject, said) = asked.gold[1], asked.reference
-            start = pages.passages[rank].index(subject + said)
-            place = encoded[rank].char_to_token(start + max(0, len(subject) - 1))
-            before, last = self.tokenizer.encode(asked.question.gold[0]).ids[-2:]
-            if place is not None:
-                yield starts[rank] + place, before, last
+        return torch.tensor(kinds), maker.pack(rows)
 
 
 def main() -> None:

@@ -38,14 +38,11 @@ HELD_OUT_PREDICATES: dict[str, tuple[str, ...]] = {
 """Wordings of held-out long passages, none of which training sees."""
 
 INTRODUCTIONS: tuple[str, ...] = (
-    "{first} is {a}, {second} is {b}.",
-    "{first}: {a}, {second}: {b}.",
-    "Of a pair, {first} is {a}, {second} {b}.",
+    "{a} is {first}, {b} is {second}.",
+    "{a}: {first}, {b}: {second}.",
+    "Of a pair, {a} is {first}, {b} {second}.",
 )
-HELD_OUT_INTRODUCTIONS: tuple[str, ...] = (
-    "{first} is {a}, {second}: {b}.",
-    "Of a pair, {first}: {a}, {second}: {b}.",
-)
+HELD_OUT_INTRODUCTIONS: tuple[str, ...] = ("{a} is {first}, {b}: {second}.", "Of a pair, {a}: {first}, {b}: {second}.")
 """Sentences that introduce two by what a later passage calls them: the former and the latter, or she and he."""
 
 ORDINALS: tuple[tuple[str, str], ...] = (
