@@ -1,13 +1,14 @@
 """What each codec saves and what it costs: sizes, rates, fidelity on the bundled model, time to first token.
 
-python -m benchmarks.codecs --rounds 0       # sizes, rates, fidelity on 100 held-out questions of each kind
+python -m benchmarks.codecs --rounds 0       # sizes, rates, fidelity on held-out questions, with KVzip too
 python -m benchmarks.codecs --questions 0    # times to first token over 10 passages of 500 tokens; other file
 python -m benchmarks.codecs --rounds 0 --codec mikv    # one codec beside raw; a file of its own
 
 Sizes are against the same block in bfloat16: normal numbers of published shapes, which are the worst case of an
 entropy coder, and the bundled model's own KV of joined passages. Fidelity is against the same prompt read over raw
-blocks. Rates are of one thread over bytes in bfloat16; decoding is into place, layer by layer. A codec that needs a
-basis has one of other passages for the bundled model, and a stand-in without structure elsewhere.
+blocks that hold all KV, in the regime of `benchmarks.quality`. Rates are of one thread over bytes in bfloat16;
+decoding is into place, layer by layer. A codec that needs a basis has one of other passages for the bundled model, and
+a stand-in without structure elsewhere.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -29,14 +30,14 @@ from rich.console import Console
 import ragcache as rc
 from benchmarks.environment import environment
 from benchmarks.files import drop_page_cache, file_system
-from benchmarks.quality_units import Cell, answers
+from benchmarks.quality_units import Cell, answers, cases_of
 from benchmarks.reading import random_prompt
 from benchmarks.report import RESULTS, Goal, Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Variant, alternate, ratio, summarise
 from ragcache.codecs import CODECS, Bases, Codec, get_codec
 from ragcache.codecs.fitting import fit_basis, stand_in
-from ragcache.evaluation.registry import MAX_ANSWER_TOKENS, registry_cases
+from ragcache.evaluation.registry import MAX_ANSWER_TOKENS
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.encoder import ModelEncoder
@@ -46,11 +47,15 @@ from ragcache.store.kv_store import KVStore
 
 LOSSY = [name for name in CODECS if name != "raw"]
 PLACES = ("memory tier", "cold disk")
-QUESTIONS = ("1 hop", "2 hops", "leaning")
+QUESTIONS = ("single", "two-hop")  # those that moved blocks answer
 PASSAGES = 8
+PRUNED = ("raw", "kvtc")  # codecs that are tried with KVzip as well
+KEPT = (0.5, 0.25)
 SAMPLE_QUESTIONS = 30  # whose passages, of other names and wordings, make the basis of a codec that needs one
 SIZES = {"int8": 0.52, "int4": 0.29, "cachegen": 0.22, "kvtc": 1 / 12}
 AGREEMENT = {"int8": 0.995, "int4": 0.98, "cachegen": 0.97, "kvtc": 0.99}
+PRUNED_BYTES = {"raw, kept 0.25": 1 / 4, "kvtc, kept 0.5": 1 / 30, "kvtc, kept 0.25": 1 / 30}
+PRUNED_ANSWERS = {"raw, kept 0.25": 0.98, "kvtc, kept 0.5": 0.97, "kvtc, kept 0.25": 0.97}
 STATED_QUESTIONS = 300
 SIZED_SHAPES = ("SmolLM2-135M", "Llama-3.1-8B")
 SIZED_TOKENS = (256, 300, 500)
@@ -62,15 +67,18 @@ def lossy(names: Iterable[str]) -> list[str]:
 
 @dataclass
 class Fidelity:
-    """Over all questions: share with raw's first token, KL(raw || codec) at it in nats, right answers."""
+    """Over all questions: share with raw's first token, KL(raw || codec) at it in nats, right answers, bytes of the
+    blocks and of what they are in bfloat16."""
 
     questions: int = 0
     agreed: int = 0
     kl_sum: float = 0.0
     kl_max: float = 0.0
     right: int = 0
+    stored_bytes: int = 0
+    whole_bytes: int = 0
 
-    def add(self, raw: torch.Tensor, logits: torch.Tensor, right: bool) -> None:
+    def add(self, raw: torch.Tensor, logits: torch.Tensor, right: bool, stored_bytes: int, whole_bytes: int) -> None:
         ours, theirs = logits.double().log_softmax(-1), raw.double().log_softmax(-1)
         kl = max(0.0, float((theirs.exp() * (theirs - ours)).sum()))
         self.questions += 1
@@ -78,6 +86,8 @@ class Fidelity:
         self.kl_sum += kl
         self.kl_max = max(self.kl_max, kl)
         self.right += int(right)
+        self.stored_bytes += stored_bytes
+        self.whole_bytes += whole_bytes
 
     def to_json(self) -> dict[str, float]:
         return {
@@ -86,7 +96,19 @@ class Fidelity:
             "kl_mean": self.kl_sum / self.questions,
             "kl_max": self.kl_max,
             "exact_match": self.right / self.questions,
+            "bytes_of_bfloat16": self.stored_bytes / self.whole_bytes,
         }
+
+
+class Stored(NamedTuple):
+    """A codec, and the share of KV that KVzip leaves it."""
+
+    codec: Codec
+    kept: float = 1.0
+
+    @property
+    def label(self) -> str:
+        return self.codec.name if self.kept == 1 else f"{self.codec.name}, kept {self.kept:g}"
 
 
 def trained(lm: rc.LanguageModel, names: Sequence[str], seed: int) -> dict[str, Codec]:
@@ -96,28 +118,43 @@ def trained(lm: rc.LanguageModel, names: Sequence[str], seed: int) -> dict[str, 
         bases = Bases()
         found[name] = get_codec(name, bases)
         if found[name].needs_basis:
-            cases = registry_cases(Cell(QUESTIONS[0], PASSAGES).settings(SAMPLE_QUESTIONS, seed + 1))
+            cases = cases_of(Cell(QUESTIONS[0], PASSAGES), SAMPLE_QUESTIONS, seed + 1)
             prompts = [case.prompt(lm.tokenizer, form) for case in cases]
             blocks = [block for one in prompts for block in lm.encode(one.chunk_ids, recipe, one.prefix_ids)]
             bases.add(fit_basis(blocks))
     return found
 
 
+def ways(codecs: dict[str, Codec]) -> list[Stored]:
+    """All codecs over all KV, raw first; then some over what KVzip leaves."""
+    whole = [Stored(codec) for codec in codecs.values()]
+    return whole + [Stored(codecs[name], kept) for name in PRUNED if name in codecs for kept in KEPT]
+
+
 def fidelity(lm: rc.LanguageModel, questions: int, seed: int, codecs: dict[str, Codec]) -> dict[str, Fidelity]:
-    """By codec. Every codec reads the same prompts, by the model's own method."""
+    """By way of storing. Every one reads the same prompts, by the model's own method."""
     method, form = get_method(lm.default_method), prompt_format(lm.tokenizer)
-    recipe = block_recipe(lm, method)
-    found = {name: Fidelity() for name in codecs}
+    recipe, tried = block_recipe(lm, method), ways(codecs)
+    found = {way.label: Fidelity() for way in tried}
     for kind in QUESTIONS:
-        for number, case in enumerate(registry_cases(Cell(kind, PASSAGES).settings(questions, seed)), 1):
+        for number, case in enumerate(cases_of(Cell(kind, PASSAGES), questions, seed), 1):
             prompt = case.prompt(lm.tokenizer, form)
-            blocks = lm.encode(prompt.chunk_ids, recipe, prompt.prefix_ids)
+            blocks = {
+                kept: lm.encode(prompt.chunk_ids, replace(recipe, kept=kept), prompt.prefix_ids)
+                for kept in sorted({way.kept for way in tried})
+            }
+            whole = sum(block.num_bytes for block in blocks[1.0]) * 2 // lm.dtype.itemsize
             raw = None
-            for name, codec in codecs.items():  # raw comes first
-                coded = [codec.decode(codec.encode(block)) for block in blocks]
-                fused = rc.fuse(lm, prompt, method, coded, recipe=recipe, reserve_tokens=MAX_ANSWER_TOKENS)
+            for codec, kept in tried:  # raw comes first
+                coded = [codec.decode(codec.encode(block)) for block in blocks[kept]]
+                used = replace(recipe, kept=kept)
+                fused = rc.fuse(lm, prompt, method, coded, recipe=used, reserve_tokens=MAX_ANSWER_TOKENS)
                 raw = fused.next_logits.clone() if raw is None else raw
-                found[name].add(raw, fused.next_logits, answers(lm, fused, case.answers[0]))
+                stored = sum(block.num_bytes for block in coded)
+                if codec.name == "raw":  # it keeps the model's dtype
+                    stored = stored * 2 // lm.dtype.itemsize
+                right = answers(lm, fused, case)
+                found[Stored(codec, kept).label].add(raw, fused.next_logits, right, stored, whole)
                 fused.cache.release()
             print(f"\r{kind}: {number} of {questions}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
@@ -140,13 +177,13 @@ def sizes(lm: rc.LanguageModel, seed: int, codecs: dict[str, Codec]) -> dict[str
         for shape in SIZED_SHAPES
         for tokens in SIZED_TOKENS
     }
-    case = registry_cases(Cell("1 hop", 16).settings(1, seed))[0]
+    case = cases_of(Cell(QUESTIONS[0], PASSAGES), 1, seed)[0]
     prompt = case.prompt(lm.tokenizer, prompt_format(lm.tokenizer))
     read: dict[str, KVBlock] = {}
     for tokens in SIZED_TOKENS:
         ids = [one for chunk in prompt.chunk_ids for one in chunk][:tokens]
         own = lm.encode([ids])[0]
-        read[f"mini, {len(ids)} tokens"] = own.map(lambda tensor: tensor.bfloat16())
+        read[f"{lm.name}, {len(ids)} tokens"] = own.map(lambda tensor: tensor.bfloat16())
     measured = {}
     for name in lossy(codecs):
         pairs = [(what, block, codecs[name].for_trial(block)) for what, block in normal.items()]
@@ -257,12 +294,34 @@ def goals(figures: dict[str, Any], ratios: dict[str, Any], stated: bool) -> list
             continue
         enough = own["questions"] >= STATED_QUESTIONS
         found.append(Goal(f"{name}, first token as with raw", "at least", limit, own["top1_agreement"], enough))
+    found += list(_pruned_goals(figures.get("fidelity", {})))
     for name in lossy(figures["rates"]) if ratios else ():
         memory, disk = (ratios[f"{name}: {place} / raw: {place}"] for place in PLACES)
         if name == "int8":
             found.append(Goal.of("int8 from memory / raw", "at most", 1.25, memory, stated))
         found.append(Goal.of(f"{name} from a cold disk / raw", "at most", 1.0, disk, stated))
     return found
+
+
+def _pruned_goals(fidelity: dict[str, Any]) -> Iterator[Goal]:
+    """Of KVzip alone and with a codec: bytes, and right answers as a share of those over raw blocks."""
+    for name, limit in PRUNED_BYTES.items():
+        own = fidelity.get(name)
+        if own is not None:
+            enough, share = own["questions"] >= STATED_QUESTIONS, own["exact_match"] / fidelity["raw"]["exact_match"]
+            yield Goal(f"{name}, bytes / bfloat16", "at most", limit, own["bytes_of_bfloat16"], True)
+            yield Goal(f"{name}, right answers / raw's", "at least", PRUNED_ANSWERS[name], share, enough)
+
+
+def pruned_lines(fidelity: dict[str, Any]) -> list[str]:
+    """A table of what KVzip left, beside the same codecs over all KV."""
+    shown = [name for name in fidelity if "kept" in name or name in PRUNED]
+    lines = ["| blocks | bytes / bfloat16 | first token as raw | KL mean | exact match |", "|---|---|---|---|---|"]
+    for name in shown if len(shown) > 1 else ():
+        own = fidelity[name]
+        numbers = f"{own['top1_agreement']:.4f} | {own['kl_mean']:.1e} | {own['exact_match']:.3f}"
+        lines.append(f"| `{name}` | {own['bytes_of_bfloat16']:.3f} | {numbers} |")
+    return ["", *lines] if len(lines) > 2 else []
 
 
 def markdown(figures: dict[str, Any], ratios: dict[str, Any]) -> list[str]:
@@ -286,7 +345,7 @@ def markdown(figures: dict[str, Any], ratios: dict[str, Any]) -> list[str]:
             + " | ".join("-" if one is None else f"{one.median:.2f}" for one in ttft)
             + " |"
         )
-    return lines
+    return lines + pruned_lines(figures.get("fidelity", {}))
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
@@ -294,6 +353,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=100, help="of each kind; 0 leaves fidelity out")
     parser.add_argument("--rounds", type=int, default=10, help="of timing; 0 leaves times to first token out")
     parser.add_argument("--codec", choices=LOSSY, help="this one and raw, to codecs-NAME.json; all if not given")
+    parser.add_argument("--model", default="mini-long", help="whose answers are compared; bundled name or directory")
     parser.add_argument("--shape", choices=SHAPES, default="SmolLM2-135M", help="of the model that is timed")
     parser.add_argument("--passages", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=500)
@@ -309,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     given = sys.argv[1:] if arguments is None else arguments
     options = parse(given)
     where = environment("benchmarks.codecs", given, torch.device("cpu"))
-    lm = rc.load_lm("mini")
+    lm = rc.load_lm(options.model, dtype="float32")
     codecs = trained(lm, options.codecs, options.seed)
     figures: dict[str, Any] = {
         "sizes": sizes(lm, options.seed, codecs),

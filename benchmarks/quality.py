@@ -5,9 +5,10 @@ python -m benchmarks.quality --checkpoint base=DIR --checkpoint link5=DIR --meth
 python -m benchmarks.pages                                       # then put the tables into docs/methods.md
 
 Passages have 150 to 300 tokens (`ragcache.evaluation.registry.pages`). The first checkpoint is the base that the others
-were trained from. Every method reads the same prompts, cut into prefix, passages and question, and decodes greedily. An
-answer counts when it holds what was asked for. Answers are kept in quality.answers.jsonl: run it again to go on. Rows
-of a checkpoint that is no longer at hand stay in the table with --keep LABEL.
+were trained from. Every method reads the same prompts, cut into prefix, passages and question. An answer counts when
+its whole text is the expected one; a two-hop answer names the entity in between as well. Answers are kept in
+quality.answers.jsonl: run it again to go on. Rows of a checkpoint that is no longer at hand stay in the table with
+--keep LABEL.
 """
 
 from __future__ import annotations

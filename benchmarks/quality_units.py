@@ -22,8 +22,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case
 from ragcache.evaluation.methods import MethodSpec
-from ragcache.evaluation.metrics import contains_answer
-from ragcache.evaluation.reading import PromptReader, forced_logits, write_answer
+from ragcache.evaluation.reading import PromptReader, forced_logits
 from ragcache.evaluation.registry import MAX_ANSWER_TOKENS, PagesSettings, pages_cases
 from ragcache.models.card import eos_token_ids
 from ragcache.prompt import encode_text, prompt_format
@@ -41,7 +40,7 @@ class Cell(NamedTuple):
 class Reads(NamedTuple):
     """What one method made of the questions of a unit, one value a question.
 
-    right:    1 where the answer holds what was asked for, else 0
+    right:    1 where the whole answer is the expected one, else 0
     computed: tokens that ran, of those that the prompt has, mean over the layers
     kept:     tokens that were held after it, likewise
     seconds:  to the first token, with blocks in memory
@@ -98,11 +97,8 @@ def run_unit(unit: Unit) -> dict[str, Reads]:
 
 
 def answers(lm: rc.LanguageModel, fused: rc.Fused, case: Case) -> bool:
-    """Whether the greedy answer holds what was asked for. One pass shows whether it is the whole one, as most are."""
-    ids = [*encode_text(lm.tokenizer, case.answers[-1]), min(eos_token_ids(lm))]
-    if would_write(lm, fused, ids):
-        return True
-    return contains_answer(write_answer(lm, fused, MAX_ANSWER_TOKENS).text, case.answers)
+    """Whether the greedy answer is the whole sentence that the bundled models learned, and ends there."""
+    return would_write(lm, fused, [*encode_text(lm.tokenizer, case.answers[-1]), min(eos_token_ids(lm))])
 
 
 def would_write(lm: rc.LanguageModel, fused: rc.Fused, ids: Sequence[int]) -> bool:
