@@ -34,7 +34,7 @@ class Size(NamedTuple):
         return round(math.exp(rng.uniform(math.log(least), math.log(most))))
 
 
-SMALL = Size((2, 6), (1, 2), 24, 6)
+SMALL = Size((4, 8), (1, 2), 24, 6)
 LARGE = Size((2, 16), ARTICLES, 12, 12)
 SMALL_SHARE = 0.5
 """Share of small pages, on which a model sees many more sentences that lean in the same time."""

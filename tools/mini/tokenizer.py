@@ -134,5 +134,4 @@ def _wordings() -> list[tuple[str, ...]]:
 
 
 def _page_wordings() -> list[tuple[str, ...]]:
-    ordinals = tuple(text for pair in wording.ORDINALS for text in pair)
-    return [wording.INTRODUCTIONS, wording.CORRECTIONS, ordinals, wording.PRONOUNS, (wording.NO_ANSWER,)]
+    return [wording.REMARKS, wording.CORRECTIONS, (wording.NO_ANSWER,)]

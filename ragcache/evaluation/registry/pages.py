@@ -3,8 +3,8 @@
 A page is a passage of several articles, 150 to 300 tokens of the bundled models. Beside its articles it may hold
 
     a split      an article's last sentence, cut behind its subject; the next page begins with the rest
-    a couple     two entities that a page introduces as the former and the latter, or as she and he; somewhere on the
-                 next page a sentence begins with one of these. All couples of a context bear the same, or pronouns
+    a heading    the last line of a page; what the next page says of "she", "he" or "it", at its head, behind some
+                 remarks or at its end behind nothing but remarks, is said of the name in that heading
     a correction of what an article on another page states
 
 All that leans in one context states the same relation of entities of one kind, so that nothing but its place tells
@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from ragcache.evaluation.registry import names, wording
 from ragcache.evaluation.registry.contexts import passage_text
-from ragcache.evaluation.registry.documents import Article, capitalised, predicate_of, write_document, write_in_two
+from ragcache.evaluation.registry.documents import Article, predicate_of, write_document, write_in_two
 from ragcache.evaluation.registry.names import DataSplit
 from ragcache.evaluation.registry.questions import Question, answerable_questions, single_hop
 from ragcache.evaluation.registry.world import RELATIONS, Entity, World, draw_world
@@ -31,6 +31,10 @@ PAGE_KINDS = ("single", "two-hop", "leaning", "conflicting", "unanswerable")
 PLACES = ("head", "middle", "end")
 ARTICLES = (5, 7)
 """Articles of a page, at least and at most."""
+SPLIT_SHARE = 0.2
+"""Of what leans; the rest hangs on a heading."""
+REMARKS_AN_ARTICLE = 3
+"""Remarks that are about as long as an article."""
 SPARE = 6
 """Entities of a world that no page is about."""
 OWN_RELATIONS = {"person": ("profession", "born"), "town": ("founded", "product")}
@@ -100,19 +104,18 @@ class _Draft:
         self, rng: random.Random, num_passages: int, split: DataSplit, wordings: DataSplit, articles: tuple[int, int]
     ) -> None:
         self.rng, self.wordings = rng, wordings
-        self.num_splits, self.num_couples = _numbers(rng, num_passages)
-        leaning = self.num_splits + 2 * self.num_couples
+        self.articles = articles
+        leaning = num_passages // 2
         self.world = _world(rng, split, num_passages * articles[1] + leaning + SPARE, leaning)
-        self.ordinals = rng.choice(self._texts(wording.ORDINALS, wording.HELD_OUT_ORDINALS))
-        self.groups = [[_Page(), _Page()] for _ in range(self.num_splits + self.num_couples)]
-        self.groups += [[_Page()] for _ in range(num_passages - 2 * len(self.groups))]
+        self.groups = [[_Page(), _Page()] for _ in range(leaning)]
+        self.groups += [[_Page()] for _ in range(num_passages - 2 * leaning)]
         self.chosen = self._choose(leaning)
         self.free = [name for name in self.world.entities if name not in {one.name for one in self.chosen}]
         rng.shuffle(self.free)
         self.documents: dict[str, Article] = {}
         self.where: dict[str, _Page] = {}
-        for page in (page for group in self.groups for page in group):
-            self._fill(page, rng.randint(*articles))
+        for group in self.groups:
+            self._fill(group[0], rng.randint(*articles))
 
     def pages(self) -> Pages:
         leaning = self._lean()
@@ -128,7 +131,7 @@ class _Draft:
         """Entities of one kind that only what leans will be about."""
         by_kind = {kind: [e for e in self.world.entities.values() if e.kind == kind] for kind in RELATIONS}
         kind = self.rng.choice([kind for kind, found in by_kind.items() if len(found) >= count])
-        self.relation = self.rng.choice(RELATIONS[kind])
+        self.relation = self.rng.choice(OWN_RELATIONS.get(kind, RELATIONS[kind]))
         return self.rng.sample(by_kind[kind], count)
 
     def _fill(self, page: _Page, count: int) -> None:
@@ -139,51 +142,40 @@ class _Draft:
             page.items.append(passage_text(self.rng, document))
 
     def _lean(self) -> list[_Leaning]:
-        found: list[_Leaning] = []
-        left = list(self.chosen)
-        for first, second in (group for group in self.groups if len(group) == 2):
-            if len(found) < self.num_splits:
-                found.append(self._split(left.pop(), first, second))
-            else:
-                found += self._couple(left.pop(), left.pop(), first, second)
-        return found
+        pairs = (group for group in self.groups if len(group) == 2)
+        return [self._pair(entity, *pair) for entity, pair in zip(self.chosen, pairs, strict=True)]
 
-    def _split(self, entity: Entity, first: _Page, second: _Page) -> _Leaning:
-        head, rest = write_in_two(self.rng, entity, self.relation, self.wordings)
-        first.insert(self.rng, passage_text(self.rng, head), "end")
-        said = passage_text(self.rng, rest)
-        second.insert(self.rng, said, "head")
-        return _Leaning(entity, first, "head", ("", said))
-
-    def _couple(self, one: Entity, other: Entity, first: _Page, second: _Page) -> list[_Leaning]:
-        text = self.rng.choice(self._texts(wording.INTRODUCTIONS, wording.HELD_OUT_INTRODUCTIONS))
-        subjects = self._references(one, other)
-        introduced = text.format(first=subjects[0], second=subjects[1], a=one.name, b=other.name)
-        first.insert(self.rng, f"{capitalised(introduced)}\n", self.rng.choice(PLACES))
-        found = []
-        for entity, subject in zip((one, other), subjects, strict=True):
-            place = self.rng.choice(PLACES)
+    def _pair(self, entity: Entity, first: _Page, second: _Page) -> _Leaning:
+        size = self.rng.randint(*self.articles)
+        if self.rng.random() < SPLIT_SHARE:
+            head, rest = write_in_two(self.rng, entity, self.relation, self.wordings)
+            first.insert(self.rng, passage_text(self.rng, head), "end")
+            place, reference = "head", ("", passage_text(self.rng, rest))
+        else:
+            mark = "# " if self.rng.random() < 0.5 else ""
+            first.insert(self.rng, f"{mark}{entity.name.removeprefix('the ')}\n", "end")
             said = predicate_of(self.rng, self.relation, entity.facts[self.relation], self.wordings)
-            reference = (capitalised(subject), f" {said}.\n")
-            second.insert(self.rng, "".join(reference), place)
-            found.append(_Leaning(entity, first, place, reference))
-        return found
-
-    def _references(self, one: Entity, other: Entity) -> tuple[str, str]:
-        women = [entity.name.split(" ")[0] in names.FEMALE_NAMES for entity in (one, other)]
-        if one.kind == "person" and women[0] != women[1] and self.rng.random() < 0.5:
-            she, he = wording.PRONOUNS
-            return (she, he) if women[0] else (he, she)
-        return self.ordinals
+            place, reference = self.rng.choice(PLACES), (_pronoun(entity), f" {said}.\n")
+        remarks = {"head": 0, "middle": size, "end": REMARKS_AN_ARTICLE * size}[place]
+        if remarks:
+            texts = self._texts(wording.REMARKS, wording.HELD_OUT_REMARKS)
+            second.insert(self.rng, " ".join(self.rng.choices(texts, k=remarks)) + "\n", "end")
+        second.insert(self.rng, "".join(reference), "end")
+        if place != "end":
+            self._fill(second, size if place == "head" else max(1, size - size // REMARKS_AN_ARTICLE))
+        return _Leaning(entity, first, place, reference)
 
     def _texts(self, trained: Sequence[T], held_out: Sequence[T]) -> Sequence[T]:
         return trained if self.wordings is DataSplit.TRAIN else held_out
 
     def _correct(self) -> dict[tuple[str, str], tuple[str, _Page]]:
-        """Correct about one fact in four pages: (name, relation) -> the value that holds, and where it stands."""
-        pages = [page for group in self.groups for page in group]
+        """Correct about one fact in four pages: (name, relation) -> the value that holds, and where it stands.
+
+        On no page that leans on another: what it says of "she" would be of whom the correction names.
+        """
+        pages = [group[0] for group in self.groups]
         found: dict[tuple[str, str], tuple[str, _Page]] = {}
-        for _ in range(max(1, len(pages) // 4)):
+        for _ in range(max(1, len(pages) // 2)):
             stated = [
                 (name, relation)
                 for name, document in self.documents.items()
@@ -194,7 +186,10 @@ class _Draft:
             if not stated:  # few articles
                 break
             name, relation = self.rng.choice(stated)
-            page = self.rng.choice([page for page in pages if page is not self.where[name]])
+            elsewhere = [page for page in pages if page is not self.where[name]]
+            if not elsewhere:
+                break
+            page = self.rng.choice(elsewhere)
             found[name, relation] = self.rng.choice(self._other_values(name, relation)), page
             said = predicate_of(self.rng, relation, found[name, relation][0], self.wordings)
             text = self.rng.choice(self._texts(wording.CORRECTIONS, wording.HELD_OUT_CORRECTIONS))
@@ -240,14 +235,10 @@ class _Draft:
         return found[:SPARE]
 
 
-def _numbers(rng: random.Random, num_passages: int) -> tuple[int, int]:
-    """Splits and couples: one and two over 8 pages, and in fewer whatever fits."""
-    if num_passages < 4:
-        splits = rng.randint(0, 1)
-        return splits, 1 - splits
-    if num_passages < 8:
-        return rng.randint(0, 1), 1
-    return num_passages // 8, num_passages // 4
+def _pronoun(entity: Entity) -> str:
+    if entity.kind != "person":
+        return "It"
+    return "She" if entity.name.split(" ")[0] in names.FEMALE_NAMES else "He"
 
 
 def _world(rng: random.Random, split: DataSplit, num_entities: int, leaning: int) -> World:

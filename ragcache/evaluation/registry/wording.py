@@ -26,10 +26,10 @@ the distance that the model's first layer looks back from the start."""
 HELD_OUT_PREDICATES: dict[str, tuple[str, ...]] = {
     "town": ("still lives in {v}", "now resides in {v}"),
     "profession": ("is still a {v}", "now works as a {v}"),
-    "born": ("dates from {v}", "was first christened in {v}"),
+    "born": ("dates from {v}", "has been christened in {v}"),
     "club": ("now belongs to {v}", "still plays for {v}"),
     "river": ("now lies on {v}", "stands beside {v}"),
-    "founded": ("was first founded in {v}", "is started in {v}"),
+    "founded": ("has been founded in {v}", "is started in {v}"),
     "product": ("is best known for {v}", "makes very good {v}"),
     "weekday": ("now meets on {v}", "still gathers on {v}"),
     "mouth": ("now flows into {v}", "still ends in {v}"),
@@ -37,24 +37,23 @@ HELD_OUT_PREDICATES: dict[str, tuple[str, ...]] = {
 }
 """Wordings of held-out long passages, none of which training sees."""
 
-INTRODUCTIONS: tuple[str, ...] = (
-    "{a} is {first}, {b} is {second}.",
-    "{a}: {first}, {b}: {second}.",
-    "Of a pair, {a} is {first}, {b} {second}.",
+REMARKS: tuple[str, ...] = (
+    "The papers were checked last year.",
+    "A copy of the papers is on file.",
+    "The registry keeps a copy of the entry.",
+    "Nothing else has been checked.",
+    "The copy is complete.",
+    "The papers have been on file for years.",
+    "The registry checked the copy last year.",
+    "Nothing else is in the papers.",
 )
-HELD_OUT_INTRODUCTIONS: tuple[str, ...] = ("{a} is {first}, {b}: {second}.", "Of a pair, {a}: {first}, {b}: {second}.")
-"""Sentences that introduce two by what a later passage calls them: the former and the latter, or she and he."""
-
-ORDINALS: tuple[tuple[str, str], ...] = (
-    ("the former", "the latter"),
-    ("the first of them", "the second of them"),
-    ("the first of the pair", "the second of the pair"),
+HELD_OUT_REMARKS: tuple[str, ...] = (
+    "The copy was checked last year.",
+    "The papers have been complete for years.",
+    "A copy of the entry is on file.",
+    "Nothing else is in the registry.",
 )
-HELD_OUT_ORDINALS: tuple[tuple[str, str], ...] = (
-    ("the former of them", "the latter of them"),
-    ("the former of the pair", "the latter of the pair"),
-)
-PRONOUNS = ("she", "he")
+"""Sentences about nothing, of which a page has many where what is said of a name stands far behind it."""
 
 CORRECTIONS: tuple[str, ...] = ("Correction: {s}.", "Correction of the registry: {s}.")
 HELD_OUT_CORRECTIONS: tuple[str, ...] = ("Correction of the entry: {s}.",)
