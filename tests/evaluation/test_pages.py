@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from statistics import median
 
 import pytest
