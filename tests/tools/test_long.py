@@ -15,9 +15,10 @@ from ragcache.evaluation.registry import PAGE_KINDS, draw_pages
 from ragcache.training.data import read_rows
 from tools.mini import page_data
 from tools.mini.base import train
+from tools.mini.batches import BatchMaker
 from tools.mini.evaluate import MINI_BASE
-from tools.mini.long import LongOptions, LongTrainer, grow
-from tools.mini.packed import FUSED_LENGTH, PackedBatch, packed_hidden
+from tools.mini.long import PRONOUN_LAYER, SAID_LAYER, LongOptions, LongTrainer, grow
+from tools.mini.packed import FOCUS_WEIGHT, FUSED_LENGTH, PackedBatch, packed_hidden, packed_scores
 from tools.mini.page_data import KIND_SHARES, draw_questions
 from tools.mini.tokenizer import build_tokenizer
 
@@ -63,6 +64,42 @@ def test_long_contexts_are_read_as_transformers_reads_them(grown, apart):
         torch.testing.assert_close(hidden[0, number], plain, atol=1e-4, rtol=1e-3)
 
 
+def test_what_leans_is_shown_what_it_hangs_on():
+    """A pronoun the last word of the heading, what is said the pronoun, or the cut sentence's name."""
+    trainer = LongTrainer.__new__(LongTrainer)
+    trainer.tokenizer = build_tokenizer(pages=True)
+    decode = trainer.tokenizer.decode
+    shown = []
+    for seed in range(20):
+        pages = draw_pages(random.Random(seed), 4, articles=(1, 2))
+        row = BatchMaker(trainer.tokenizer, random.Random(0)).row(pages.passages, [])
+        names = {one.question.gold[0].split()[-1] for one in pages.questions if one.kind == "leaning"}
+        for layer, (place, seen) in trainer._focus(pages, row):
+            word, upto = decode([row.context[place]]).strip(), decode(row.context[: seen + 1])
+            shown.append((layer, word))
+            if layer == PRONOUN_LAYER:
+                assert word in ("She", "He", "It")
+            if layer == PRONOUN_LAYER or upto.split()[-1] not in ("She", "He", "It"):
+                assert upto.split()[-1] in names
+    assert {layer for layer, _ in shown} == {PRONOUN_LAYER, SAID_LAYER}
+    assert "It" in {word for _, word in shown}
+
+
+def test_the_loss_of_attention_is_that_of_transformers_attention(grown):
+    generator = torch.Generator().manual_seed(2)
+    context = torch.randint(70, 2000, (2, 30), generator=generator)
+    questions = torch.randint(70, 2000, (2, 1, 5), generator=generator)
+    focus = torch.tensor([[1, 0, 20, 3], [1, 1, 29, 29], [3, 1, 7, 2]])
+    plain = PackedBatch(context, torch.tensor([30, 30]), questions, questions)
+    with torch.no_grad():
+        asked = packed_scores(grown, plain._replace(focus=focus)).loss - packed_scores(grown, plain).loss
+        grown.set_attn_implementation("eager")
+        attentions = grown(context, output_attentions=True).attentions
+        grown.set_attn_implementation("sdpa")
+    wanted = [-attentions[layer][row, -1, place, seen].log() for layer, row, place, seen in focus.tolist()]
+    torch.testing.assert_close(asked, FOCUS_WEIGHT * torch.stack(wanted).mean(), atol=1e-4, rtol=1e-3)
+
+
 def test_questions_of_all_kinds_come_once_before_any_comes_twice():
     pages = draw_pages(random.Random(3), 8)
     drawn = draw_questions(random.Random(0), pages.questions, len(pages.questions) + 3)
@@ -81,7 +118,7 @@ def test_rows_of_pages_are_those_that_training_reads(tmp_path):
     assert len(found) == 20
     assert not refused
     assert not any(row.shuffle for row in found)
-    assert {len(row.passages) for row in found} >= {2, 3, 4}
+    assert {len(row.passages) for row in found} >= {4, 5, 6}
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ragcache.evaluation.registry import PAGE_KINDS, draw_pages
+from ragcache.evaluation.registry import PAGE_KINDS, Pages, draw_pages
 from tools.mini.base import Options, Trainer, train
 from tools.mini.batches import BatchMaker, Encoded
 from tools.mini.curriculum import STAGES
@@ -32,6 +33,8 @@ TRAINED_LENGTH = 512
 SHORT_SHARE = 0.1
 """Share of the batches over short passages, as the base model was trained on."""
 SHORT_STAGE = len(STAGES) - 1
+PRONOUN_LAYER, SAID_LAYER = 1, 3
+"""Layers, new ones, that learn to look from a pronoun to what it stands for, and from what is said to the pronoun."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,37 @@ class LongTrainer(Trainer):
         passages = size.draw_passages(rng)
         rows: list[Encoded] = []
         kinds: list[list[int]] = []
+        focus: list[tuple[int, int, int, int]] = []
         for _ in range(max(1, size.batch_pages // passages)):
             pages = draw_pages(rng, passages, articles=size.articles)
             asked = draw_questions(rng, pages.questions, size.num_questions)
             rows.append(maker.row(pages.passages, [one.question for one in asked]))
             kinds.append([PAGE_KINDS.index(one.kind) for one in asked])
-        return torch.tensor(kinds), maker.pack(rows)
+            focus += [(layer, len(rows) - 1, *seen) for layer, seen in self._focus(pages, rows[-1])]
+        return torch.tensor(kinds), maker.pack(rows)._replace(focus=torch.tensor(focus))
+
+    def _focus(self, pages: Pages, row: Encoded) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Layer, and a place with what should be seen from there: a pronoun sees the heading that it stands for, and
+        what is said of it sees the pronoun, or the heading where the sentence was cut.
+
+        Without this a model of this size guesses among the candidates for millions of tokens.
+        """
+        encoded = [self.tokenizer.encode(text) for text in pages.passages]
+        starts = [len(row.context) - sum(len(one.ids) for one in encoded[rank:]) for rank in range(len(encoded))]
+
+        def place(rank: int, character: int) -> int:
+            return starts[rank] + (encoded[rank].char_to_token(character) or 0)
+
+        for asked in (one for one in pages.questions if one.kind == "leaning"):
+            (first, second), (subject, said) = asked.gold, asked.reference
+            heading = place(first, len(pages.passages[first].rstrip()) - 1)
+            start = pages.passages[second].index(subject + said)
+            behind = place(second, start + len(subject + said.rstrip()) - 1)
+            seen = place(second, start) if subject else heading
+            if subject:
+                yield PRONOUN_LAYER, (seen, heading)
+            for one in range(place(second, start + len(subject) + (said[0] == " ")), behind):
+                yield SAID_LAYER, (one, seen)
 
 
 def main() -> None:
