@@ -33,8 +33,8 @@ TRAINED_LENGTH = 512
 SHORT_SHARE = 0.1
 """Share of the batches over short passages, as the base model was trained on."""
 SHORT_STAGE = len(STAGES) - 1
-PRONOUN_LAYER, SAID_LAYER = 1, 3
-"""Layers, new ones, that learn to look from a pronoun to what it stands for, and from what is said to the pronoun."""
+LEANING_LAYER = 1
+"""The layer, a new one, that learns to look from a sentence that leans to the name that it is about."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,11 @@ class LongTrainer(Trainer):
             asked = draw_questions(rng, pages.questions, size.num_questions)
             rows.append(maker.row(pages.passages, [one.question for one in asked]))
             kinds.append([PAGE_KINDS.index(one.kind) for one in asked])
-            focus += [(layer, len(rows) - 1, *seen) for layer, seen in self._focus(pages, rows[-1])]
+            focus += [(LEANING_LAYER, len(rows) - 1, *seen) for seen in self._focus(pages, rows[-1])]
         return torch.tensor(kinds), maker.pack(rows)._replace(focus=torch.tensor(focus))
 
-    def _focus(self, pages: Pages, row: Encoded) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Layer, and a place with what should be seen from there: a pronoun sees the heading that it stands for, and
-        what is said of it sees the pronoun, or the heading where the sentence was cut.
+    def _focus(self, pages: Pages, row: Encoded) -> Iterator[tuple[int, int]]:
+        """A place and what should be seen from there: a pronoun, and what is said of it, see the name in the heading.
 
         Without this a model of this size guesses among the candidates for millions of tokens.
         """
@@ -142,15 +141,11 @@ class LongTrainer(Trainer):
             return starts[rank] + (encoded[rank].char_to_token(character) or 0)
 
         for asked in (one for one in pages.questions if one.kind == "leaning"):
-            (first, second), (subject, said) = asked.gold, asked.reference
+            (first, second), sentence = asked.gold, "".join(asked.reference)
             heading = place(first, len(pages.passages[first].rstrip()) - 1)
-            start = pages.passages[second].index(subject + said)
-            behind = place(second, start + len(subject + said.rstrip()) - 1)
-            seen = place(second, start) if subject else heading
-            if subject:
-                yield PRONOUN_LAYER, (seen, heading)
-            for one in range(place(second, start + len(subject) + (said[0] == " ")), behind):
-                yield SAID_LAYER, (one, seen)
+            start = pages.passages[second].index(sentence)
+            end = place(second, start + len(sentence.rstrip()) - 1)
+            yield from ((one, heading) for one in range(place(second, start), end))
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ class Size(NamedTuple):
 
 SMALL = Size((4, 8), (1, 2), 24, 6)
 LARGE = Size((2, 16), ARTICLES, 12, 12)
-SMALL_SHARE = 0.5
+SMALL_SHARE = 0.4
 """Share of small pages, on which a model sees many more sentences that lean in the same time."""
 
 
