@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from ragcache.evaluation.registry import PAGE_KINDS, draw_pages
 from ragcache.training.data import read_rows
 from tools.mini import page_data
-from tools.mini.base import train
+from tools.mini.base import save_model, train
 from tools.mini.batches import BatchMaker
 from tools.mini.evaluate import MINI_BASE
 from tools.mini.long import LongOptions, LongTrainer, grow
 from tools.mini.packed import FOCUS_WEIGHT, FUSED_LENGTH, PackedBatch, packed_hidden, packed_scores
 from tools.mini.page_data import KIND_SHARES, draw_questions
-from tools.mini.tokenizer import build_tokenizer
+from tools.mini.tokenizer import build_tokenizer, save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,16 @@ def test_rows_of_pages_are_those_that_training_reads(tmp_path):
     assert not refused
     assert not any(row.shuffle for row in found)
     assert {len(row.passages) for row in found} >= {4, 5, 6}
+
+
+def test_a_run_goes_on_from_a_model_that_was_grown(tmp_path, grown):
+    save_model(grown, build_tokenizer(pages=True), tmp_path / "base")
+    trainer = LongTrainer(LongOptions(out=str(tmp_path / "out"), base=str(tmp_path / "base")), 0, 1)
+    kept = grown.state_dict()
+    assert all(torch.equal(own, kept[name].bfloat16().float()) for name, own in trainer.master.state_dict().items())
+    save_tokenizer(build_tokenizer(), tmp_path / "base")
+    with pytest.raises(ValueError, match="other tokens"):
+        LongTrainer(LongOptions(out=str(tmp_path / "out"), base=str(tmp_path / "base")), 0, 1)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ragcache.evaluation.registry import PAGE_KINDS, Pages, draw_pages
 from tools.mini.base import Options, Trainer, train
@@ -39,7 +39,8 @@ LEANING_LAYER = 1
 
 @dataclass(frozen=True)
 class LongOptions(Options):
-    """base: directory to start from; total_tokens: over which the learning rate falls to zero."""
+    """base: directory to start from, a short base model or one that this program made; total_tokens: over which the
+    learning rate falls to zero."""
 
     base: str = str(MINI_BASE)
     total_tokens: int = 12_000_000
@@ -93,7 +94,13 @@ class LongTrainer(Trainer):
         return build_tokenizer(pages=True)
 
     def _start(self) -> Any:
-        return grow(Path(self.options.base), self.tokenizer, self.options.seed)
+        """The base grown, or as it is where it was grown already. Raises ValueError for one that knows other tokens."""
+        base = Path(self.options.base)
+        if AutoConfig.from_pretrained(base).rope_parameters["rope_type"] != "yarn":
+            return grow(base, self.tokenizer, self.options.seed)
+        if Tokenizer.from_file(str(base / "tokenizer.json")).get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(f"{base} was trained with other tokens than pages have now; start from {MINI_BASE}")
+        return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 
     def _accuracies(self) -> list[float]:
         return self.progress.accuracy[: len(PAGE_KINDS) + 1]
