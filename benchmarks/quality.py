@@ -42,7 +42,8 @@ CHECKPOINTS = ("base=mini-long",)
 PASSAGES = (8, 16)
 PASSAGE_TOKENS = 225  # of a passage, about: budgets of EPIC are shares of it
 BUDGETS = (0.05, 0.1, 0.15, 0.2)
-OTHERS = ("reposition", "concat", "cachecraft:alpha=0.2", "samkv", "infllm", "ape", "entropy")
+KEPT = ("reposition:kept=0.5", "reposition:kept=0.25")
+OTHERS = ("reposition", "concat", "cachecraft:alpha=0.2", "samkv", "infllm", "ape", "entropy", *KEPT)
 MAIN = ("epic:first_tokens=34", "epic:first_tokens=17:last_tokens=17", "a3:ratio=0.15", "prophet:ratio=0.15")
 STATED_QUESTIONS = 1000
 STATED_PASSAGES = 8
@@ -114,7 +115,7 @@ def load_checkpoint(text: str, chosen: Mapping[str, str]) -> Checkpoint:
         own = parse_methods(list(dict.fromkeys(["reposition", lm.default_method])))
         return Checkpoint(label, directory, lm.fingerprint, tuple(own))
     specs = parse_methods(budgeted_methods())
-    main = [spec for spec in specs if spec.name in (FULL, "reposition") or spec.label in MAIN]
+    main = [spec for spec in specs if spec.label in (FULL, "reposition", *MAIN)]
     few = [spec for spec in specs if spec not in main]
     return Checkpoint(label, directory, lm.fingerprint, tuple(main), tuple(few))
 
