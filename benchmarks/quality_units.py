@@ -131,7 +131,8 @@ class Answers:
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 row = json.loads(line)
-                self.found[row.pop("key")] = Reads(**row)
+                key = row.pop("key")
+                self.found[key] = Reads(**row)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{path}, line {number}: no answers of a unit ({error}); delete it") from error
         if len(whole) < len(data):
