@@ -147,8 +147,9 @@ class Table:
 
     def rows(self, cell: Cell) -> Iterator[Row]:
         for one in self.checkpoints:
-            for methods, count in self._parts(one, cell):
-                full = self._reads(one, cell, one.methods[0], count)
+            parts = self._parts(one, cell)
+            full = self._reads(one, cell, one.methods[0], parts[0][1])
+            for methods, count in parts:
                 places = self._places(cell, count)
                 for spec in methods:
                     reads = self._reads(one, cell, spec, count)
