@@ -31,8 +31,8 @@ PAGE_KINDS = ("single", "two-hop", "leaning", "conflicting", "unanswerable")
 PLACES = ("head", "middle", "end")
 ARTICLES = (5, 7)
 """Articles of a page, at least and at most."""
-SPLIT_SHARE = 0.2
-"""Of what leans; the rest hangs on a heading."""
+SPLIT_SHARE = 0.5
+"""Of what leans at a head; the rest hangs on a heading."""
 REMARKS_AN_ARTICLE = 3
 """Remarks that are about as long as an article."""
 SPARE = 6
@@ -147,15 +147,16 @@ class _Draft:
 
     def _pair(self, entity: Entity, first: _Page, second: _Page) -> _Leaning:
         size = self.rng.randint(*self.articles)
-        if self.rng.random() < SPLIT_SHARE:
+        place = self.rng.choice(PLACES)
+        if place == "head" and self.rng.random() < SPLIT_SHARE:
             head, rest = write_in_two(self.rng, entity, self.relation, self.wordings)
             first.insert(self.rng, passage_text(self.rng, head), "end")
-            place, reference = "head", ("", passage_text(self.rng, rest))
+            reference = ("", passage_text(self.rng, rest))
         else:
             mark = "# " if self.rng.random() < 0.5 else ""
             first.insert(self.rng, f"{mark}{entity.name.removeprefix('the ')}\n", "end")
             said = predicate_of(self.rng, self.relation, entity.facts[self.relation], self.wordings)
-            place, reference = self.rng.choice(PLACES), (_pronoun(entity), f" {said}.\n")
+            reference = (_pronoun(entity), f" {said}.\n")
         remarks = {"head": 0, "middle": size, "end": REMARKS_AN_ARTICLE * size}[place]
         if remarks:
             texts = self._texts(wording.REMARKS, wording.HELD_OUT_REMARKS)
