@@ -17,7 +17,7 @@ from tools.mini import page_data
 from tools.mini.base import save_model, train
 from tools.mini.batches import BatchMaker
 from tools.mini.evaluate import MINI_BASE
-from tools.mini.long import LongOptions, LongTrainer, grow
+from tools.mini.long import CARRY_GAIN, LEANING_LAYER, LongOptions, LongTrainer, carry_names, grow
 from tools.mini.packed import FOCUS_WEIGHT, FUSED_LENGTH, PackedBatch, packed_hidden, packed_scores
 from tools.mini.page_data import KIND_SHARES, draw_questions
 from tools.mini.tokenizer import build_tokenizer, save_tokenizer
@@ -43,6 +43,23 @@ def test_new_layers_change_nothing_and_tokens_keep_their_embeddings(grown):
     finally:
         rotary.inv_freq, rotary.attention_scaling = kept
     torch.testing.assert_close(hidden[1], hidden[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_head_starts_by_carrying_what_the_first_layer_carries():
+    """Looking at a token, both write the same of it, but for a factor; all other weights stay."""
+    model = grow(MINI_BASE, build_tokenizer(pages=True), seed=0)
+    before = {name: one.clone() for name, one in model.named_parameters()}
+    carry_names(model)
+    seen = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    written = []
+    for layer in (model.model.layers[0], model.model.layers[LEANING_LAYER]):
+        values = layer.self_attn.v_proj(layer.input_layernorm(seen))
+        values[:, : -model.config.head_dim] = 0
+        written.append(layer.self_attn.o_proj(values))
+    torch.testing.assert_close(written[1], written[0] * CARRY_GAIN, atol=1e-5, rtol=1e-4)
+    changed = {name for name, one in model.named_parameters() if not torch.equal(one, before[name])}
+    assert changed == {f"model.layers.{LEANING_LAYER}.self_attn.{name}_proj.weight" for name in "vo"}
 
 
 @torch.no_grad()

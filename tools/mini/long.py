@@ -35,14 +35,17 @@ SHORT_SHARE = 0.1
 SHORT_STAGE = len(STAGES) - 1
 LEANING_LAYER = 1
 """The layer, a new one, that learns to look from a sentence that leans to the name that it is about."""
+CARRY_GAIN = 0.7
+"""Of what it starts to write of it; at 1 it drowns names that stand in front."""
 
 
 @dataclass(frozen=True)
 class LongOptions(Options):
-    """base: directory to start from, a short base model or one that this program made; total_tokens: over which the
-    learning rate falls to zero."""
+    """base: directory to start from, a short base model or one that this program made; carry: start the head that
+    learns to look at names (`carry_names`); total_tokens: over which the learning rate falls to zero."""
 
     base: str = str(MINI_BASE)
+    carry: bool = False
     total_tokens: int = 12_000_000
     muon_lr: float = 0.006
     adam_lr: float = 6e-4
@@ -85,6 +88,17 @@ def _take_embeddings(model: Any, old: Any, tokenizer: Tokenizer, known: Tokenize
             rows[id] = before[old_ids[token]]
 
 
+@torch.no_grad()
+def carry_names(model: Any) -> None:
+    """Let the last head of LEANING_LAYER write what layer 0's last head writes, which carries the name before a
+    predicate to it (`tools.mini.initial`): what reads such a name then reads the one that the head has found."""
+    giver, taker = model.model.layers[0], model.model.layers[LEANING_LAYER]
+    last = slice(-model.config.head_dim, None)
+    scale = giver.input_layernorm.weight / taker.input_layernorm.weight
+    taker.self_attn.v_proj.weight[last] = giver.self_attn.v_proj.weight[last] * scale
+    taker.self_attn.o_proj.weight[:, last] = giver.self_attn.o_proj.weight[:, last] * CARRY_GAIN
+
+
 class LongTrainer(Trainer):
     """One process of the run. The accuracies of its progress are those of PAGE_KINDS, and of short contexts."""
 
@@ -95,6 +109,12 @@ class LongTrainer(Trainer):
 
     def _start(self) -> Any:
         """The base grown, or as it is where it was grown already. Raises ValueError for one that knows other tokens."""
+        model = self._load_base()
+        if self.options.carry:
+            carry_names(model)
+        return model
+
+    def _load_base(self) -> Any:
         base = Path(self.options.base)
         if AutoConfig.from_pretrained(base).rope_parameters["rope_type"] != "yarn":
             return grow(base, self.tokenizer, self.options.seed)
@@ -162,6 +182,7 @@ def main() -> None:
     for name in ("out", "base", "device", "dtype", *numbers):
         value = defaults[name]
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, required=name == "out")
+    parser.add_argument("--carry", action="store_true")
     train(LongOptions(**vars(parser.parse_args())), LongTrainer)
 
 

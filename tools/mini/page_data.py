@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ragcache.evaluation.registry import ARTICLES, PAGE_KINDS, PageQuestion, draw_pages
 
-KIND_SHARES = dict(zip(PAGE_KINDS, (0.3, 0.2, 0.3, 0.1, 0.1), strict=True))
+KIND_SHARES = dict(zip(PAGE_KINDS, (0.25, 0.15, 0.35, 0.1, 0.15), strict=True))
 
 
 class Size(NamedTuple):
