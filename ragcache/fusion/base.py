@@ -219,7 +219,7 @@ class FusionMethod:
 
     @property
     def takes_sparse(self) -> bool:
-        """Whether it reads blocks whose heads hold some of their tokens alone, other ones in each (`Recipe.kept`): it
+        """Whether it reads blocks whose heads hold some of their tokens alone (`Recipe.kept`, `Recipe.anchors`): it
         moves them as they are, and neither runs passages' tokens nor chooses among them. So it is where `prefill` is
         not overridden."""
         return type(self).prefill is FusionMethod.prefill

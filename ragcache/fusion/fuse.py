@@ -292,10 +292,12 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
             f"method {method.name!r} needs blocks of recipe {' or '.join(method.recipes)}, not {chosen.name!r}; "
             "encode the chunks again under that recipe"
         )
-    if not chosen.keeps_all and not method.takes_sparse:
+    wanted = chosen if added is None else replace(chosen, markers=added.markers, anchors=added.anchors)
+    if not wanted.keeps_all and not method.takes_sparse:
+        other = "or encode them with kept=1" if wanted.anchors is None else "or 'full', which reads text"
         raise ConfigError(
             f"method {method.name!r} runs passages' tokens again or chooses among them, and needs blocks that hold all "
-            f"of them, not recipe {chosen}; use one that only moves blocks ({_movers()}), or encode them with kept=1"
+            f"of them, not recipe {wanted}; use one that only moves blocks ({_movers()}), {other}"
         )
     if added is None:
         return chosen
@@ -304,8 +306,7 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
             f"method {method.name!r} leaves blocks at the positions that they were encoded at, which were behind other "
             "chunks; choose one that moves them, such as reposition, or a recipe without neighbours"
         )
-    wanted = replace(chosen, markers=added.markers)
-    if chosen.markers not in (None, added.markers):
+    if chosen.markers not in (None, added.markers) or chosen.anchors not in (None, added.anchors):
         raise ConfigError(f"method {method.name!r} needs blocks of recipe {wanted}, not {chosen}; encode them again")
     return wanted
 

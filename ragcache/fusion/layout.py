@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from ragcache.errors import ConfigError
+from ragcache.kv.anchors import Anchors
 from ragcache.kv.identity import Around, Recipe, around, sides
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import Part, Text
@@ -44,6 +45,7 @@ class Additions:
 
     behind_prefix: behind the prefix, and part of its block
     markers:       in front of and behind every chunk, and part of its block; as of a Recipe
+    anchors:       behind every segment of a chunk, whose KV alone is its block's; as of a Recipe
     links:         behind the chunk of that rank, one tuple a chunk; empty: behind none
     behind_chunks: in front of the suffix
     reserved:      ids that no answer may hold
@@ -58,14 +60,16 @@ class Additions:
     reserved: frozenset[int] = frozenset()
     max_chunks: int | None = None
     positions: Positions = "global"
+    anchors: Anchors | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "markers", around(self.markers))
+        object.__setattr__(self, "anchors", Anchors.of(self.anchors))
 
     @classmethod
     def in_blocks(cls, spec: ReuseSpec | None) -> Additions:
-        """What a checkpoint was trained to read with every passage, whatever the method: its packets."""
-        return NO_ADDITIONS if spec is None else cls(markers=spec.packet)
+        """What a checkpoint was trained to read with every passage, whatever the method: its packets or anchors."""
+        return NO_ADDITIONS if spec is None else cls(markers=spec.packet, anchors=spec.anchors)
 
     @classmethod
     def trained(cls, spec: ReuseSpec) -> Additions:
@@ -78,15 +82,17 @@ class Additions:
             reserved=spec.added_ids,
             max_chunks=spec.link_slots if spec.link_tokens else None,
             positions="parallel" if spec.positions == COMPOSITE else "global",
+            anchors=spec.anchors,
         )
 
-    def ids(self, num_chunks: int) -> list[int]:
-        """All ids added to a prompt of so many chunks."""
-        if not num_chunks:
-            return []
-        links = [id for behind_one in self.links[:num_chunks] for id in behind_one]
-        front, back = sides(self.markers)
-        return [*self.behind_prefix, *(*front, *back) * num_chunks, *links, *self.behind_chunks]
+    def num_tokens(self, chunks: Sequence[int]) -> int:
+        """Tokens added to a prompt with chunks of so many tokens each."""
+        if not chunks:
+            return 0
+        links = sum(len(behind_one) for behind_one in self.links[: len(chunks)])
+        markers = len(chunks) * sum(len(side) for side in sides(self.markers))
+        anchors = 0 if self.anchors is None else sum(map(self.anchors.count, chunks))
+        return len(self.behind_prefix) + markers + anchors + links + len(self.behind_chunks)
 
 
 NO_ADDITIONS = Additions()
@@ -96,7 +102,7 @@ class Piece(NamedTuple):
     """Consecutive tokens.
 
     start:   position of the first one
-    ids:     a passage's as its block holds them, markers included
+    ids:     a passage's as its block has them, markers and anchors included
     passage: its number among the prompt's passages, from 0; None: text
     """
 
@@ -195,7 +201,7 @@ class Layout:
 def lay_out(parts: Sequence[Part], recipe: Recipe, added: Additions, *, separate: bool = True) -> Layout:
     """Lay out a prompt with what a method adds to each group of passages. Neighbouring texts become one piece.
 
-    recipe: how passages are encoded; markers stand around them only where they are read `separate`
+    recipe: how passages are encoded; its markers and anchors stand in them only where they are read `separate`
 
     Raises ConfigError for more passages in a group than the method can read.
     """

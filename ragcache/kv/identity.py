@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 from ragcache.errors import ConfigError, is_whole
+from ragcache.kv.anchors import Anchors
 
 RECIPE_NAMES = ("isolated", "prefix")
 
@@ -57,6 +58,8 @@ class Recipe:
     kept: share of its tokens that each KV head of a block holds, above 0; 1: all. The others are dropped once the
           model has read the chunk again (KVzip; see `models/worth.py`)
     task: what the model reads behind the chunk instead of repeating it, for kept below 1: a task or examples
+    anchors: trained ids behind every segment of the chunk, whose KV alone is kept, and the text tokens of a segment
+             (KVLink's compressed caches; see `kv/anchors.py`)
     """
 
     name: str = "isolated"
@@ -65,9 +68,11 @@ class Recipe:
     neighbours: int = 0
     kept: float = 1.0
     task: str = ""
+    anchors: Anchors | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "markers", around(self.markers))
+        object.__setattr__(self, "anchors", Anchors.of(self.anchors))
         if not is_whole(self.neighbours) or self.neighbours < 0:
             raise ConfigError(f"recipe neighbours={self.neighbours!r} is no number of chunks; choose 0 or more")
         if self.name not in RECIPE_NAMES:
@@ -80,10 +85,14 @@ class Recipe:
             raise ConfigError(
                 f"recipe kept={self.kept!r} is no share of a passage's KV; give a number above 0, and at most 1 for all"
             )
-        if self.task and self.keeps_all:
+        if self.task and self.kept == 1:
             raise ConfigError("recipe task=... says which KV is dropped, and none is; give kept below 1")
-        if self.neighbours and not self.keeps_all:
+        if self.neighbours and self.kept < 1:
             raise ConfigError("recipe neighbours and kept below 1 do not go together; choose one of them")
+        others = {"markers": self.markers, "neighbours": self.neighbours, "kept below 1": self.kept < 1}
+        for name, other in others.items():
+            if self.anchors and other:
+                raise ConfigError(f"recipe anchors and {name} do not go together; choose one of them")
 
     @classmethod
     def of(cls, recipe: str | Recipe) -> Recipe:
@@ -96,7 +105,12 @@ class Recipe:
     @property
     def keeps_all(self) -> bool:
         """Whether blocks hold every token in every head."""
-        return self.kept == 1
+        return self.kept == 1 and self.anchors is None
+
+    @property
+    def share(self) -> float:
+        """Tokens that each head of a block holds, for each token of the chunk."""
+        return self.kept if self.anchors is None else self.anchors.share
 
     @property
     def front(self) -> tuple[int, ...]:
@@ -114,8 +128,9 @@ class Recipe:
         more += ["a BOS of its own"] if self.bos else []
         more += [f"up to {self.neighbours} neighbours"] if self.neighbours else []
         more += (
-            [] if self.keeps_all else [f"{self.kept:g} of the KV" + (f" for task {self.task!r}" if self.task else "")]
+            [f"{self.kept:g} of the KV" + (f" for task {self.task!r}" if self.task else "")] if self.kept < 1 else []
         )
+        more += [str(self.anchors)] if self.anchors else []
         return f"{self.name!r}" + (f" with {' and '.join(more)}" if more else "")
 
     def before(self, neighbours: Neighbours) -> list[int]:
@@ -133,14 +148,17 @@ class Recipe:
         return [id for one in neighbours for id in self.marked(one)]
 
     def marked(self, chunk_ids: Sequence[int]) -> list[int]:
-        """The ids whose KV a chunk's block holds."""
-        return [*self.front, *chunk_ids, *self.back]
+        """The ids that a chunk's block is made of."""
+        return [*self.front, *chunk_ids, *self.back] if self.anchors is None else self.anchors.join(chunk_ids)
 
     def unmarked(self, block_ids: Sequence[int]) -> list[int]:
         """The chunk's own ids. Raises ConfigError for ids that `marked` does not make."""
-        chunk = list(block_ids[len(self.front) : len(block_ids) - len(self.back)])
+        if self.anchors is None:
+            chunk = list(block_ids[len(self.front) : len(block_ids) - len(self.back)])
+        else:
+            chunk = self.anchors.split(block_ids)
         if self.marked(chunk) != list(block_ids):
-            raise ConfigError(f"a block of recipe {self} does not begin and end with its markers")
+            raise ConfigError(f"a block of recipe {self} does not begin and end with its markers, or lacks its anchors")
         return chunk
 
     def to_json(self) -> dict[str, Any]:
@@ -152,8 +170,10 @@ class Recipe:
             found["markers"] = [*self.front, *self.back] if lone else [list(self.front), list(self.back)]
         if self.neighbours:
             found["neighbours"] = self.neighbours
-        if not self.keeps_all:
+        if self.kept < 1:
             found |= {"kept": float(self.kept), **({"task": self.task} if self.task else {})}
+        if self.anchors is not None:
+            found |= {"anchors": list(self.anchors.ids), "segment": self.anchors.segment}
         return found
 
     @classmethod
@@ -161,7 +181,8 @@ class Recipe:
         """Raises ConfigError for what is no recipe."""
         name, bos = given.get("name", "isolated"), bool(given.get("bos", False))
         added = given.get("neighbours", 0), given.get("kept", 1.0), str(given.get("task", ""))
-        return cls(name, bos, given.get("markers"), *added)
+        anchors = (given["anchors"], given.get("segment")) if "anchors" in given else None
+        return cls(name, bos, given.get("markers"), *added, Anchors.of(anchors))
 
 
 def _shown(ids: Sequence[int]) -> str:

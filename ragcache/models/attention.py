@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
+from ragcache.kv.anchors import OPEN, sees_within
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.rope import Rope
@@ -56,6 +57,7 @@ class EncodePass:
 
     rope:   None in a plain pass, where the model rotates its keys itself
     prefix: rotated keys and values of the prefix by layer, [1, num_kv_heads, prefix_tokens, head_dim]; empty for none
+    numbers: int64 [batch, num_tokens] that say who sees whom of chunks with anchors; see `kv/anchors.py`
     angles: cos and sin by layer type, as the model computed them; filled by the rotary hook
     windows: the sliding window that each layer asked for; None where it sees everything
     received: keys and values that each layer last attended to, in a plain pass alone
@@ -63,6 +65,7 @@ class EncodePass:
 
     rope: Rope | None
     prefix: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    numbers: Tensor | None = None
     angles: dict[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     received: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -239,36 +242,63 @@ def attention(
     elif isinstance(current, JointPass):
         rows = torch.split(query, list(current.lengths), dim=2)
         out = _attend_members(current.members, layer, rows, sliding_window, scoring)
+    elif isinstance(current, EncodePass):
+        query, key, value = _encode_inputs(current, layer, query, key, value, sliding_window)
+        out = _attend_encoded(current.numbers, query, key, value, sliding_window, scoring)
     else:
-        if isinstance(current, EncodePass):
-            query, key, value, mask, causal = _encode_inputs(current, layer, query, key, value, sliding_window)
-        else:
-            mask, causal = attention_mask, attention_mask is None and query.shape[2] > 1
-        out = attend(query, key, value, mask, causal, scoring)
+        out = attend(query, key, value, attention_mask, attention_mask is None and query.shape[2] > 1, scoring)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _encode_inputs(
     current: EncodePass, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is attended: rotated, behind the prefix."""
     current.windows[layer] = window
     if current.rope is None:
         current.received[layer] = (key, value)
     if current.rope is not None and current.rope.rotated[layer]:
         cos, sin = current.angles[current.rope.layer_type(layer)]
         query, key = current.rope.apply(query, key, cos, sin)
-    num_tokens = query.shape[2]
     if current.prefix:
         prefix_keys, prefix_values = current.prefix[layer]
         key = torch.cat([prefix_keys.expand(key.shape[0], -1, -1, -1), key], dim=2)
         value = torch.cat([prefix_values.expand(value.shape[0], -1, -1, -1), value], dim=2)
-    length = key.shape[2]
+    return query, key, value
+
+
+def _attend_encoded(
+    numbers: Tensor | None, query: Tensor, key: Tensor, value: Tensor, window: int | None, scoring: Scoring
+) -> Tensor:
+    num_tokens, length = query.shape[2], key.shape[2]
+    if numbers is not None:
+        return _attend_anchored(numbers, query, key, value, window, scoring)
     windowed = window is not None and length > window
     if length == num_tokens and not windowed:
-        return query, key, value, None, True
+        return attend(query, key, value, None, True, scoring)
     positions = torch.arange(length, device=key.device)
     mask = visible(positions[-num_tokens:], positions, window if windowed else None)
-    return query, key, value, additive(mask, query.dtype), False
+    return attend(query, key, value, additive(mask, query.dtype), False, scoring)
+
+
+def _attend_anchored(
+    numbers: Tensor, query: Tensor, key: Tensor, value: Tensor, window: int | None, scoring: Scoring
+) -> Tensor:
+    """Attention of chunks with anchors, a few rows at a time: every chunk has a mask of its own, and a long one's as a
+    whole would not fit in memory."""
+    length, first = key.shape[2], key.shape[2] - query.shape[2]
+    numbers = nn.functional.pad(numbers, (first, 0), value=OPEN)
+    positions = torch.arange(length, device=key.device)
+    step = CPU_SPAN_ROWS if key.device.type == "cpu" else GPU_SPAN_ROWS
+    parts = []
+    for start in range(first, length, step):
+        end = min(start + step, length)
+        rows, keys = numbers[:, start:end, None], numbers[:, None, :end]
+        mask = visible(positions[start:end], positions[:end], window) & (sees_within(rows, keys) | (keys == OPEN))
+        own = query[:, :, start - first : end - first]
+        bias = additive(mask[:, None], query.dtype)
+        parts.append(attend(own, key[:, :, :end], value[:, :, :end], bias, False, scoring))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _attend_members(

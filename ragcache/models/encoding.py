@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from ragcache.kv.anchors import OPEN, Anchors
 from ragcache.kv.block import KVBlock, empty_block
 from ragcache.kv.rope import Rope
 from ragcache.kv.shape import CacheShape
@@ -63,6 +64,7 @@ def encode_batch(
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
     skips: Sequence[int] | None = None,
     wanted: Callable[[], bool] | None = None,
+    anchors: Anchors | None = None,
 ) -> list[KVBlock]:
     """One forward pass of the decoder over right-padded chunks.
 
@@ -72,14 +74,23 @@ def encode_batch(
             chunks then stand at positions prefix_tokens, prefix_tokens + 1, ...
     skips:  by chunk, its first tokens whose KV is dropped (a lone BOS, neighbours); None: none of any
     wanted: asked in every layer; the pass ends with AbandonedSignal when it says no
+    anchors: that the chunks hold, their first `skips` tokens aside; these and the prefix are seen by all
     """
     longest = max(len(chunk) for chunk in chunks)
     rows = [[*chunk, *([0] * (longest - len(chunk)))] for chunk in chunks]
     start = prefix[0][0].shape[2] if prefix else 0
     ids = torch.tensor(rows, device=shape.device)
     positions = torch.arange(start, start + longest, device=shape.device)[None]
-    recorder = Recorder([len(chunk) for chunk in chunks], shape, skips or [0] * len(chunks), wanted)
-    run_decoder(model, ids, positions, recorder, EncodePass(rope, list(prefix)))
+    skips = skips or [0] * len(chunks)
+    current = EncodePass(rope, list(prefix))
+    if anchors is not None:
+        numbers = [
+            [OPEN] * skip + anchors.numbers(len(chunk) - skip) for chunk, skip in zip(chunks, skips, strict=True)
+        ]
+        padded = [own + [OPEN] * (longest - len(own)) for own in numbers]
+        current.numbers = torch.tensor(padded, device=shape.device)
+    recorder = Recorder([len(chunk) for chunk in chunks], shape, skips, wanted)
+    run_decoder(model, ids, positions, recorder, current)
     return recorder.blocks
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError, PromptError
+from ragcache.kv.anchors import gives_way
 from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import BufferPool, SharedContext
 from ragcache.kv.cache import FusedCache
@@ -16,6 +17,7 @@ from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Neighbours, Recipe
 from ragcache.kv.rope import Rope
 from ragcache.kv.shape import CacheShape
+from ragcache.kv.sparse import keep
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
 from ragcache.models.batches import plan_batches
 from ragcache.models.card import ModelCard
@@ -105,7 +107,7 @@ class LanguageModel(ModelCard):
 
         recipe: "isolated" (positions 0, 1, ...) or "prefix" (behind prefix_ids, which every chunk attends to); a
                 Recipe with markers reads them around the chunk and keeps their KV with it; one with kept below 1 has
-                the model read each chunk again, and drops what it attends to least
+                the model read each chunk again, and drops what it attends to least; one with anchors keeps theirs
         prefix: the KV of prefix_ids, as far as the caller has it
         batch_tokens: padded tokens that run together; what suits the device when None
         wanted: asked in every layer of every pass; once it says no, AbandonedSignal is raised and nothing is returned
@@ -130,12 +132,12 @@ class LanguageModel(ModelCard):
         blocks: list[KVBlock | None] = [None] * len(rows)
         for batch in plan_batches([len(row) for row in rows], batch_tokens or self.batch_tokens):
             members, skips = [rows[rank] for rank in batch], [len(heads[rank]) for rank in batch]
-            done = encode_batch(self.model, self.rope, self.shape, members, layers, skips, wanted)
+            done = encode_batch(self.model, self.rope, self.shape, members, layers, skips, wanted, recipe.anchors)
             for rank, block in zip(batch, done, strict=True):
-                blocks[rank] = self._worthiest(block, chunks[rank], recipe, layers, wanted).made_by(recipe)
+                blocks[rank] = self._what_stays(block, chunks[rank], recipe, layers, wanted).made_by(recipe)
         return [block for block in blocks if block is not None]
 
-    def _worthiest(
+    def _what_stays(
         self,
         block: KVBlock,
         chunk: Sequence[int],
@@ -144,6 +146,9 @@ class LanguageModel(ModelCard):
         wanted: Callable[[], bool] | None,
     ) -> KVBlock:
         """What the recipe keeps of a block that holds every token."""
+        if recipe.anchors is not None:
+            stays = torch.tensor([not gives_way(number) for number in recipe.anchors.numbers(block.num_tokens)])
+            return keep(block, [stays.to(self.device).expand(layer.num_kv_heads, -1) for layer in block.layers])
         if num_kept(recipe, block.num_tokens) == block.num_tokens:
             return block
         behind = read_behind(self, recipe, chunk)

@@ -8,7 +8,11 @@
      "trailer_tokens": 8}
     {"version": 1, "method": "reposition", "recipe": "isolated"}
 
-A "link" section may state a packet as well: blocks then hold its tokens, and link tokens stand between them.
+A "link" section may state a packet as well: blocks then hold its tokens, and link tokens stand between them. It or a
+"reposition" one may state anchors instead (KVLink's compressed caches), whose KV alone blocks then hold:
+
+    {..., "first_anchor_id": 2820, "anchor_tokens": 25, "anchor_segment": 100}
+
 transformers keeps the section as an attribute of the configuration, so it is part of the model's fingerprint. The last
 form is Block-Attention (Ma et al., arXiv 2409.15355), which is KVLink with no link tokens and adds no ids at all.
 """
@@ -20,6 +24,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import ConfigError, PromptError, is_whole
+from ragcache.kv.anchors import Anchors
 from ragcache.kv.identity import RECIPE_NAMES, Sides
 
 if TYPE_CHECKING:
@@ -27,14 +32,15 @@ if TYPE_CHECKING:
 
 SECTION, VERSION = "ragcache", 1
 POSITIONS = ("reordered", "composite")
-# Left out where there are none, so that sections are as they were before packets.
+# Left out where there are none, so that sections are as they were before packets and anchors.
 _PACKET = ("first_packet_id", "header_tokens", "trailer_tokens")
+_ANCHORS = ("first_anchor_id", "anchor_tokens", "anchor_segment")
 # Fields that go with each method.
 _FIELDS: dict[str, tuple[str, ...]] = {
-    "link": ("link_tokens", "link_slots", "first_link_id", "kv_start_id", "kv_end_id", *_PACKET),
+    "link": ("link_tokens", "link_slots", "first_link_id", "kv_start_id", "kv_end_id", *_PACKET, *_ANCHORS),
     "markers": ("doc_start_id", "doc_end_id", "positions"),
     "packet": _PACKET,
-    "reposition": (),
+    "reposition": _ANCHORS,
 }
 
 # Checkpoints of KVLink's own code carry no section; their ids are these of Llama 3's reserved ones.
@@ -55,6 +61,8 @@ class ReuseSpec:
     positions:   "reordered" or "composite" (markers)
     first_packet_id: id of the first of `header_tokens` in front of every chunk; the ids of `trailer_tokens` behind it
                  follow (packet, link)
+    first_anchor_id: id of the first of `anchor_tokens` behind every `anchor_segment` tokens of a chunk (link,
+                 reposition)
 
     Raises ConfigError naming the field that is missing or out of range.
     """
@@ -72,6 +80,9 @@ class ReuseSpec:
     first_packet_id: int | None = None
     header_tokens: int = 0
     trailer_tokens: int = 0
+    first_anchor_id: int | None = None
+    anchor_tokens: int = 0
+    anchor_segment: int = 0
 
     def __post_init__(self) -> None:
         if self.method not in _FIELDS:
@@ -79,6 +90,7 @@ class ReuseSpec:
         if self.recipe not in RECIPE_NAMES:
             raise _bad(f"recipe {self.recipe!r} is unknown; it is one of {', '.join(RECIPE_NAMES)}")
         self._check_numbers()
+        self._check_anchors()
         if self.method == "link":
             self._check_link()
         if self.method == "markers":
@@ -92,6 +104,16 @@ class ReuseSpec:
             if value is not None and (not is_whole(value) or value < 0):
                 raise _bad(f"{name} is {value!r}; it is a whole number of at least 0")
 
+    def _check_anchors(self) -> None:
+        stated = (self.first_anchor_id is not None, bool(self.anchor_tokens), bool(self.anchor_segment))
+        if any(stated) and not all(stated):
+            raise _bad("first_anchor_id, anchor_tokens and anchor_segment go together; state all three or none")
+        if any(stated) and (self.packet or not set(_ANCHORS) <= set(_FIELDS[self.method])):
+            raise _bad(
+                f"method {self.method!r}{' with a packet' if self.packet else ''} has no anchors; leave them out"
+            )
+        Anchors.of(self.anchors)
+
     def _check_link(self) -> None:
         if self.link_tokens and (self.first_link_id is None or not self.link_slots):
             raise _bad("link_tokens without first_link_id and link_slots; a link checkpoint states all three")
@@ -99,10 +121,12 @@ class ReuseSpec:
             raise _bad("kv_start_id and kv_end_id go together; state both or neither")
         ids = [i for slot in range(self.link_slots) for i in self.link_ids(slot)]
         ids += [i for side in self.packet or () for i in side]
+        ids += self.anchors.ids if self.anchors else ()
         ids += [i for i in (self.kv_start_id, self.kv_end_id) if i is not None]
         if len(set(ids)) < len(ids):
             raise _bad(
-                "kv_start_id, kv_end_id, the link ids and the packet's overlap; every added token has an id of its own"
+                "kv_start_id, kv_end_id, the link ids and those of a packet or anchors overlap; every added token has "
+                "an id of its own"
             )
 
     def _check_markers(self) -> None:
@@ -142,9 +166,9 @@ class ReuseSpec:
 
     def section(self) -> dict[str, Any]:
         """The section "ragcache" of config.json."""
-        own = {name: getattr(self, name) for name in _FIELDS[self.method]}
+        own, optional = {name: getattr(self, name) for name in _FIELDS[self.method]}, (*_PACKET, *_ANCHORS)
         common = {"version": VERSION, "method": self.method, "recipe": self.recipe}
-        stated = {name: value for name, value in own.items() if value or (value is not None and name not in _PACKET)}
+        stated = {name: value for name, value in own.items() if value or (value is not None and name not in optional)}
         return {**common, **stated}
 
     def link_ids(self, slot: int) -> list[int]:
@@ -168,6 +192,15 @@ class ReuseSpec:
         return tuple(range(self.first_packet_id, back)), tuple(range(back, back + self.trailer_tokens))
 
     @property
+    def anchors(self) -> Anchors | None:
+        """Ids behind every segment of a chunk, whose KV alone any method reads of it."""
+        if self.first_anchor_id is None:
+            return None
+        return Anchors(
+            tuple(range(self.first_anchor_id, self.first_anchor_id + self.anchor_tokens)), self.anchor_segment
+        )
+
+    @property
     def markers(self) -> Sides | None:
         """Ids in front of every chunk and behind it that the method which was trained reads with it."""
         if self.doc_start_id is None or self.doc_end_id is None:
@@ -178,7 +211,7 @@ class ReuseSpec:
     def added_ids(self) -> frozenset[int]:
         """All ids that belong to the method: never sampled, never part of a text."""
         links = (i for slot in range(self.link_slots) for i in self.link_ids(slot))
-        stored = (i for side in self.markers or () for i in side)
+        stored = [i for side in (*(self.markers or ()), self.anchors.ids if self.anchors else ()) for i in side]
         return frozenset([*links, *stored, *(i for i in (self.kv_start_id, self.kv_end_id) if i is not None)])
 
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:

@@ -43,7 +43,7 @@ def read_behind(card: ModelCard, recipe: Recipe, chunk_ids: Sequence[int]) -> li
 
     A model without a tokenizer repeats without being asked. Raises ConfigError for a task that it cannot read then.
     """
-    if recipe.keeps_all:
+    if recipe.kept == 1:
         return []
     if recipe.task:
         return encode_text(card.tokenizer, recipe.task)
@@ -54,13 +54,15 @@ def check_read_behind(
     card: ModelCard, recipe: Recipe, prefix_ids: Sequence[int], chunk_ids: Sequence[int], what: str
 ) -> None:
     """Raises ContextTooLongError where a chunk fits the model and what has to run behind it does not."""
-    if not recipe.keeps_all:
+    if recipe.kept < 1:
         ids = [*prefix_ids, *recipe.marked(chunk_ids), *read_behind(card, recipe, chunk_ids)]
         card.check_ids(ids, f"{what}, with what is read behind it to find the {recipe.kept:g} of its KV that stays,")
 
 
 def num_kept(recipe: Recipe, num_tokens: int) -> int:
-    """Tokens that each head holds of a block of `num_tokens`, markers included."""
+    """Tokens that each head holds of a block of `num_tokens`, markers or anchors included."""
+    if recipe.anchors is not None:
+        return recipe.anchors.held(num_tokens)
     always = len(recipe.front) + FIRST_TOKENS + len(recipe.back)
     return min(num_tokens, max(math.ceil(recipe.kept * num_tokens), always))
 

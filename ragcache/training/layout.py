@@ -1,6 +1,7 @@
 """A training row as the sequence that the engine would build for it.
 
-    link         prefix, KV-START, chunk 0, links of slot 0, chunk 1, links of slot 1, ..., KV-END, then the question
+    link         prefix, KV-START, chunk 0, links of slot 0, chunk 1, links of slot 1, ..., KV-END, then the question;
+                 with anchors, each chunk as text and anchors by turns
     markers      prefix, [doc_start, chunk, doc_end] for each chunk, then the question
     reposition   prefix, chunks, then the question (Block-Attention)
     standard     the same ids as reposition, read as one text: every token sees all before it
@@ -15,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout
+from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Piece
 from ragcache.fusion.layout import lay_out as lay_out_parts
+from ragcache.kv.anchors import OPEN
 from ragcache.kv.identity import Recipe
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import Passages, Text
-from ragcache.training.mask import OPEN
 
 IGNORED = -100
 
@@ -39,6 +40,7 @@ class EncodedRow(NamedTuple):
     where:   file and line, for messages
     apart:   whether its chunks are always, sometimes (None) or never encoded separately
     shuffle: whether its chunks may change places
+    linked:  whether link tokens and the like stand beside its chunks; False: only what blocks hold
     """
 
     kind: str
@@ -48,6 +50,7 @@ class EncodedRow(NamedTuple):
     asks: Sequence[Ask]
     apart: bool | None
     shuffle: bool
+    linked: bool = True
 
 
 @dataclass
@@ -59,11 +62,11 @@ class Sample:
     segments: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
 
-    def add(self, ids: Sequence[int], start: int, segment: int, labels: Sequence[int] | None = None) -> None:
+    def add(self, ids: Sequence[int], start: int, segments: Sequence[int], labels: Sequence[int] | None = None) -> None:
         """Append tokens at positions from `start` on."""
         self.ids += ids
         self.positions += range(start, start + len(ids))
-        self.segments += [segment] * len(ids)
+        self.segments += segments
         self.labels += [IGNORED] * len(ids) if labels is None else labels
 
 
@@ -79,11 +82,20 @@ def lay_out(row: EncodedRow, spec: ReuseSpec | None, apart: bool, order: Sequenc
     context = _context(row, spec if apart else None, order)
     sample = Sample()
     for piece in context.pieces:
-        sample.add(piece.ids, piece.start, OPEN if piece.passage is None or not context.separate else piece.passage + 1)
+        sample.add(piece.ids, piece.start, _segments(piece, spec if context.separate else None))
     for number, ask in enumerate(row.asks, start=1):
         labels = [IGNORED] * (len(ask.suffix) - 1) + list(ask.answer)
-        sample.add([*ask.suffix, *ask.answer[:-1]], context.end, -number, labels)
+        sample.add([*ask.suffix, *ask.answer[:-1]], context.end, [-number] * len(labels), labels)
     return sample
+
+
+def _segments(piece: Piece, spec: ReuseSpec | None) -> list[int]:
+    """The number of each token for the mask. spec: None where passages are read as one text"""
+    if piece.passage is None or spec is None:
+        return [OPEN] * len(piece.ids)
+    if spec.anchors is not None:
+        return spec.anchors.numbers(len(piece.ids), piece.passage + 1)
+    return [piece.passage + 1] * len(piece.ids)
 
 
 def _context(row: EncodedRow, spec: ReuseSpec | None, order: Sequence[int] | None) -> Layout:
@@ -92,13 +104,17 @@ def _context(row: EncodedRow, spec: ReuseSpec | None, order: Sequence[int] | Non
     parts = (Text(tuple(row.prefix)), Passages(chunks))
     if spec is None:
         return lay_out_parts(parts, Recipe(), NO_ADDITIONS, separate=False)
-    added = Additions.trained(spec)
+    added = _added(row, spec)
     if added.max_chunks is not None and len(chunks) > added.max_chunks:
         raise ConfigError(
             f"a row has {len(chunks)} passages and there are link tokens for {spec.link_slots}; "
             f"train with at least {len(chunks)} link slots"
         )
-    return lay_out_parts(parts, Recipe(markers=added.markers), added)
+    return lay_out_parts(parts, Recipe(markers=added.markers, anchors=added.anchors), added)
+
+
+def _added(row: EncodedRow, spec: ReuseSpec) -> Additions:
+    return Additions.trained(spec) if row.linked else Additions.in_blocks(spec)
 
 
 def layout_tokens(row: EncodedRow, spec: ReuseSpec | None, apart: bool) -> int:
@@ -109,5 +125,6 @@ def layout_tokens(row: EncodedRow, spec: ReuseSpec | None, apart: bool) -> int:
 
 def context_tokens(row: EncodedRow, spec: ReuseSpec | None, apart: bool) -> int:
     """Tokens before the questions."""
-    added = Additions.trained(spec).ids(len(row.chunks)) if apart and spec is not None else ()
-    return len(row.prefix) + sum(len(chunk) for chunk in row.chunks) + len(added)
+    chunks = [len(chunk) for chunk in row.chunks]
+    added = _added(row, spec).num_tokens(chunks) if apart and spec is not None else 0
+    return len(row.prefix) + sum(chunks) + added

@@ -5,9 +5,12 @@ link tokens, KV-START, KV-END) sees all that stands before it; so does a questio
 context: each sees the context and itself. Order is that of the sequence, not of the positions, which start again at
 every question (and at every chunk where TurboRAG's composite positions are trained).
 
+KVLink's compressed caches (section 2.4, figure 7): a chunk's text sees its own segment, an anchor its segment and the
+anchors of the chunk before it, and all else anchors but no such text.
+
 The number is the token's segment:
 
-    > 0            its chunk, read alone
+    > 0            its chunk, read alone; with anchors, the segment too, and whether it is text (`kv/anchors.py`)
     0              the open part of the context: prefix, link tokens, KV-START and KV-END
     < 0            its question
     PADDING        no token; nothing else sees it, and it sees itself, since no row of a mask may be empty
@@ -24,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from ragcache.kv.anchors import OPEN, gives_way, sees_within
 from ragcache.models.attend import additive
 
-OPEN = 0
 PADDING = -(1 << 30)
 
 
@@ -42,9 +45,9 @@ def sees(
 
     index: place in the sequence; distance: the query's position less the key's; window: of a sliding layer
     """
-    same = query_segment == key_segment
-    from_open_to_context = (query_segment <= OPEN) & (key_segment >= OPEN)
-    visible = (key_index <= query_index) & (same | from_open_to_context)
+    stays: Tensor = ~gives_way(key_segment)
+    from_open_to_context = (query_segment <= OPEN) & (key_segment >= OPEN) & stays
+    visible = (key_index <= query_index) & (sees_within(query_segment, key_segment) | from_open_to_context)
     return visible if window is None else visible & (distance < window)
 
 

@@ -17,6 +17,7 @@ from ragcache.models.decoding import decode
 from ragcache.models.reuse import ReuseSpec
 
 LINK = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=100, kv_start_id=106, kv_end_id=107)
+ANCHORS = {"first_anchor_id": 110, "anchor_tokens": 3, "anchor_segment": 8}
 SPECS = [
     LINK,
     ReuseSpec("link", "prefix"),
@@ -24,7 +25,9 @@ SPECS = [
     ReuseSpec("packet", first_packet_id=100, header_tokens=3, trailer_tokens=2),
     ReuseSpec("packet"),
     replace(LINK, first_packet_id=110, header_tokens=3),
+    replace(LINK, **ANCHORS),
     ReuseSpec("reposition"),
+    ReuseSpec("reposition", **ANCHORS),
 ]
 
 
@@ -50,6 +53,13 @@ def test_ids_of_a_packet():
     assert spec.packet == spec.markers == ((110, 111, 112), (113, 114))
     assert spec.added_ids == {*range(100, 108), *range(110, 115)}
     assert LINK.packet is LINK.markers is None
+
+
+def test_ids_of_anchors():
+    spec = replace(LINK, **ANCHORS)
+    assert spec.anchors == ((110, 111, 112), 8)
+    assert spec.added_ids == {*range(100, 108), *range(110, 113)}
+    assert (LINK.anchors, spec.packet, spec.markers) == (None, None, None)
 
 
 def test_no_section_is_no_training():
@@ -88,6 +98,13 @@ def test_the_layout_of_the_authors_llama3_checkpoints():
         ({**LINK.section(), "kv_end_id": 103}, "overlap"),
         ({**LINK.section(), "first_packet_id": 107, "header_tokens": 1}, "overlap"),
         ({"version": 1, "method": "packet", "header_tokens": 8}, "a packet states all three"),
+        ({"version": 1, "method": "reposition", "anchor_tokens": 8}, "all three or none"),
+        ({**LINK.section(), "first_anchor_id": 110, "anchor_segment": 8}, "all three or none"),
+        ({**LINK.section(), **ANCHORS, "anchor_tokens": 9}, "at least as many"),
+        ({**LINK.section(), **ANCHORS, "first_anchor_id": 105}, "overlap"),
+        ({**LINK.section(), **ANCHORS, "first_packet_id": 120, "header_tokens": 1}, "with a packet has no anchors"),
+        ({"version": 1, "method": "packet", **ANCHORS}, "'packet' has no anchors"),
+        ({"version": 1, "method": "reposition", **ANCHORS, "anchor_tokens": "3"}, "anchor_tokens is '3'"),
         ({"version": 1, "method": "packet", "first_packet_id": 8, "trailer_tokens": 1.5}, "trailer_tokens is 1.5"),
         ({"version": 1, "method": "markers", "doc_start_id": 3, "positions": "reordered"}, "doc_end_id"),
         ({"version": 1, "method": "markers", "doc_start_id": 3, "doc_end_id": 4, "positions": "odd"}, "odd"),

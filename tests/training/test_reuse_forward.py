@@ -3,10 +3,13 @@ computes for the same prompt."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import reuse_oracle as oracle
 import torch
 from families import FAMILIES, oracle_logits_of, oracle_model, random_prompt, save_tiny
+from transformers import AutoConfig
 
 import ragcache as rc
 from ragcache.models.reuse import ReuseSpec
@@ -20,6 +23,8 @@ MARKERS = {
     name: ReuseSpec("markers", doc_start_id=70, doc_end_id=71, positions=name) for name in ("reordered", "composite")
 }
 SPECS = {"link": LINK, "reposition": ReuseSpec("reposition"), **MARKERS}
+ANCHORS = {"first_anchor_id": 62, "anchor_tokens": 2, "anchor_segment": 4}
+ANCHORED = {name: replace(SPECS[name], **ANCHORS) for name in ("link", "reposition")}
 PROMPT = random_prompt(3)
 QUESTIONS = [list(PROMPT.suffix_ids), [101, 102, 103], [104, 105, 106, 107]]
 ANSWERS = [[110, 111, 2], [112, 2], [113, 114, 115, 2]]
@@ -51,8 +56,11 @@ def papers_tokens(spec: ReuseSpec, questions: list[list[int]]) -> list[oracle.To
     prefix, chunks = list(PROMPT.prefix_ids), [list(chunk) for chunk in PROMPT.chunk_ids]
     if spec.method == "markers":
         return oracle.marked(prefix, chunks, questions, (70, 71), spec.positions == "composite")
+    links = [[20 + 2 * slot, 21 + 2 * slot] for slot in range(len(chunks))]
+    if spec.anchors is not None:
+        around = (links, (62, 63), 4, 60, 61) if spec.method == "link" else ([[]] * len(chunks), (62, 63), 4)
+        return oracle.compressed(prefix, chunks, questions, *around)
     if spec.method == "link":
-        links = [[20 + 2 * slot, 21 + 2 * slot] for slot in range(len(chunks))]
         return oracle.linked(prefix, chunks, questions, links, 60, 61)
     return oracle.linked(prefix, chunks, questions, [[]] * len(chunks))
 
@@ -78,7 +86,9 @@ def test_training_is_a_plain_forward_under_the_papers_mask(family, tmp_path):
     torch.testing.assert_close(ours[: len(theirs)], theirs, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(
+    "spec", [*SPECS.values(), *ANCHORED.values()], ids=[*SPECS, *(f"{n}, anchors" for n in ANCHORED)]
+)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_so_is_every_way_of_reuse(family, spec, tmp_path):
     directory = save_tiny(family, str(tmp_path))
@@ -110,6 +120,20 @@ def test_training_sees_what_the_engine_will_see(family, tmp_path):
             training_logits(model, batch)[0], fused[name].next_logits, atol=2e-4, rtol=2e-4, msg=lambda m, n=name: n + m
         )
     torch.testing.assert_close(training_logits(model, whole)[0], full, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", ANCHORED)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_training_sees_the_anchors_that_the_engine_will_see(family, name, tmp_path):
+    directory = save_tiny(family, str(tmp_path))
+    config = AutoConfig.from_pretrained(directory)
+    config.ragcache = ANCHORED[name].section()
+    config.save_pretrained(directory)
+    lm = rc.load_lm(directory)
+    fused = rc.fuse(lm, PROMPT, lm.default_method)
+    batch = collate([lay_out(ROW._replace(asks=[Ask(PROMPT.suffix_ids, [5])]), ANCHORED[name], True)])
+    ours = training_logits(trainable(directory), batch)[0]
+    torch.testing.assert_close(ours, fused.next_logits, atol=2e-4, rtol=2e-4)
 
 
 def test_loss_and_gradients_are_those_of_the_oracle(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import reuse_oracle as oracle
 
@@ -14,6 +16,7 @@ REPOSITION = ReuseSpec("reposition")
 MARKERS = {
     name: ReuseSpec("markers", doc_start_id=80, doc_end_id=81, positions=name) for name in ("reordered", "composite")
 }
+ANCHORED = replace(LINK, first_anchor_id=92, anchor_tokens=2, anchor_segment=3)
 PREFIX, CHUNKS = [1, 2], [[10, 11, 12], [13], [14, 15]]
 ASKS = [Ask([20, 21], [30, 31, 3]), Ask([22, 23, 24], [32, 3])]
 READ = [[20, 21, 30, 31], [22, 23, 24, 32]]
@@ -35,12 +38,14 @@ def test_link_tokens_by_slot_between_start_and_end():
     assert layout.positions == [*range(context), *range(context, context + 4), *range(context, context + 4)]
 
 
-@pytest.mark.parametrize("spec", [LINK, REPOSITION, *MARKERS.values(), None], ids=str)
+@pytest.mark.parametrize("spec", [LINK, ANCHORED, REPOSITION, *MARKERS.values(), None], ids=str)
 @pytest.mark.parametrize("apart", [True, False])
 def test_layouts_are_the_papers(spec, apart):
     layout = lay_out(ROW, spec, apart)
     if not apart or spec is None:
         tokens = oracle.together(PREFIX, CHUNKS, READ)
+    elif spec == ANCHORED:
+        tokens = oracle.compressed(PREFIX, CHUNKS, READ, [[50, 51], [52, 53], [54, 55]], (92, 93), 3, 90, 91)
     elif spec.method == "link":
         tokens = oracle.linked(PREFIX, CHUNKS, READ, [[50, 51], [52, 53], [54, 55]], 90, 91)
     elif spec.method == "markers":
@@ -67,12 +72,22 @@ def test_a_row_without_passages_gets_nothing_added():
     assert lay_out(row, LINK, apart=True).ids == [1, 2, *READ[0], *READ[1]]
 
 
-@pytest.mark.parametrize("spec", [LINK, REPOSITION, *MARKERS.values(), None], ids=str)
+@pytest.mark.parametrize("spec", [LINK, ANCHORED, REPOSITION, *MARKERS.values(), None], ids=str)
 @pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("row", [ROW, ROW._replace(chunks=[])])
+@pytest.mark.parametrize("row", [ROW, ROW._replace(chunks=[]), ROW._replace(linked=False)])
 def test_lengths_are_known_before(spec, apart, row):
     assert layout_tokens(row, spec, apart) == len(lay_out(row, spec, apart).ids)
     assert context_tokens(row, spec, apart) == len(lay_out(row._replace(asks=[]), spec, apart).ids)
+
+
+def test_a_row_that_is_not_linked_gets_what_blocks_hold_alone():
+    """The first stage of A.6: compressed text, and the rest of it, which sees the anchors."""
+    row = EncodedRow("text", "", [1], [[10, 11, 12, 13]], [Ask([14], [15, 16])], True, False, linked=False)
+    tokens = oracle.compressed([1], row.chunks, [[14, 15]], [[]], (92, 93), 3)
+    layout = lay_out(row, ANCHORED, apart=True)
+    assert layout.ids == [token.id for token in tokens] == [1, 10, 11, 12, 92, 93, 13, 92, 14, 15]
+    assert layout.positions == list(range(10))
+    assert layout.labels == [-100] * 8 + [15, 16]
 
 
 def test_more_passages_than_slots_is_refused():

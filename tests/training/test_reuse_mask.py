@@ -16,6 +16,7 @@ from ragcache.training.layout import Ask, EncodedRow, lay_out
 from ragcache.training.mask import PADDING, Visibility
 
 LINK = ReuseSpec("link", "isolated", 2, 8, 50, 90, 91)
+ANCHORED = ReuseSpec("link", "isolated", 2, 8, 50, 90, 91, first_anchor_id=92, anchor_tokens=2, anchor_segment=3)
 COMPOSITE = ReuseSpec("markers", doc_start_id=80, doc_end_id=81, positions="composite")
 WINDOWS = (None, 5)
 
@@ -26,14 +27,14 @@ def random_parts(seed: int) -> tuple[list[int], list[list[int]], list[list[int]]
     def ids(least: int, most: int) -> list[int]:
         return [rng.randrange(100, 200) for _ in range(rng.randint(least, most))]
 
-    return ids(0, 4), [ids(1, 7) for _ in range(rng.randint(0, 5))], [ids(2, 6) for _ in range(rng.randint(1, 3))]
+    return ids(0, 4), [ids(1, 10) for _ in range(rng.randint(0, 5))], [ids(2, 6) for _ in range(rng.randint(1, 3))]
 
 
 def both(seed: int):
     """A random row laid out by us, and by the oracle."""
     prefix, chunks, questions = random_parts(seed)
     row = EncodedRow("qa", "", prefix, chunks, [Ask(ids[:1], [*ids[1:], 3]) for ids in questions], None, True)
-    kind = seed % 4
+    kind = seed % 5
     if kind == 0:
         return lay_out(row, LINK, False), oracle.together(prefix, chunks, questions)
     if kind == 1:
@@ -43,12 +44,14 @@ def both(seed: int):
         return lay_out(row, COMPOSITE, True), oracle.marked(prefix, chunks, questions, (80, 81), True)
     links = [LINK.link_ids(slot) for slot in range(len(chunks))]
     around = (90, 91) if chunks else (None, None)
+    if kind == 3:
+        return lay_out(row, ANCHORED, True), oracle.compressed(prefix, chunks, questions, links, (92, 93), 3, *around)
     return lay_out(row, LINK, True), oracle.linked(prefix, chunks, questions, links, *around)
 
 
 @pytest.fixture(scope="module")
 def drawn():
-    return [both(seed) for seed in range(24)]
+    return [both(seed) for seed in range(30)]
 
 
 @pytest.mark.parametrize("window", WINDOWS)

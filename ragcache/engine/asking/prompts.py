@@ -87,10 +87,10 @@ class Prompts:
         if hits and reading.on_overflow == "error":
             method.check(self.lm, whole)
         added = method.additions(self.lm)
-        lengths = [len(label) + len(chunk) for label, chunk in zip(whole.labels, chunks, strict=True)]
-        kept = _fitting(lengths, room, added)
+        lengths = [len(chunk) for chunk in chunks]
+        kept = _fitting([len(label) for label in whole.labels], lengths, room, added)
         if kept < len(hits) and reading.on_overflow == "error":
-            total = whole.num_tokens + len(added.ids(len(hits)))
+            total = whole.num_tokens + added.num_tokens(lengths)
             raise ContextTooLongError(
                 f"{len(hits)} passages make a prompt of {total} tokens and {self.lm.name} takes "
                 f'{self.lm.max_positions}; ask for fewer (k={kept}) or pass on_overflow="trim"'
@@ -125,7 +125,8 @@ class Prompts:
         while True:
             earlier, new = earlier.knowing(hits)
             prefix_ids = reading.method.layout(self.lm, earlier.prompt_parts(), self.names.recipe).ids
-            passages = sum(hit.chunk.num_tokens for hit in new) + len(added.ids(len(new)))
+            chunks = [hit.chunk.num_tokens for hit in new]
+            passages = sum(chunks) + added.num_tokens(chunks)
             total = len(prefix_ids) + passages + len(suffix_ids) + reading.sampling.max_tokens
             fewer = earlier.without_oldest() if total > self.lm.max_positions else None
             if fewer is None:
@@ -154,9 +155,9 @@ class Prompts:
         return max(0, min(reading.sampling.max_tokens, self.lm.max_positions - prompt_tokens))
 
 
-def _fitting(lengths: Sequence[int], room: int, added: Additions) -> int:
-    """How many of the best passages fit, whole, with what the method adds to them."""
-    count = len(lengths) if added.max_chunks is None else min(len(lengths), added.max_chunks)
-    while count and sum(lengths[:count]) + len(added.ids(count)) > room:
+def _fitting(labels: Sequence[int], chunks: Sequence[int], room: int, added: Additions) -> int:
+    """How many of the best passages fit, whole, with what the method adds to them. labels, chunks: their tokens"""
+    count = len(chunks) if added.max_chunks is None else min(len(chunks), added.max_chunks)
+    while count and sum(labels[:count]) + sum(chunks[:count]) + added.num_tokens(chunks[:count]) > room:
         count -= 1
     return count

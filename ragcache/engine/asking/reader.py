@@ -100,8 +100,8 @@ class Reader:
     def _need(self, prompt: Prompt, reading: Reading) -> Need:
         """Memory for the prompt, what the method adds, and the longest answer; and for what stands behind the passages
         alone."""
-        added = reading.method.additions(self.lm).ids(len(prompt.chunk_ids)) if prompt.chunk_ids else ()
-        read = prompt.num_tokens + len(added)
+        chunks = [len(chunk) for chunk in prompt.chunk_ids]
+        read = prompt.num_tokens + (reading.method.additions(self.lm).num_tokens(chunks) if chunks else 0)
         room = self.prompts.room(read, reading)
         whole, own = (
             Size(tokens, kv_bytes(self.lm, tokens)) for tokens in (read + room, len(prompt.suffix_ids) + room)
