@@ -253,7 +253,7 @@ class RagCache(Library, AsyncTwins):
     def estimate_kv(self, inputs: Inputs) -> KVEstimate:
         """Estimate the disk space for the KV of files, folders and Document objects, from a sample of their text."""
         encoder, longest = self._parts.ingestor.encoder, self._parts.ingestor.chunker.settings["max_tokens"]
-        return estimate_kv(_listed(inputs), encoder.lm, self.config.codec, longest, encoder.recipe.kept)
+        return estimate_kv(_listed(inputs), encoder.lm, self.config.codec, longest, encoder.recipe.share)
 
     def chunks(self, ids: Iterable[str]) -> list[Chunk]:
         return self._handed_out(super().chunks(ids))

@@ -159,7 +159,7 @@ def _with_kept(documents: DocumentStore, recipe: Recipe) -> Recipe:
     Raises StoreMismatchError where another one is asked for now.
     """
     bound = documents.properties().get(KEPT)
-    if not recipe.keeps_all:
+    if recipe.kept < 1:
         documents.bind(KEPT, [recipe.kept, recipe.task])
     elif isinstance(bound, list):
         return replace(recipe, kept=bound[0], task=bound[1])

@@ -12,6 +12,7 @@ from ragcache.evaluation.settings import json_or_text, split_settings
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
+from ragcache.fusion.fuse import block_recipe
 from ragcache.kv.identity import Recipe
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt
@@ -127,7 +128,7 @@ def _is_usable(spec: MethodSpec, lm: LanguageModel, prompt: Prompt) -> bool:
     try:
         method = spec.method()
         method.check(lm, prompt)
-        method.additions(lm)
+        block_recipe(lm, method, spec.recipe)
     except RagCacheError:
         return False
     return True

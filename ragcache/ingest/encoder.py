@@ -148,7 +148,8 @@ class ModelEncoder(BlockNames):
         neighbours: by chunk, the ids that it is read behind; None: nothing
         """
         behind = [()] * len(chunks) if neighbours is None else neighbours
-        longest = max((len(chunk) + sum(map(len, near)) for chunk, near in zip(chunks, behind, strict=True)), default=1)
+        rows = [[*self.recipe.before(near), *self.recipe.marked(one)] for one, near in zip(chunks, behind, strict=True)]
+        longest = max(map(len, rows), default=1)
         with self._read_prefix(self.prefix_ids) if self.prefix_ids else nullcontext() as prefix:
             started = time.perf_counter()
             blocks = self.lm.encode(
@@ -160,7 +161,9 @@ class ModelEncoder(BlockNames):
                 wanted=wanted,
                 neighbours=behind,
             )
-        if self.on_encoded is not None and chunks and self.recipe.keeps_all:  # else every chunk was read twice
+        if (
+            self.on_encoded is not None and chunks and self.recipe.keeps_all
+        ):  # else chunks were read twice, or with more tokens
             self.lm.finish()
             self.on_encoded(longest, time.perf_counter() - started, len(chunks))
         return blocks

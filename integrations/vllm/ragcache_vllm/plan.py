@@ -66,8 +66,8 @@ def make_plan(ids: Sequence[int], layout: RequestLayout, fingerprint: str) -> Pl
     layout.check(len(ids))
     if not layout.recipe.keeps_all:
         raise LayoutError(
-            f"the layout's blocks are of recipe {layout.recipe}: their heads hold different tokens, and vLLM's pages "
-            "hold the same in all; encode them with kept=1"
+            f"the layout's blocks are of recipe {layout.recipe}: they leave out tokens, and vLLM's pages hold all; "
+            "encode them with kept=1, or with a model without anchors"
         )
     prefix_ids = list(ids[: layout.prefix])
     keys = {block: _key(ids, block, layout, prefix_ids, fingerprint) for block in layout.blocks}

@@ -169,7 +169,7 @@ def refuse_unchecked(method: str | FusionMethod | None, recipe: str | Recipe | N
             "their neighbours; name a method",
             "method",
         )
-    if not recipe.keeps_all:
+    if recipe.kept < 1:
         raise ConfigError(
             f'method="auto" stands for what `ragcache check` found over whole KV, and this store\'s blocks hold '
             f"{recipe.kept:g} of it; name a method, such as reposition"

@@ -44,7 +44,7 @@ class KVEstimate(NamedTuple):
 def estimate_kv(
     inputs: Iterable[Input], lm: LanguageModel, codec: str, block_tokens: int, kept: float = 1.0
 ) -> KVEstimate:
-    """block_tokens: of a chunk at most; kept: share of its KV that is stored"""
+    """block_tokens: of a chunk at most; kept: as `Recipe.share`"""
     given = list(inputs)
     files = [one.path for one in given if isinstance(one, SourceFile)]
     files += [file.path for file in find_files(one for one in given if isinstance(one, str | os.PathLike)).files]

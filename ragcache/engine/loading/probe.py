@@ -58,7 +58,7 @@ def _measure_disk(rates: Rates, block_file: Path, budget_s: float) -> None:
 
 def probe_prefill(lm: LanguageModel, budget_s: float, recipe: Recipe = WHOLE) -> PrefillRate:
     """One short pass to warm up, which tells how long a second one may be. recipe: that chunks are encoded by"""
-    alone = Recipe(kept=recipe.kept, task=recipe.task)
+    alone = Recipe(kept=recipe.kept, task=recipe.task, anchors=recipe.anchors)
     room = lm.max_positions - 1 - len(read_behind(lm, alone, ()))
     longest = max(1, min(MOST_TOKENS, room if alone.keeps_all else room // 2))
     few = min(WARM_TOKENS, longest)

@@ -77,8 +77,8 @@ class RemoteReader:
             )
         if reading.method.reuses_blocks and not self.prompts.names.recipe.keeps_all:
             raise ConfigError(
-                f"this store's blocks are of recipe {self.prompts.names.recipe}: their heads hold different tokens, "
-                f"and {self._engine.url} keeps the same in all; leave out the engine, or make a store with all KV"
+                f"this store's blocks are of recipe {self.prompts.names.recipe}: they leave out tokens, and "
+                f"{self._engine.url} reads passages whole; leave out the engine, or make a store with all KV"
             )
         self._reruns(reading, Layout(()))
 
