@@ -26,13 +26,15 @@ class EncodingOptions:
     system:          text before everything where a row has none of its own; None: the template's own
     question_format: as of `prompt_format`
     segment_tokens:  of the pieces that a text to be summarised is cut into (100 in the paper)
-    max_tokens:      longest sequence; link tokens and markers are not counted
+    max_tokens:      longest sequence; link tokens, markers and anchors are not counted
+    halves:          whether a "text" is cut in two halves, the first of which is a chunk (KVLink, A.6)
     """
 
     system: str | None = None
     question_format: str | None = None
     segment_tokens: int = 100
     max_tokens: int = 4096
+    halves: bool = False
 
 
 class RowEncoder:
@@ -123,9 +125,14 @@ class RowEncoder:
         return EncodedRow(row.kind, row.where, form.prefix_ids, [], [ask], False, False)
 
     def _text(self, row: DataRow) -> EncodedRow:
-        """Plain language modelling: every token but the first is to be learned."""
-        bos = self.tokenizer.bos_token_id
-        ids = [*([] if bos is None else [int(bos)]), *self._chunks.encode([row.text])[0]][: self.options.max_tokens]
+        """Plain language modelling: every token but the first is to be learned; of halves, every one but the second's
+        first."""
+        bos = [] if self.tokenizer.bos_token_id is None else [int(self.tokenizer.bos_token_id)]
+        ids = [*bos, *self._chunks.encode([row.text])[0]][: self.options.max_tokens]
+        if self.options.halves and len(text := ids[len(bos) :]) > 2:
+            half = len(text) // 2
+            ask = Ask(text[half : half + 1], text[half + 1 :])
+            return EncodedRow(row.kind, row.where, bos, [text[:half]], [ask], True, False, linked=False)
         if len(ids) < 2:
             ids.append(self._form.end_id)
         return EncodedRow(row.kind, row.where, [], [], [Ask(ids[:1], ids[1:])], False, False)

@@ -33,6 +33,8 @@ class TrainOptions:
                      from the model's own full prefill; the result is an adapter. Rows need no answers, nor questions
     header_tokens, trailer_tokens: in front of each passage and behind it, part of its block, on frozen weights; None:
                      as PACKETS has it
+    anchor_tokens:   of KVLink's compressed caches ("link"): behind every `anchor_segment` tokens of a passage, whose
+                     block holds the KV of these alone; 0: none. Of "text" rows the first half is compressed
     store:           draw `rows` rows of `passages` neighbouring passages from this store, on frozen weights
     link_tokens:     K, after each passage; link_slots: passages that have link tokens of their own
     positions:       of markers: "reordered" or "composite"
@@ -64,6 +66,8 @@ class TrainOptions:
     passages: int = 8
     link_tokens: int = 5
     link_slots: int = 16
+    anchor_tokens: int = 0
+    anchor_segment: int = 100
     positions: str = "reordered"
     separate_share: float = 0.5
     mixture: Mapping[str, float] | None = None
@@ -98,6 +102,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Raises ConfigError naming the option that is out of range."""
         self.batches()
+        self._check_anchors()
         self._check_frozen()
         check_least("steps", 1 if self.steps is None else self.steps, 1)
         if not self.epochs > 0:
@@ -119,6 +124,18 @@ class TrainOptions:
             check_least(name, getattr(self, name), 1)
         check_least("max_tokens", 2 if self.max_tokens is None else self.max_tokens, 2)
 
+    def _check_anchors(self) -> None:
+        check_least("anchor_tokens", self.anchor_tokens, 0)
+        if not self.anchor_tokens:
+            return
+        if self.reuse != "link" or any(self.packet):
+            raise ConfigError("anchor_tokens goes with reuse='link' alone, without header_tokens or trailer_tokens")
+        if self.anchor_tokens > self.anchor_segment:
+            raise ConfigError(
+                f"anchor_tokens is {self.anchor_tokens} and anchor_segment {self.anchor_segment}; give as many "
+                "text tokens as anchors, or more"
+            )
+
     def _check_frozen(self) -> None:
         if not self.is_frozen:
             if self.header_tokens is not None or self.trailer_tokens is not None or self.store is not None:
@@ -128,7 +145,7 @@ class TrainOptions:
             raise ConfigError(f"reuse is {self.reuse!r}; frozen weights can be trained for {' or '.join(PACKETS)}")
         if self.lora_rank:
             raise ConfigError(f"lora_rank is {self.lora_rank} and the weights are frozen; leave one of the two out")
-        if self.reuse == "link" and not self.link_tokens:
+        if self.reuse == "link" and not (self.link_tokens or self.anchor_tokens):
             raise ConfigError("link_tokens is 0, which leaves nothing to train on frozen weights; try reuse='packet'")
         for name, count in zip(("header_tokens", "trailer_tokens"), self.packet, strict=True):
             check_least(name, count, 0)
@@ -142,7 +159,7 @@ class TrainOptions:
     @property
     def packet(self) -> tuple[int, int]:
         """Tokens of a passage's header and trailer."""
-        header, trailer = PACKETS[self.reuse] if self.is_frozen else (0, 0)
+        header, trailer = PACKETS[self.reuse] if self.is_frozen and not self.anchor_tokens else (0, 0)
         return (
             header if self.header_tokens is None else self.header_tokens,
             trailer if self.trailer_tokens is None else self.trailer_tokens,
@@ -157,7 +174,8 @@ class TrainOptions:
         wanted = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         if self.max_tokens is not None and wanted > max_positions:
             raise ConfigError(f"max_tokens is {wanted} and the model takes {max_positions}; lower max_tokens")
-        return EncodingOptions(self.system, self.question_format, self.segment_tokens, min(wanted, max_positions))
+        form = self.system, self.question_format, self.segment_tokens
+        return EncodingOptions(*form, min(wanted, max_positions), halves=self.anchor_tokens > 0)
 
     def runs_bfloat16(self, device: str) -> bool:
         """Whether the passes are in bfloat16."""

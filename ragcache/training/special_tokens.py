@@ -1,4 +1,4 @@
-"""Ids for link tokens, markers and packets: reserved ones of the tokenizer where there are enough, else new ones.
+"""Ids for link tokens, markers, packets and anchors: reserved ones of the tokenizer where there are enough, else new.
 
 A Llama 3 vocabulary gets the ids of KVLink's own code (128011 + K * slot + place, 128254, 128255), so that its
 checkpoints and ours are laid out alike.
@@ -36,12 +36,15 @@ def choose_spec(
     positions: str,
     header_tokens: int = 0,
     trailer_tokens: int = 0,
+    anchor_tokens: int = 0,
+    anchor_segment: int = 0,
 ) -> ReuseSpec | None:
     """Ids for a way of reuse; adds tokens to the tokenizer where it has too few reserved ones.
 
     reuse: "link" (with link_tokens 0: Block-Attention, which has no ids of its own), "markers", "packet" or "none"
            (None then)
     header_tokens, trailer_tokens: of a packet around every passage ("packet", "link")
+    anchor_tokens, anchor_segment: behind so many tokens of every passage ("link")
 
     Raises ConfigError for an unknown name, or numbers out of range.
     """
@@ -53,7 +56,11 @@ def choose_spec(
         start, end = _ids(tokenizer, ["<|doc_start|>", "<|doc_end|>"])
         return ReuseSpec("markers", doc_start_id=start, doc_end_id=end, positions=positions)
     spec = ReuseSpec("packet") if reuse == "packet" else _link_spec(tokenizer, link_tokens, link_slots)
-    return _with_packet(tokenizer, spec, header_tokens, trailer_tokens)
+    spec = _with_packet(tokenizer, spec, header_tokens, trailer_tokens)
+    if not anchor_tokens:
+        return spec
+    first = _ids(tokenizer, [f"<|anchor_{n + 1}|>" for n in range(anchor_tokens)], spec.added_ids)[0]
+    return replace(spec, first_anchor_id=first, anchor_tokens=anchor_tokens, anchor_segment=anchor_segment)
 
 
 def _link_spec(tokenizer: PreTrainedTokenizerBase, link_tokens: int, link_slots: int) -> ReuseSpec:
@@ -79,7 +86,7 @@ def _with_packet(tokenizer: PreTrainedTokenizerBase, spec: ReuseSpec, header: in
 
 
 def _is_llama3(tokenizer: PreTrainedTokenizerBase) -> bool:
-    if len(tokenizer) != LLAMA3_VOCABULARY:
+    if len(tokenizer) < LLAMA3_VOCABULARY:  # more: it has grown by what found no reserved ids
         return False
     spec = ReuseSpec.llama3(1)
     tokens = tokenizer.convert_ids_to_tokens(sorted(spec.added_ids))

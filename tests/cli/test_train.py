@@ -41,6 +41,15 @@ def test_a_run(base, data, tmp_path):
     assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_run_with_anchors(base, data, tmp_path):
+    out = tmp_path / "out"
+    result = run(base, data, out, "--steps", "1", "--link-tokens", "0", "--anchors", "2", "--anchor-segment", "9")
+    assert result.exit_code == 0, result.output
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    spec = ReuseSpec("reposition", first_anchor_id=258, anchor_tokens=2, anchor_segment=9)
+    assert config["ragcache"] == spec.section()
+
+
 def test_a_run_on_frozen_weights_makes_an_adapter(base, data, tmp_path):
     out = tmp_path / "out"
     result = run(base, data, out, "--steps", "1", "--reuse", "packet", "--trailer-tokens", "2")

@@ -273,6 +273,23 @@ class StopError(Exception):
     pass
 
 
+@pytest.mark.parametrize("link_tokens", [2, 0])
+def test_anchors_are_rows_of_the_adapter(options, link_tokens):
+    """Texts are usable too: the teacher reads both halves as one text."""
+    with open(options.data[0], "a", encoding="utf-8") as file:
+        file.write(json.dumps({"type": "text", "text": "Ann lives in Oslo, where Bob has a boat."}) + "\n")
+    changes = {"link_tokens": link_tokens, "anchor_tokens": 4, "anchor_segment": 8}
+    report = train(replace(options, steps=30, batch_tokens=2000, **changes))
+    losses = [line["loss"] for line in log_of(report.out)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert (report.rows, len(report.bad)) == (4, 1)
+    lm = rc.load_lm(report.out)
+    assert lm.reuse.anchors.segment == 8
+    assert set(lm.reuse.anchors.ids) <= set(Adapter.find(report.out).rows())
+    ours = logits_by_engine(report.out, lm.default_method)[:258]
+    torch.testing.assert_close(ours, logits_as_trained(report.out), atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2, "reuse": "packet"}], ids=["link", "packet"])
 def test_a_run_that_was_stopped_ends_with_the_same_rows(options, tmp_path, changes):
     options = replace(options, steps=7, save_every=3, **changes)

@@ -85,6 +85,29 @@ def test_llama_3_gets_the_ids_of_the_authors_code():
         choose_spec(tokenizer, "link", 5, 49, "reordered")
 
 
+def test_anchors_take_ids_behind_the_links():
+    tokenizer = byte_tokenizer()
+    spec = choose_spec(tokenizer, "link", 2, 2, "reordered", anchor_tokens=3, anchor_segment=8)
+    assert spec == ReuseSpec(
+        "link", "isolated", 2, 2, 258, 262, 263, first_anchor_id=264, anchor_tokens=3, anchor_segment=8
+    )
+    assert tokenizer.convert_ids_to_tokens(list(range(264, 267))) == ["<|anchor_1|>", "<|anchor_2|>", "<|anchor_3|>"]
+    spec.check(267, tokenizer, "it")
+    alone = choose_spec(byte_tokenizer(), "link", 0, 2, "reordered", anchor_tokens=3, anchor_segment=8)
+    assert alone == ReuseSpec("reposition", first_anchor_id=258, anchor_tokens=3, anchor_segment=8)
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, lambda: tokenizer_with([f"<unused{n}>" for n in range(9)]), None])
+def test_the_second_stage_finds_the_ids_of_the_first(make):
+    """Rows of the first stage are kept where the section is the same; a Llama 3 vocabulary has grown meanwhile."""
+    tokenizer = llama3_tokenizer() if make is None else make()
+    first, second = (
+        choose_spec(tokenizer, "link", 2, 3, "reordered", anchor_tokens=25, anchor_segment=100) for _ in range(2)
+    )
+    assert first == second
+    assert first.first_link_id == 128011 or make is not None
+
+
 @pytest.mark.parametrize(("tokens", "slots"), [(-1, 4), (5, 0)])
 def test_numbers_out_of_range_are_refused(tokens, slots):
     with pytest.raises(ConfigError, match="link_tokens is"):

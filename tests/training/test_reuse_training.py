@@ -15,6 +15,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError, ModelNotFoundError
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import encode_text, prompt_format
+from ragcache.retrieval.testing import BagOfWords
 from ragcache.training.attention import NAME
 from ragcache.training.collate import collate
 from ragcache.training.encoding import passage_text
@@ -118,14 +119,52 @@ def test_link_training_learns_and_the_engine_computes_what_was_trained(options):
             ReuseSpec("markers", doc_start_id=258, doc_end_id=259, positions="composite"),
             "markers",
         ),
+        (
+            {"anchor_tokens": 3, "anchor_segment": 8},
+            ReuseSpec("link", "isolated", 2, 4, 258, 266, 267, first_anchor_id=268, anchor_tokens=3, anchor_segment=8),
+            "link",
+        ),
+        (
+            {"anchor_tokens": 2, "anchor_segment": 5, "link_tokens": 0, "lora_rank": 2},
+            ReuseSpec("reposition", first_anchor_id=258, anchor_tokens=2, anchor_segment=5),
+            "reposition",
+        ),
     ],
-    ids=["block-attention", "none", "markers"],
+    ids=["block-attention", "none", "markers", "anchors", "anchors alone by lora"],
 )
 def test_the_other_ways_of_reuse(options, changes, spec, method):
     report = train(replace(options, steps=2, **changes))
     assert rc.load_lm(report.out).reuse == spec
     ours = as_trained(report.out, apart=spec is not None)
     torch.testing.assert_close(fused(report.out, method=method), ours, atol=2e-4, rtol=2e-4)
+
+
+def test_anchors_learn_in_two_stages(options, tmp_path):
+    """A.6: texts first, then questions over passages, from the rows that the first stage left."""
+    lines = [{"type": "text", "text": f"{passage} " * 4} for passage in PASSAGES]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    anchored = replace(options, anchor_tokens=3, anchor_segment=8, steps=25)
+    first = train(replace(anchored, data=(tmp_path / "texts.jsonl",), out=tmp_path / "first"))
+    losses = [line["loss"] for line in log_of(first.out)]
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    spec = rc.load_lm(first.out).reuse
+    name, anchors = "model.embed_tokens.weight", list(spec.anchors.ids)
+    start = train(replace(anchored, steps=1, learning_rate=1e-12, out=tmp_path / "start"))
+    assert not torch.allclose(weights(start.out)[name][anchors], weights(first.out)[name][anchors], atol=1e-3)
+    going = train(replace(anchored, model=first.out, steps=1, learning_rate=1e-12, out=tmp_path / "going"))
+    torch.testing.assert_close(weights(going.out)[name], weights(first.out)[name])
+    second = train(replace(anchored, model=first.out, separate_share=1.0))
+    losses = [line["loss"] for line in log_of(second.out)]
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    assert rc.load_lm(second.out).reuse == spec
+    torch.testing.assert_close(fused(second.out, method="link"), as_trained(second.out), atol=2e-4, rtol=2e-4)
+    with rc.RagCache.open(tmp_path / "kb", model=second.out, embedder=BagOfWords()) as kb:
+        kb.ingest(rc.Document(str(n), text) for n, text in enumerate(PASSAGES))
+        answer = kb.ask("Where is Ann?", k=2, sampling=rc.Sampling(max_tokens=4))
+        assert (answer.method, {source.kv for source in answer.hits}) == ("link", {"memory"})
+        block = kb.store.kv.get(kb.chunks_of("0")[0].handle).block
+        chunk = kb.chunks_of("0")[0].token_ids
+        assert block.held_tokens == -(-len(chunk) * 3 // 8)
 
 
 class StopError(Exception):
@@ -235,6 +274,10 @@ def test_what_cannot_be_trained_is_refused_by_name(options, tmp_path):
         {"max_tokens": 1},
         {"separate_share": 2.0},
         {"batch_tokens": 0},
+        {"anchor_tokens": -1},
+        {"anchor_tokens": 9, "anchor_segment": 8},
+        {"anchor_tokens": 5, "reuse": "markers"},
+        {"anchor_tokens": 5, "header_tokens": 8, "freeze": True},
     ],
 )
 def test_options_out_of_range_are_refused_before_anything_is_read(options, changes):
