@@ -1,7 +1,7 @@
 """Rotary positions, taken from the model's own rotary module.
 
 Keys are kept before RoPE and rotated when they are placed. cos and sin come from the model, `attention_scaling`
-(YaRN) included, so a key is scaled once and never un-rotated. Rotation runs in float32.
+(YaRN) included, so a key is scaled once. `unrotate` takes the scale out again. Rotation runs in float32.
 
 RoPE: Su et al., "RoFormer" (arXiv 2104.09864), eq. 15; the pairing (halves, interleaved, partial) is the family's own
 `apply_rotary_pos_emb`.
@@ -91,6 +91,14 @@ class Rope:
         """
         out = torch.empty_like(keys) if out is None else out
         return self.turn(keys, self.angles(layer, positions, keys.shape[-2]), out)
+
+    def unrotate(self, keys: Tensor, layer: int, positions: Tensor | int, out: Tensor) -> Tensor:
+        """The inverse of `rotate`, into `out`: keys before RoPE, of keys that stand at these positions."""
+        angles = self.angles(layer, positions, keys.shape[-2])
+        if angles is not None:  # (cos, sin) is the scale s times a rotation; (cos, -sin) / s^2 undoes both
+            square = angles.cos.square() + angles.sin.square()
+            angles = Angles(angles.cos / square, -angles.sin / square, angles.half)
+        return self.turn(keys, angles, out)
 
     def turn(self, keys: Tensor, angles: Angles | None, out: Tensor) -> Tensor:
         """Rotate keys by ready angles (None: a layer that does not rotate) into `out`, in float32."""
