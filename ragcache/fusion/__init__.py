@@ -16,6 +16,7 @@ from ragcache.fusion.entropy import Entropy
 from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
 from ragcache.fusion.infllm import InfLLM
+from ragcache.fusion.kvcomm import KVComm
 from ragcache.fusion.link import Link
 from ragcache.fusion.markers import Markers
 from ragcache.fusion.packet import Packet
@@ -35,6 +36,7 @@ METHODS: dict[str, type[FusionMethod]] = {
     "a3": A3,
     "prophet": Prophet,
     "cachecraft": CacheCraft,
+    "kvcomm": KVComm,
     "samkv": SamKV,
     "infllm": InfLLM,
     "ape": Ape,

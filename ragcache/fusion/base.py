@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import PromptError
+from ragcache.fusion.anchors import Scope
 from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, lay_out
 from ragcache.fusion.placing import Placement, Placer
 from ragcache.kv.block import KVBlock
@@ -81,6 +82,7 @@ class Job:
     exact:  KV of the first tokens that earlier passes left: at most all but the last one
     base:   all that stands before the last text, as another job left it: it is read where it is
     reserve_tokens: room to leave for decoding
+    scope:  of what a method keeps for later prompts; None: the method's own
     """
 
     lm: LanguageModel
@@ -89,6 +91,7 @@ class Job:
     exact: Exact | None = None
     base: SharedContext | None = None
     reserve_tokens: int = 64
+    scope: Scope | None = None
     times: PhaseTimes = field(default_factory=PhaseTimes)
 
     @property
@@ -191,6 +194,7 @@ class FusionMethod:
     needs_training: whether an untrained model is expected to answer worse with it
     reuses_blocks:  whether it wants KV blocks at all (full prefill does not)
     recipes:        recipes its blocks may be encoded under, the default first
+    remembers:      whether it keeps KV of earlier prompts, by `Job.scope`
     """
 
     name: ClassVar[str]
@@ -199,6 +203,7 @@ class FusionMethod:
     needs_training: ClassVar[bool] = False
     reuses_blocks: ClassVar[bool] = True
     recipes: ClassVar[tuple[str, ...]] = ("isolated", "prefix")
+    remembers: ClassVar[bool] = False
 
     @property
     def takes_exact(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import METHODS, get_method
+from ragcache.fusion.anchors import Scope
 from ragcache.fusion.base import FusionMethod, Job, PhaseTimes, Prefilled
 from ragcache.fusion.eviction import Ballot, SnapKV
 from ragcache.fusion.layout import Additions, Layout
@@ -106,6 +107,7 @@ def fuse(
     evict: SnapKV | int | None = None,
     exact: Exact | None = None,
     base: SharedContext | None = None,
+    scope: Scope | None = None,
     **options: Any,
 ) -> Fused:
     """Fused prefill: put the blocks in place and run the question.
@@ -125,6 +127,8 @@ def fuse(
             ends within no passage whose block is placed
     base:   instead of blocks, all that stands before the suffix, as `Fused.share` of the same prompt with any other
             suffix gave it, for a method with `shares_context`: it is read where it is
+    scope:  of what a method keeps for later prompts (kvcomm): it finds what prompts of the same scope left; None: those
+            that name none
     options: the method's own
 
     Raises ConfigError (method, option, recipe, evict, exact, base), StaleBlockError (blocks of another model or another
@@ -142,7 +146,7 @@ def fuse(
     _check_exact(layout, exact, 1 if evict is None else suffix_tokens)
     _check_base(chosen, layout, base, suffix_tokens)
     lm.check_ids(layout.ids, "the prompt")
-    job = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens)
+    job = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens, scope=scope)
     job, encoded = _with_blocks(job, chunks, recipe, prefix_ids, blocks)
     done = _prefill(chosen, job, evict, len(prefix_ids), suffix_tokens)
     return Fused(

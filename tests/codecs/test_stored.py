@@ -106,7 +106,7 @@ def test_what_cannot_be_kept_is_in_no_tier(codec: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("reposition", {}), ("concat", {}), ("cacheblend", {"ratio": 0.3}), ("cachecraft", {}), ("a3", {}),
+    [("reposition", {}), ("concat", {}), ("cacheblend", {"ratio": 0.3}), ("cachecraft", {}), ("kvcomm", {}), ("a3", {}),
      ("prophet", {}), ("epic", {}), ("samkv", {}), ("infllm", {}), ("ape", {}), ("entropy", {}),
      ("link", {"link_ids": [[3, 4], [5, 6], [7, 8]]})],
 )  # fmt: skip

@@ -1,0 +1,89 @@
+"""KV of passages as full prefills left it under different contexts, within a budget of bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from ragcache.kv.block import KVBlock
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Scope:
+    """Prompts whose KV a method may keep for one another: those of one tenant, over one state of the documents.
+
+    What is kept of a scope is found by it alone, and goes when the scope does.
+    """
+
+
+@dataclass(frozen=True, eq=False)
+class Anchor:
+    """One passage under one context.
+
+    passage: digest of the model and the passage's ids; context: digest of all ids before it
+    about:   what those ids are about, float32 [hidden_size]
+    block:   the passage's KV in a full prefill behind them, keys before RoPE
+    """
+
+    passage: bytes
+    context: bytes
+    about: Tensor
+    block: KVBlock
+
+    @property
+    def num_bytes(self) -> int:
+        return self.block.num_bytes + self.about.nbytes
+
+
+class AnchorPool:
+    """Anchors of several scopes; the least recently used go first. Thread-safe.
+
+    max_bytes:   of all anchors; never exceeded
+    max_anchors: of one passage
+    """
+
+    def __init__(self, max_bytes: int, max_anchors: int) -> None:
+        self.max_bytes = max_bytes
+        self.max_anchors = max_anchors
+        # By scope, the least recently used first, each with the time of that use.
+        self._held: WeakKeyDictionary[Scope, OrderedDict[tuple[bytes, bytes], tuple[Anchor, int]]]
+        self._held = WeakKeyDictionary()
+        self._clock = count()
+        self._lock = threading.RLock()
+
+    @property
+    def num_bytes(self) -> int:
+        with self._lock:
+            return sum(anchor.num_bytes for held in self._held.values() for anchor, _ in held.values())
+
+    def of(self, scope: Scope, passage: bytes) -> list[Anchor]:
+        """The passage's anchors, the least recently used first."""
+        with self._lock:
+            return [anchor for anchor, _ in self._held.get(scope, {}).values() if anchor.passage == passage]
+
+    def put(self, scope: Scope, anchor: Anchor) -> None:
+        """Keep an anchor, or note its use; others make room for it. One larger than the budget is not kept."""
+        if anchor.num_bytes > self.max_bytes:
+            return
+        with self._lock:
+            held = self._held.setdefault(scope, OrderedDict())
+            key = anchor.passage, anchor.context
+            held[key] = anchor, next(self._clock)
+            held.move_to_end(key)
+            of_passage = [known for known in held if known[0] == anchor.passage]
+            for known in of_passage[: -self.max_anchors]:
+                del held[known]
+            excess = self.num_bytes - self.max_bytes
+            while excess > 0:
+                excess -= self._drop_oldest()
+
+    def _drop_oldest(self) -> int:
+        """Drop the least recently used anchor of all scopes. Returns its bytes."""
+        oldest = min(filter(None, self._held.values()), key=lambda held: next(iter(held.values()))[1])
+        return oldest.popitem(last=False)[1][0].num_bytes
