@@ -174,7 +174,8 @@ class Questions:
         if name is None and not options:
             return own
         recipe = self._parts.reader.prompts.names.recipe
-        return choose_method(store.layout.root, self._parts.card, name or own.name, options, recipe)[0]
+        chosen, _ = choose_method(store.layout.root, self._parts.card, name or own.name, options, recipe)
+        return own if chosen == own else chosen  # with what it keeps of earlier prompts
 
     def _system(self, conversation: Conversation, options: ChatOptions, reading: Reading) -> str | None:
         """The system prompt of a conversation without a system message. Raises ConfigError."""

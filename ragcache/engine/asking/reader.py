@@ -16,6 +16,7 @@ from ragcache.engine.asking.prompts import Prompts
 from ragcache.engine.asking.reading import Clock, Kept, OpenQuestion, Reading
 from ragcache.engine.asking.supply import Ready, Supply
 from ragcache.engine.asking.writing import AnswerSoFar, write
+from ragcache.fusion.anchors import Scope
 from ragcache.fusion.fuse import Fused, fuse
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_tree import PrefixStats
@@ -49,6 +50,7 @@ class Reader:
         self.contexts = contexts
         self.estimate = estimate
         self._eos = eos_token_ids(lm)
+        self._scope = Scope()
 
     def check(self, reading: Reading) -> None:
         self.prompts.check(reading.method)
@@ -78,12 +80,17 @@ class Reader:
     def drop_deleted(self) -> None:
         """Let go of what was computed over passages that are gone."""
         self.prefixes.drop_deleted()
-        self.contexts.forget()
+        self._forget()
 
     def clear(self) -> None:
         """Let go of all exact KV."""
         self.prefixes.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of contexts, and of what methods keep of earlier prompts: it goes with its scope."""
         self.contexts.forget()
+        self._scope = Scope()
 
     def warm_up(self) -> None:
         """Pay for what the first question would pay for: a model's first pass takes longer."""
@@ -156,6 +163,12 @@ class Reader:
             found(fused.share())
             return fused
 
+    def _scope_of(self, asked: OpenQuestion) -> Scope:
+        """What other questions may learn from this one: nothing where somebody's own text stands in its prompt, or a
+        passage was deleted meanwhile."""
+        scope = self._scope  # before the look at what is stored: with any later change a new one begins
+        return scope if asked.reading.method.remembers and self.supply.is_of_store(asked) else Scope()
+
     def _fuse(self, asked: OpenQuestion, ready: Ready) -> Fused:
         started = time.perf_counter()
         prompt, reading, path = asked.prompt, asked.reading, ready.path
@@ -170,6 +183,7 @@ class Reader:
             evict=reading.evict,
             exact=ready.prefix.exact if ready.base is None else None,
             base=ready.base,
+            scope=self._scope_of(asked),
         )
         if not method.reuses_blocks and min(fused.computed_tokens) == fused.prompt_tokens:
             self.lm.finish()  # nothing of the prompt was known: the estimate of a full prefill learns from it

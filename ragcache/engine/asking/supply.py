@@ -100,6 +100,12 @@ class Supply:
         question places its own."""
         return self.encoder.recipe.keeps_all or not method.reuses_blocks
 
+    def is_of_store(self, asked: OpenQuestion) -> bool:
+        """Whether nothing stands before the question but the store's own prefix and passages that are still stored."""
+        own = tuple(asked.reading.method.prefix_ids(self.lm, asked.prompt)) == self.encoder.first_ids
+        ids = {hit.chunk.vector_id for hit in asked.hits}
+        return own and asked.kept is None and len(self._documents.chunks_by_vector_ids(ids)) == len(ids)
+
     def _path(self, asked: OpenQuestion) -> Path | None:
         method, kept = asked.reading.method, asked.kept
         if kept is None and (method.reuses_blocks or not method.takes_exact):
