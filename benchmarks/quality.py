@@ -52,7 +52,8 @@ MOST_COMPUTED = 0.16  # of the goal at 15 %: the question runs as well
 
 
 class Checkpoint(NamedTuple):
-    """methods: read all questions over 8 passages, and as many as the others over more; few: over 8 passages alone."""
+    """methods: read every cell's questions; few: those over 8 passages alone, and no more than of a cell without a
+    goal."""
 
     label: str
     directory: str
@@ -131,14 +132,19 @@ def relative(right: Sequence[int], reference: Sequence[int]) -> tuple[float, flo
     return float(ours.sum() / theirs.sum()), float(low), float(high)
 
 
+def questions_of(cell: Cell, options: argparse.Namespace) -> int:
+    """How many questions of a cell are asked: most where a goal is stated."""
+    stated = cell.passages == STATED_PASSAGES and cell.kind in TRAINING_FREE
+    return options.questions if stated else options.few_questions  # type: ignore[no-any-return]
+
+
 class Table:
     """Rows from answers."""
 
     def __init__(self, checkpoints: Sequence[Checkpoint], answers: Answers, options: argparse.Namespace) -> None:
         self.checkpoints = checkpoints
         self.answers = answers
-        self.questions: int = options.questions
-        self.few_questions: int = options.few_questions
+        self.options = options
         self.seed: int = options.seed
 
     def units(self, one: Checkpoint, cell: Cell) -> list[Unit]:
@@ -159,9 +165,10 @@ class Table:
 
     def _parts(self, one: Checkpoint, cell: Cell) -> list[tuple[tuple[MethodSpec, ...], int]]:
         """Methods and how many questions they read."""
+        count = questions_of(cell, self.options)
         if cell.passages != STATED_PASSAGES:
-            return [(one.methods, self.few_questions)]
-        return [(one.methods, self.questions), (one.few, min(self.questions, self.few_questions))]
+            return [(one.methods, count)]
+        return [(one.methods, count), (one.few, min(count, self.options.few_questions))]
 
     def _places(self, cell: Cell, count: int) -> dict[str, list[int]]:
         """Numbers of the questions by where the sentence stands that leans; "": of all."""
@@ -204,7 +211,7 @@ def regime(directory: str, cells: Sequence[Cell], options: argparse.Namespace) -
     form = prompt_format(tokenizer)
     found = {}
     for cell in cells:
-        questions = options.questions if cell.passages == STATED_PASSAGES else options.few_questions
+        questions = questions_of(cell, options)
         cases = cases_of(cell, questions, options.seed)
         prompts = [case.prompt(tokenizer, form) for case in cases]
         lengths = [len(ids) for prompt in prompts for ids in prompt.chunk_ids]
@@ -322,8 +329,8 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         metavar="LABEL",
         help="its rows stay as they are in --out, unless it is read anew",
     )
-    parser.add_argument("--questions", type=int, default=STATED_QUESTIONS, help="a cell of 8 passages")
-    parser.add_argument("--few-questions", type=int, default=200, help="a cell of more, or of a method beside the main")
+    parser.add_argument("--questions", type=int, default=STATED_QUESTIONS, help="a cell with a goal")
+    parser.add_argument("--few-questions", type=int, default=200, help="another cell, or a method beside the main")
     parser.add_argument("--kinds", nargs="+", choices=PAGE_KINDS, default=list(PAGE_KINDS))
     parser.add_argument("--passages", type=int, nargs="+", default=list(PASSAGES), help="in a context; a cell each")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)

@@ -59,8 +59,15 @@ def make_sparse(block: KVBlock, count: int | None = None) -> KVBlock:
 
 
 def with_first(block: KVBlock, share: float) -> KVBlock:
-    """The block with this share of its tokens, the first ones, in each head; itself where that is all of them."""
+    """The block with this share of its tokens, the first ones, in each head; itself where that is all."""
     count = math.ceil(share * block.num_tokens)
     held = torch.arange(block.num_tokens) < count
     masks = [held.expand(layer.num_kv_heads, -1) for layer in block.layers]
-    return block if count == block.num_tokens else keep(block, masks)
+    return block if share == 1 else keep(block, masks)
+
+
+def make_unequal(block: KVBlock, seed: int = 0) -> KVBlock:
+    """The block with random tokens in each head, in each layer another number of them: none, all, or some."""
+    counts = torch.linspace(0, block.num_tokens, block.num_layers).int().tolist()
+    masks = [make_masks(block, count, seed)[layer] for layer, count in enumerate(counts)]
+    return keep(block, masks)

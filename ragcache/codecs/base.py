@@ -36,8 +36,8 @@ class Codec(ABC):
     What `decode` needs beside the tensors has to be one of them, or a basis that one of them names. Decoding may return
     views of its input and never writes to it: the tensors may alias a mapped file.
 
-    Subclasses write what becomes of layers that are alike. A block whose layers differ is encoded part by part: tensors
-    `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers]. A block, or part, whose heads hold some of its
+    Subclasses write what becomes of layers that are alike. A block whose layers differ is encoded part by part, each by
+    `of_part`: tensors `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers]. A block, or part, whose heads hold some of its
     tokens alone is encoded as what they hold, with `kept`, uint8 [num_layers, num_kv_heads, ceil(num_tokens / 8)], a
     bit a token, and `tokens`, int64 [1], their number.
     """
@@ -57,6 +57,10 @@ class Codec(ABC):
 
     def for_trial(self, example: KVBlock) -> Codec:
         """This codec, with a basis that suits such blocks where it needs one: for times, before passages are known."""
+        return self
+
+    def of_part(self, number: int) -> Codec:
+        """What encodes and decodes this part of blocks whose layers differ."""
         return self
 
     @abstractmethod
@@ -80,13 +84,16 @@ class Codec(ABC):
 
         An estimate for codecs whose bytes depend on the numbers: these are taken to be normally distributed, which of
         all distributions with one deviation has the largest entropy. itemsize: bytes of a number of the block;
-        kept: share of its tokens that each head holds
+        kept: share of its tokens that a head holds, mean over the layers, which are taken to hold equally many
         """
-        counts, held = Counter(layers), math.ceil(kept * num_tokens)
-        parts = sum(self.expected_bytes_alike(count, alike, held, itemsize) for alike, count in counts.items())
-        if held < num_tokens:
-            bits = sum(count * alike.num_kv_heads for alike, count in counts.items()) * -(-num_tokens // 8)
-            parts += bits + _INT64 * len(counts)
+        if kept < 1:
+            held, bits = math.ceil(kept * num_tokens), -(-num_tokens // 8)
+            found = sum(
+                self.expected_bytes_alike(1, layer, held, itemsize) + layer.num_kv_heads * bits for layer in layers
+            )
+            return found + 2 * _INT64 * len(layers)
+        counts = Counter(layers)
+        parts = sum(self.expected_bytes_alike(count, alike, num_tokens, itemsize) for alike, count in counts.items())
         return parts + (_INT64 * len(layers) if len(counts) > 1 else 0)
 
     def encode(self, block: KVBlock) -> dict[str, Tensor]:
@@ -96,7 +103,7 @@ class Codec(ABC):
         tensors = {_PART_OF: torch.tensor(block.part_of, dtype=torch.int64)}
         for number, part in enumerate(block.parts):
             try:
-                encoded = self._encode_sparse(part)
+                encoded = self.of_part(number)._encode_sparse(part)
             except UnencodableBlockError as error:
                 layers = [layer for layer, own in enumerate(block.part_of) if own == number]
                 raise UnencodableBlockError(f"counting layers {layers} alone, {error}") from error
@@ -117,12 +124,13 @@ class Codec(ABC):
                 parts[number][own] = tensor
             elif name != _PART_OF:
                 raise DamagedBlockError(f"no layer of a block is in the part that {name!r} belongs to")
-        return MixedBlock([self._decode_sparse(part) for part in parts.values()], part_of.tolist())
+        decoded = [self.of_part(int(number))._decode_sparse(part) for number, part in parts.items()]
+        return MixedBlock(decoded, part_of.tolist())
 
     def error_bound(self, block: KVBlock) -> float:
         """`bound_alike` of any block."""
         if isinstance(block, MixedBlock):
-            return max(map(self.error_bound, block.parts))
+            return max(self.of_part(number).error_bound(part) for number, part in enumerate(block.parts))
         return self.bound_alike(block.held if isinstance(block, SparseBlock) else block)
 
     def _encode_sparse(self, block: KVBlock) -> dict[str, Tensor]:

@@ -29,17 +29,17 @@ class Basis:
     """A basis by its groups. Raises DamagedBlockError for a block that is none."""
 
     def __init__(self, block: KVBlock) -> None:
-        self._groups: dict[tuple[str, int, int, int], tuple[Group, ...]] = {}
-        for part in _parts(block):
+        self._groups: dict[tuple[int, str, int, int, int], tuple[Group, ...]] = {}
+        for number, part in enumerate(_parts(block)):
             for kind, rows in (("keys", part.keys), ("values", part.values)):
                 layers, heads, _, width = rows.shape
-                self._groups.setdefault((kind, layers, heads, width), groups_of(rows))
+                self._groups[number, kind, layers, heads, width] = groups_of(rows)
 
-    def groups(self, part: str, shape: tuple[int, ...]) -> tuple[Group, ...] | None:
+    def groups(self, number: int, part: str, shape: tuple[int, ...]) -> tuple[Group, ...] | None:
         """The groups of keys or values of this shape, [num_layers, num_kv_heads, num_tokens, head_dim]; None where the
-        basis was made from other layers."""
+        basis was made from other layers. number: of the part, in blocks whose layers differ"""
         layers, heads, _, width = shape
-        return self._groups.get((part, layers, heads, width))
+        return self._groups.get((number, part, layers, heads, width))
 
 
 class Bases:

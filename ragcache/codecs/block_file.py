@@ -58,7 +58,7 @@ def _metadata(key: str, block: KVBlock, codec: Codec) -> dict[str, str]:
 
 def _format_of(block: KVBlock) -> int:
     if isinstance(block, MixedBlock):
-        return max(_MIXED, _format_of(block.parts[0]))
+        return max(_MIXED, *map(_format_of, block.parts))
     return FORMAT_VERSION if isinstance(block, SparseBlock) else _PLAIN
 
 

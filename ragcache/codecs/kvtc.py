@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.base import Codec
@@ -51,6 +52,13 @@ class KvtcCodec(LayerCodec):
         super().__init__(bases)
         self.first_tokens = first_tokens
         self.last_tokens = last_tokens
+        self._number = 0
+
+    def of_part(self, number: int) -> Codec:
+        """Each part has groups of its own in the basis."""
+        found = copy(self)
+        found._number = number
+        return found
 
     @property
     def now(self) -> Codec:
@@ -66,7 +74,7 @@ class KvtcCodec(LayerCodec):
         name = self.bases.name
         if name is None:
             raise UnencodableBlockError("there is no basis yet; an ingestion makes one, see docs/storage.md")
-        groups = self.bases.get(name).groups(part, tuple(numbers.shape))
+        groups = self.bases.get(name).groups(self._number, part, tuple(numbers.shape))
         if groups is None:
             raise UnencodableBlockError(f"the basis was made from other layers than {tuple(numbers.shape)}")
         tokens = torch.arange(numbers.shape[2])
@@ -127,7 +135,7 @@ class KvtcCodec(LayerCodec):
 
     def _groups(self, part: Part, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Sequence[Group]:
         name = bytes(expect(tensors, "basis", (32,), torch.uint8).tolist()).hex()
-        groups = self.bases.get(name).groups(part, shape)
+        groups = self.bases.get(name).groups(self._number, part, shape)
         if groups is None:
             raise DamagedBlockError(f"basis {name} was made from other layers than the block's {shape}")
         return groups

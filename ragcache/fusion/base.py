@@ -142,7 +142,8 @@ class Job:
             with self.placing():
                 place(cache, layer)
 
-        dropped = sum(block.num_tokens - block.held_tokens for block in self.blocks)
+        held = [sum(layer) for layer in zip(*(block.held_by_layer for block in self.blocks), strict=True)]
+        dropped = sum(block.num_tokens for block in self.blocks) - max(held, default=0)
         room = self.layout.num_tokens - dropped + self.reserve_tokens if num_tokens is None else num_tokens
         cache = self.lm.new_cache(room, fill)
         return cache

@@ -366,15 +366,16 @@ def _check_blocks(
 
 
 def _check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int, held: int | None = None) -> None:
-    """held: tokens that each head of it holds; None: all"""
+    """held: tokens that each head of it holds, mean over the layers; None: all"""
     if block.layers != lm.shape.layers:
         raise StaleBlockError(f"the block of {what} was made by another model; encode it with {lm.name}")
     if block.num_tokens != num_tokens:
         read = block.num_tokens
         raise StaleBlockError(f"the block of {what} holds {read} tokens and its text has {num_tokens}; encode it")
     wanted = num_tokens if held is None else held
-    if block.held_tokens != wanted:
+    found = sum(block.held_by_layer)
+    if found != wanted * block.num_layers:
         raise StaleBlockError(
-            f"each head of the block of {what} holds {block.held_tokens} of {num_tokens} tokens, and {wanted} are "
+            f"a head of the block of {what} holds {found / block.num_layers:g} of {num_tokens} tokens, and {wanted} are "
             "wanted; state the recipe that it was encoded under, or encode it"
         )

@@ -43,8 +43,9 @@ class Placer:
         placements = [p for p in placements if p.block.num_tokens]
         self._blocks = [p.block for p in placements]
         self._starts = [p.rotate_from for p in placements]
-        self._lengths = [block.held_tokens for block in self._blocks]
-        self._sparse = any(block.held_tokens < block.num_tokens for block in self._blocks)
+        held = [block.held_by_layer for block in self._blocks]
+        self._lengths = [list(layer) for layer in zip(*held, strict=True)]
+        self._sparse = any(min(own) < block.num_tokens for own, block in zip(held, self._blocks, strict=True))
         ranges = [(p.rotate_from, p.rotate_from + p.block.num_tokens) for p in placements]
         parts = [torch.arange(start, end, device=lm.device) for start, end in ranges]
         self.positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=lm.device)
@@ -52,28 +53,29 @@ class Placer:
         first = ranges[0][0] if ranges and joined else self.positions
         self._angles = self._angles_at(first, self.positions.shape[0])
         # One layer's keys side by side: they stay in the processor's cache from the copy to the rotation.
-        widest = max(layer.num_kv_heads * layer.key_dim for layer in lm.shape.layers)
-        self._scratch = torch.empty(widest * sum(self._lengths), dtype=lm.dtype, device=lm.device)
+        widths = (layer.num_kv_heads * layer.key_dim for layer in lm.shape.layers)
+        widest = max((width * sum(own) for width, own in zip(widths, self._lengths, strict=False)), default=0)
+        self._scratch = torch.empty(widest, dtype=lm.dtype, device=lm.device)
 
     def place(self, cache: FusedCache, layer: int) -> None:
         if not self._blocks:
             return
-        positions, angles = self.positions, self._angles
+        positions, angles, lengths = self.positions, self._angles, self._lengths[layer]
         if self._sparse:
             positions = self._positions_by_head(layer)
             angles = self._angles_at(positions)
         keys, values = cache.reserve(layer, positions)
         scratch = self._scratch[: keys.numel()].view(keys.shape[1:])
-        for block, place in zip(self._blocks, torch.split(scratch, self._lengths, dim=1), strict=True):
+        for block, place in zip(self._blocks, torch.split(scratch, lengths, dim=1), strict=True):
             block.copy_keys(layer, place)
         self._lm.rope.turn(scratch[None], angles.of(layer), keys)
-        for block, place in zip(self._blocks, torch.split(values[0], self._lengths, dim=1), strict=True):
+        for block, place in zip(self._blocks, torch.split(values[0], lengths, dim=1), strict=True):
             block.copy_values(layer, place)
 
     def _positions_by_head(self, layer: int) -> Tensor:
-        """int64 [num_kv_heads, held tokens of all blocks]"""
+        """int64 [num_kv_heads, tokens that a head holds of all blocks]"""
         heads, parts = self._lm.shape.layers[layer].num_kv_heads, []
-        for block, start, count in zip(self._blocks, self._starts, self._lengths, strict=True):
+        for block, start, count in zip(self._blocks, self._starts, self._lengths[layer], strict=True):
             places = block.places(layer)
             own = torch.arange(count).expand(heads, -1) if places is None else places
             parts.append(own.to(self._lm.device) + start)

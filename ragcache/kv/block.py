@@ -62,12 +62,12 @@ class KVBlock:
     @property
     def num_tokens(self) -> int:
         """Tokens that were read."""
-        return self.held_tokens
+        return self.key_shape[2]
 
     @property
-    def held_tokens(self) -> int:
-        """Tokens whose keys and values each head holds: all that were read, but in a SparseBlock."""
-        return self.key_shape[2]
+    def held_by_layer(self) -> tuple[int, ...]:
+        """Tokens whose keys and values each head of a layer holds: all that were read, but in a SparseBlock."""
+        return (self.key_shape[2],) * self.num_layers
 
     @property
     def num_bytes(self) -> int:
@@ -79,18 +79,18 @@ class KVBlock:
         return self.keys.dtype
 
     def places(self, layer: int) -> Tensor | None:
-        """Which tokens the heads of a layer hold: int64 [num_kv_heads, held_tokens], ascending; None: all of them."""
+        """Which tokens the heads of a layer hold: int64 [num_kv_heads, held], ascending; None: all of them."""
         return None
 
     def layer_keys(self, layer: int) -> Tensor:
-        """One layer's keys, [num_kv_heads, held_tokens, head_dim]; not to be written to."""
+        """One layer's keys, [num_kv_heads, held, head_dim], held as `held_by_layer`; not to be written to."""
         return self.keys[layer]
 
     def layer_values(self, layer: int) -> Tensor:
         return self.values[layer]
 
     def copy_keys(self, layer: int, out: Tensor) -> None:
-        """Write one layer's keys to `out`, [num_kv_heads, held_tokens, head_dim], of any device and float dtype."""
+        """Write one layer's keys to `out`, [num_kv_heads, held, head_dim], of any device and float dtype."""
         out.copy_(self.keys[layer], non_blocking=True)
 
     def copy_values(self, layer: int, out: Tensor) -> None:
@@ -119,7 +119,7 @@ def _same_places(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 class MixedBlock(KVBlock):
-    """A block of a model whose layers differ: one block a group of layers that are alike.
+    """A block whose layers differ, in their shape or in how many tokens they hold: one block a group of layers.
 
     parts:   hold the layers of a group each, in ascending order
     part_of: by layer, the index of its part
@@ -132,7 +132,7 @@ class MixedBlock(KVBlock):
         held = [part.num_layers for part in parts]
         if not held or Counter(part_of) != dict(enumerate(held)):
             raise DamagedBlockError(f"parts of {held} layers do not make up the {len(part_of)} layers {list(part_of)}")
-        if len({(part.num_tokens, part.held_tokens, part.dtype) for part in parts}) > 1:
+        if len({(part.num_tokens, part.dtype) for part in parts}) > 1:
             raise DamagedBlockError("the parts of a block differ in their tokens or dtypes")
         ranks = [iter(range(part.num_layers)) for part in parts]
         self.parts = tuple(parts)
@@ -156,8 +156,8 @@ class MixedBlock(KVBlock):
         return self.parts[0].num_tokens
 
     @property
-    def held_tokens(self) -> int:
-        return self.parts[0].held_tokens
+    def held_by_layer(self) -> tuple[int, ...]:
+        return tuple(part.held_by_layer[index] for part, index in self._places)
 
     @property
     def num_bytes(self) -> int:

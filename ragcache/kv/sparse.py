@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class SparseBlock(KVBlock):
-    """A block whose layers are alike, and whose heads hold equally many tokens each, not the same ones.
+    """A block whose layers are alike, and whose heads hold equally many tokens each, not the same ones; see `keep`.
 
-    held: their keys and values, [num_layers, num_kv_heads, held_tokens, head_dim], in the tokens' order, encoded or not
+    held: their keys and values, [num_layers, num_kv_heads, held, head_dim], in the tokens' order, encoded or not
     bits: which tokens each head holds, uint8 [num_layers, num_kv_heads, ceil(num_tokens / 8)]; see `pack_mask`
 
     Raises DamagedBlockError where the two do not agree.
@@ -61,6 +60,10 @@ class SparseBlock(KVBlock):
         return self._num_tokens
 
     @property
+    def held_by_layer(self) -> tuple[int, ...]:
+        return self.held.held_by_layer
+
+    @property
     def num_bytes(self) -> int:
         return self.held.num_bytes + self.bits.nbytes
 
@@ -70,11 +73,11 @@ class SparseBlock(KVBlock):
 
     @cached_property
     def _by_layer(self) -> Tensor:
-        """int64 [num_layers, num_kv_heads, held_tokens]"""
+        """int64 [num_layers, num_kv_heads, held]"""
         return unpack_mask(self.bits, self.num_tokens).nonzero()[:, 2].view(*self.key_shape[:3])
 
-    def places(self, layer: int) -> Tensor:
-        return self._by_layer[layer]
+    def places(self, layer: int) -> Tensor | None:
+        return None if self.key_shape[2] == self.num_tokens else self._by_layer[layer]
 
     def layer_keys(self, layer: int) -> Tensor:
         return self.held.layer_keys(layer)
@@ -96,19 +99,21 @@ class SparseBlock(KVBlock):
 
 
 def keep(block: KVBlock, masks: Sequence[Tensor]) -> KVBlock:
-    """The block without the tokens that its heads are not to hold. Nothing else of it stays in memory.
+    """The block without the tokens that its heads are not to hold: one part a layer. Nothing else stays in memory.
 
-    masks: by layer, bool [num_kv_heads, num_tokens], with as many tokens in every head of every layer
+    masks: by layer, bool [num_kv_heads, num_tokens], with as many tokens in every head of a layer
+
+    Parts do not depend on the masks, even where all layers hold as many: a codec's basis (`kvtc`) is one for all blocks.
     """
-    if isinstance(block, MixedBlock):
-        parts = [
-            keep(part, [masks[layer] for layer, own in enumerate(block.part_of) if own == number])
-            for number, part in enumerate(block.parts)
-        ]
-        return MixedBlock(parts, block.part_of, block.recipe)
-    mask = torch.stack(list(masks))
-    keys, values = (numbers[mask].view(*mask.shape[:2], -1, numbers.shape[3]) for numbers in (block.keys, block.values))
-    return SparseBlock(replace(block, keys=keys, values=values), pack_mask(mask), block.num_tokens, block.recipe)
+    layers = ((block.layer_keys(number), block.layer_values(number)) for number in range(block.num_layers))
+    parts = [_keep(*one, mask) for one, mask in zip(layers, masks, strict=True)]
+    return MixedBlock(parts, range(len(parts)), block.recipe)
+
+
+def _keep(keys: Tensor, values: Tensor, mask: Tensor) -> SparseBlock:
+    """keys, values: [num_kv_heads, num_tokens, head_dim]"""
+    held = (numbers[mask].view(1, len(mask), -1, numbers.shape[2]) for numbers in (keys, values))
+    return SparseBlock(KVBlock(*held), pack_mask(mask.unsqueeze(0)), mask.shape[1])
 
 
 def pack_mask(mask: Tensor) -> Tensor:

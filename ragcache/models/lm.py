@@ -146,13 +146,15 @@ class LanguageModel(ModelCard):
         wanted: Callable[[], bool] | None,
     ) -> KVBlock:
         """What the recipe keeps of a block that holds every token."""
+        if recipe.keeps_all:
+            return block
+        if recipe.anchors is None and num_kept(recipe, block.num_tokens) < block.num_tokens:
+            behind = read_behind(self, recipe, chunk)
+            return drop_least(block, measure_worth(self, block, behind, prefix, wanted), recipe)
+        stays = torch.ones(block.num_tokens, dtype=torch.bool)
         if recipe.anchors is not None:
             stays = torch.tensor([not gives_way(number) for number in recipe.anchors.numbers(block.num_tokens)])
-            return keep(block, [stays.to(self.device).expand(layer.num_kv_heads, -1) for layer in block.layers])
-        if num_kept(recipe, block.num_tokens) == block.num_tokens:
-            return block
-        behind = read_behind(self, recipe, chunk)
-        return drop_least(block, measure_worth(self, block, behind, prefix, wanted), recipe)
+        return keep(block, [stays.to(self.device).expand(layer.num_kv_heads, -1) for layer in block.layers])
 
     def _read_before(self, recipe: Recipe) -> list[int]:
         """Ids read in front of every chunk, whose KV is dropped: a lone BOS, or nothing."""

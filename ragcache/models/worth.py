@@ -7,8 +7,8 @@ is worth the largest attention that it receives on the way, over all rows and th
 With a task or examples in place of the repetition the same attention tells what those need (Finch, arXiv 2408.00167;
 Beyond RAG, arXiv 2503.04973).
 
-What differs from the paper: every head of every layer keeps equally many tokens, where KVzip ranks the pairs of all
-heads together; the first tokens of a chunk and its recipe's markers always stay; a long text is repeated as a whole and
+What differs from the paper: the heads of one layer keep equally many tokens, where KVzip ranks the pairs of all heads
+together (layers share a block's tokens by that ranking here, too, `drop_least`); the first tokens of a chunk and its recipe's markers always stay; a long text is repeated as a whole and
 not in parts of 2,048 tokens.
 """
 
@@ -60,7 +60,7 @@ def check_read_behind(
 
 
 def num_kept(recipe: Recipe, num_tokens: int) -> int:
-    """Tokens that each head holds of a block of `num_tokens`, markers or anchors included."""
+    """Tokens that a head holds of a block of `num_tokens`, markers or anchors included: mean over the layers."""
     if recipe.anchors is not None:
         return recipe.anchors.held(num_tokens)
     always = len(recipe.front) + FIRST_TOKENS + len(recipe.back)
@@ -124,15 +124,24 @@ def measure_worth(
 
 
 def drop_least(block: KVBlock, worth: Sequence[Tensor], recipe: Recipe) -> KVBlock:
-    """The block with as many tokens in each head as the recipe keeps; of equally good ones the first stay."""
-    count = num_kept(recipe, block.num_tokens)
-    if count == block.num_tokens:
-        return block
-    first, last = len(recipe.front) + FIRST_TOKENS, block.num_tokens - len(recipe.back)
-    masks = []
+    """The block with what is worth most of it, as much as the recipe keeps; of equally good tokens the first stay.
+
+    A layer's heads keep equally many. Its j-th place is worth what the heads' j-th best tokens are worth, on average,
+    and the best places of all layers are filled: layers that the model hardly looks at hold little.
+    """
+    length = block.num_tokens
+    first, last = len(recipe.front) + FIRST_TOKENS, length - len(recipe.back)
+    orders, places = [], []
     for own in worth:
         scores = own.clone()
         scores[:, :first] = scores[:, last:] = torch.inf
-        best = scores.argsort(dim=1, descending=True, stable=True)[:, :count]
-        masks.append(torch.zeros_like(own, dtype=torch.bool).scatter_(1, best, True))
+        best = scores.sort(dim=1, descending=True, stable=True)
+        orders.append(best.indices)
+        places.append(best.values.mean(0))
+    filled = torch.cat(places).sort(descending=True, stable=True).indices[: num_kept(recipe, length) * len(worth)]
+    counts = torch.bincount(filled // max(length, 1), minlength=len(worth)).tolist()
+    masks = [
+        torch.zeros_like(own, dtype=torch.bool).scatter_(1, order[:, :count], True)
+        for own, order, count in zip(worth, orders, counts, strict=True)
+    ]
     return keep(block, masks)

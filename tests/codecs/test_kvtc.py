@@ -108,7 +108,7 @@ def test_what_is_decoded_is_mean_and_codes_times_components(codec: KvtcCodec, ba
             restored = (codes @ group["components"] + group["mean"]).reshape(len(coded), len(layers), HEADS, WIDTH)
             expected[np.ix_(layers, range(HEADS), coded)] = restored.transpose(1, 2, 0, 3)
         assert np.array_equal(getattr(decoded, part).numpy(), expected)
-    assert len(codec.bases.get(basis_name(basis)).groups("keys", (LAYERS, HEADS, 0, WIDTH)) or ()) == 2
+    assert len(codec.bases.get(basis_name(basis)).groups(0, "keys", (LAYERS, HEADS, 0, WIDTH)) or ()) == 2
 
 
 def test_codes_are_the_nearest_and_a_token_that_they_miss_is_exact(codec: KvtcCodec, basis: KVBlock) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocks import DTYPES, make_block, make_key, make_masks, make_mixed_block, make_sparse, with_first
+from blocks import DTYPES, make_block, make_key, make_masks, make_mixed_block, make_sparse, make_unequal, with_first
 
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.codecs.block_file import codec_of, read_block, write_block
 from ragcache.codecs.example import example_block
 from ragcache.errors import DamagedBlockError
-from ragcache.kv.block import KVBlock
+from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.identity import Recipe
 from ragcache.kv.shape import LayerShape
 from ragcache.kv.sparse import SparseBlock, keep, pack_mask, unpack_mask
@@ -42,7 +42,7 @@ def test_a_head_holds_its_own_tokens_in_order(make) -> None:
     block = make(3, num_tokens=20)
     masks = make_masks(block, 6)
     sparse = keep(block, masks).made_by(Recipe(kept=0.3))
-    assert (sparse.num_tokens, sparse.held_tokens, sparse.layers) == (20, 6, block.layers)
+    assert (sparse.num_tokens, set(sparse.held_by_layer), sparse.layers) == (20, {6}, block.layers)
     assert sparse.recipe == Recipe(kept=0.3)
     assert sparse.num_bytes < block.num_bytes
     for layer, shape in enumerate(block.layers):
@@ -79,7 +79,8 @@ def test_what_is_held_stays_inside_the_bound(
     read = read_block(tmp_path / "block", make_key(1), codec.bases)
     assert read.equal(written)
     assert read.equal(codec.decode(codec.encode(block)))
-    assert (read.num_tokens, read.held_tokens, read.dtype, read.layers) == (num_tokens, count, dtype, block.layers)
+    assert (read.num_tokens, read.dtype, read.layers) == (num_tokens, dtype, block.layers)
+    assert set(read.held_by_layer) == {count}
     bound = codec.error_bound(block)
     for layer in range(block.num_layers):
         places, wanted = read.places(layer), block.places(layer)
@@ -92,6 +93,27 @@ def test_what_is_held_stays_inside_the_bound(
             assert out.numel() == 0 or float((out.double() - exact.double()).abs().max()) <= bound
     if codec.lossless:
         assert read.equal(block)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_layers_may_hold_unequally_many(codec: Codec, make, tmp_path: Path) -> None:
+    block = make_unequal(make(5, num_tokens=70))
+    assert len(set(block.held_by_layer)) == block.num_layers
+    assert block.held_by_layer[0] == 0
+    assert block.held_by_layer[-1] == 70
+    codec = codec.for_trial(block)
+    written = write_block(tmp_path / "block", make_key(1), block, codec)
+    read = read_block(tmp_path / "block", make_key(1), codec.bases)
+    assert read.equal(written)
+    assert read.held_by_layer == block.held_by_layer
+    bound = codec.error_bound(block)
+    for layer in range(block.num_layers):
+        places, wanted = read.places(layer), block.places(layer)
+        assert (places is None) == (wanted is None)
+        assert places is None or wanted is None or torch.equal(places, wanted)
+        for exact, copy in ((block.layer_keys(layer), read.layer_keys), (block.layer_values(layer), read.layer_values)):
+            assert exact.numel() == 0 or float((copy(layer).double() - exact.double()).abs().max()) <= bound
+    assert codec.lossless <= read.equal(block)
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -108,20 +130,20 @@ def test_wrong_bits_are_damage(codec: Codec) -> None:
     block = make_sparse(make_block(1, num_tokens=20), 8)
     codec = codec.for_trial(block)
     tensors = codec.encode(block)
-    kept = tensors["kept"]
+    kept = tensors["1.kept"]
     one_more, behind = kept.clone(), kept.clone()
-    one_more[1, 0, 0] ^= 1
+    one_more[0, 0, 0] ^= 1
     behind[0, 1, 2] |= 0x80
     wrong = [
-        {**tensors, "kept": one_more},
-        {**tensors, "kept": behind},
-        {**tensors, "kept": kept[:1]},
-        {**tensors, "kept": kept.to(torch.int64)},
-        {**tensors, "tokens": torch.tensor([-1])},
-        {**tensors, "tokens": torch.tensor([40])},
-        {**tensors, "tokens": torch.tensor([20, 20])},
-        {name: tensor for name, tensor in tensors.items() if name != "tokens"},
-        {name: tensor for name, tensor in tensors.items() if name != "kept"},
+        {**tensors, "1.kept": one_more},
+        {**tensors, "1.kept": behind},
+        {**tensors, "1.kept": kept[:, :1]},
+        {**tensors, "1.kept": kept.to(torch.int64)},
+        {**tensors, "1.tokens": torch.tensor([-1])},
+        {**tensors, "1.tokens": torch.tensor([40])},
+        {**tensors, "1.tokens": torch.tensor([20, 20])},
+        {name: tensor for name, tensor in tensors.items() if name != "1.tokens"},
+        {name: tensor for name, tensor in tensors.items() if name != "1.kept"},
     ]
     for changed in wrong:
         with pytest.raises(DamagedBlockError):
@@ -138,7 +160,9 @@ def test_the_sizes_of_a_plan_are_those_of_the_file() -> None:
 
 
 def test_sparse_blocks_are_no_plain_ones() -> None:
-    assert isinstance(make_sparse(make_block(1)), SparseBlock)
+    sparse = make_sparse(make_block(1))
+    assert isinstance(sparse, MixedBlock)
+    assert all(isinstance(part, SparseBlock) for part in sparse.parts)
     assert make_block(1).places(0) is None
     assert isinstance(make_block(1), KVBlock)
-    assert make_block(1).held_tokens == 5
+    assert set(make_block(1).held_by_layer) == {5}

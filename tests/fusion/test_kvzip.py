@@ -48,10 +48,29 @@ def llama(tmp_path_factory):
     return Loaded("llama", save_tiny("llama", str(tmp_path_factory.mktemp("llama"))))
 
 
-def best(scores, count, always):
-    """Places of the `count` best, ascending, by hand; those of `always` first, of equal ones the earlier."""
-    order = sorted(range(len(scores)), key=lambda place: (place not in always, -scores[place], place))
-    return sorted(order[:count])
+def ranked(scores, always):
+    """Places, best first, by hand; those of `always` first, of equal ones the earlier."""
+    return sorted(range(len(scores)), key=lambda place: (place not in always, -scores[place], place))
+
+
+def shared_out(scores, count, always):
+    """Places that each head holds, ascending, by layer: `count` a head on average. One place at a time goes to the layer
+    whose heads gain most by it.
+
+    scores: by layer and head
+    """
+    orders = [[ranked(own, always) for own in heads] for heads in scores]
+    given = [len(always)] * len(scores)
+
+    def gain(layer):
+        if given[layer] == len(scores[layer][0]):
+            return -1.0
+        pairs = zip(scores[layer], orders[layer], strict=True)
+        return sum(own[order[given[layer]]] for own, order in pairs) / len(scores[layer])
+
+    while sum(given) < count * len(scores):
+        given[max(range(len(scores)), key=gain)] += 1
+    return [[sorted(order[:held]) for order in own] for own, held in zip(orders, given, strict=True)]
 
 
 def expected_places(oracle, lm, before, chunk, behind, kept, always):
@@ -62,21 +81,25 @@ def expected_places(oracle, lm, before, chunk, behind, kept, always):
         out = oracle(input_ids=torch.tensor([ids]), attention_mask=mask, output_attentions=True)
     start, end = len(before), len(before) + len(chunk)
     count = max(math.ceil(kept * len(chunk)), len(always))
-    found = []
+    scores = []
     for weights, shape in zip(out.attentions, lm.shape.layers, strict=True):
         groups = weights.shape[1] // shape.num_kv_heads
         heads = []
         for head in range(shape.num_kv_heads):
             own = weights[0, head * groups : (head + 1) * groups]
-            scores = [max(float(own[g, row, key]) for g in range(groups) for row in range(end, len(ids)))
-                      for key in range(start, end)]  # fmt: skip
-            heads.append(best(scores, count, always))
-        found.append(heads)
-    return found
+            heads.append([max(float(own[g, row, key]) for g in range(groups) for row in range(end, len(ids)))
+                          for key in range(start, end)])  # fmt: skip
+        scores.append(heads)
+    return shared_out(scores, count, always)
+
+
+def held_places(block, layer):
+    places = block.places(layer)
+    return [list(range(block.num_tokens))] * len(block.layer_keys(layer)) if places is None else places.tolist()
 
 
 def places_of(block):
-    return [block.places(layer).tolist() for layer in range(block.num_layers)]
+    return [held_places(block, layer) for layer in range(block.num_layers)]
 
 
 @pytest.mark.parametrize("kept", [0.3, 0.75])
@@ -89,7 +112,9 @@ def test_what_is_kept_follows_the_eager_attention_of_plain_transformers(family, 
     for chunk, block, plain in zip(prompt.chunk_ids, blocks, whole, strict=True):
         wanted = expected_places(oracle, family.lm, before, chunk, chunk, kept, range(SINKS))
         assert places_of(block) == wanted
-        assert (block.num_tokens, block.held_tokens) == (len(chunk), len(wanted[0][0]))
+        assert block.num_tokens == len(chunk)
+        assert block.held_by_layer == tuple(len(heads[0]) for heads in wanted)
+        assert sum(block.held_by_layer) == len(wanted) * max(math.ceil(kept * len(chunk)), SINKS)
         assert block.num_bytes < plain.num_bytes
         for layer in range(block.num_layers):
             rows = torch.tensor(wanted[layer])[:, :, None]
@@ -120,9 +145,7 @@ def without_dropped(lm, allowed, blocks, prompt, behind):
     for layer, shape in enumerate(lm.shape.layers):
         by_head = allowed.repeat(shape.num_kv_heads, 1, 1)
         for start, block in zip(first, blocks, strict=True):
-            places = block.places(layer)
-            held = [list(range(block.num_tokens))] * shape.num_kv_heads if places is None else places.tolist()
-            for head, own in enumerate(held):
+            for head, own in enumerate(held_places(block, layer)):
                 gone = [start + place for place in range(block.num_tokens) if place not in own]
                 for token in gone:
                     by_head[head, behind:, token] = False
@@ -156,7 +179,7 @@ def test_reading_and_decoding_is_one_forward_with_a_mask_for_each_head(family, k
     prompt = random_prompt(73, prefix=6, chunks=CHUNKS, suffix=5)
     fused = rc.fuse(family.lm, prompt, "reposition", recipe=Recipe(kept=kept))
     held = sum(max(math.ceil(kept * size), min(SINKS, size)) for size in CHUNKS)
-    assert fused.kept_tokens == (6 + held + 5,) * family.lm.shape.num_layers
+    assert sum(fused.kept_tokens) == (6 + held + 5) * family.lm.shape.num_layers
     assert_same(step_by_step(family.lm, fused, ANSWER), plan_logits(family.lm, family.formula, prompt, kept, ANSWER))
 
 
@@ -193,7 +216,7 @@ def test_text_between_passages_does_not_see_what_was_dropped_either(family):
     for layer, shape in enumerate(family.lm.shape.layers):
         by_head = allowed.repeat(shape.num_kv_heads, 1, 1)
         for start, end, block in ((2, 17, blocks[0]), (20, 38, blocks[1])):
-            for head, own in enumerate(block.places(layer).tolist()):
+            for head, own in enumerate(held_places(block, layer)):
                 for place in set(range(end - start)) - set(own):
                     by_head[head, end:, start + place] = False
         masks.append(by_head)
@@ -228,7 +251,7 @@ def test_the_key_names_the_share_and_the_task():
 def test_short_chunks_are_kept_whole(llama):
     (block,) = llama.lm.encode([[5, 6, 7]], Recipe(kept=0.1))
     (plain,) = llama.lm.encode([[5, 6, 7]])
-    assert block.held_tokens == 3
+    assert block.held_by_layer == (3,) * plain.num_layers
     assert block.equal(plain)
 
 

@@ -106,7 +106,7 @@ def test_what_is_no_model_is_refused(tmp_path):
 @pytest.mark.parametrize("kept", [1, 0.25])
 @pytest.mark.parametrize("codec", CODECS)
 def test_planned_bytes_are_those_on_disk(codec, kept, tmp_path):
-    """Within the header of a file."""
+    """Within the header of a file, which names the tensors of each layer where layers hold unequally many tokens."""
     shape = KVShape(num_layers=4, num_kv_heads=4, head_dim=64, dtype="float32")
     planned = next(size for size in codec_sizes(shape, 64, kept) if size.name == codec)
     block = with_first(example_block(shape.by_layer, 64, torch.float32), kept)
@@ -115,7 +115,7 @@ def test_planned_bytes_are_those_on_disk(codec, kept, tmp_path):
         for number in range(3):
             store.put(make_key(number), block)
         found = store.stats().bytes_by_tier["disk"] - before
-    assert 0 <= found - 3 * 64 * planned.bytes_per_token <= 3 * 4096
+    assert 0 <= found - 3 * 64 * planned.bytes_per_token <= 3 * (4096 if kept == 1 else 8192)
     assert planned.lossless == (codec == "raw")
 
 
@@ -322,7 +322,7 @@ def test_a_quarter_of_the_kv_takes_a_quarter_of_the_bytes_and_is_read_twice():
     whole, less = (make_plan(LLAMA_3_8B, Corpus(100, 1000, kept=kept), Demand(10**6, 5000)) for kept in (1, 0.25))
     assert less.precompute_s == 2 * whole.precompute_s  # these rates have no quadratic part
     raw, sparse = whole.codecs[0], less.codecs[0]
-    assert sparse.bytes_per_token == raw.bytes_per_token / 4 + 32 * 8 / 8 + 8 / 256  # and a bit a token and head
+    assert sparse.bytes_per_token == raw.bytes_per_token / 4 + 32 * 8 / 8 + 32 * 16 / 256  # and a bit a token and head
     assert sparse.storage_cost < 0.26 * raw.storage_cost
     assert sparse.precompute_cost == 2 * raw.precompute_cost
     with pytest.raises(ConfigError, match="--kv-kept is 0"):
