@@ -376,6 +376,6 @@ def _check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int, 
     found = sum(block.held_by_layer)
     if found != wanted * block.num_layers:
         raise StaleBlockError(
-            f"a head of the block of {what} holds {found / block.num_layers:g} of {num_tokens} tokens, and {wanted} are "
-            "wanted; state the recipe that it was encoded under, or encode it"
+            f"a head of the block of {what} holds {found / block.num_layers:g} of {num_tokens} tokens, and {wanted} "
+            "are wanted; state the recipe that it was encoded under, or encode it"
         )

@@ -8,8 +8,8 @@ With a task or examples in place of the repetition the same attention tells what
 Beyond RAG, arXiv 2503.04973).
 
 What differs from the paper: the heads of one layer keep equally many tokens, where KVzip ranks the pairs of all heads
-together (layers share a block's tokens by that ranking here, too, `drop_least`); the first tokens of a chunk and its recipe's markers always stay; a long text is repeated as a whole and
-not in parts of 2,048 tokens.
+together (layers share a block's tokens by that ranking here, too, `drop_least`); the first tokens of a chunk and its
+recipe's markers always stay; a long text is repeated as a whole and not in parts of 2,048 tokens.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def ranked(scores, always):
 
 
 def shared_out(scores, count, always):
-    """Places that each head holds, ascending, by layer: `count` a head on average. One place at a time goes to the layer
-    whose heads gain most by it.
+    """Places that each head holds, ascending, by layer: `count` a head on average. One place at a time goes to the
+    layer whose heads gain most by it.
 
     scores: by layer and head
     """
