@@ -36,9 +36,9 @@ class Codec(ABC):
     What `decode` needs beside the tensors has to be one of them, or a basis that one of them names. Decoding may return
     views of its input and never writes to it: the tensors may alias a mapped file.
 
-    Subclasses write what becomes of layers that are alike. A block whose layers differ is encoded part by part, each by
-    `of_part`: tensors `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers]. A block, or part, whose heads hold
-    some of its tokens alone is encoded as what they hold, with `kept`, uint8 [num_layers, num_kv_heads,
+    Subclasses write what becomes of layers that are alike. A block whose layers differ is encoded part by part, each
+    by `of_part`: tensors `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers]. A block, or part, whose heads
+    hold some of its tokens alone is encoded as what they hold, with `kept`, uint8 [num_layers, num_kv_heads,
     ceil(num_tokens / 8)], a bit a token, and `tokens`, int64 [1], their number.
     """
 

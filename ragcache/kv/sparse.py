@@ -103,7 +103,7 @@ def keep(block: KVBlock, masks: Sequence[Tensor]) -> KVBlock:
 
     masks: by layer, bool [num_kv_heads, num_tokens], with as many tokens in every head of a layer
 
-    Parts do not depend on the masks, even where all layers hold as many: one basis of a codec (`kvtc`) is for all blocks.
+    Parts do not depend on the masks, even where all layers hold as many: a codec's basis (`kvtc`) fits all blocks.
     """
     layers = ((block.layer_keys(number), block.layer_values(number)) for number in range(block.num_layers))
     parts = [_keep(*one, mask) for one, mask in zip(layers, masks, strict=True)]
