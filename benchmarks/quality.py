@@ -42,7 +42,7 @@ CHECKPOINTS = ("base=mini-long",)
 PASSAGES = (8, 16)
 PASSAGE_TOKENS = 225  # of a passage, about: budgets of EPIC are shares of it
 BUDGETS = (0.05, 0.1, 0.15, 0.2)
-KEPT = ("reposition:kept=0.5", "reposition:kept=0.25")
+KEPT = ("reposition:kept=0.25", "reposition:kept=0.1")
 OTHERS = ("reposition", "concat", "cachecraft:alpha=0.2", "samkv", "infllm", "ape", "entropy", *KEPT)
 MAIN = ("epic:first_tokens=34", "epic:first_tokens=17:last_tokens=17", "a3:ratio=0.15", "prophet:ratio=0.15")
 STATED_QUESTIONS = 1000
