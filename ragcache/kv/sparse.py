@@ -112,8 +112,8 @@ def keep(block: KVBlock, masks: Sequence[Tensor]) -> KVBlock:
 
 def _keep(keys: Tensor, values: Tensor, mask: Tensor) -> SparseBlock:
     """keys, values: [num_kv_heads, num_tokens, head_dim]"""
-    held = (numbers[mask].view(1, len(mask), -1, numbers.shape[2]) for numbers in (keys, values))
-    return SparseBlock(KVBlock(*held), pack_mask(mask.unsqueeze(0)), mask.shape[1])
+    keys, values = (numbers[mask].view(1, len(mask), -1, numbers.shape[2]) for numbers in (keys, values))
+    return SparseBlock(KVBlock(keys, values), pack_mask(mask.unsqueeze(0)), mask.shape[1])
 
 
 def pack_mask(mask: Tensor) -> Tensor:
