@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from ragcache.codecs import Bases, Codec
+from ragcache.codecs.bases import Basis
 from ragcache.codecs.fitting import stand_in
-from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.codecs.transform import Group
+from ragcache.kv.block import KVBlock
 from ragcache.store.kv_store import KVStore
+
+
+class SeveralBases(Bases):
+    """One name for bases of blocks of several kinds."""
+
+    def __init__(self, examples: Sequence[KVBlock]) -> None:
+        super().__init__()
+        self._all = [Basis(stand_in(example)) for example in examples]
+        self.add(stand_in(examples[0]))
+
+    def get(self, name: str) -> Basis:
+        return self  # type: ignore[return-value]
+
+    def groups(self, *place: Any) -> tuple[Group, ...] | None:
+        return next((found for one in self._all if (found := one.groups(*place)) is not None), None)
 
 
 def ready(codec: Codec, *examples: KVBlock) -> Codec:
     """The codec, with a basis for blocks of all these shapes."""
-    if not codec.needs_basis:
-        return codec
-    made = [stand_in(example) for example in examples]
-    parts = [part for one in made for part in (one.parts if isinstance(one, MixedBlock) else (one,))]
-    most = max(part.num_tokens for part in parts)
-    padded = [part.map(lambda rows: torch.nn.functional.pad(rows, (0, 0, 0, most - rows.shape[2]))) for part in parts]
-    bases = Bases()
-    bases.add(MixedBlock(padded, [number for number, part in enumerate(parts) for _ in range(part.num_layers)]))
-    return type(codec)(bases)
+    return type(codec)(SeveralBases(examples)) if codec.needs_basis else codec
 
 
 def keep_basis(root: Path, codec: str, example: KVBlock) -> str | None:

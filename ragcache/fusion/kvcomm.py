@@ -89,16 +89,15 @@ class KVComm(FusionMethod):
         return Scope()
 
     def prefill(self, job: Job) -> Prefilled:
-        with job.placing():
+        with torch.inference_mode(), job.placing():
             blocks = self._interpolated(job)
         if blocks is not None:
             return replace(job, blocks=blocks).read()
         done = replace(job, layout=replace(job.layout, separate=False), blocks=()).read()
-        with job.placing():
+        with torch.inference_mode(), job.placing():
             self._observe(job, done.cache)
         return done
 
-    @torch.inference_mode()
     def _interpolated(self, job: Job) -> list[KVBlock] | None:
         """Every passage's KV under its context; None where one has no anchors that tell."""
         blocks = []
@@ -126,7 +125,6 @@ class KVComm(FusionMethod):
         self.pool.put(scope, anchors[int(distances[1:].argmin())])
         return _mean(job.lm, [block, *(anchor.block for anchor in anchors)], weights.tolist())
 
-    @torch.inference_mode()
     def _observe(self, job: Job, cache: FusedCache) -> None:
         """Keep every passage's KV out of a cache that holds the prompt in full, by position."""
         ids, scope = job.layout.ids, job.scope or self._scope
