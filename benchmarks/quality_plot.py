@@ -49,5 +49,6 @@ def _draw(ax: Axes, rows: Rows, cost: str) -> None:
 def _name(row: Mapping[str, Any]) -> str:
     """One line for all budgets of a method."""
     method, _, options = str(row["method"]).partition(":")
-    both = f"{method}, head and tail" if "last_tokens" in options else method
+    ways = {"last_tokens": "head and tail", "kept": "less KV"}
+    both = ", ".join([method, *(words for option, words in ways.items() if option in options)])
     return both if row["checkpoint"] == "base" else f"{row['checkpoint']}: {both}"
