@@ -70,9 +70,16 @@ def test_a_run_writes_its_table_and_goes_on(tmp_path, monkeypatch):
     done: list[Unit] = []
     run = quality_units.run_unit
     monkeypatch.setattr(quality_units, "run_unit", lambda unit: done.append(unit) or run(unit))
-    assert quality.main(arguments).figures == first.figures
+    again = quality.main(arguments).figures
+    assert again["regime"] == first.figures["regime"]
+    assert [timeless(row) for row in again["rows"]] == [timeless(row) for row in rows]
     assert 1 <= len(done) <= 2
     assert path.read_bytes().count(b"\n") == len(lines)
+
+
+def timeless(row: dict[str, object]) -> str:
+    """A row without what a second run measures anew, as text: NaN is like NaN there."""
+    return json.dumps({name: value for name, value in row.items() if name != "first_token"})
 
 
 def test_rows_of_a_checkpoint_that_is_gone_are_kept(tmp_path):
