@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,7 +35,7 @@ from tools.mini.base import Options, Trainer, below, train
 from tools.mini.batches import IGNORED, padded, suffix_text
 from tools.mini.evaluate import MINI_BASE
 from tools.mini.packed import PackedBatch
-from tools.mini.reuse_data import NUM_QUESTIONS, PASSAGES, Row, draw_row
+from tools.mini.reuse_data import NUM_QUESTIONS, PASSAGES, draw_row
 from tools.mini.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
 
 STANDARD, SEPARATE, HIDDEN = range(3)
@@ -178,17 +179,20 @@ class ReuseTrainer(Trainer):
     def _draw_reading(self, rng: random.Random) -> int:
         if self.progress.stage == TAKING_UP:
             return rng.choices((STANDARD, SEPARATE, HIDDEN), TAKING_UP_SHARES)[0]
-        share = VARIANTS[self.options.variant].standard_share
+        share = self._standard_share()
         if self.progress.stage == SETTLING:
             share = max(share, SETTLING_STANDARD_SHARE)
         return STANDARD if rng.random() < share else SEPARATE
+
+    def _standard_share(self) -> float:
+        return VARIANTS[self.options.variant].standard_share
 
     def _draw_kind(self, rng: random.Random) -> str | None:
         if self.progress.stage < SETTLING:
             return None
         return rng.choices(list(SETTLING_SHARES), list(SETTLING_SHARES.values()))[0]
 
-    def _pack(self, rows: list[Row], reading: int) -> PackedBatch:
+    def _pack(self, rows: Sequence[Any], reading: int) -> PackedBatch:
         encoded = [self._encode(row) for row in rows]
         apart = reading != STANDARD and self.spec is not None
         contexts, segments, lengths = [], [], []
@@ -201,6 +205,7 @@ class ReuseTrainer(Trainer):
         labels = [[[IGNORED] * len(ask.suffix) + [*ask.answer] for ask in row.asks] for row in encoded]
         longest = max(len(ids) for row in asks for ids in row) - 1
         pad = token_id(PAD)
+        helped = apart and self.progress.stage == TAKING_UP
         return PackedBatch(
             torch.tensor([padded(ids, max(lengths), pad) for ids in contexts]),
             torch.tensor(lengths),
@@ -208,10 +213,15 @@ class ReuseTrainer(Trainer):
             torch.tensor([[padded(ids[1:], longest, IGNORED) for ids in row] for row in labels]),
             torch.tensor([padded(numbers, max(lengths), 0) for numbers in segments]),
             torch.tensor([reading == HIDDEN for _ in rows]),
-            self._hints(rows, contexts) if apart and self.progress.stage == TAKING_UP else None,
+            self._hints(rows, contexts) if helped else None,
+            self._focus(rows, contexts) if helped else None,
         )
 
-    def _hints(self, rows: list[Row], contexts: list[list[int]]) -> Tensor:
+    def _focus(self, rows: Sequence[Any], contexts: Sequence[list[int]]) -> Tensor | None:
+        """Where link tokens should look; None: anywhere."""
+        return None
+
+    def _hints(self, rows: Sequence[Any], contexts: Sequence[list[int]]) -> Tensor:
         """A link token should hold the name of its passage's entity and, where a sentence was cut, how that ends."""
         slots = slots_by_id(self.spec)
         hints = []
@@ -223,7 +233,7 @@ class ReuseTrainer(Trainer):
                 hints.append([number, place, names[slot], ends[slot] if cut else names[slot]])
         return torch.tensor(hints)
 
-    def _encode(self, row: Row) -> EncodedRow:
+    def _encode(self, row: Any) -> EncodedRow:
         """Encode equally many questions in each row; where a row has fewer, some are asked twice."""
         asked = (row.questions * NUM_QUESTIONS)[:NUM_QUESTIONS]
         asks = [Ask(self._ids(suffix_text(q.text)), [*self._ids(q.answer), token_id(EOS)]) for q in asked]

@@ -1,0 +1,173 @@
+"""Train the long base model for reuse: `python -m tools.mini.reuse_pages --out DIR --variant link5`.
+
+The stages of `tools.mini.reuse`, over the pages that `tools.mini.long` trains on. In the first one, pages that are
+hidden from the questions are small, so that the same tokens hold more sentences that lean; hints tell link tokens the
+name that such a sentence hangs on and what it says, and the head that looks at names is shown the name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+from tokenizers import Encoding, Tokenizer
+from torch import Tensor
+
+from ragcache.evaluation.registry import PageQuestion, Pages, draw_pages
+from ragcache.training.layout import Ask, EncodedRow
+from tools.mini.base import train
+from tools.mini.batches import suffix_text
+from tools.mini.evaluate import PACKAGE
+from tools.mini.long import LEANING_LAYER
+from tools.mini.packed import PackedBatch
+from tools.mini.page_data import SMALL, draw_questions, draw_size
+from tools.mini.reuse import HIDDEN, STAGES, STANDARD, VARIANTS, ReuseOptions, ReuseTrainer, slots_by_id
+from tools.mini.tokenizer import EOS, build_tokenizer, token_id
+
+MINI_LONG = PACKAGE / "mini_long"
+LEANING_WHOLE, LEANING_APART = HIDDEN + 1, HIDDEN + 2
+"""Where the answers to leaning questions are counted, beside those to all others."""
+HIDDEN_QUESTIONS = 4
+"""Of a context whose pages are hidden; all lean."""
+
+
+@dataclass(frozen=True)
+class PageReuseOptions(ReuseOptions):
+    """standard_share: of batches read as one text, in the second stage."""
+
+    base: str = str(MINI_LONG)
+    dtype: str = "float32"
+    standard_share: float = 0.25
+    first_tokens: int = 2_000_000
+    final_tokens: int = 4_000_000
+    settling_tokens: int = 1_000_000
+    muon_lr: float = 0.006
+    adam_lr: float = 6e-4
+
+
+class PageRow(NamedTuple):
+    """Pages and what is asked about them."""
+
+    pages: Pages
+    asked: Sequence[PageQuestion]
+
+    @property
+    def leaning(self) -> list[PageQuestion]:
+        return [one for one in self.pages.questions if one.kind == "leaning"]
+
+
+class PageReuseTrainer(ReuseTrainer):
+    """One process of the run. The accuracies of its progress: read as one text, apart, hidden; leaning ones as one text
+    and apart."""
+
+    options: PageReuseOptions
+
+    def _build_tokenizer(self) -> Tokenizer:
+        return build_tokenizer(pages=True)
+
+    def _accuracies(self) -> list[float]:
+        return self.progress.accuracy[: LEANING_APART + 1]
+
+    def _standard_share(self) -> float:
+        return self.options.standard_share
+
+    def _draw(self, rng: random.Random) -> tuple[Tensor, PackedBatch]:
+        reading = self._draw_reading(rng)
+        size = SMALL if reading == HIDDEN else draw_size(rng)
+        passages = size.draw_passages(rng)
+        rows = [
+            self._draw_row(rng, passages, size.articles, HIDDEN_QUESTIONS if reading == HIDDEN else size.num_questions)
+            for _ in range(max(1, size.batch_pages // passages))
+        ]
+        if reading == HIDDEN:
+            rows = [replace_asked(rng, row) for row in rows]
+        kinds = [[self._count_as(reading, one) for one in row.asked] for row in rows]
+        return torch.tensor(kinds), self._pack(rows, reading)
+
+    def _draw_row(self, rng: random.Random, passages: int, articles: tuple[int, int], count: int) -> PageRow:
+        pages = draw_pages(rng, passages, articles=articles)
+        return PageRow(pages, draw_questions(rng, pages.questions, count))
+
+    def _count_as(self, reading: int, question: PageQuestion) -> int:
+        if reading == HIDDEN or question.kind != "leaning":
+            return reading
+        return LEANING_WHOLE if reading == STANDARD else LEANING_APART
+
+    def _encode(self, row: PageRow) -> EncodedRow:
+        asks = [
+            Ask(self._ids(suffix_text(one.question.text)), [*self._ids(one.question.answer), token_id(EOS)])
+            for one in row.asked
+        ]
+        chunks = [self._ids(text) for text in row.pages.passages]
+        return EncodedRow("qa", "", self.prefix, chunks, asks, None, False)
+
+    def _hints(self, rows: Sequence[PageRow], contexts: Sequence[list[int]]) -> Tensor:
+        """Behind the page that introduces something, its name; behind the next, that and what is said of it."""
+        hints = []
+        for number, (row, ids) in enumerate(zip(rows, contexts, strict=True)):
+            places = self._link_places(ids)
+            for name, said, (first, second) in self._seen(row, ids):
+                hints += [[number, place, ids[name], ids[name]] for place in places[first]]
+                hints += [[number, place, ids[name], ids[said]] for place in places[second]]
+        return torch.tensor(hints)
+
+    def _focus(self, rows: Sequence[PageRow], contexts: Sequence[list[int]]) -> Tensor:
+        focus = []
+        for number, (row, ids) in enumerate(zip(rows, contexts, strict=True)):
+            places = self._link_places(ids)
+            for name, _, gold in self._seen(row, ids):
+                focus += [[LEANING_LAYER, number, place, name] for rank in gold for place in places[rank]]
+        return torch.tensor(focus)
+
+    def _link_places(self, ids: Sequence[int]) -> list[list[int]]:
+        """By page, where its link tokens stand."""
+        slots = slots_by_id(self.spec)
+        found: list[list[int]] = [[] for _ in range(self.options.link_slots)]
+        for place, i in enumerate(ids):
+            if i in slots:
+                found[slots[i]].append(place)
+        return found
+
+    def _seen(self, row: PageRow, ids: Sequence[int]) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """By leaning sentence: the places of the name that it leans on and of what it says, and both pages' ranks."""
+        texts, links = row.pages.passages, self._link_places(ids)
+        encoded: list[Encoding] = [self.tokenizer.encode(text) for text in texts]
+
+        def place(rank: int, character: int) -> int:
+            return links[rank][0] - len(encoded[rank].ids) + (encoded[rank].char_to_token(character) or 0)
+
+        for asked in row.leaning:
+            first, second = asked.gold
+            sentence = "".join(asked.reference)
+            word = asked.question.value.split()[-1]  # lines are broken between words
+            said = texts[second].index(sentence) + sentence.rindex(word) + len(word) - 1
+            yield place(first, len(texts[first].rstrip()) - 1), place(second, said), (first, second)
+
+
+def replace_asked(rng: random.Random, row: PageRow) -> PageRow:
+    """The row with questions that lean alone."""
+    asked = row.leaning
+    rng.shuffle(asked)
+    return row._replace(asked=(asked * HIDDEN_QUESTIONS)[:HIDDEN_QUESTIONS])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = asdict(PageReuseOptions(out=""))
+    tokens = ("first_tokens", "final_tokens", "settling_tokens", "max_tokens")
+    for name in ("out", "variant", "base", "start_stage", *tokens, "seed", "workers", "device", "muon_lr", "adam_lr"):
+        flag, value = f"--{name.replace('_', '-')}", defaults[name]
+        choices = {"variant": list(VARIANTS), "start_stage": list(STAGES)}.get(name)
+        if name == "start_stage":
+            value = STAGES[value]
+        parser.add_argument(flag, type=type(value), default=value, required=name == "out", choices=choices)
+    given = vars(parser.parse_args())
+    train(PageReuseOptions(**{**given, "start_stage": STAGES.index(given["start_stage"])}), PageReuseTrainer)
+
+
+if __name__ == "__main__":
+    main()
