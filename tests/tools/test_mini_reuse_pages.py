@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.evaluation.registry import draw_pages
@@ -17,12 +18,17 @@ from tools.mini.packed import packed_hidden
 from tools.mini.page_data import SMALL
 from tools.mini.reuse import ANSWERING, HIDDEN, SEPARATE, STANDARD
 from tools.mini.reuse_pages import (
+    ANSWERING_LAYER,
     HIDDEN_QUESTIONS,
     LEANING_APART,
     LEANING_WHOLE,
+    MINI_LONG,
+    READING_HEAD,
+    READING_LAYER,
     PageReuseOptions,
     PageReuseTrainer,
     PageRow,
+    read_links,
     replace_asked,
 )
 
@@ -44,24 +50,68 @@ def test_link_tokens_are_told_what_leans(made, seed):
     batch = made._pack([row], SEPARATE)
     ids = batch.context_ids[0].tolist()
     spec = made.spec
-    told: dict[int, set[tuple[int, int]]] = {}
+    told: dict[int, list[list[int]]] = {}
     for _, place, *hint in batch.hints.tolist():
-        told.setdefault((ids[place] - spec.first_link_id) // 5, set()).add(tuple(hint))
+        told.setdefault((ids[place] - spec.first_link_id) // 5, []).append(hint)
     leaning = [one for one in row.pages.questions if one.kind == "leaning"]
     assert len(leaning) == 2
     for asked in leaning:
         first, second = asked.gold
-        name, value = ([made.tokenizer.encode(text).ids[-1]] for text in (asked.question.gold[0], asked.question.value))
-        assert told[first] == {(*name, *name)}
-        assert told[second] == {(*name, *value)}
-    assert len(batch.hints) == len(batch.focus) == 5 * 2 * len(leaning)
-    names = {made.tokenizer.encode(asked.question.gold[0]).ids[-1] for asked in leaning}
-    looks = set()
+        assert [name for name, _ in told[first]] == [end for _, end in told[first]]
+        (name,) = {hint[0] for hint in (*told[first], *told[second])}
+        assert asked.question.gold[0].endswith(text_of(made, [name]))
+        values = list(dict.fromkeys(value for _, value in told[second]))
+        assert text_of(made, values) == asked.question.value
+    assert len(batch.hints) == 5 * 2 * len(leaning)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_looks_at_link_tokens_and_what_they_look_at(made, seed):
+    row = row_of(seed)
+    row = row._replace(asked=[one for one in row.pages.questions if one.kind != "unanswerable"])
+    batch = made._pack([row], SEPARATE)
+    context, spec = batch.context_ids[0], made.spec
+    leaning = [one for one in row.asked if one.kind == "leaning"]
+    names, answers = set(), {}
     for layer, _, place, seen in batch.focus.tolist():
-        assert layer == LEANING_LAYER
-        assert ids[seen] in names
-        looks.add(((ids[place] - spec.first_link_id) // 5, int(batch.segments[0, seen]) - 1))
-    assert looks == {(rank, asked.gold[0]) for asked in leaning for rank in asked.gold}
+        if place < len(context):
+            assert layer == LEANING_LAYER
+            slot = (int(context[place]) - spec.first_link_id) // 5
+            names.add((slot, int(batch.segments[0, seen]) - 1, text_of(made, [context[seen]])))
+        else:
+            assert layer == ANSWERING_LAYER
+            slot = (int(context[seen]) - spec.first_link_id) // 5
+            answers.setdefault(slot, []).append(int(batch.labels[0].flatten()[place - len(context)]))
+    assert names == {
+        (rank, asked.gold[0], asked.question.gold[0].split()[-1]) for asked in leaning for rank in asked.gold
+    }
+    assert {slot: text_of(made, ids) for slot, ids in answers.items()} == {
+        asked.gold[1]: asked.question.value for asked in leaning
+    }
+
+
+def text_of(made, ids) -> str:
+    return made.tokenizer.decode([int(one) for one in ids]).strip()
+
+
+@torch.no_grad()
+def test_the_head_that_reads_links_is_the_one_that_reads_names(made):
+    """Over the same states both attend alike and write alike."""
+    base = AutoModelForCausalLM.from_pretrained(MINI_LONG, dtype=torch.float32)
+    config = base.config
+    read_links(base)
+    states = torch.randn(1, 6, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    rotary = base.model.rotary_emb(states, torch.arange(6)[None])
+    written = []
+    for number, head in ((READING_LAYER, READING_HEAD), (ANSWERING_LAYER, config.num_attention_heads - 1)):
+        layer = base.model.layers[number]
+        others = torch.arange(config.hidden_size) // config.head_dim != head
+        layer.self_attn.o_proj.weight[:, others] = 0
+        written.append(
+            layer.self_attn(layer.input_layernorm(states), position_embeddings=rotary, attention_mask=None)[0]
+        )
+    assert written[0].abs().max() > 0.1
+    torch.testing.assert_close(*written, atol=1e-4, rtol=1e-3)
 
 
 def test_nothing_is_told_once_questions_are_answered_and_where_pages_are_read_together(made, tmp_path):

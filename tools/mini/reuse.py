@@ -214,11 +214,11 @@ class ReuseTrainer(Trainer):
             torch.tensor([padded(numbers, max(lengths), 0) for numbers in segments]),
             torch.tensor([reading == HIDDEN for _ in rows]),
             self._hints(rows, contexts) if helped else None,
-            self._focus(rows, contexts) if helped else None,
+            self._focus(rows, contexts, longest) if helped else None,
         )
 
-    def _focus(self, rows: Sequence[Any], contexts: Sequence[list[int]]) -> Tensor | None:
-        """Where link tokens should look; None: anywhere."""
+    def _focus(self, rows: Sequence[Any], contexts: Sequence[list[int]], question_len: int) -> Tensor | None:
+        """Where tokens should look; None: anywhere. question_len: of all questions, padded"""
         return None
 
     def _hints(self, rows: Sequence[Any], contexts: Sequence[list[int]]) -> Tensor:

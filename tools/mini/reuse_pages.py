@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Encoding, Tokenizer
@@ -25,12 +25,16 @@ from tools.mini.evaluate import PACKAGE
 from tools.mini.long import LEANING_LAYER
 from tools.mini.packed import PackedBatch
 from tools.mini.page_data import SMALL, draw_questions, draw_size
-from tools.mini.reuse import HIDDEN, STAGES, STANDARD, VARIANTS, ReuseOptions, ReuseTrainer, slots_by_id
+from tools.mini.reuse import HIDDEN, STAGES, STANDARD, TAKING_UP, VARIANTS, ReuseOptions, ReuseTrainer, slots_by_id
 from tools.mini.tokenizer import EOS, build_tokenizer, token_id
 
 MINI_LONG = PACKAGE / "mini_long"
 LEANING_WHOLE, LEANING_APART = HIDDEN + 1, HIDDEN + 2
 """Where the answers to leaning questions are counted, beside those to all others."""
+READING_LAYER, READING_HEAD = 2, 1
+"""The head of mini-long that looks most at what is said of the name in a question: 0.95 of its attention."""
+ANSWERING_LAYER = 4
+"""The layer that learns to look for it at link tokens."""
 HIDDEN_QUESTIONS = 4
 """Of a context whose pages are hidden; all lean."""
 
@@ -65,6 +69,13 @@ class PageReuseTrainer(ReuseTrainer):
     and apart."""
 
     options: PageReuseOptions
+
+    def _start(self) -> Any:
+        """The base, its heads readied for link tokens."""
+        model = super()._start()
+        if self.spec is not None and self.spec.link_tokens and self.options.start_stage == TAKING_UP:
+            read_links(model)
+        return model
 
     def _build_tokenizer(self) -> Tokenizer:
         return build_tokenizer(pages=True)
@@ -109,21 +120,36 @@ class PageReuseTrainer(ReuseTrainer):
         """Behind the page that introduces something, its name; behind the next, that and what is said of it."""
         hints = []
         for number, (row, ids) in enumerate(zip(rows, contexts, strict=True)):
-            places = self._link_places(ids)
-            for name, said, (first, second) in self._seen(row, ids):
-                hints += [[number, place, ids[name], ids[name]] for place in places[first]]
-                hints += [[number, place, ids[name], ids[said]] for place in places[second]]
+            links = self._links(ids)
+            for asked in row.leaning:
+                first, second = (links[rank] for rank in asked.gold)
+                name = ids[self._heading(row, asked, first[0])]
+                _, said = self._said(asked)
+                hints += [[number, place, name, name] for place in first]
+                hints += [[number, place, name, said[min(j, len(said) - 1)]] for j, place in enumerate(second)]
         return torch.tensor(hints)
 
-    def _focus(self, rows: Sequence[PageRow], contexts: Sequence[list[int]]) -> Tensor:
+    def _focus(self, rows: Sequence[PageRow], contexts: Sequence[list[int]], question_len: int) -> Tensor:
+        """Link tokens behind both pages look at the name; what writes the answer looks at those behind the second."""
         focus = []
+        start = max(map(len, contexts))
         for number, (row, ids) in enumerate(zip(rows, contexts, strict=True)):
-            places = self._link_places(ids)
-            for name, _, gold in self._seen(row, ids):
-                focus += [[LEANING_LAYER, number, place, name] for rank in gold for place in places[rank]]
+            links = self._links(ids)
+            for asked in row.leaning:
+                first, second = (links[rank] for rank in asked.gold)
+                heading = self._heading(row, asked, first[0])
+                focus += [[LEANING_LAYER, number, place, heading] for place in (*first, *second)]
+            for rank, asked in enumerate(row.asked):
+                if asked.kind == "leaning":
+                    before, said = self._said(asked)
+                    place = start + rank * question_len + len(self._ids(suffix_text(asked.question.text))) + before - 1
+                    seen = links[asked.gold[1]]
+                    focus += [
+                        [ANSWERING_LAYER, number, place + j, seen[min(j, len(seen) - 1)]] for j in range(len(said))
+                    ]
         return torch.tensor(focus)
 
-    def _link_places(self, ids: Sequence[int]) -> list[list[int]]:
+    def _links(self, ids: Sequence[int]) -> list[list[int]]:
         """By page, where its link tokens stand."""
         slots = slots_by_id(self.spec)
         found: list[list[int]] = [[] for _ in range(self.options.link_slots)]
@@ -132,20 +158,32 @@ class PageReuseTrainer(ReuseTrainer):
                 found[slots[i]].append(place)
         return found
 
-    def _seen(self, row: PageRow, ids: Sequence[int]) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """By leaning sentence: the places of the name that it leans on and of what it says, and both pages' ranks."""
-        texts, links = row.pages.passages, self._link_places(ids)
-        encoded: list[Encoding] = [self.tokenizer.encode(text) for text in texts]
+    def _heading(self, row: PageRow, asked: PageQuestion, links: int) -> int:
+        """The place of the name that a sentence leans on: it ends its page, and link tokens follow from `links` on."""
+        text = row.pages.passages[asked.gold[0]]
+        encoded: Encoding = self.tokenizer.encode(text)
+        return links - len(encoded.ids) + (encoded.char_to_token(len(text.rstrip()) - 1) or 0)
 
-        def place(rank: int, character: int) -> int:
-            return links[rank][0] - len(encoded[rank].ids) + (encoded[rank].char_to_token(character) or 0)
+    def _said(self, asked: PageQuestion) -> tuple[int, list[int]]:
+        """How many tokens of the answer stand before its value, and the value's."""
+        question = asked.question
+        encoded: Encoding = self.tokenizer.encode(question.answer)
+        start = question.answer.rindex(question.value)
+        first, last = (encoded.char_to_token(at) or 0 for at in (start, start + len(question.value) - 1))
+        return first, encoded.ids[first : last + 1]
 
-        for asked in row.leaning:
-            first, second = asked.gold
-            sentence = "".join(asked.reference)
-            word = asked.question.value.split()[-1]  # lines are broken between words
-            said = texts[second].index(sentence) + sentence.rindex(word) + len(word) - 1
-            yield place(first, len(texts[first].rstrip()) - 1), place(second, said), (first, second)
+
+@torch.no_grad()
+def read_links(model: Any) -> None:
+    """Let the last head of ANSWERING_LAYER start as one that finds what is said of a name, in a layer below: what link
+    tokens hold is there too late for that one."""
+    giver, taker = model.model.layers[READING_LAYER], model.model.layers[ANSWERING_LAYER]
+    size = model.config.head_dim
+    read, last = slice(READING_HEAD * size, (READING_HEAD + 1) * size), slice(-size, None)
+    scale = giver.input_layernorm.weight / taker.input_layernorm.weight
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(taker.self_attn, name).weight[last] = getattr(giver.self_attn, name).weight[read] * scale
+    taker.self_attn.o_proj.weight[:, last] = giver.self_attn.o_proj.weight[:, read]
 
 
 def replace_asked(rng: random.Random, row: PageRow) -> PageRow:
