@@ -26,7 +26,6 @@ from tools.mini.reuse import (
     SETTLING,
     STANDARD,
     TAKING_UP,
-    THRESHOLD,
     ReuseOptions,
     ReuseTrainer,
 )
@@ -147,7 +146,7 @@ def test_the_first_stage_ends_once_learned_or_after_its_tokens(tmp_path):
     made.progress.stage_tokens = 99
     made._advance()
     assert made.progress.stage == TAKING_UP
-    made.progress.accuracy[HIDDEN] = THRESHOLD
+    made.progress.accuracy[HIDDEN] = made.options.threshold
     made._advance()
     assert (made.progress.stage, made.progress.stage_tokens) == (ANSWERING, 0)
     made.progress.stage, made.progress.stage_tokens, made.progress.accuracy[HIDDEN] = TAKING_UP, 100, 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,6 +122,20 @@ def test_nothing_is_told_once_questions_are_answered_and_where_pages_are_read_to
     batch = later._pack([row], SEPARATE)
     assert batch.hints is None
     assert batch.focus is None
+
+
+def test_the_second_stage_hides_some_pages_still_and_helps_there(tmp_path):
+    options = PageReuseOptions(out=str(tmp_path), workers=1, start_stage=ANSWERING, hidden_share=0.5)
+    made = PageReuseTrainer(options, 0, 1)
+    rng = random.Random(0)
+    readings = [made._draw_reading(rng) for _ in range(400)]
+    shares = [readings.count(reading) / len(readings) for reading in (STANDARD, SEPARATE, HIDDEN)]
+    assert shares == pytest.approx([0.25, 0.375, 0.375], abs=0.06)
+    batch = made._pack([replace_asked(rng, row_of(1))], HIDDEN)
+    assert len(batch.hints) > 0
+    assert len(batch.focus) > 0
+    plain = PageReuseTrainer(replace(options, variant="link0"), 0, 1)
+    assert HIDDEN not in {plain._draw_reading(rng) for _ in range(100)}
 
 
 def test_hidden_pages_are_asked_for_what_leans(made):

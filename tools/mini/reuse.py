@@ -53,8 +53,6 @@ HIDDEN_PASSAGES = 8
 """Most passages of a context whose passages are hidden."""
 SLOT_NOISE = 0.1
 """Spread of a link token's start about that of slot 0, as a share of their difference."""
-THRESHOLD = 0.75
-"""Share of right answers over hidden passages that ends the first stage."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,8 @@ class ReuseOptions(Options):
     """variant: of VARIANTS; base: directory to start from; link_slots: passages with link tokens of their own;
     batch_passages: of a batch, about; first_tokens: of the first stage at most; final_tokens: of the second;
     settling_tokens: of the third; max_tokens: of all at most; settling_rate: learning rate that the third starts with,
-    as a share of the run's; average_decay: of the weights' average, a step; start_stage: of STAGES."""
+    as a share of the run's; average_decay: of the weights' average, a step; start_stage: of STAGES; threshold: share of
+    right answers over hidden passages that ends the first stage."""
 
     variant: str = "link5"
     base: str = str(MINI_BASE)
@@ -91,6 +90,7 @@ class ReuseOptions(Options):
     settling_tokens: int = 4_000_000
     settling_rate: float = 0.3
     average_decay: float = 0.997
+    threshold: float = 0.75
 
 
 class ReuseTrainer(Trainer):
@@ -163,7 +163,7 @@ class ReuseTrainer(Trainer):
 
     def _advance(self) -> None:
         progress, options = self.progress, self.options
-        learned = progress.accuracy[HIDDEN] >= THRESHOLD or progress.stage_tokens >= options.first_tokens
+        learned = progress.accuracy[HIDDEN] >= options.threshold or progress.stage_tokens >= options.first_tokens
         done = (learned, progress.stage_tokens >= options.final_tokens, False)[progress.stage]
         if done:
             progress.stage, progress.stage_step, progress.stage_tokens = progress.stage + 1, 0, 0
@@ -205,7 +205,7 @@ class ReuseTrainer(Trainer):
         labels = [[[IGNORED] * len(ask.suffix) + [*ask.answer] for ask in row.asks] for row in encoded]
         longest = max(len(ids) for row in asks for ids in row) - 1
         pad = token_id(PAD)
-        helped = apart and self.progress.stage == TAKING_UP
+        helped = apart and (self.progress.stage == TAKING_UP or reading == HIDDEN)
         return PackedBatch(
             torch.tensor([padded(ids, max(lengths), pad) for ids in contexts]),
             torch.tensor(lengths),

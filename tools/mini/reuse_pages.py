@@ -25,7 +25,18 @@ from tools.mini.evaluate import PACKAGE
 from tools.mini.long import LEANING_LAYER
 from tools.mini.packed import PackedBatch
 from tools.mini.page_data import SMALL, draw_questions, draw_size
-from tools.mini.reuse import HIDDEN, STAGES, STANDARD, TAKING_UP, VARIANTS, ReuseOptions, ReuseTrainer, slots_by_id
+from tools.mini.reuse import (
+    ANSWERING,
+    HIDDEN,
+    SEPARATE,
+    STAGES,
+    STANDARD,
+    TAKING_UP,
+    VARIANTS,
+    ReuseOptions,
+    ReuseTrainer,
+    slots_by_id,
+)
 from tools.mini.tokenizer import EOS, build_tokenizer, token_id
 
 MINI_LONG = PACKAGE / "mini_long"
@@ -41,12 +52,15 @@ HIDDEN_QUESTIONS = 4
 
 @dataclass(frozen=True)
 class PageReuseOptions(ReuseOptions):
-    """standard_share: of batches read as one text, in the second stage."""
+    """standard_share: of batches read as one text, in the second stage; hidden_share: of the others there, those that
+    stay hidden and helped: what link tokens hold gets no better without them."""
 
     base: str = str(MINI_LONG)
     dtype: str = "float32"
     standard_share: float = 0.25
-    first_tokens: int = 2_000_000
+    hidden_share: float = 0.35
+    threshold: float = 0.88
+    first_tokens: int = 3_500_000
     final_tokens: int = 4_000_000
     settling_tokens: int = 1_000_000
     muon_lr: float = 0.006
@@ -85,6 +99,13 @@ class PageReuseTrainer(ReuseTrainer):
 
     def _standard_share(self) -> float:
         return self.options.standard_share
+
+    def _draw_reading(self, rng: random.Random) -> int:
+        reading = super()._draw_reading(rng)
+        links = self.spec is not None and self.spec.link_tokens > 0
+        if links and self.progress.stage == ANSWERING and reading == SEPARATE:
+            return HIDDEN if rng.random() < self.options.hidden_share else SEPARATE
+        return reading
 
     def _draw(self, rng: random.Random) -> tuple[Tensor, PackedBatch]:
         reading = self._draw_reading(rng)
@@ -197,7 +218,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = asdict(PageReuseOptions(out=""))
     tokens = ("first_tokens", "final_tokens", "settling_tokens", "max_tokens")
-    for name in ("out", "variant", "base", "start_stage", *tokens, "seed", "workers", "device", "muon_lr", "adam_lr"):
+    shares = ("threshold", "hidden_share")
+    others = ("seed", "workers", "device", "muon_lr", "adam_lr")
+    for name in ("out", "variant", "base", "start_stage", *tokens, *shares, *others):
         flag, value = f"--{name.replace('_', '-')}", defaults[name]
         choices = {"variant": list(VARIANTS), "start_stage": list(STAGES)}.get(name)
         if name == "start_stage":
