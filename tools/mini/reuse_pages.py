@@ -56,7 +56,6 @@ class PageReuseOptions(ReuseOptions):
     stay hidden and helped: what link tokens hold gets no better without them."""
 
     base: str = str(MINI_LONG)
-    dtype: str = "float32"
     standard_share: float = 0.25
     hidden_share: float = 0.35
     threshold: float = 0.88
@@ -219,7 +218,7 @@ def main() -> None:
     defaults = asdict(PageReuseOptions(out=""))
     tokens = ("first_tokens", "final_tokens", "settling_tokens", "max_tokens")
     shares = ("threshold", "hidden_share")
-    others = ("seed", "workers", "device", "muon_lr", "adam_lr")
+    others = ("seed", "workers", "device", "dtype", "muon_lr", "adam_lr")
     for name in ("out", "variant", "base", "start_stage", *tokens, *shares, *others):
         flag, value = f"--{name.replace('_', '-')}", defaults[name]
         choices = {"variant": list(VARIANTS), "start_stage": list(STAGES)}.get(name)
