@@ -84,9 +84,10 @@ def run_unit(unit: Unit) -> dict[str, Reads]:
     form = prompt_format(lm.tokenizer)
     found = {unit.key(spec): Reads([], [], [], []) for spec in unit.methods}
     for case in cases_of(unit.cell, unit.start + unit.count, unit.seed)[unit.start :]:
-        reader = PromptReader(lm, case.prompt(lm.tokenizer, form), MAX_ANSWER_TOKENS)
+        documents = [passage.document for passage in case.passages]
+        reader = PromptReader(lm, case.prompt(lm.tokenizer, form), MAX_ANSWER_TOKENS, documents)
         for spec in unit.methods:
-            fused, _ = reader.read(spec.method(), spec.recipe, kept=spec.kept)
+            fused, _ = reader.read(spec.method(), spec.recipe, kept=spec.kept, neighbours=spec.neighbours)
             reads = found[unit.key(spec)]
             reads.right.append(int(answers(lm, fused, case)))
             reads.computed.append(round(fmean(fused.computed_tokens) / fused.prompt_tokens, 6))

@@ -157,7 +157,12 @@ class StoreOptions:
 
     neighbours: Annotated[
         int | None,
-        option("--neighbours", "Nearest passages that each one's KV is computed behind; the store's own if not given."),
+        option("--neighbours", "Other passages that each one's KV is computed behind; the store's own if not given."),
+    ] = None
+
+    neighbours_from: Annotated[
+        Literal["similarity", "document"] | None,
+        option("--neighbours-from", "Which ones: nearest by similarity, or those before it in its document."),
     ] = None
 
     def config(self, *, read_only: bool = False) -> StoreConfig:

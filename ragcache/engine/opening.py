@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedModel
 
@@ -36,7 +36,7 @@ from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.encoder import BlockNames, ModelEncoder
-from ragcache.ingest.neighbours import Neighbourhood
+from ragcache.ingest.neighbours import NEIGHBOURHOODS, Neighbourhood
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.identity import Recipe
@@ -54,11 +54,13 @@ from ragcache.retrieval.reranker import Reranker, load_reranker
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kept_basis import known_basis
+from ragcache.store.neighbours import SIMILARITY
 
 DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
+NEIGHBOURS = "neighbours"
 KEPT = "kv_kept"
-"""The store's property: share of their KV that blocks hold, and the task that it was chosen for."""
+"""Properties of a store. KEPT: share of their KV that blocks hold, and the task that it was chosen for."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +121,17 @@ def assemble(
     Raises ConfigError, ModelError, PromptError.
     """
     neighbours = _neighbours(store.documents, config, chosen.recipe)
-    refuse_unchecked(chosen.method, Recipe(neighbours=neighbours))
+    refuse_unchecked(chosen.method, Recipe(neighbours=neighbours.count))
     method, recipe = choose_method(store.layout.root, card, chosen.method, chosen.method_options, chosen.recipe)
     text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format)
     first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
-    own = replace(block_recipe(card, method, recipe), neighbours=neighbours)
+    own = replace(block_recipe(card, method, recipe), neighbours=neighbours.count)
     used = block_recipe(card, method, _with_kept(store.documents, block_recipe(card, method, own)))
     refuse_unchecked(chosen.method, used)
-    if neighbours:
-        store.documents.bind("neighbours", neighbours)
-    near = Neighbourhood(store.documents, retriever, neighbours) if neighbours else None
+    near = None
+    if neighbours.count:
+        store.documents.bind(NEIGHBOURS, neighbours.bound())
+        near = NEIGHBOURHOODS[neighbours.chosen_from](store.documents, retriever, neighbours.count)
     plan = _Plan(used, text, first_ids, chosen.tenant, near)
     if engine is not None:
         made = _elsewhere(store, card, plan, engine)
@@ -214,17 +217,39 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
     return _Made(reader, encoder, admission, estimate, loader)
 
 
-def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Recipe | None) -> int:
-    """How many neighbours the store's chunks are read behind: as asked for, else as the store was made.
+class _Neighbours(NamedTuple):
+    """How many chunks each of a store's chunks is read behind, and which ones: one of NEIGHBOURS_FROM."""
 
-    Raises StoreMismatchError for another number than the store's.
+    count: int = 0
+    chosen_from: str = SIMILARITY
+
+    @classmethod
+    def of(cls, bound: object) -> Self:
+        """As the store remembers them; stores that knew of similarity alone remember a number."""
+        return cls(*bound) if isinstance(bound, list) else cls(int(str(bound or 0)))
+
+    def bound(self) -> object:
+        return self.count if self.chosen_from == SIMILARITY else [*self]
+
+
+def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Recipe | None) -> _Neighbours:
+    """What the store's chunks are read behind: as asked for, else as the store was made.
+
+    Raises StoreMismatchError where that is not as the store was made, ConfigError for a source of none.
     """
-    asked, bound = config.neighbours, documents.properties().get("neighbours")
-    if asked is None and isinstance(recipe, Recipe) and recipe.neighbours:
-        asked = recipe.neighbours
-    if asked is not None and bound is not None:
-        documents.bind("neighbours", asked)
-    return int(str(bound or 0)) if asked is None else asked
+    bound = documents.properties().get(NEIGHBOURS)
+    count, chosen_from = config.neighbours, config.neighbours_from
+    if count is None and isinstance(recipe, Recipe) and recipe.neighbours:
+        count = recipe.neighbours
+    made = _Neighbours.of(bound)
+    asked = _Neighbours(made.count if count is None else count, chosen_from or made.chosen_from)
+    if bound is not None:
+        documents.bind(NEIGHBOURS, asked.bound())
+    elif chosen_from is not None and not asked.count:
+        raise ConfigError(
+            f"neighbours_from={chosen_from!r} says which neighbours, and there are none; give neighbours=1"
+        )
+    return asked
 
 
 def _elsewhere(store: Store, card: ModelCard, plan: _Plan, engine: VllmEngine) -> _Made:

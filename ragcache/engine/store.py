@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 from ragcache.engine.loading.policy import AUTO, LOADS
 from ragcache.engine.loading.rates_file import RatesFile
-from ragcache.errors import ConfigError, StoreMismatchError, StoreNotFoundError
+from ragcache.errors import ConfigError, StoreMismatchError, StoreNotFoundError, check_choice
 from ragcache.kv.identity import Recipe
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kept_basis import known_basis
 from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
 from ragcache.store.layout import StoreLayout
+from ragcache.store.neighbours import NEIGHBOURS_FROM
 from ragcache.store.remote import Connection, connect, open_blobs
 
 DEFAULT_PREFIX_BYTES = 512 << 20
@@ -41,8 +42,10 @@ class StoreConfig:
     device_bytes, disk_bytes, write_behind_bytes, ttl_s: see KVStore
     remote:       URL of a remote that several machines share, such as s3://bucket/prefix or redis://host:6379/0: blocks
                   are kept there, and copies on this machine's disk, within disk_bytes
-    neighbours:   how many of the store's chunks nearest to it each chunk is encoded behind (see `Recipe`); None: as the
-                  store was made, none for a new one
+    neighbours:   how many other chunks of the store each chunk is encoded behind (see `Recipe`); None: as the store was
+                  made, none for a new one
+    neighbours_from: "similarity": the chunks nearest to it; "document": those right before it in its document; None:
+                  as the store was made, similarity for a new one
     kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
     measure_s:    seconds to spend on measuring this machine at the first opening with a model; later openings measure
                   the disk alone, in a third of them; 0 measures nothing
@@ -69,6 +72,7 @@ class StoreConfig:
     kv: str = "eager"
     hot_after: int = 2
     neighbours: int | None = None
+    neighbours_from: str | None = None
 
     def __post_init__(self) -> None:
         if self.answer_bytes is not None and self.answer_bytes < 1:
@@ -81,6 +85,8 @@ class StoreConfig:
             )
         if self.neighbours is not None:
             Recipe(neighbours=self.neighbours)  # refuses what is no number of chunks
+        if self.neighbours_from is not None:
+            check_choice("neighbours_from", self.neighbours_from, NEIGHBOURS_FROM)
 
 
 class Store(NamedTuple):

@@ -16,11 +16,13 @@ Cell = Mapping[str, str | int]
 
 
 class CasePassage(NamedTuple):
-    """is_gold: whether the answer stands in it; None where nobody said."""
+    """is_gold: whether the answer stands in it; None where nobody said. document: what it was cut from, so that the
+    passages of one document follow each other there as they do here; "": not known."""
 
     text: str
     title: str = ""
     is_gold: bool | None = None
+    document: str = ""
 
     def rendered(self) -> str:
         """The passage's text in the form that ingestion gives it: below its title, one newline at the end."""

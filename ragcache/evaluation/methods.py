@@ -29,6 +29,7 @@ class MethodSpec:
     recipe:  name of the recipe that its blocks are encoded under; None for the method's own choice
     evict:   tokens of the passages that each layer and KV head keeps for decoding; None for all
     kept:    share of its blocks' KV that the recipe keeps; 1: all
+    neighbours: passages before it in its document that each passage is encoded behind; 0: each alone
     """
 
     label: str
@@ -37,18 +38,19 @@ class MethodSpec:
     recipe: str | None = None
     evict: int | None = None
     kept: float = 1.0
+    neighbours: int = 0
 
     @classmethod
     def parse(cls, text: str) -> MethodSpec:
-        """Read "[LABEL=]NAME[:option=value...]"; `recipe` and `evict` go with every method, `kept` with those
-        that only move blocks.
+        """Read "[LABEL=]NAME[:option=value...]"; `recipe` and `evict` go with every method, `neighbours`
+        with those that move blocks, `kept` with those that only move them.
 
         Raises ConfigError as `get_method` does.
         """
         head, _, tail = text.strip().partition(":")
         label, equals, name = head.rpartition("=")
         settings = split_settings(tail, ":")
-        recipe, evict, kept = (settings.pop(key, None) for key in ("recipe", "evict", "kept"))
+        recipe, evict, kept, near = (settings.pop(key, None) for key in ("recipe", "evict", "kept", "neighbours"))
         options = tuple((key, json_or_text(one)) for key, one in settings.items())
         spec = cls(
             label or text.strip(),
@@ -57,6 +59,7 @@ class MethodSpec:
             recipe,
             None if evict is None else SnapKV.of(json_or_text(evict)).budget,
             1.0 if kept is None else Recipe(kept=json_or_text(kept)).kept,
+            0 if near is None else Recipe(neighbours=json_or_text(near)).neighbours,
         )
         if equals and not label:
             raise ConfigError(f"{text!r} has no label before the =; write LABEL=METHOD")
@@ -73,6 +76,7 @@ class MethodSpec:
         options = dict(sorted(self.options))
         less = "" if self.evict is None else f"/{self.evict}"
         less += "" if self.kept == 1 else f"*{self.kept:g}"
+        less += f"<{self.neighbours}" if self.neighbours else ""
         return f"{self.name}{json.dumps(options, sort_keys=True) if options else ''}@{self.recipe or ''}{less}"
 
     @property
@@ -87,6 +91,8 @@ class MethodSpec:
             raise ConfigError(
                 f"method {self.name!r} needs blocks that hold all of their KV; leave kept={self.kept:g} out"
             )
+        if self.neighbours and not method.reuses_blocks:
+            raise ConfigError(f"method {self.name!r} reads no blocks; leave neighbours={self.neighbours} out")
 
 
 def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.kv.block import KVBlock
@@ -41,27 +42,35 @@ class Encoded(NamedTuple):
 class PromptReader:
     """Reads one prompt by any method. Blocks of a recipe are made when first wanted and kept for the other methods."""
 
-    def __init__(self, lm: LanguageModel, prompt: Prompt, reserve_tokens: int) -> None:
+    def __init__(self, lm: LanguageModel, prompt: Prompt, reserve_tokens: int, documents: Sequence[str] = ()) -> None:
+        """documents: by chunk, what it was cut from; "": not known. None are needed where blocks are read alone."""
         self.lm = lm
         self.prompt = prompt
         self.reserve_tokens = reserve_tokens
+        self.documents = documents
         self._encoded: dict[tuple[Recipe, tuple[int, ...]], Encoded] = {}
 
     def read(
-        self, method: FusionMethod, recipe: str | None = None, evict: int | None = None, kept: float = 1.0
+        self,
+        method: FusionMethod,
+        recipe: str | None = None,
+        evict: int | None = None,
+        kept: float = 1.0,
+        neighbours: int = 0,
     ) -> tuple[Fused, float]:
         """Fused prefill over blocks that are in memory, and the seconds that making the blocks took.
 
         evict: passage tokens that each layer and KV head keeps for decoding; None: all
         kept:  share of their KV that the blocks hold
+        neighbours: chunks before it in its document that each one is encoded behind
 
-        Raises what `rc.fuse` raises.
+        Raises what `rc.fuse` raises, and ConfigError for neighbours where no chunk's document is known.
         """
         if not method.reuses_blocks:
             return fuse(self.lm, self.prompt, method, reserve_tokens=self.reserve_tokens, evict=evict), 0.0
         method.check(self.lm, self.prompt)
         wanted = block_recipe(self.lm, method, recipe)
-        wanted = block_recipe(self.lm, method, replace(wanted, kept=kept))
+        wanted = block_recipe(self.lm, method, replace(wanted, kept=kept, neighbours=neighbours))
         found = self._blocks(wanted, tuple(method.prefix_ids(self.lm, self.prompt)))
         fused = fuse(
             self.lm,
@@ -88,8 +97,22 @@ class PromptReader:
         if same:  # isolated blocks do not depend on what stands before them
             return Encoded(same[0].blocks, prefix, same[0].encode_s)
         started = time.perf_counter()
-        blocks = self.lm.encode(self.prompt.chunk_ids, recipe, prefix_ids, prefix=prefix)
+        near = [self._before(rank, recipe.neighbours) for rank in range(len(self.prompt.chunk_ids))]
+        blocks = self.lm.encode(self.prompt.chunk_ids, recipe, prefix_ids, prefix=prefix, neighbours=near)
         return Encoded(blocks, prefix, time.perf_counter() - started)
+
+    def _before(self, rank: int, count: int) -> list[Sequence[int]]:
+        """Ids of the last `count` chunks before this one that are of its document, in order."""
+        if not count:
+            return []
+        if not any(self.documents):
+            raise ConfigError(
+                f"neighbours={count} reads passages behind those before them in their document, and these name none; "
+                "leave it out, or set CasePassage.document"
+            )
+        own = self.documents[rank]
+        before = [ids for ids, name in zip(self.prompt.chunk_ids[:rank], self.documents, strict=False) if name == own]
+        return before[-count:] if own else []
 
 
 def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequence[str] = ()) -> WrittenAnswer:

@@ -110,7 +110,8 @@ class Runner:
                 raise ContextTooLongError(f"{reason}; give it fewer passages, or skip such questions")
             yield from (_skipped(score, reason) for score in blank.values())
             return
-        reader = PromptReader(self.lm, prompt, self.settings.max_tokens + 1)
+        documents = [passage.document for passage in case.passages]
+        reader = PromptReader(self.lm, prompt, self.settings.max_tokens + 1, documents)
         reference: Reference | None = None
         if blank[NO_PASSAGES].key not in done:
             yield self._without_passages(case, blank[NO_PASSAGES])
@@ -159,7 +160,7 @@ class Runner:
         blank: Score,
     ) -> Score:
         try:
-            fused, encode_s = reader.read(method, spec.recipe, spec.evict, spec.kept)
+            fused, encode_s = reader.read(method, spec.recipe, spec.evict, spec.kept, spec.neighbours)
         except ContextTooLongError as error:
             if self.settings.on_overflow == "error":
                 raise

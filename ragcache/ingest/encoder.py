@@ -84,13 +84,16 @@ class BlockNames:
         return [self.key(chunk.token_ids, chunk.neighbours) for chunk in self.with_neighbours(chunks)]
 
     def with_neighbours(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """The chunks with the ids that they are read behind, as many as the model has room for, nearest first."""
+        """The chunks with the ids that they are read behind, as many as the model has room for, in the order of
+        reading."""
         if self.neighbourhood is None:
             return list(chunks)
         found = zip(chunks, self.neighbourhood.of(chunks), strict=True)
-        return [replace(chunk, neighbours=self._fitting(chunk, near)) for chunk, near in found]
+        step = -1 if self.neighbourhood.nearest_last else 1
+        return [replace(chunk, neighbours=self._fitting(chunk, near)[::step]) for chunk, near in found]
 
     def _fitting(self, chunk: Chunk, near: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
+        """As many of what is near as the model has room for, nearest first."""
         marks = len(self.recipe.marked(()))
         left = self.card.max_positions - len(self.prefix_ids) - chunk.num_tokens - marks - self.recipe.bos
         taken: list[tuple[int, ...]] = []

@@ -1,17 +1,22 @@
-"""The chunks of a store that each of its chunks is read behind: those with the most similar embeddings.
+"""The chunks of a store that each of its chunks is read behind: those with the most similar embeddings, or those before
+it in its document.
 
-FusionRAG (arXiv 2601.12904) finds them once, for a corpus that does not change. Here documents come and go:
+FusionRAG (arXiv 2601.12904) finds similar ones once, for a corpus that does not change. Here documents come and go:
 
     document added    -> its chunks' neighbours are found; so are those of older chunks to which one of them is nearer
                          than a recorded neighbour. KV that was read behind others is discarded
     document deleted  -> KV that was read behind its chunks is discarded with it; neighbours are found anew at the next
                          ingestion or the chunk's next question, whichever comes first
+
+The chunks before one in its document come and go with it.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,7 +24,7 @@ from ragcache.errors import StoreBusyError, StoreFullError, StoreReadOnlyError
 from ragcache.models.limits import LIMIT
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
-from ragcache.store.neighbours import KnownNeighbours, Near, NeighbourTable
+from ragcache.store.neighbours import DOCUMENT, SIMILARITY, KnownNeighbours, Near, NeighbourTable
 from ragcache.store.records import Chunk, VectorBatch
 
 log = logging.getLogger(__name__)
@@ -34,11 +39,14 @@ WINDOW = 64
 ROUNDING = 1e-5
 
 
-class Neighbourhood:
+class Neighbourhood(ABC):
     """Finds and remembers the neighbours of a store's chunks. Thread-safe.
 
-    count: of one chunk; fewer where the store has fewer, or most of what is near is the same text
+    count: of one chunk; fewer where there are fewer
+    nearest_last: the order in which they are read; else the nearest comes first
     """
+
+    nearest_last: ClassVar[bool]
 
     def __init__(self, documents: DocumentStore, retriever: Retriever, count: int) -> None:
         self.count = count
@@ -61,9 +69,7 @@ class Neighbourhood:
     def update(self) -> None:
         """Find the neighbours that are not recorded, and those that are others since documents were added.
 
-        One comparison of embeddings for every recorded chunk with every new one, and one search of the index for each
-        chunk that is new or found to have a nearer one. The caller holds the writer lock. Raises what
-        `NeighbourTable.record` raises.
+        The caller holds the writer lock. Raises what `NeighbourTable.record` raises.
         """
         new = self._newer_than(self._table.compared())
         outdated = self._outdated(new)
@@ -79,14 +85,57 @@ class Neighbourhood:
         for start in range(0, len(ids), WINDOW):
             yield self._documents.chunks(ids[start : start + WINDOW])
 
+    @abstractmethod
+    def _outdated(self, new: VectorBatch) -> list[int]:
+        """Vector ids of the chunks whose neighbours may be others than recorded. new: not looked at before"""
+
+    @abstractmethod
+    def _find(self, vector_id: int) -> list[Near]:
+        """The neighbours of a chunk, nearest first."""
+
     def _newer_than(self, vector_id: int) -> VectorBatch:
         batches = list(self._documents.all_vectors(after=vector_id))
         if not batches:
             return VectorBatch(np.empty(0, np.int64), np.empty((0, self._retriever.index.dimension), np.float32))
         return VectorBatch(*(np.concatenate(parts) for parts in zip(*batches, strict=True)))
 
+    def _found_now(self, vector_ids: Sequence[int]) -> dict[int, list[int]]:
+        """Neighbours that a question needs. What cannot be recorded is found again by the next one."""
+        found = {id: near for id in vector_ids if (near := self._find(id))}
+        try:
+            if found:
+                self._table.record(found)
+        except (StoreReadOnlyError, StoreBusyError, StoreFullError) as error:
+            log.warning("the neighbours of %d chunks are not recorded: %s", len(found), error)
+        return {id: [near.vector_id for near in some] for id, some in found.items()}
+
+
+class Preceding(Neighbourhood):
+    """The chunks right before a chunk in its document, which it is read behind in their order: what it leans on."""
+
+    nearest_last = True
+
     def _outdated(self, new: VectorBatch) -> list[int]:
-        """Vector ids of the chunks whose neighbours may be others than recorded."""
+        return new.ids.tolist()  # what stands before a chunk never changes
+
+    def _find(self, vector_id: int) -> list[Near]:
+        """Vector ids of a document's chunks follow each other."""
+        own, *before = self._documents.chunks_by_vector_ids(range(vector_id, vector_id - self.count - 1, -1)) or [None]
+        if own is None or own.vector_id != vector_id:
+            return []
+        return [Near(one.vector_id) for one in before if one.document_id == own.document_id]
+
+
+class Similar(Neighbourhood):
+    """The chunks with the most similar embeddings. The same text twice counts once.
+
+    `update` compares the embeddings of every recorded chunk and every new one, and searches the index once for each
+    chunk that is new or found to have a nearer one.
+    """
+
+    nearest_last = False
+
+    def _outdated(self, new: VectorBatch) -> list[int]:
         known, found = self._table.known(), list[int]()
         for batch in self._documents.all_vectors(batch_size=BATCH):
             LIMIT.get().check()
@@ -103,16 +152,6 @@ class Neighbourhood:
         """The score that a new chunk has to reach to become a neighbour of one with these."""
         return known.lowest if known is not None and known.number == self.count else -np.inf
 
-    def _found_now(self, vector_ids: Sequence[int]) -> dict[int, list[int]]:
-        """Neighbours that a question needs. What cannot be recorded is found again by the next one."""
-        found = {id: self._find(id) for id in vector_ids}
-        try:
-            if found:
-                self._table.record(found)
-        except (StoreReadOnlyError, StoreBusyError, StoreFullError) as error:
-            log.warning("the neighbours of %d chunks are not recorded: %s", len(found), error)
-        return {id: [near.vector_id for near in some] for id, some in found.items()}
-
     def _find(self, vector_id: int) -> list[Near]:
         index = self._retriever.index
         own = self._documents.vectors_by_ids(np.array([vector_id]), index.dimension)
@@ -127,3 +166,6 @@ class Neighbourhood:
                 found.append(Near(chunk.vector_id, scores[chunk.vector_id]))
             seen.add(ids)
         return found[: self.count]
+
+
+NEIGHBOURHOODS: dict[str, type[Neighbourhood]] = {SIMILARITY: Similar, DOCUMENT: Preceding}

@@ -53,8 +53,8 @@ class Recipe:
           not become attention sinks. Needs a model with a BOS token.
     markers: ids read in front of the chunk and behind it, as many as there are; their KV is part of the block
           (TurboRAG's markers, KV Packet's vectors)
-    neighbours: most other chunks that each chunk is read behind, as one running text, the nearest first (the offline
-          stage of FusionRAG, arXiv 2601.12904); their KV is dropped. Which ones, the key says by their ids
+    neighbours: most other chunks that each chunk is read behind, as one running text (the offline stage of FusionRAG,
+          arXiv 2601.12904); their KV is dropped. Which ones and in what order, the key says by their ids
     kept: share of its tokens that each KV head of a block holds, above 0; 1: all. The others are dropped once the
           model has read the chunk again (KVzip; see `models/worth.py`)
     task: what the model reads behind the chunk instead of repeating it, for kept below 1: a task or examples

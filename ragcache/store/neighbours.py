@@ -14,13 +14,16 @@ from ragcache.store.unreferenced import rescue, to_garbage
 
 PART = 1000  # values in one IN list
 COMPARED = "neighbours_compared"
+SIMILARITY, DOCUMENT = "similarity", "document"
+NEIGHBOURS_FROM = (SIMILARITY, DOCUMENT)
+"""Which chunks are a chunk's neighbours: those with the most similar embeddings, or those before it in its document."""
 
 
 class Near(NamedTuple):
-    """A chunk near another one: its vector id, and the inner product of their embeddings."""
+    """A chunk near another one: its vector id, and the inner product of their embeddings (0: not asked for)."""
 
     vector_id: int
-    score: float
+    score: float = 0.0
 
 
 class KnownNeighbours(NamedTuple):

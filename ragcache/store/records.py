@@ -83,7 +83,7 @@ class Chunk:
     vector_id: the chunk's name in the vector index; never given to another chunk; NOT_STORED for a passage from outside
     source, title: the document's
     uses_left: times that it is still to be retrieved before its KV is kept; 0: it is kept when it is computed
-    neighbours: ids of the chunks that its KV is read behind, nearest first, where that is looked up
+    neighbours: ids of the chunks that its KV is read behind, in the order of reading, where that is looked up
     """
 
     id: str

@@ -81,5 +81,5 @@ neighbours = Table(
     Column("vector_id", BigInteger, primary_key=True, autoincrement=False),
     Column("place", Integer, primary_key=True, autoincrement=False),  # 0: the nearest
     Column("neighbour", BigInteger, nullable=False, index=True),
-    Column("score", Double, nullable=False),  # inner product of the two embeddings
+    Column("score", Double, nullable=False),  # inner product of the two embeddings, or 0
 )

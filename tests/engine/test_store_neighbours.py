@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.errors import ConfigError, StoreMismatchError
-from ragcache.ingest.neighbours import Neighbourhood
+from ragcache.ingest.neighbours import Similar
 
 SHORT = rc.Sampling(max_tokens=6)
 QUESTION = "Where do dogs bark at night?"
@@ -282,7 +282,7 @@ def test_a_store_that_had_none_takes_them_up_at_its_next_ingestion(open_kb, open
 
 def test_what_failed_midway_is_finished_by_the_next_run(open_near, monkeypatch, oracle):
     kb = open_near()
-    find = Neighbourhood._find
+    find = Similar._find
 
     def dying(self, vector_id):
         if vector_id == 4:
@@ -290,7 +290,7 @@ def test_what_failed_midway_is_finished_by_the_next_run(open_near, monkeypatch, 
         return find(self, vector_id)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Neighbourhood, "_find", dying)
+        patch.setattr(Similar, "_find", dying)
         with pytest.raises(MemoryError):
             kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
     assert len(kb.documents()) == len(TEXTS)

@@ -233,6 +233,18 @@ def test_cases_mark_the_pages_that_the_answer_needs(kind):
     assert pages_cases(PagesSettings(kind, (8,), 4)) == pages_cases(PagesSettings(kind, (8,), 100), limit=4)
 
 
+@pytest.mark.parametrize("kind", PAGE_KINDS)
+def test_what_leans_and_what_it_leans_on_are_of_one_document(kind):
+    for case in pages_cases(PagesSettings(kind, (7,), 6)):
+        documents = [passage.document for passage in case.passages]
+        assert len(set(documents)) == 4, "of 7 pages, 3 lean on the one before"
+        if kind == "leaning":
+            first, second = (rank for rank, passage in enumerate(case.passages) if passage.is_gold)
+            assert documents[first] == documents[second]
+            assert documents.count(documents[first]) == 2
+            assert second == first + 1
+
+
 def test_settings_out_of_range_are_refused():
     with pytest.raises(ConfigError, match="kind=odd"):
         PagesSettings("odd")

@@ -8,7 +8,10 @@ from families import load_tiny, random_prompt
 
 import ragcache as rc
 from benchmarks.quality_units import would_write
-from ragcache.evaluation.reading import forced_logits
+from ragcache.errors import ConfigError
+from ragcache.evaluation.methods import MethodSpec
+from ragcache.evaluation.reading import PromptReader, forced_logits
+from ragcache.fusion import get_method
 from ragcache.models.decoding import decode
 from ragcache.models.sampling import Sampling
 
@@ -45,3 +48,36 @@ def test_forced_logits_are_a_plain_forward_over_prompt_and_answer(model):
         expected = oracle(input_ids=torch.tensor([[*prompt.ids, *answer]])).logits[0, prompt.num_tokens - 1 : -1]
     got = forced_logits(lm, rc.fuse(lm, prompt, method="full"), answer)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_passages_are_read_behind_those_before_them_in_their_document(model):
+    """The fourth of these is of the first one's document, and one is of none."""
+    lm, _ = model
+    prompt = random_prompt(3)
+    prompt = rc.Prompt(prompt.prefix_ids, [[7, 8, 9], [10, 11], [12, 13, 14], [15, 16], [17, 18]], prompt.suffix_ids)
+    a, b, _, d, _ = prompt.chunk_ids
+    reader = PromptReader(lm, prompt, 1, ["one", "two", "two", "one", ""])
+    for count, near in ((1, [[], [], [b], [a], []]), (2, [[], [], [b], [a], []])):
+        fused, _ = reader.read(get_method("reposition"), neighbours=count)
+        blocks = rc.encode(lm, prompt, rc.Recipe(neighbours=count), neighbours=near)
+        assert torch.equal(fused.next_logits, rc.fuse(lm, prompt, "reposition", blocks).next_logits)
+    alone, _ = reader.read(get_method("reposition"))
+    assert not torch.allclose(fused.next_logits, alone.next_logits)
+    reader = PromptReader(lm, prompt, 1, ["one", "one", "one", "one", "one"])
+    fused, _ = reader.read(get_method("reposition"), neighbours=2)
+    near = [[], [a], [a, b], [b, prompt.chunk_ids[2]], [prompt.chunk_ids[2], d]]
+    blocks = rc.encode(lm, prompt, rc.Recipe(neighbours=2), neighbours=near)
+    assert torch.equal(fused.next_logits, rc.fuse(lm, prompt, "reposition", blocks).next_logits)
+
+
+def test_neighbours_without_documents_and_without_blocks_are_refused(model):
+    lm, _ = model
+    reader = PromptReader(lm, random_prompt(3), 1)
+    with pytest.raises(ConfigError, match=r"neighbours=1 .*set CasePassage.document"):
+        reader.read(get_method("reposition"), neighbours=1)
+    with pytest.raises(ConfigError, match="'full' reads no blocks; leave neighbours=1 out"):
+        MethodSpec.parse("full:neighbours=1")
+    with pytest.raises(ConfigError, match="choose 0 or more"):
+        MethodSpec.parse("reposition:neighbours=-1")
+    assert MethodSpec.parse("a3:neighbours=2:ratio=0.2").neighbours == 2
+    assert MethodSpec.parse("a3:neighbours=2").key != MethodSpec.parse("a3").key

@@ -12,7 +12,7 @@ from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.registry.contexts import KINDS, draw_texts
 from ragcache.evaluation.registry.names import DataSplit
-from ragcache.evaluation.registry.pages import PAGE_KINDS, PageQuestion, draw_pages
+from ragcache.evaluation.registry.pages import PAGE_KINDS, PageQuestion, Pages, draw_pages
 from ragcache.evaluation.settings import check_choice
 
 
@@ -98,15 +98,16 @@ def _pages(settings: PagesSettings, passages: int, count: int) -> list[Case]:
         pages = draw_pages(rng, passages, DataSplit.HELD_OUT, DataSplit.HELD_OUT)
         asked = [one for one in pages.questions if one.kind == settings.kind]
         if asked:
-            cases.append(
-                _page_case(rng.choice(asked), pages.passages, f"pages-{settings.kind}-{passages}-{len(cases):04d}")
-            )
+            cases.append(_page_case(rng.choice(asked), pages, f"pages-{settings.kind}-{passages}-{len(cases):04d}"))
     return cases
 
 
-def _page_case(asked: PageQuestion, texts: list[str], id: str) -> Case:
-    cell: dict[str, str | int] = {"passages": len(texts), "question": asked.kind}
+def _page_case(asked: PageQuestion, pages: Pages, id: str) -> Case:
+    cell: dict[str, str | int] = {"passages": len(pages.passages), "question": asked.kind}
     if asked.kind == "leaning":
         cell |= {"place": asked.place, "candidates": asked.candidates}
-    marked = tuple(CasePassage(text, is_gold=rank in asked.gold) for rank, text in enumerate(texts))
+    cut = enumerate(zip(pages.passages, pages.documents, strict=True))
+    marked = tuple(
+        CasePassage(text, is_gold=rank in asked.gold, document=str(document)) for rank, (text, document) in cut
+    )
     return Case(id, asked.question.text, marked, (asked.question.value, asked.question.answer), cell=cell)

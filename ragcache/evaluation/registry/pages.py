@@ -60,10 +60,12 @@ class PageQuestion(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Texts of the pages, in order, and everything that can be asked about them."""
+    """Texts of the pages, in order, and everything that can be asked about them. documents: by page, the number of the
+    document that it was cut from."""
 
     passages: list[str]
     questions: list[PageQuestion]
+    documents: list[int]
 
 
 @dataclass(eq=False)
@@ -125,7 +127,8 @@ class _Draft:
         for rank, page in enumerate(pages):
             page.rank = rank
         asked = [*self._plain(corrected), *self._leaning(leaning), *self._unanswerable()]
-        return Pages(["".join(page.items) for page in pages], asked)
+        documents = [number for number, group in enumerate(self.groups) for _ in group]
+        return Pages(["".join(page.items) for page in pages], asked, documents)
 
     def _choose(self, count: int) -> list[Entity]:
         """Entities of one kind that only what leans will be about."""
