@@ -121,17 +121,17 @@ def assemble(
     Raises ConfigError, ModelError, PromptError.
     """
     neighbours = _neighbours(store.documents, config, chosen.recipe)
-    refuse_unchecked(chosen.method, Recipe(neighbours=neighbours.count))
+    refuse_unchecked(chosen.method, Recipe(neighbours=neighbours.number))
     method, recipe = choose_method(store.layout.root, card, chosen.method, chosen.method_options, chosen.recipe)
     text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format)
     first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
-    own = replace(block_recipe(card, method, recipe), neighbours=neighbours.count)
+    own = replace(block_recipe(card, method, recipe), neighbours=neighbours.number)
     used = block_recipe(card, method, _with_kept(store.documents, block_recipe(card, method, own)))
     refuse_unchecked(chosen.method, used)
     near = None
-    if neighbours.count:
+    if neighbours.number:
         store.documents.bind(NEIGHBOURS, neighbours.bound())
-        near = NEIGHBOURHOODS[neighbours.chosen_from](store.documents, retriever, neighbours.count)
+        near = NEIGHBOURHOODS[neighbours.chosen_from](store.documents, retriever, neighbours.number)
     plan = _Plan(used, text, first_ids, chosen.tenant, near)
     if engine is not None:
         made = _elsewhere(store, card, plan, engine)
@@ -220,7 +220,7 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
 class _Neighbours(NamedTuple):
     """How many chunks each of a store's chunks is read behind, and which ones: one of NEIGHBOURS_FROM."""
 
-    count: int = 0
+    number: int = 0
     chosen_from: str = SIMILARITY
 
     @classmethod
@@ -229,7 +229,7 @@ class _Neighbours(NamedTuple):
         return cls(*bound) if isinstance(bound, list) else cls(int(str(bound or 0)))
 
     def bound(self) -> object:
-        return self.count if self.chosen_from == SIMILARITY else [*self]
+        return self.number if self.chosen_from == SIMILARITY else [*self]
 
 
 def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Recipe | None) -> _Neighbours:
@@ -242,10 +242,10 @@ def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Rec
     if count is None and isinstance(recipe, Recipe) and recipe.neighbours:
         count = recipe.neighbours
     made = _Neighbours.of(bound)
-    asked = _Neighbours(made.count if count is None else count, chosen_from or made.chosen_from)
+    asked = _Neighbours(made.number if count is None else count, chosen_from or made.chosen_from)
     if bound is not None:
         documents.bind(NEIGHBOURS, asked.bound())
-    elif chosen_from is not None and not asked.count:
+    elif chosen_from is not None and not asked.number:
         raise ConfigError(
             f"neighbours_from={chosen_from!r} says which neighbours, and there are none; give neighbours=1"
         )

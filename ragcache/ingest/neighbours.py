@@ -116,14 +116,13 @@ class Preceding(Neighbourhood):
     nearest_last = True
 
     def _outdated(self, new: VectorBatch) -> list[int]:
-        return new.ids.tolist()  # what stands before a chunk never changes
+        return [int(id) for id in new.ids]  # what stands before a chunk never changes
 
     def _find(self, vector_id: int) -> list[Near]:
         """Vector ids of a document's chunks follow each other."""
-        own, *before = self._documents.chunks_by_vector_ids(range(vector_id, vector_id - self.count - 1, -1)) or [None]
-        if own is None or own.vector_id != vector_id:
-            return []
-        return [Near(one.vector_id) for one in before if one.document_id == own.document_id]
+        there = self._documents.chunks_by_vector_ids(range(vector_id, vector_id - self.count - 1, -1))
+        own = {chunk.document_id for chunk in there if chunk.vector_id == vector_id}
+        return [Near(one.vector_id) for one in there if one.vector_id < vector_id and one.document_id in own]
 
 
 class Similar(Neighbourhood):

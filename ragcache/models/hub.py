@@ -12,7 +12,8 @@ HUB_S = 5.0
 CONFIG = "config.json"
 ADAPTER = "adapter.json"
 GGUF = ".gguf"
-BUNDLED = {"mini": "mini", "mini-base": "mini_base", "mini-long": "mini_long"}  # name -> directory inside the package
+BUNDLED = {"mini": "mini", "mini-base": "mini_base", "mini-long": "mini_long", "mini-long-link": "mini_long_link"}
+"""Name -> directory inside the package."""
 
 
 def resolve(name: str | Path) -> str:

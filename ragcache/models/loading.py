@@ -56,9 +56,10 @@ def load_lm(
     """Load a model and learn how its keys move.
 
     name:  "mini" (bundled, trained for reuse), "mini-base" (before that training), "mini-long" (grown from that, for
-           long passages), a directory in Hugging Face layout, a hub id, an adapter's directory (`models/adapter.py`), a
-           directory with a LoRA adapter (peft), which is merged into its base; a GGUF file (or `hub id/file`), which is
-           dequantised to `dtype`; or a model of transformers that is loaded already
+           long passages), "mini-long-link" (that one, trained for reuse), a directory in Hugging Face layout, a hub id,
+           an adapter's directory (`models/adapter.py`), a directory with a LoRA adapter (peft), which is merged into
+           its base; a GGUF file (or `hub id/file`), which is dequantised to `dtype`; or a model of transformers that is
+           loaded already
     tokenizer: of a loaded model; None: the one where it was loaded from
     dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in (float32 where none is
            stated, as in a GGUF file). None: "auto", and float32 for the bundled models

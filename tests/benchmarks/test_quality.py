@@ -77,6 +77,15 @@ def test_a_run_writes_its_table_and_goes_on(tmp_path, monkeypatch):
     assert path.read_bytes().count(b"\n") == len(lines)
 
 
+def test_link_tokens_read_what_leans_across_pages(tmp_path):
+    """The bundled model that was trained for it; blocks that know nothing of each other guess among two."""
+    arguments = ["--kinds=leaning", "--passages=4", "--few-questions=16", "--processes=1", "--out", str(tmp_path)]
+    made = quality.main([*arguments, "--checkpoint=link5=mini-long-link", "--methods=link5:link,reposition"])
+    right = {row["method"]: row["exact_match"] for row in made.figures["rows"] if not row["by"]}
+    assert right["link"] >= 0.75
+    assert right["reposition"] <= 0.6
+
+
 def timeless(row: dict[str, object]) -> str:
     """A row without what a second run measures anew, as text: NaN is like NaN there."""
     return json.dumps({name: value for name, value in row.items() if name != "first_token"})
