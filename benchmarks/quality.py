@@ -7,8 +7,8 @@ python -m benchmarks.pages                                       # then put the 
 Passages have 150 to 300 tokens (`ragcache.evaluation.registry.pages`). The first checkpoint is the base that the others
 were trained from. Every method reads the same prompts, cut into prefix, passages and question. An answer counts when
 its whole text is the expected one; a two-hop answer names the entity in between as well. Answers are kept in
-quality.answers.jsonl: run it again to go on. Rows of a checkpoint that is no longer at hand stay in the table with
---keep LABEL.
+quality.answers.jsonl: run it again to go on. Rows of a checkpoint that are not read anew stay in the table with --keep
+LABEL.
 """
 
 from __future__ import annotations
@@ -91,6 +91,10 @@ class Row:
     kept_share: float
     first_token: float
     by: str = ""
+
+    @property
+    def subject(self) -> tuple[str, str, str, int, str]:
+        return self.checkpoint, self.method, self.kind, self.passages, self.by
 
 
 def budgeted_methods() -> list[str]:
@@ -332,7 +336,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="LABEL",
-        help="its rows stay as they are in --out, unless it is read anew",
+        help="its rows stay as they are in --out, but for those that are read anew",
     )
     parser.add_argument("--questions", type=int, default=STATED_QUESTIONS, help="a cell with a goal")
     parser.add_argument("--few-questions", type=int, default=200, help="another cell, or a method beside the main")
@@ -354,8 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     where = environment("benchmarks.quality", given, torch.device("cpu"))
     chosen = dict(one.split(":", 1) for one in options.methods)
     checkpoints = [load_checkpoint(text, chosen) for text in options.checkpoint or CHECKPOINTS]
-    gone = [label for label in options.keep if label not in {one.label for one in checkpoints}]
-    kept = kept_rows(options.out / f"{options.name}.json", gone, options.seed)
+    kept = kept_rows(options.out / f"{options.name}.json", options.keep, options.seed)
     answers = Answers(options.out / f"{options.name}.answers.jsonl")
     table = Table(checkpoints, answers, options)
     cells = [Cell(kind, passages) for passages in options.passages for kind in options.kinds]
@@ -363,7 +366,8 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     for done in answer_all(units, answers, options.processes):
         print(f"\r{done} of {len(units)} units", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    rows = [row for cell in cells for row in table.rows(cell)] + kept
+    rows = [row for cell in cells for row in table.rows(cell)]
+    rows = [*rows, *(row for row in kept if row.subject not in {one.subject for one in rows})]
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     lengths = regime(checkpoints[0].directory, cells, options)
     figures: dict[str, Any] = {"regime": lengths, "rows": [asdict(row) for row in rows]}

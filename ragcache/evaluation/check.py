@@ -81,6 +81,9 @@ class Check:
         sparse = next((spec for spec in specs if spec.kept < 1), None)
         if sparse is not None:
             raise ConfigError(f"{sparse.label}: a verdict is about methods over whole KV; leave kept out")
+        behind = next((spec for spec in specs if spec.neighbours), None)
+        if behind is not None:
+            raise ConfigError(f"{behind.label}: a verdict is about blocks that were read alone; leave neighbours out")
         self.source = source
         self.cases = list(cases)
         self.thresholds = thresholds

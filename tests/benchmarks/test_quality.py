@@ -77,13 +77,21 @@ def test_a_run_writes_its_table_and_goes_on(tmp_path, monkeypatch):
     assert path.read_bytes().count(b"\n") == len(lines)
 
 
-def test_link_tokens_read_what_leans_across_pages(tmp_path):
-    """The bundled model that was trained for it; blocks that know nothing of each other guess among two."""
-    arguments = ["--kinds=leaning", "--passages=4", "--few-questions=16", "--processes=1", "--out", str(tmp_path)]
-    made = quality.main([*arguments, "--checkpoint=link5=mini-long-link", "--methods=link5:link,reposition"])
-    right = {row["method"]: row["exact_match"] for row in made.figures["rows"] if not row["by"]}
-    assert right["link"] >= 0.75
-    assert right["reposition"] <= 0.6
+LEANING = ["--kinds=leaning", "--passages=4", "--few-questions=16", "--processes=1"]
+
+
+@pytest.mark.parametrize(
+    ("model", "method"), [("mini-long-link", "link"), ("mini-long", "reposition:neighbours=1")], ids=["link", "behind"]
+)
+def test_what_leans_across_pages_is_answered(tmp_path, model, method):
+    """With link tokens that were trained for it, and where pages were read behind those before them in their document;
+    blocks that know nothing of each other guess among two."""
+    methods = f"--methods=a:{method},reposition"
+    made = quality.main([*LEANING, f"--checkpoint=a={model}", methods, "--out", str(tmp_path)])
+    rows = {row["method"]: row for row in made.figures["rows"] if not row["by"]}
+    assert rows[method]["exact_match"] >= 0.75
+    assert rows["reposition"]["exact_match"] <= 0.6
+    assert rows[method]["computed_share"] < 0.15
 
 
 def timeless(row: dict[str, object]) -> str:
@@ -98,6 +106,10 @@ def test_rows_of_a_checkpoint_that_is_gone_are_kept(tmp_path):
     second = quality.main([*arguments, "--keep", "gone", "--keep", "base"])
     assert [row for row in second.figures["rows"] if row["checkpoint"] == "gone"] == gone
     assert len(second.figures["rows"]) == len(first.figures["rows"])
+    third = quality.main([*arguments[:-3], "base:reposition", *arguments[-2:], "--keep", "gone", "--keep", "base"])
+    assert [row["method"] for row in third.figures["rows"] if row["checkpoint"] == "base"].count("full") == len(
+        [row for row in first.figures["rows"] if row["checkpoint"] == "base"]
+    ), "methods that are read anew stand once"
     with pytest.raises(ConfigError, match="no rows of other"):
         quality.main([*arguments, "--keep", "other"])
     with pytest.raises(ConfigError, match="no rows of gone with seed 1"):
