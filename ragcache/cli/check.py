@@ -47,6 +47,15 @@ class QuestionOptions:
         dtype = bound.get("model_dtype")
         return str(bound.get("model_name", "mini")), None if dtype is None else str(dtype)
 
+    def neighbours(self) -> int:
+        """How many passages the store's are read behind."""
+        if self.store is None:
+            return 0
+        from ragcache.evaluation.store_cases import neighbours_of, opened
+
+        with opened(self.store, self.database) as found:
+            return neighbours_of(found).number
+
     def cases(self, runner: Runner, device: str) -> tuple[str, list[Case]]:
         """The questions, after a description of them in words."""
         from ragcache.evaluation.sources import load_cases
@@ -106,7 +115,7 @@ def check(
     lm = models.load(*asked.stored_model())
     runner = Runner(lm, models.prompt_format(lm), RunSettings(max_tokens, on_overflow="skip"))
     source, cases = asked.cases(runner, models.device)
-    checking = Check(runner, source, cases, specs, limits)
+    checking = Check(runner, source, cases, specs, limits, asked.neighbours())
     for _ in progress(checking.scores(), len(cases) * (len(checking.running) + 1), "Checking"):
         pass
     verdict = checking.finish().verdict

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -54,13 +54,12 @@ from ragcache.retrieval.reranker import Reranker, load_reranker
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kept_basis import known_basis
-from ragcache.store.neighbours import SIMILARITY
+from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice
 
 DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
-NEIGHBOURS = "neighbours"
 KEPT = "kv_kept"
-"""Properties of a store. KEPT: share of their KV that blocks hold, and the task that it was chosen for."""
+"""The store's property: share of their KV that blocks hold, and the task that it was chosen for."""
 
 
 @dataclass(frozen=True)
@@ -121,17 +120,17 @@ def assemble(
     Raises ConfigError, ModelError, PromptError.
     """
     neighbours = _neighbours(store.documents, config, chosen.recipe)
-    refuse_unchecked(chosen.method, Recipe(neighbours=neighbours.number))
-    method, recipe = choose_method(store.layout.root, card, chosen.method, chosen.method_options, chosen.recipe)
+    options, number = chosen.method_options, neighbours.number
+    method, recipe = choose_method(store.layout.root, card, chosen.method, options, chosen.recipe, number)
     text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format)
     first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
-    own = replace(block_recipe(card, method, recipe), neighbours=neighbours.number)
+    own = replace(block_recipe(card, method, recipe), neighbours=number)
     used = block_recipe(card, method, _with_kept(store.documents, block_recipe(card, method, own)))
     refuse_unchecked(chosen.method, used)
     near = None
-    if neighbours.number:
+    if number:
         store.documents.bind(NEIGHBOURS, neighbours.bound())
-        near = NEIGHBOURHOODS[neighbours.chosen_from](store.documents, retriever, neighbours.number)
+        near = NEIGHBOURHOODS[neighbours.chosen_from](store.documents, retriever, neighbours)
     plan = _Plan(used, text, first_ids, chosen.tenant, near)
     if engine is not None:
         made = _elsewhere(store, card, plan, engine)
@@ -217,22 +216,7 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
     return _Made(reader, encoder, admission, estimate, loader)
 
 
-class _Neighbours(NamedTuple):
-    """How many chunks each of a store's chunks is read behind, and which ones: one of NEIGHBOURS_FROM."""
-
-    number: int = 0
-    chosen_from: str = SIMILARITY
-
-    @classmethod
-    def of(cls, bound: object) -> Self:
-        """As the store remembers them; stores that knew of similarity alone remember a number."""
-        return cls(*bound) if isinstance(bound, list) else cls(int(str(bound or 0)))
-
-    def bound(self) -> object:
-        return self.number if self.chosen_from == SIMILARITY else [*self]
-
-
-def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Recipe | None) -> _Neighbours:
+def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Recipe | None) -> NeighbourChoice:
     """What the store's chunks are read behind: as asked for, else as the store was made.
 
     Raises StoreMismatchError where that is not as the store was made, ConfigError for a source of none.
@@ -241,8 +225,8 @@ def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Rec
     count, chosen_from = config.neighbours, config.neighbours_from
     if count is None and isinstance(recipe, Recipe) and recipe.neighbours:
         count = recipe.neighbours
-    made = _Neighbours.of(bound)
-    asked = _Neighbours(made.number if count is None else count, chosen_from or made.chosen_from)
+    made = NeighbourChoice.of(bound)
+    asked = NeighbourChoice(made.number if count is None else count, chosen_from or made.chosen_from)
     if bound is not None:
         documents.bind(NEIGHBOURS, asked.bound())
     elif chosen_from is not None and not asked.number:

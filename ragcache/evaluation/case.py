@@ -16,17 +16,21 @@ Cell = Mapping[str, str | int]
 
 
 class CasePassage(NamedTuple):
-    """is_gold: whether the answer stands in it; None where nobody said. document: what it was cut from, so that the
-    passages of one document follow each other there as they do here; "": not known."""
+    """is_gold: whether the answer stands in it; None where nobody said. behind: texts that it may be encoded behind, in
+    the order of reading: those before it in its document, or its store's neighbours."""
 
     text: str
     title: str = ""
     is_gold: bool | None = None
-    document: str = ""
+    behind: tuple[str, ...] = ()
 
     def rendered(self) -> str:
         """The passage's text in the form that ingestion gives it: below its title, one newline at the end."""
         return f"{headed(self.title, self.text.rstrip())}\n"  # a first line may be indented
+
+    def behind_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """Each text of `behind`, tokenised alone."""
+        return [encode_text(tokenizer, CasePassage(text).rendered()) for text in self.behind]
 
 
 @dataclass(frozen=True)

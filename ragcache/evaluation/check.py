@@ -11,11 +11,9 @@ from ragcache.errors import ConfigError, RagCacheError
 from ragcache.evaluation.case import Case
 from ragcache.evaluation.journal import Ledger, Score
 from ragcache.evaluation.methods import MethodSpec
-from ragcache.evaluation.reading import PromptReader
 from ragcache.evaluation.report import Row, summarise
 from ragcache.evaluation.runner import NO_PASSAGES, Runner
 from ragcache.fusion.fuse import block_recipe
-from ragcache.prompt import Prompt
 
 MEASURED = ("top1_answer", "top1_first", "kl_answer", "kl_first", "same_answer", "accuracy")
 
@@ -72,8 +70,15 @@ class Check:
     """One model, some methods, some questions. `scores()` does the work, `finish()` judges."""
 
     def __init__(
-        self, runner: Runner, source: str, cases: Sequence[Case], specs: Sequence[MethodSpec], thresholds: Thresholds
+        self,
+        runner: Runner,
+        source: str,
+        cases: Sequence[Case],
+        specs: Sequence[MethodSpec],
+        thresholds: Thresholds,
+        neighbours: int = 0,
     ) -> None:
+        """neighbours: passages that each one is read behind: as many as the store has it."""
         self.runner = Runner(runner.lm, runner.form, replace(runner.settings, reference="full"))
         evicting = next((spec for spec in specs if spec.evict is not None), None)
         if evicting is not None:
@@ -83,11 +88,13 @@ class Check:
             raise ConfigError(f"{sparse.label}: a verdict is about methods over whole KV; leave kept out")
         behind = next((spec for spec in specs if spec.neighbours), None)
         if behind is not None:
-            raise ConfigError(f"{behind.label}: a verdict is about blocks that were read alone; leave neighbours out")
+            raise ConfigError(f"{behind.label}: a verdict is about blocks as the store has them; leave neighbours out")
         self.source = source
         self.cases = list(cases)
         self.thresholds = thresholds
-        self._probe = next(filter(None, map(self._fitting, self.cases)), None)
+        self.neighbours = neighbours
+        self._probe = next(filter(self._fits, self.cases), None)
+        specs = [replace(spec, neighbours=neighbours if spec.method().reuses_blocks else 0) for spec in specs]
         self.refused = {spec.key: reason for spec in specs if (reason := self._refusal(spec))}
         self.specs = list(specs)
         self._scores: list[Score] = []
@@ -112,19 +119,20 @@ class Check:
         judged = [self._judge(spec, by_key.get(spec.key), full) for spec in self.specs if spec.name != FULL]
         lm = self.runner.lm
         limits = asdict(self.thresholds)
-        return Checked(Verdict(lm.fingerprint, lm.name, self.source, full.questions, limits, tuple(judged)), rows)
+        return Checked(
+            Verdict(lm.fingerprint, lm.name, self.source, full.questions, limits, tuple(judged), self.neighbours), rows
+        )
 
-    def _fitting(self, case: Case) -> Prompt | None:
-        """The case's prompt, where the model takes it."""
-        prompt = case.prompt(self.runner.lm.tokenizer, self.runner.form)
-        return prompt if self.runner.fits(prompt) else None
+    def _fits(self, case: Case) -> bool:
+        return self.runner.fits(case.prompt(self.runner.lm.tokenizer, self.runner.form))
 
     def _refusal(self, spec: MethodSpec) -> str:
         """Why this model cannot do a method at all; empty when it can."""
         if spec.name == FULL or self._probe is None:
             return ""
         try:
-            fused, _ = PromptReader(self.runner.lm, self._probe, 1).read(spec.method(), spec.recipe)
+            reader = self.runner.reader(self._probe)
+            fused, _ = reader.read(spec.method(), spec.recipe, neighbours=spec.neighbours)
         except RagCacheError as error:
             return str(error)
         fused.cache.release()

@@ -17,8 +17,17 @@ MIN_WORDS, MAX_WORDS = 8, 40
 QUESTION = 'How does this sentence of the text above go on? "{start} ..."'
 
 
-def completion_cases(texts: Sequence[str], *, questions: int, passages: int, seed: int = 0) -> list[Case]:
+def completion_cases(
+    texts: Sequence[str],
+    *,
+    questions: int,
+    passages: int,
+    seed: int = 0,
+    behind: Sequence[tuple[str, ...]] | None = None,
+) -> list[Case]:
     """Cases over the given chunk texts: one sentence each, its chunk among others in an order drawn by `seed`.
+
+    behind: by chunk, what it is read behind; None: nothing
 
     A context has all chunks where there are fewer than `passages`. The same texts and seed give the same cases.
     Raises ConfigError when no chunk has a sentence of 8 to 40 words.
@@ -36,7 +45,8 @@ def completion_cases(texts: Sequence[str], *, questions: int, passages: int, see
         chosen = [place, *rng.sample(others, min(passages - 1, len(others)))]
         rng.shuffle(chosen)
         start, rest = " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
-        found = tuple(CasePassage(texts[one], is_gold=one == place) for one in chosen)
+        near = ((),) * len(texts) if behind is None else behind
+        found = tuple(CasePassage(texts[one], is_gold=one == place, behind=near[one]) for one in chosen)
         cases.append(Case(f"completion-{number:04d}", QUESTION.format(start=start), found, (rest,)))
     return cases
 

@@ -29,7 +29,7 @@ class MethodSpec:
     recipe:  name of the recipe that its blocks are encoded under; None for the method's own choice
     evict:   tokens of the passages that each layer and KV head keeps for decoding; None for all
     kept:    share of its blocks' KV that the recipe keeps; 1: all
-    neighbours: passages before it in its document that each passage is encoded behind; 0: each alone
+    neighbours: other passages that each one is encoded behind, of those that the questions name; 0: each alone
     """
 
     label: str

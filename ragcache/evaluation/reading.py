@@ -16,7 +16,7 @@ from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache import FusedCache
 from ragcache.kv.exact import Exact
-from ragcache.kv.identity import Recipe
+from ragcache.kv.identity import Neighbours, Recipe
 from ragcache.models.card import eos_token_ids
 from ragcache.models.decoding import TextStream, decode
 from ragcache.models.lm import LanguageModel
@@ -42,12 +42,14 @@ class Encoded(NamedTuple):
 class PromptReader:
     """Reads one prompt by any method. Blocks of a recipe are made when first wanted and kept for the other methods."""
 
-    def __init__(self, lm: LanguageModel, prompt: Prompt, reserve_tokens: int, documents: Sequence[str] = ()) -> None:
-        """documents: by chunk, what it was cut from; "": not known. None are needed where blocks are read alone."""
+    def __init__(
+        self, lm: LanguageModel, prompt: Prompt, reserve_tokens: int, behind: Sequence[Neighbours] = ()
+    ) -> None:
+        """behind: by chunk, ids that it may be encoded behind, in the order of reading; (): not known"""
         self.lm = lm
         self.prompt = prompt
         self.reserve_tokens = reserve_tokens
-        self.documents = documents
+        self.behind = behind
         self._encoded: dict[tuple[Recipe, tuple[int, ...]], Encoded] = {}
 
     def read(
@@ -62,9 +64,9 @@ class PromptReader:
 
         evict: passage tokens that each layer and KV head keeps for decoding; None: all
         kept:  share of their KV that the blocks hold
-        neighbours: chunks before it in its document that each one is encoded behind
+        neighbours: how many of `behind` each chunk is encoded behind, at most: the last ones
 
-        Raises what `rc.fuse` raises, and ConfigError for neighbours where no chunk's document is known.
+        Raises what `rc.fuse` raises, and ConfigError for neighbours where none of any chunk are known.
         """
         if not method.reuses_blocks:
             return fuse(self.lm, self.prompt, method, reserve_tokens=self.reserve_tokens, evict=evict), 0.0
@@ -97,22 +99,17 @@ class PromptReader:
         if same:  # isolated blocks do not depend on what stands before them
             return Encoded(same[0].blocks, prefix, same[0].encode_s)
         started = time.perf_counter()
-        near = [self._before(rank, recipe.neighbours) for rank in range(len(self.prompt.chunk_ids))]
+        near = self._behind(recipe.neighbours) if recipe.neighbours else None
         blocks = self.lm.encode(self.prompt.chunk_ids, recipe, prefix_ids, prefix=prefix, neighbours=near)
         return Encoded(blocks, prefix, time.perf_counter() - started)
 
-    def _before(self, rank: int, count: int) -> list[Sequence[int]]:
-        """Ids of the last `count` chunks before this one that are of its document, in order."""
-        if not count:
-            return []
-        if not any(self.documents):
+    def _behind(self, count: int) -> list[Neighbours]:
+        if not any(self.behind):
             raise ConfigError(
-                f"neighbours={count} reads passages behind those before them in their document, and these name none; "
-                "leave it out, or set CasePassage.document"
+                f"neighbours={count} reads passages behind others, and these questions name none; leave it out, or set "
+                "CasePassage.behind"
             )
-        own = self.documents[rank]
-        before = [ids for ids, name in zip(self.prompt.chunk_ids[:rank], self.documents, strict=False) if name == own]
-        return before[-count:] if own else []
+        return [near[-count:] for near in self.behind]
 
 
 def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequence[str] = ()) -> WrittenAnswer:

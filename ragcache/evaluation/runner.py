@@ -110,8 +110,7 @@ class Runner:
                 raise ContextTooLongError(f"{reason}; give it fewer passages, or skip such questions")
             yield from (_skipped(score, reason) for score in blank.values())
             return
-        documents = [passage.document for passage in case.passages]
-        reader = PromptReader(self.lm, prompt, self.settings.max_tokens + 1, documents)
+        reader = self.reader(case)
         reference: Reference | None = None
         if blank[NO_PASSAGES].key not in done:
             yield self._without_passages(case, blank[NO_PASSAGES])
@@ -121,6 +120,12 @@ class Runner:
                 yield reference.score
             elif blank[spec.key].key not in done:
                 yield self._score(case, reader, spec, method, reference, blank[spec.key])
+
+    def reader(self, case: Case) -> PromptReader:
+        """Reads the case's prompt, with room for the answer."""
+        behind = [passage.behind_ids(self.lm.tokenizer) for passage in case.passages]
+        prompt = case.prompt(self.lm.tokenizer, self.form)
+        return PromptReader(self.lm, prompt, self.settings.max_tokens + 1, behind)
 
     def _without_passages(self, case: Case, blank: Score) -> Score:
         """Full prefill of the question alone: what the model knows without being told."""

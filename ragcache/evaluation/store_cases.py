@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.completion import completion_cases
 from ragcache.evaluation.lines import read_entries
 from ragcache.retrieval.retriever import Retriever
+from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice, NeighbourTable
+from ragcache.store.records import Chunk
 
 
 def opened(path: Path, database: str | None = None) -> closing[Store]:
@@ -23,10 +26,25 @@ def opened(path: Path, database: str | None = None) -> closing[Store]:
 def made_from(store: Store, *, questions: int, passages: int, seed: int = 0) -> list[Case]:
     """Sentence completions over the store's chunks; see `completion`. Raises ConfigError for an empty store."""
     documents = store.documents
-    texts = [chunk.text for one in documents.documents() for chunk in documents.chunks_of(one.id)]
-    if not texts:
+    chunks = [chunk for one in documents.documents() for chunk in documents.chunks_of(one.id)]
+    if not chunks:
         raise ConfigError(f"{store.layout.root}: the store is empty; ingest something first")
-    return completion_cases(texts, questions=questions, passages=passages, seed=seed)
+    texts, behind = [chunk.text for chunk in chunks], read_behind(store, chunks)
+    return completion_cases(texts, questions=questions, passages=passages, seed=seed, behind=behind)
+
+
+def neighbours_of(store: Store) -> NeighbourChoice:
+    """What the store's passages are read behind."""
+    return NeighbourChoice.of(store.documents.properties().get(NEIGHBOURS))
+
+
+def read_behind(store: Store, chunks: Sequence[Chunk]) -> list[tuple[str, ...]]:
+    """By chunk, the texts that it is read behind, in the order of reading, as the last ingestion found them."""
+    near = NeighbourTable(store.documents.database).of(chunk.vector_id for chunk in chunks)
+    there = store.documents.chunks_by_vector_ids({id for found in near.values() for id in found})
+    texts = {chunk.vector_id: chunk.text for chunk in there}
+    step = -1 if neighbours_of(store).nearest_last else 1
+    return [tuple(texts[id] for id in near.get(chunk.vector_id, ())[::step] if id in texts) for chunk in chunks]
 
 
 def asked_of(
@@ -48,7 +66,8 @@ def asked_of(
     cases = []
     for entry in entries:
         hits = [] if entry.case.passages else retriever.retrieve(entry.case.question, passages)
-        own = tuple(CasePassage(hit.chunk.text) for hit in hits)
+        behind = read_behind(store, [hit.chunk for hit in hits])
+        own = tuple(CasePassage(hit.chunk.text, behind=near) for hit, near in zip(hits, behind, strict=True))
         cases.append(replace(entry.case, passages=entry.case.passages or own))
     empty = next((case for case in cases if not case.passages), None)
     if empty is not None:

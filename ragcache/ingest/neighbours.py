@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from ragcache.errors import StoreBusyError, StoreFullError, StoreReadOnlyError
 from ragcache.models.limits import LIMIT
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
-from ragcache.store.neighbours import DOCUMENT, SIMILARITY, KnownNeighbours, Near, NeighbourTable
+from ragcache.store.neighbours import DOCUMENT, SIMILARITY, KnownNeighbours, Near, NeighbourChoice, NeighbourTable
 from ragcache.store.records import Chunk, VectorBatch
 
 log = logging.getLogger(__name__)
@@ -46,10 +45,8 @@ class Neighbourhood(ABC):
     nearest_last: the order in which they are read; else the nearest comes first
     """
 
-    nearest_last: ClassVar[bool]
-
-    def __init__(self, documents: DocumentStore, retriever: Retriever, count: int) -> None:
-        self.count = count
+    def __init__(self, documents: DocumentStore, retriever: Retriever, choice: NeighbourChoice) -> None:
+        self.count, self.nearest_last = choice.number, choice.nearest_last
         self._documents = documents
         self._retriever = retriever
         self._table = NeighbourTable(documents.database)
@@ -113,8 +110,6 @@ class Neighbourhood(ABC):
 class Preceding(Neighbourhood):
     """The chunks right before a chunk in its document, which it is read behind in their order: what it leans on."""
 
-    nearest_last = True
-
     def _outdated(self, new: VectorBatch) -> list[int]:
         return [int(id) for id in new.ids]  # what stands before a chunk never changes
 
@@ -131,8 +126,6 @@ class Similar(Neighbourhood):
     `update` compares the embeddings of every recorded chunk and every new one, and searches the index once for each
     chunk that is new or found to have a nearer one.
     """
-
-    nearest_last = False
 
     def _outdated(self, new: VectorBatch) -> list[int]:
         known, found = self._table.known(), list[int]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 
@@ -14,9 +14,31 @@ from ragcache.store.unreferenced import rescue, to_garbage
 
 PART = 1000  # values in one IN list
 COMPARED = "neighbours_compared"
+NEIGHBOURS = "neighbours"
+"""The store's property that holds a `NeighbourChoice`."""
 SIMILARITY, DOCUMENT = "similarity", "document"
 NEIGHBOURS_FROM = (SIMILARITY, DOCUMENT)
 """Which chunks are a chunk's neighbours: those with the most similar embeddings, or those before it in its document."""
+
+
+class NeighbourChoice(NamedTuple):
+    """How many chunks each of a store's chunks is read behind, and which ones: one of NEIGHBOURS_FROM."""
+
+    number: int = 0
+    chosen_from: str = SIMILARITY
+
+    @property
+    def nearest_last(self) -> bool:
+        """The order in which they are read: a document's as they stand there, similar ones the nearest first."""
+        return self.chosen_from == DOCUMENT
+
+    @classmethod
+    def of(cls, bound: object) -> Self:
+        """As the store remembers them; stores that knew of similarity alone remember a number."""
+        return cls(*bound) if isinstance(bound, list) else cls(int(str(bound or 0)))
+
+    def bound(self) -> object:
+        return self.number if self.chosen_from == SIMILARITY else [*self]
 
 
 class Near(NamedTuple):

@@ -320,13 +320,9 @@ def test_what_is_no_number_of_neighbours_is_refused(count):
 def test_what_cannot_read_such_blocks_is_refused_before_anything_is_bound(open_near, open_kb):
     with pytest.raises(ConfigError, match="'concat' leaves blocks at the positions"):
         open_near(method="concat")
-    with pytest.raises(ConfigError, match=r"'auto' goes by a check of blocks that were read alone.*name a method"):
-        open_near(method="auto")
     assert "neighbours" not in open_kb().store.documents.properties()
 
 
 def test_what_does_not_go_with_neighbours_says_so(near):
-    with pytest.raises(ConfigError, match="'auto' goes by a check"):
-        ask(near, method="auto")
     with pytest.raises(ConfigError, match="ingest without a cluster"):
         near.ingest(rc.Document("x", "y"), ray=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
+import torch
 
 import ragcache as rc
 from ragcache.engine.asking.verdict import save_verdict
@@ -14,8 +15,9 @@ from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.check import Check, Thresholds
 from ragcache.evaluation.methods import MethodSpec, all_methods
+from ragcache.evaluation.reading import PromptReader
 from ragcache.evaluation.runner import Runner, RunSettings
-from ragcache.evaluation.store_cases import asked_of, made_from, opened
+from ragcache.evaluation.store_cases import asked_of, made_from, neighbours_of, opened
 from ragcache.fusion import METHODS
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.reposition import Reposition
@@ -92,6 +94,53 @@ def test_a_broken_method_fails_and_auto_does_not_take_it(extra, runner, store, t
         assert not caplog.records
         kb.ask("Where do dogs bark?", method="broken")
     assert "'broken' failed the check" in caplog.records[-1].getMessage()
+
+
+PARTS = [
+    "The cat of the baker sat on the old mat by the door of the mill.",
+    "It was happy there until the dogs of the town came by at night.",
+    "Then it ran up the hill and into the house of the old miller.",
+]
+
+
+@pytest.mark.parametrize(("chosen_from", "count"), [("document", 2), ("similarity", 1)])
+def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tiny, caplog, chosen_from, count):
+    """Behind their neighbours; and what was found counts for such a store alone."""
+    options = {"model": tiny, "embedder": BagOfWords(), "chunker": rc.ChunkerConfig(max_tokens=70, min_tokens=1)}
+    config = rc.StoreConfig(neighbours=count, neighbours_from=chosen_from)
+    with rc.RagCache.open(tmp_path / "kb", store=config, **options) as kb:
+        kb.ingest(rc.Document("cat", "\n\n".join(PARTS) + "\n"))
+        chunks = kb.chunks_of("cat")
+        names, near = kb._parts.names, kb._parts.names.with_neighbours(chunks)
+    assert [chunk.text.strip() for chunk in chunks] == PARTS
+    with opened(tmp_path / "kb") as found:
+        assert neighbours_of(found) == (count, chosen_from)
+        cases = made_from(found, questions=4, passages=3)
+    by_text = {chunk.text: [list(ids) for ids in chunk.neighbours] for chunk in near}
+    for passage in cases[0].passages:
+        assert passage.behind_ids(tiny.tokenizer) == by_text[passage.text]
+    assert any(by_text.values())
+    specs = [MethodSpec(name, name) for name in ("full", "exact", "reposition", "concat")]
+    check = Check(runner, "tests", cases, specs, LIMITS, count)
+    list(check.scores())
+    verdict = check.finish().verdict
+    judged = {one.name: one for one in verdict.methods}
+    assert "cannot run: method 'concat' leaves blocks at the positions" in judged["concat"].reason
+    reader = PromptReader(tiny, cases[0].prompt(tiny.tokenizer, runner.form), 1)
+    blocks = tiny.encode(
+        reader.prompt.chunk_ids, names.recipe, neighbours=[by_text[one.text] for one in cases[0].passages]
+    )
+    own, _ = runner.reader(cases[0]).read(Reposition(), neighbours=count)
+    assert torch.equal(own.next_logits, rc.fuse(tiny, reader.prompt, "reposition", blocks).next_logits)
+    save_verdict(tmp_path / "kb", verdict)
+    with rc.RagCache.open(tmp_path / "kb", method="auto", **options) as kb:
+        assert kb.ask("Where did the cat sit?").method == verdict.best().name != "full"
+        assert kb.ask("Where did the cat sit?", method="auto").method == verdict.best().name
+    assert not caplog.records
+    save_verdict(tmp_path / "kb", replace(verdict, neighbours=0))
+    with rc.RagCache.open(tmp_path / "kb", method="auto", **options) as kb:
+        assert kb.ask("Where did the cat sit?").method == "full"
+    assert f"read behind 0 others each, and the store's are read behind {count}" in caplog.records[0].getMessage()
 
 
 def test_without_a_safe_method_auto_reads_whole_prompts(extra, runner, store, tiny):

@@ -50,30 +50,26 @@ def test_forced_logits_are_a_plain_forward_over_prompt_and_answer(model):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_passages_are_read_behind_those_before_them_in_their_document(model):
-    """The fourth of these is of the first one's document, and one is of none."""
+def test_passages_are_read_behind_what_the_questions_name(model):
+    """All of it or its end; some of it stands in no passage."""
     lm, _ = model
     prompt = random_prompt(3)
-    prompt = rc.Prompt(prompt.prefix_ids, [[7, 8, 9], [10, 11], [12, 13, 14], [15, 16], [17, 18]], prompt.suffix_ids)
-    a, b, _, d, _ = prompt.chunk_ids
-    reader = PromptReader(lm, prompt, 1, ["one", "two", "two", "one", ""])
-    for count, near in ((1, [[], [], [b], [a], []]), (2, [[], [], [b], [a], []])):
+    prompt = rc.Prompt(prompt.prefix_ids, [[7, 8, 9], [10, 11], [12, 13, 14]], prompt.suffix_ids)
+    behind = [[], [[7, 8, 9]], [[20, 21], [10, 11]]]
+    reader = PromptReader(lm, prompt, 1, behind)
+    for count, near in ((1, [[], behind[1], [[10, 11]]]), (2, behind), (5, behind)):
         fused, _ = reader.read(get_method("reposition"), neighbours=count)
         blocks = rc.encode(lm, prompt, rc.Recipe(neighbours=count), neighbours=near)
         assert torch.equal(fused.next_logits, rc.fuse(lm, prompt, "reposition", blocks).next_logits)
     alone, _ = reader.read(get_method("reposition"))
+    assert torch.equal(alone.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
     assert not torch.allclose(fused.next_logits, alone.next_logits)
-    reader = PromptReader(lm, prompt, 1, ["one", "one", "one", "one", "one"])
-    fused, _ = reader.read(get_method("reposition"), neighbours=2)
-    near = [[], [a], [a, b], [b, prompt.chunk_ids[2]], [prompt.chunk_ids[2], d]]
-    blocks = rc.encode(lm, prompt, rc.Recipe(neighbours=2), neighbours=near)
-    assert torch.equal(fused.next_logits, rc.fuse(lm, prompt, "reposition", blocks).next_logits)
 
 
 def test_neighbours_without_documents_and_without_blocks_are_refused(model):
     lm, _ = model
     reader = PromptReader(lm, random_prompt(3), 1)
-    with pytest.raises(ConfigError, match=r"neighbours=1 .*set CasePassage.document"):
+    with pytest.raises(ConfigError, match=r"neighbours=1 .*set CasePassage.behind"):
         reader.read(get_method("reposition"), neighbours=1)
     with pytest.raises(ConfigError, match="'full' reads no blocks; leave neighbours=1 out"):
         MethodSpec.parse("full:neighbours=1")

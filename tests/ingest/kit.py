@@ -14,7 +14,7 @@ from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.limits import ReadLimits
-from ragcache.ingest.neighbours import Neighbourhood
+from ragcache.ingest.neighbours import Similar
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.kv.block import KVBlock
 from ragcache.kv.identity import Neighbours, Recipe
@@ -24,6 +24,7 @@ from ragcache.retrieval.testing import BagOfWords
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.layout import StoreLayout
+from ragcache.store.neighbours import NeighbourChoice
 
 
 class CountingEmbedder(BagOfWords):
@@ -77,7 +78,7 @@ class Kit:
         self.embedder = CountingEmbedder()
         self.retriever = Retriever.open(self.documents, self.layout.index, self.embedder, kind=kind)
         self.chunker = Chunker(lm.tokenizer, max_tokens=max_tokens)
-        near = Neighbourhood(self.documents, self.retriever, neighbours) if neighbours else None
+        near = Similar(self.documents, self.retriever, NeighbourChoice(neighbours)) if neighbours else None
         self.encoder = CountingEncoder(
             lm, Recipe(recipe, neighbours=neighbours), prefix_ids=[1, 2, 3], neighbourhood=near
         )

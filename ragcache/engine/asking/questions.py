@@ -174,7 +174,8 @@ class Questions:
         if name is None and not options:
             return own
         recipe = self._parts.reader.prompts.names.recipe
-        chosen, _ = choose_method(store.layout.root, self._parts.card, name or own.name, options, recipe)
+        root, card = store.layout.root, self._parts.card
+        chosen, _ = choose_method(root, card, name or own.name, options, recipe, recipe.neighbours)
         return own if chosen == own else chosen  # with what it keeps of earlier prompts
 
     def _system(self, conversation: Conversation, options: ChatOptions, reading: Reading) -> str | None:

@@ -57,6 +57,7 @@ class Verdict:
 
     source, questions: what was asked, and how many
     thresholds: that a method had to stay inside
+    neighbours: passages that each one was read behind, as the store has it
     """
 
     fingerprint: str
@@ -65,6 +66,7 @@ class Verdict:
     questions: int
     thresholds: Mapping[str, float]
     methods: Sequence[MethodVerdict]
+    neighbours: int = 0
 
     def best(self, recipe: str | None = None) -> MethodVerdict | None:
         """The safe method that computes least, of like ones the nearest to full prefill; None when none is safe.
@@ -110,12 +112,24 @@ def load_verdict(root: Path, fingerprint: str) -> Verdict | None:
         return None
 
 
-def choose_safe(root: Path, fingerprint: str, recipe: str | None = None) -> tuple[FusionMethod, str | None]:
+def choose_safe(
+    root: Path, fingerprint: str, recipe: str | None = None, neighbours: int = 0
+) -> tuple[FusionMethod, str | None]:
     """The method of `method="auto"` and the recipe that it was checked under.
 
-    The cheapest that passed; full prefill, with a warning, where none did or nothing was checked.
+    The cheapest that passed; full prefill, with a warning, where none did or nothing was checked over blocks that were
+    read behind so many neighbours.
     """
     verdict = load_verdict(root, fingerprint)
+    if verdict is not None and verdict.neighbours != neighbours:
+        log.warning(
+            "%s: this model was checked over passages read behind %d others each, and the store's are read behind %d; "
+            "reading whole prompts. Run `ragcache check --store`",
+            root,
+            verdict.neighbours,
+            neighbours,
+        )
+        return get_method(FULL), None
     if verdict is None:
         log.warning("%s: this model was not checked; reading whole prompts. Run `ragcache check --store`", root)
         return get_method(FULL), None
@@ -126,10 +140,10 @@ def choose_safe(root: Path, fingerprint: str, recipe: str | None = None) -> tupl
     return best.method(), best.recipe
 
 
-def warn_if_unsafe(root: Path, fingerprint: str, method: FusionMethod) -> None:
+def warn_if_unsafe(root: Path, fingerprint: str, method: FusionMethod, neighbours: int = 0) -> None:
     """A warning when the check of this model failed this method."""
     verdict = load_verdict(root, fingerprint)
-    found = None if verdict is None else verdict.of(method)
+    found = None if verdict is None or verdict.neighbours != neighbours else verdict.of(method)
     if found is not None and not found.safe:
         log.warning(
             "method %r failed the check of this model: %s; choose another one, or method='auto'",
@@ -144,32 +158,28 @@ def choose_method(
     method: str | FusionMethod | None,
     options: Mapping[str, Any],
     recipe: str | Recipe | None,
+    neighbours: int,
 ) -> tuple[FusionMethod, str | Recipe | None]:
     """The method asked for, or the one that the model was trained for, with a warning where it failed the check; and
     the recipe. "auto" takes no options, and brings a recipe where none is asked for.
+
+    neighbours: passages that each of the store's is read behind
 
     Raises what `refuse_unchecked` does.
     """
     if method == AUTO:
         refuse_unchecked(method, recipe)
-        safe, checked = choose_safe(root, lm.fingerprint, None if recipe is None else Recipe.of(recipe).name)
+        asked = None if recipe is None else Recipe.of(recipe).name
+        safe, checked = choose_safe(root, lm.fingerprint, asked, neighbours)
         return safe, recipe if recipe is not None else checked
     chosen = get_method(lm.default_method if method is None else method, **options)
-    warn_if_unsafe(root, lm.fingerprint, chosen)
+    warn_if_unsafe(root, lm.fingerprint, chosen, neighbours)
     return chosen, recipe
 
 
 def refuse_unchecked(method: str | FusionMethod | None, recipe: str | Recipe | None) -> None:
     """Raises ConfigError for "auto" over blocks of another kind than those that the check read."""
-    if method != AUTO or not isinstance(recipe, Recipe):
-        return
-    if recipe.neighbours:
-        raise ConfigError(
-            f"method={AUTO!r} goes by a check of blocks that were read alone, and this store's are read behind "
-            "their neighbours; name a method",
-            "method",
-        )
-    if recipe.kept < 1:
+    if method == AUTO and isinstance(recipe, Recipe) and recipe.kept < 1:
         raise ConfigError(
             f'method="auto" stands for what `ragcache check` found over whole KV, and this store\'s blocks hold '
             f"{recipe.kept:g} of it; name a method, such as reposition"

@@ -106,8 +106,8 @@ def _page_case(asked: PageQuestion, pages: Pages, id: str) -> Case:
     cell: dict[str, str | int] = {"passages": len(pages.passages), "question": asked.kind}
     if asked.kind == "leaning":
         cell |= {"place": asked.place, "candidates": asked.candidates}
-    cut = enumerate(zip(pages.passages, pages.documents, strict=True))
     marked = tuple(
-        CasePassage(text, is_gold=rank in asked.gold, document=str(document)) for rank, (text, document) in cut
+        CasePassage(text, is_gold=rank in asked.gold, behind=pages.before(rank))
+        for rank, text in enumerate(pages.passages)
     )
     return Case(id, asked.question.text, marked, (asked.question.value, asked.question.answer), cell=cell)

@@ -67,6 +67,11 @@ class Pages(NamedTuple):
     questions: list[PageQuestion]
     documents: list[int]
 
+    def before(self, rank: int) -> tuple[str, ...]:
+        """The pages before this one in its document."""
+        before = zip(self.passages[:rank], self.documents, strict=False)
+        return tuple(text for text, document in before if document == self.documents[rank])
+
 
 @dataclass(eq=False)
 class _Page:
