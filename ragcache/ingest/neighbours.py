@@ -115,9 +115,9 @@ class Preceding(Neighbourhood):
 
     def _find(self, vector_id: int) -> list[Near]:
         """Vector ids of a document's chunks follow each other."""
-        there = self._documents.chunks_by_vector_ids(range(vector_id, vector_id - self.count - 1, -1))
-        own = {chunk.document_id for chunk in there if chunk.vector_id == vector_id}
-        return [Near(one.vector_id) for one in there if one.vector_id < vector_id and one.document_id in own]
+        own = next(iter(self._documents.chunks_by_vector_ids([vector_id])), None)
+        before = 0 if own is None else min(self.count, own.ordinal)
+        return [Near(vector_id - back) for back in range(1, before + 1)]
 
 
 class Similar(Neighbourhood):

@@ -111,6 +111,14 @@ def test_a_document_that_is_replaced_is_read_anew(kb, oracle):
     assert set(kb.store.kv.keys()) == set(handles(kb).values())
 
 
+def test_more_neighbours_than_there_are_chunks_are_all_of_them(open_behind):
+    kb = open_behind(10**9)
+    kb.ingest([document("first", LINES[:2]), document("second", LINES[2:4])])
+    for one in kb.documents():
+        near = kb._parts.names.with_neighbours(kb.chunks_of(one.id))
+        assert [len(chunk.neighbours) for chunk in near] == [*range(len(near))]
+
+
 def test_what_does_not_fit_is_left_out_farthest_first(open_kb, tmp_path):
     small = rc.load_lm(save_tiny_llama(tmp_path / "small", positions=40))
     store = rc.StoreConfig(neighbours=3, neighbours_from="document")
