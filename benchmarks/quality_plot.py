@@ -49,6 +49,6 @@ def _draw(ax: Axes, rows: Rows, cost: str) -> None:
 def _name(row: Mapping[str, Any]) -> str:
     """One line for all budgets of a method."""
     method, _, options = str(row["method"]).partition(":")
-    ways = {"last_tokens": "head and tail", "kept": "less KV"}
+    ways = {"last_tokens": "head and tail", "kept": "less KV", "neighbours": "behind its document"}
     both = ", ".join([method, *(words for option, words in ways.items() if option in options)])
     return both if row["checkpoint"] == "base" else f"{row['checkpoint']}: {both}"
