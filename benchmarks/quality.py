@@ -367,7 +367,8 @@ def main(arguments: Sequence[str] | None = None) -> Result:
         print(f"\r{done} of {len(units)} units", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     rows = [row for cell in cells for row in table.rows(cell)]
-    rows = [*rows, *(row for row in kept if row.subject not in {one.subject for one in rows})]
+    anew = {row.subject for row in rows}
+    rows += [row for row in kept if row.subject not in anew]
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     lengths = regime(checkpoints[0].directory, cells, options)
     figures: dict[str, Any] = {"regime": lengths, "rows": [asdict(row) for row in rows]}

@@ -84,8 +84,7 @@ def run_unit(unit: Unit) -> dict[str, Reads]:
     form = prompt_format(lm.tokenizer)
     found = {unit.key(spec): Reads([], [], [], []) for spec in unit.methods}
     for case in cases_of(unit.cell, unit.start + unit.count, unit.seed)[unit.start :]:
-        behind = [passage.behind_ids(lm.tokenizer) for passage in case.passages]
-        reader = PromptReader(lm, case.prompt(lm.tokenizer, form), MAX_ANSWER_TOKENS, behind)
+        reader = PromptReader.of(lm, case, form, MAX_ANSWER_TOKENS)
         for spec in unit.methods:
             fused, _ = reader.read(spec.method(), spec.recipe, kept=spec.kept, neighbours=spec.neighbours)
             reads = found[unit.key(spec)]

@@ -25,3 +25,15 @@ def greedy_ids(model, tokenizer, prompt, allowed, count):
         ids.append(token)
         made.append(token)
     return made
+
+
+def assert_read_behind(block, oracle, before, token_ids):
+    """A block's values are those of one plain forward over what the chunk is read behind, and the chunk."""
+    ids = [id for one in [*before, token_ids] for id in one]
+    with torch.no_grad():
+        cache = oracle(input_ids=torch.tensor([ids]), use_cache=True).past_key_values
+    assert block.num_tokens == len(token_ids)
+    assert block.num_layers == len(cache.layers)
+    for layer in range(block.num_layers):
+        expected = cache.layers[layer].values[0, :, -len(token_ids) :]
+        torch.testing.assert_close(block.layer_values(layer), expected, atol=1e-5, rtol=1e-4)

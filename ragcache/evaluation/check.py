@@ -94,9 +94,8 @@ class Check:
         self.thresholds = thresholds
         self.neighbours = neighbours
         self._probe = next(filter(self._fits, self.cases), None)
-        specs = [replace(spec, neighbours=neighbours if spec.method().reuses_blocks else 0) for spec in specs]
-        self.refused = {spec.key: reason for spec in specs if (reason := self._refusal(spec))}
-        self.specs = list(specs)
+        self.specs = [replace(spec, neighbours=neighbours if spec.method().reuses_blocks else 0) for spec in specs]
+        self.refused = {spec.key: reason for spec in self.specs if (reason := self._refusal(spec))}
         self._scores: list[Score] = []
 
     @property

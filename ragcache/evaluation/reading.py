@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigError
+from ragcache.evaluation.case import Case
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.kv.block import KVBlock
@@ -21,7 +22,7 @@ from ragcache.models.card import eos_token_ids
 from ragcache.models.decoding import TextStream, decode
 from ragcache.models.lm import LanguageModel
 from ragcache.models.sampling import Sampling
-from ragcache.prompt import Prompt
+from ragcache.prompt import Prompt, PromptFormat
 
 
 class WrittenAnswer(NamedTuple):
@@ -51,6 +52,12 @@ class PromptReader:
         self.reserve_tokens = reserve_tokens
         self.behind = behind
         self._encoded: dict[tuple[Recipe, tuple[int, ...]], Encoded] = {}
+
+    @classmethod
+    def of(cls, lm: LanguageModel, case: Case, form: PromptFormat, reserve_tokens: int) -> Self:
+        """Read a case's prompt, and know what its passages may be encoded behind."""
+        behind = [passage.behind_ids(lm.tokenizer) for passage in case.passages]
+        return cls(lm, case.prompt(lm.tokenizer, form), reserve_tokens, behind)
 
     def read(
         self,

@@ -102,7 +102,8 @@ class Runner:
         """Scores that `done` lacks; full prefill is always read, as what the others are compared with."""
         names = (NO_PASSAGES, *(spec.key for spec, _ in methods))
         blank = {name: Score(case.id, mark, name, case.cluster, dict(case.cell)) for name in names}
-        prompt = case.prompt(self.lm.tokenizer, self.form)
+        reader = self.reader(case)
+        prompt = reader.prompt
         if not self.fits(prompt):
             wanted = prompt.num_tokens + self.settings.max_tokens
             reason = f"{case.id}: prompt and answer take {wanted} tokens and {self.lm.name} {self.lm.max_positions}"
@@ -110,7 +111,6 @@ class Runner:
                 raise ContextTooLongError(f"{reason}; give it fewer passages, or skip such questions")
             yield from (_skipped(score, reason) for score in blank.values())
             return
-        reader = self.reader(case)
         reference: Reference | None = None
         if blank[NO_PASSAGES].key not in done:
             yield self._without_passages(case, blank[NO_PASSAGES])
@@ -123,9 +123,7 @@ class Runner:
 
     def reader(self, case: Case) -> PromptReader:
         """Reads the case's prompt, with room for the answer."""
-        behind = [passage.behind_ids(self.lm.tokenizer) for passage in case.passages]
-        prompt = case.prompt(self.lm.tokenizer, self.form)
-        return PromptReader(self.lm, prompt, self.settings.max_tokens + 1, behind)
+        return PromptReader.of(self.lm, case, self.form, self.settings.max_tokens + 1)
 
     def _without_passages(self, case: Case, blank: Score) -> Score:
         """Full prefill of the question alone: what the model knows without being told."""

@@ -43,8 +43,8 @@ def read_behind(store: Store, chunks: Sequence[Chunk]) -> list[tuple[str, ...]]:
     near = NeighbourTable(store.documents.database).of(chunk.vector_id for chunk in chunks)
     there = store.documents.chunks_by_vector_ids({id for found in near.values() for id in found})
     texts = {chunk.vector_id: chunk.text for chunk in there}
-    step = -1 if neighbours_of(store).nearest_last else 1
-    return [tuple(texts[id] for id in near.get(chunk.vector_id, ())[::step] if id in texts) for chunk in chunks]
+    in_order = neighbours_of(store).in_order
+    return [tuple(texts[id] for id in in_order(near.get(chunk.vector_id, [])) if id in texts) for chunk in chunks]
 
 
 def asked_of(

@@ -89,11 +89,11 @@ class BlockNames:
         if self.neighbourhood is None:
             return list(chunks)
         found = zip(chunks, self.neighbourhood.of(chunks), strict=True)
-        step = -1 if self.neighbourhood.nearest_last else 1
-        return [replace(chunk, neighbours=self._fitting(chunk, near)[::step]) for chunk, near in found]
+        in_order = self.neighbourhood.choice.in_order
+        return [replace(chunk, neighbours=tuple(in_order(self._fitting(chunk, near)))) for chunk, near in found]
 
     def _fitting(self, chunk: Chunk, near: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
-        """As many of what is near as the model has room for, nearest first."""
+        """Ids of what is near, nearest first, as many as the model has room for."""
         marks = len(self.recipe.marked(()))
         left = self.card.max_positions - len(self.prefix_ids) - chunk.num_tokens - marks - self.recipe.bos
         taken: list[tuple[int, ...]] = []

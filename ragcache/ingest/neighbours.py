@@ -41,12 +41,11 @@ ROUNDING = 1e-5
 class Neighbourhood(ABC):
     """Finds and remembers the neighbours of a store's chunks. Thread-safe.
 
-    count: of one chunk; fewer where there are fewer
-    nearest_last: the order in which they are read; else the nearest comes first
+    choice: how many of one chunk, fewer where there are fewer; which ones, and in what order they are read
     """
 
     def __init__(self, documents: DocumentStore, retriever: Retriever, choice: NeighbourChoice) -> None:
-        self.count, self.nearest_last = choice.number, choice.nearest_last
+        self.choice = choice
         self._documents = documents
         self._retriever = retriever
         self._table = NeighbourTable(documents.database)
@@ -116,7 +115,7 @@ class Preceding(Neighbourhood):
     def _find(self, vector_id: int) -> list[Near]:
         """Vector ids of a document's chunks follow each other."""
         own = next(iter(self._documents.chunks_by_vector_ids([vector_id])), None)
-        before = 0 if own is None else min(self.count, own.ordinal)
+        before = 0 if own is None else min(self.choice.number, own.ordinal)
         return [Near(vector_id - back) for back in range(1, before + 1)]
 
 
@@ -142,14 +141,14 @@ class Similar(Neighbourhood):
 
     def _lowest(self, known: KnownNeighbours | None) -> float:
         """The score that a new chunk has to reach to become a neighbour of one with these."""
-        return known.lowest if known is not None and known.number == self.count else -np.inf
+        return known.lowest if known is not None and known.number == self.choice.number else -np.inf
 
     def _find(self, vector_id: int) -> list[Near]:
         index = self._retriever.index
         own = self._documents.vectors_by_ids(np.array([vector_id]), index.dimension)
         if not len(own.ids):
             return []
-        result = index.find(self._documents, own.vectors[0], FETCH_FACTOR * (self.count + 1), None)
+        result = index.find(self._documents, own.vectors[0], FETCH_FACTOR * (self.choice.number + 1), None)
         scores = dict(zip(result.ids.tolist(), result.scores.tolist(), strict=True))
         chunks = self._documents.chunks_by_vector_ids([vector_id, *(id for id in scores if id != vector_id)])
         seen, found = set[tuple[int, ...]](), list[Near]()
@@ -157,7 +156,7 @@ class Similar(Neighbourhood):
             if (ids := tuple(chunk.token_ids)) not in seen and chunk.vector_id != vector_id:
                 found.append(Near(chunk.vector_id, scores[chunk.vector_id]))
             seen.add(ids)
-        return found[: self.count]
+        return found[: self.choice.number]
 
 
 NEIGHBOURHOODS: dict[str, type[Neighbourhood]] = {SIMILARITY: Similar, DOCUMENT: Preceding}

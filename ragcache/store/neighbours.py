@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 
@@ -11,6 +11,8 @@ from ragcache.store.counting import advance
 from ragcache.store.database import Database
 from ragcache.store.schema import chunks, counters, neighbours
 from ragcache.store.unreferenced import rescue, to_garbage
+
+_T = TypeVar("_T")
 
 PART = 1000  # values in one IN list
 COMPARED = "neighbours_compared"
@@ -27,14 +29,13 @@ class NeighbourChoice(NamedTuple):
     number: int = 0
     chosen_from: str = SIMILARITY
 
-    @property
-    def nearest_last(self) -> bool:
-        """The order in which they are read: a document's as they stand there, similar ones the nearest first."""
-        return self.chosen_from == DOCUMENT
+    def in_order(self, near: Sequence[_T]) -> Sequence[_T]:
+        """Put what is given nearest first in the order of reading: a document's as it stands there, similar ones so."""
+        return near[::-1] if self.chosen_from == DOCUMENT else near
 
     @classmethod
     def of(cls, bound: object) -> Self:
-        """As the store remembers them; stores that knew of similarity alone remember a number."""
+        """Read what the store remembers; stores that knew of similarity alone remember a number."""
         return cls(*bound) if isinstance(bound, list) else cls(int(str(bound or 0)))
 
     def bound(self) -> object:

@@ -84,7 +84,7 @@ LEANING = ["--kinds=leaning", "--passages=4", "--few-questions=16", "--processes
     ("model", "method"), [("mini-long-link", "link"), ("mini-long", "reposition:neighbours=1")], ids=["link", "behind"]
 )
 def test_what_leans_across_pages_is_answered(tmp_path, model, method):
-    """With link tokens that were trained for it, and where pages were read behind those before them in their document;
+    """Answered with trained link tokens, and where pages were read behind those before them in their document;
     blocks that know nothing of each other guess among two."""
     methods = f"--methods=a:{method},reposition"
     made = quality.main([*LEANING, f"--checkpoint=a={model}", methods, "--out", str(tmp_path)])

@@ -105,7 +105,7 @@ PARTS = [
 
 @pytest.mark.parametrize(("chosen_from", "count"), [("document", 2), ("similarity", 1)])
 def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tiny, caplog, chosen_from, count):
-    """Behind their neighbours; and what was found counts for such a store alone."""
+    """Passages stand behind their neighbours; and what was found counts for such a store alone."""
     options = {"model": tiny, "embedder": BagOfWords(), "chunker": rc.ChunkerConfig(max_tokens=70, min_tokens=1)}
     config = rc.StoreConfig(neighbours=count, neighbours_from=chosen_from)
     with rc.RagCache.open(tmp_path / "kb", store=config, **options) as kb:
