@@ -320,9 +320,8 @@ def test_sequences_that_are_decoded_share_every_pass(decoder, counting, pool):
 def test_a_new_prompt_runs_between_two_steps(decoder, counting, pool):
     """It waits for the pass that runs, not for the answers of others."""
     steps = decode(decoder, 1, 50)
+    counting.gate.clear()  # before any pass: of one that is under way nobody knows whether it takes the prompt along
     assert next(steps) == 1
-    counting.await_pass()
-    counting.gate.clear()
     counting.await_pass()
     job = pool.submit(decoder.run, run_of(700, 30))
     until(lambda: decoder.waiting >= 1)
