@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt
 
 FULL = "full"
+COMMA = re.compile(r",(?![^\[]*\])")
+"""Separates methods; one within brackets, as in "prophet:layers=[4,9]", does not."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:
 
     Raises ConfigError for two specs of one label.
     """
-    parts = [part for text in texts for part in text.split(",") if part.strip()]
+    parts = [part for text in texts for part in COMMA.split(text) if part.strip()]
     specs = [MethodSpec.parse(part) for part in parts]
     if not any(spec.is_reference for spec in specs):
         specs = [MethodSpec(FULL, FULL), *specs]

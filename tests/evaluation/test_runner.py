@@ -180,6 +180,8 @@ def test_method_specs():
     assert spec.method().first_tokens == 3
     assert spec.key == MethodSpec.parse("epic:recipe=prefix:first_tokens=3").key
     assert [s.label for s in parse_methods(["concat,reposition"])] == ["full", "concat", "reposition"]
+    *_, profiled, last = parse_methods(["concat,prophet:layers=[1,2]:ratio=0.1,reposition"])
+    assert (profiled.options, last.name) == ((("layers", [1, 2]), ("ratio", 0.1)), "reposition")
 
 
 @pytest.mark.parametrize(
