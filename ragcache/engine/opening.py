@@ -29,7 +29,7 @@ from ragcache.engine.loading.probe import open_rates
 from ragcache.engine.remote.reader import RemoteReader
 from ragcache.engine.remote.vllm import VllmEngine
 from ragcache.engine.store import Store, StoreConfig, open_kv_to_fill
-from ragcache.errors import ConfigError, ModelMismatchError
+from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import block_recipe
@@ -227,9 +227,10 @@ def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Rec
         count = recipe.neighbours
     made = NeighbourChoice.of(bound)
     asked = NeighbourChoice(made.number if count is None else count, chosen_from or made.chosen_from)
-    if bound is not None:
-        documents.bind(NEIGHBOURS, asked.bound())
-    elif chosen_from is not None and not asked.number:
+    if bound is not None and asked != made:
+        where = documents.database.where
+        raise StoreMismatchError(f"{where}: made with {made}, not {asked}; use that again, or make a new store")
+    if bound is None and chosen_from is not None and not asked.number:
         raise ConfigError(
             f"neighbours_from={chosen_from!r} says which neighbours, and there are none; give neighbours=1"
         )

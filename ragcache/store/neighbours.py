@@ -38,6 +38,9 @@ class NeighbourChoice(NamedTuple):
         """Read what the store remembers; stores that knew of similarity alone remember a number."""
         return cls(*bound) if isinstance(bound, list) else cls(int(str(bound or 0)))
 
+    def __str__(self) -> str:
+        return f"neighbours={self.number}, neighbours_from={self.chosen_from!r}"
+
     def bound(self) -> object:
         return self.number if self.chosen_from == SIMILARITY else [*self]
 

@@ -299,9 +299,9 @@ def test_the_store_knows_how_many(near, open_kb, open_near):
     assert open_kb()._parts.names.recipe.neighbours == 2
     assert open_kb(recipe=rc.Recipe(neighbours=2))._parts.names.recipe.neighbours == 2
     for other in (0, 3):
-        with pytest.raises(StoreMismatchError, match=rf"made with neighbours 2, not {other}"):
+        with pytest.raises(StoreMismatchError, match=rf"made with neighbours=2, .* not neighbours={other}"):
             open_near(other)
-    with pytest.raises(StoreMismatchError, match="made with neighbours 2, not 1"):
+    with pytest.raises(StoreMismatchError, match=r"made with neighbours=2, .* not neighbours=1"):
         open_kb(recipe=rc.Recipe(neighbours=1))
 
 

@@ -137,9 +137,9 @@ def test_a_question_over_first_chunks_writes_nothing(open_behind):
 
 def test_the_store_knows_where_its_neighbours_are_from(kb, open_kb, open_behind):
     assert type(open_kb()._parts.names.neighbourhood).__name__ == "Preceding"
-    with pytest.raises(StoreMismatchError, match=r"neighbours \[2, 'document'\], not \[1, 'document'\]"):
+    with pytest.raises(StoreMismatchError, match="neighbours=2, neighbours_from='document', not neighbours=1"):
         open_behind(1)
-    with pytest.raises(StoreMismatchError, match=r"neighbours \[2, 'document'\], not 2"):
+    with pytest.raises(StoreMismatchError, match="'document', not neighbours=2, neighbours_from='similarity'"):
         open_kb(store=rc.StoreConfig(neighbours=2, neighbours_from="similarity"))
     assert open_kb(store=rc.StoreConfig(neighbours=2))._parts.names.recipe.neighbours == 2
 
