@@ -61,7 +61,7 @@ class PageReuseOptions(ReuseOptions):
     threshold: float = 0.88
     first_tokens: int = 3_500_000
     final_tokens: int = 4_000_000
-    settling_tokens: int = 3_500_000
+    settling_tokens: int = 8_000_000
     muon_lr: float = 0.006
     adam_lr: float = 6e-4
 
