@@ -117,11 +117,11 @@ def _public_table(directory: Path) -> Iterator[str]:
 
 
 def timed_lines(results: Path) -> list[str]:
-    """Every goal on time that the results speak of, with what it is worth."""
+    """Every goal on time that the results speak of, at the sizes that it is stated for, with what it is worth."""
     lines = list(GOALS_HEAD)
     for path in sorted(results.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
-        timed = [goal for goal in goals_of(found) if goal.pairs is not None]
+        timed = [goal for goal in goals_of(found) if goal.pairs is not None and goal.applies]
         lines += [goal_line(goal, found["hardware"]) for goal in timed]
     return lines
 

@@ -4,8 +4,8 @@ python -m benchmarks.quality                                     # the bundled m
 python -m benchmarks.quality --checkpoint base=DIR --checkpoint link5=DIR --methods link5:link --processes 2
 python -m benchmarks.pages                                       # then put the tables into docs/methods.md
 
-Passages have 150 to 300 tokens (`ragcache.evaluation.registry.pages`). The first checkpoint is the base that the others
-were trained from. Every method reads the same prompts, cut into prefix, passages and question. An answer counts when
+Passages have 150 to 300 tokens (`ragcache.evaluation.registry.pages`). The checkpoint "base" is what the others were
+trained from. Every method reads the same prompts, cut into prefix, passages and question. An answer counts when
 its whole text is the expected one; a two-hop answer names the entity in between as well. Answers are kept in
 quality.answers.jsonl: run it again to go on. Rows of a checkpoint that are not read anew stay in the table with --keep
 LABEL.
@@ -29,7 +29,7 @@ from rich.console import Console
 
 import ragcache as rc
 from benchmarks.environment import environment
-from benchmarks.quality_plot import plot
+from benchmarks.quality_plot import BASE, plot
 from benchmarks.quality_units import Answers, Cell, Reads, Unit, answer_all, cases_of, units_of
 from benchmarks.report import RESULTS, Goal, Result, show, write
 from ragcache.errors import ConfigError
@@ -45,8 +45,17 @@ BUDGETS = (0.05, 0.1, 0.15, 0.2)
 KEPT = ("reposition:kept=0.25", "reposition:kept=0.1")
 BEHIND = "reposition:neighbours=1"
 """Each passage was encoded behind the one before it in its document, if there is one."""
-OTHERS = ("reposition", BEHIND, "concat", "cachecraft:alpha=0.2", "samkv", "infllm", "ape", "entropy", *KEPT)
-MAIN = (BEHIND, "epic:first_tokens=34", "epic:first_tokens=17:last_tokens=17", "a3:ratio=0.15", "prophet:ratio=0.15")
+PROFILED = "prophet:ratio=0.15:layers=[1,2]:boundary_tokens=6"
+"""Layers of mini-long, chosen on another seed: those that find what is said of a name (QCFuse profiles layers)."""
+OTHERS = (PROFILED, "reposition", BEHIND, "concat", "cachecraft:alpha=0.2", "samkv", "infllm", "ape", "entropy", *KEPT)
+MAIN = (
+    BEHIND,
+    "epic:first_tokens=34",
+    "epic:first_tokens=17:last_tokens=17",
+    "a3:ratio=0.15",
+    "prophet:ratio=0.15",
+    PROFILED,
+)
 STATED_QUESTIONS = 1000
 STATED_PASSAGES = 8
 TRAINING_FREE = {"single": 0.97, "two-hop": 0.96, "leaning": 0.95}
@@ -270,10 +279,11 @@ def _cell(row: Row) -> str:
     return f"{row.exact_match:.3f} [{row.low:.3f}, {row.high:.3f}] ({row.relative:.3f})"
 
 
-def goals(checkpoints: Sequence[Checkpoint], rows: Sequence[Row]) -> list[Goal]:
+def goals(rows: Sequence[Row]) -> list[Goal]:
     """Stated for 8 passages and 1,000 questions, as shares of the same weights' full prefill.
 
-    Labels say what a checkpoint is: "link5" is trained whole, "frozen" has links on frozen weights, "packet" packets.
+    Labels say what a checkpoint is: "base" is what the others start from, "link5" is trained whole, "frozen" has links
+    on frozen weights, "packet" packets.
     """
     main = {(r.checkpoint, r.method, r.kind): r for r in rows if r.passages == STATED_PASSAGES and not r.by}
     found: list[Goal] = []
@@ -283,13 +293,12 @@ def goals(checkpoints: Sequence[Checkpoint], rows: Sequence[Row]) -> list[Goal]:
             applies, interval = row.questions >= STATED_QUESTIONS, (row.relative_low, row.relative_high)
             found.append(Goal(f"{what}, {row.kind}", kind, limit, row.relative, applies, None, *interval))
 
-    base = checkpoints[0].label
-    full = main.get((base, FULL, "leaning"))
+    full = main.get((BASE, FULL, "leaning"))
     if full is not None:
         found.append(Goal("full prefill, leaning", "at least", 0.9, full.exact_match, True, None, full.low, full.high))
-    add("raw reuse falls", 0.7, main.get((base, "reposition", "leaning")), "at most")
+    add("raw reuse falls", 0.7, main.get((BASE, "reposition", "leaning")), "at most")
     for kind, limit in TRAINING_FREE.items():
-        cheap = [r for r in rows if (r.checkpoint, r.kind, r.passages, r.by) == (base, kind, STATED_PASSAGES, "")]
+        cheap = [r for r in rows if (r.checkpoint, r.kind, r.passages, r.by) == (BASE, kind, STATED_PASSAGES, "")]
         cheap = [row for row in cheap if row.computed_share <= MOST_COMPUTED + _question_share(rows, kind)]
         alone = [row for row in cheap if ":neighbours=" not in row.method]
         for what, some in (("", cheap), (" over blocks read alone", alone)):
@@ -302,7 +311,7 @@ def goals(checkpoints: Sequence[Checkpoint], rows: Sequence[Row]) -> list[Goal]:
     ):
         for kind, limit in zip(TRAINING_FREE, limits, strict=False):
             add(f"{label}: `{method}`", limit, main.get((label, method, kind)))
-    packet, moved = main.get(("packet", "packet", "leaning")), main.get((base, "reposition", "leaning"))
+    packet, moved = main.get(("packet", "packet", "leaning")), main.get((BASE, "reposition", "leaning"))
     if packet is not None and moved is not None:
         applies = packet.questions >= STATED_QUESTIONS
         gain = packet.exact_match - moved.exact_match
@@ -329,7 +338,7 @@ def kept_rows(path: Path, labels: Sequence[str], seed: int) -> list[Row]:
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.quality", description=__doc__)
-    parser.add_argument("--checkpoint", action="append", metavar="LABEL=DIR", help="the base first; may be repeated")
+    parser.add_argument("--checkpoint", action="append", metavar="LABEL=DIR", help="may be repeated")
     parser.add_argument("--methods", action="append", default=[], metavar="LABEL:A,B", help="of one checkpoint")
     parser.add_argument(
         "--keep",
@@ -372,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     lengths = regime(checkpoints[0].directory, cells, options)
     figures: dict[str, Any] = {"regime": lengths, "rows": [asdict(row) for row in rows]}
-    result = Result(options.name, settings, where, {}, {}, figures, goals(checkpoints, rows))
+    result = Result(options.name, settings, where, {}, {}, figures, goals(rows))
     plot(figures["rows"], write(result, options.out).with_suffix(".png"))
     show(Result(result.name, None, where, {}, {}, {}, result.goals))
     Console(width=160).print("\n".join(markdown(rows)), highlight=False)

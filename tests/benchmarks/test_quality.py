@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ragcache as rc
-from benchmarks import pages, quality, quality_units, random_model
+from benchmarks import pages, quality, quality_plot, quality_units, random_model
 from benchmarks.pages import write_section
 from benchmarks.quality import Cell, Row, markdown, relative
 from benchmarks.quality_units import Answers, Reads, Unit, units_of
@@ -200,15 +200,28 @@ def test_tables_have_even_rows_and_places_of_their_own():
     assert len({line.count("|") for line in table}) == 1
 
 
+def test_a_method_looks_alike_in_all_panels():
+    """A method that the first panel lacks changes neither the others' colours nor what the legend says."""
+    rows = [row("full", "single"), row("a3", "single"), row("full", "leaning")]
+    rows += [row("prophet", "leaning", 0.9), row("a3", "leaning", 0.8)]
+    figure = quality_plot.draw([asdict(one) for one in rows])
+    drawn = [{line.get_label(): (line.get_color(), line.get_marker()) for line in ax.lines} for ax in figure.axes]
+    named = {name: {panel[name] for panel in drawn if name in panel} for name in ("full", "a3", "prophet")}
+    assert [len(looks) for looks in named.values()] == [1, 1, 1]
+    assert len(set.union(*named.values())) == 3
+    (legend,) = figure.legends
+    keys = zip(legend.get_lines(), legend.get_texts(), strict=True)
+    assert {text.get_text(): {(line.get_color(), line.get_marker())} for line, text in keys} == named
+
+
 def test_the_best_method_of_a_budget_is_held_against_its_goal():
     """One that computes more does not count, however well it answers."""
     rows = [row("full", "single", 1.0, 1.0), row("reposition", "single", 0.5, 0.02), row("a3", "single", 0.96, 0.17)]
     rows += [row("cacheblend", "single", 1.0, 0.3)]
-    checkpoint = quality.Checkpoint("base", "d", "f", SPECS)
-    found = {goal.what: goal for goal in quality.goals([checkpoint], rows)}
+    found = {goal.what: goal for goal in quality.goals(rows)}
     best = found["best training-free method at 15 % computed, single"]
     assert (best.measured, best.limit, best.applies) == (0.96, 0.97, True)
-    few = quality.goals([checkpoint], [replace(one, questions=999) for one in rows])
+    few = quality.goals([replace(one, questions=999) for one in rows])
     assert not any(goal.applies for goal in few)
 
 
