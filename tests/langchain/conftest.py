@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -82,33 +78,3 @@ def registry(open_store, mini, minilm) -> rc.RagCache:
 @pytest.fixture
 def store(open_store) -> RagCacheVectorStore:
     return RagCacheVectorStore(open_store())
-
-
-@dataclass
-class Gaps:
-    """How long an event loop stood still at most."""
-
-    longest_s: float = 0.0
-
-
-@pytest.fixture
-def loop_gaps() -> Callable[[], AbstractAsyncContextManager[Gaps]]:
-    @asynccontextmanager
-    async def watch() -> AsyncIterator[Gaps]:
-        gaps, running = Gaps(), True
-
-        async def tick() -> None:
-            while running:
-                before = time.perf_counter()
-                await asyncio.sleep(0.01)
-                gaps.longest_s = max(gaps.longest_s, time.perf_counter() - before)
-
-        ticking = asyncio.create_task(tick())
-        await asyncio.sleep(0)
-        try:
-            yield gaps
-        finally:
-            running = False
-            await ticking
-
-    return watch
