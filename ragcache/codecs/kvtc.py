@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 
 _NAME_BYTES = 32  # of a basis
+_EXACT_BYTES = 2  # of a number of an exact token, at most
+
+
+def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a block of this dtype holds its exact tokens in."""
+    return dtype if dtype.itemsize <= _EXACT_BYTES else torch.bfloat16
 
 
 class KvtcCodec(LayerCodec):
@@ -34,17 +40,19 @@ class KvtcCodec(LayerCodec):
 
     The first tokens of a passage, which are attention sinks, are kept exact, and so is every token that would be
     restored with an error beyond its group's limit. KVTC keeps the last 128 exact, too: the window in which an answer
-    is generated; a passage has no such place, so there are none by default.
+    is generated; a passage has no such place, so there are none by default. Exact is what 16 bits hold, as in the
+    paper, whose models are of 16 bits: a float32 block's exact tokens are rounded to bfloat16.
 
     Tensors, for keys and for values: `basis`, uint8 [32], the basis's name; `exact`, int64, the exact tokens in order;
-    `numbers`, [num_layers, num_kv_heads, len(exact), head_dim], theirs, in the block's dtype; `stream` and `ends`,
-    three frames a group: the codes of the other tokens, by component, of 8, 4 and 2 bits.
+    `numbers`, [num_layers, num_kv_heads, len(exact), head_dim], theirs, in 16 bits (version 1: in the block's dtype);
+    `stream` and `ends`, three frames a group: the codes of the other tokens, by component, of 8, 4 and 2 bits.
 
-    Bound: that of a group, see `Group.largest_error`, and the rounding of the result to the block's dtype.
+    Bound: that of a group, see `Group.largest_error`, and the rounding of the result to the block's dtype; or that of
+    rounding the exact tokens, if it is larger.
     """
 
     name: ClassVar[str] = "kvtc"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     needs_basis: ClassVar[bool] = True
     part_names: ClassVar[frozenset[str]] = frozenset({"basis", "exact", "numbers", "stream", "ends"})
 
@@ -88,7 +96,7 @@ class KvtcCodec(LayerCodec):
         return {
             "basis": torch.tensor(list(bytes.fromhex(name)), dtype=torch.uint8),
             "exact": tokens[kept],
-            "numbers": numbers[:, :, kept],
+            "numbers": numbers[:, :, kept].to(_exact_dtype(numbers.dtype)),
             **pack_frames(frames),
         }
 
@@ -98,7 +106,7 @@ class KvtcCodec(LayerCodec):
         bounds = [-1, *exact.tolist(), num_tokens]
         if bounds != sorted(set(bounds)):
             raise DamagedBlockError("the exact tokens of a block are not some of its tokens in ascending order")
-        expect(tensors, "numbers", (layers, heads, len(exact), width), spec.dtype)
+        expect(tensors, "numbers", (layers, heads, len(exact), width), spec.dtype, _exact_dtype(spec.dtype))
         groups = self._groups(part, tensors, spec.shape(part))
         expect(tensors, "stream", (tensors["stream"].numel(),), torch.uint8)
         expect(tensors, "ends", (len(WIDTHS) * len(groups),), torch.int64)
@@ -122,16 +130,21 @@ class KvtcCodec(LayerCodec):
         out.index_copy_(1, exact.to(out.device), numbers[layer].to(out.device).float())
 
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
-        layers, heads, _, width = tensors["numbers"].shape
+        numbers = tensors["numbers"]
+        layers, heads, _, width = numbers.shape
         groups = self._groups(part, tensors, (layers, heads, 0, width))
-        return max(group.largest_error * (1 + 2.0**-12) + group.reach * unit_roundoff(dtype) for group in groups)
+        coded = max(group.largest_error * (1 + 2.0**-12) + group.reach * unit_roundoff(dtype) for group in groups)
+        if numbers.dtype == dtype or not numbers.numel():
+            return coded
+        return max(coded, float(numbers.float().abs().max()) * unit_roundoff(numbers.dtype) * (1 + 2.0**-7))
 
     def expected_part_bytes(self, part: Part, shape: PartShape) -> float:
         """What a basis is fitted to; tokens beyond their group's limit are not foreseen."""
-        exact = shape._replace(num_tokens=min(shape.num_tokens, self.first_tokens + self.last_tokens))
+        tokens = min(shape.num_tokens, self.first_tokens + self.last_tokens)
+        exact = shape._replace(num_tokens=tokens, itemsize=min(shape.itemsize, _EXACT_BYTES))
         groups = sum(1 for _ in layer_groups(shape.num_layers, shape.num_kv_heads * shape.dim, FEATURES))
         stream = 2 * (shape.numbers - exact.numbers) / RATIO
-        return _NAME_BYTES + exact.num_tokens * 8 + exact.numbers * shape.itemsize + stream + 8 * len(WIDTHS) * groups
+        return _NAME_BYTES + tokens * 8 + exact.numbers * exact.itemsize + stream + 8 * len(WIDTHS) * groups
 
     def _groups(self, part: Part, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Sequence[Group]:
         name = bytes(expect(tensors, "basis", (32,), torch.uint8).tolist()).hex()
