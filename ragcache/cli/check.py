@@ -87,7 +87,8 @@ class ThresholdOptions:
         float, option("--min-same-answer", "Least share of questions with full prefill's very answer.")
     ] = 0.85
     max_accuracy_drop: Annotated[
-        float, option("--max-accuracy-drop", "Largest loss of accuracy, where gold answers are known.")
+        float,
+        option("--max-accuracy-drop", "Largest share of full prefill's accuracy lost, where gold answers are known."),
     ] = 0.03
 
 

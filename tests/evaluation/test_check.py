@@ -14,8 +14,10 @@ from ragcache.engine.asking.verdict import save_verdict
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.check import Check, Thresholds
+from ragcache.evaluation.intervals import Estimate
 from ragcache.evaluation.methods import MethodSpec, all_methods
 from ragcache.evaluation.reading import PromptReader
+from ragcache.evaluation.report import Row
 from ragcache.evaluation.runner import Runner, RunSettings
 from ragcache.evaluation.store_cases import asked_of, made_from, neighbours_of, opened
 from ragcache.fusion import METHODS
@@ -171,6 +173,20 @@ def test_thresholds_decide(runner):
     assert loose.thresholds["max_kl"] == 1e9
     with pytest.raises(ConfigError, match="min-agreement is 1"):
         Thresholds(min_agreement=1.5)
+
+
+@pytest.mark.parametrize(
+    ("whole", "found", "safe"), [(0.5, 0.486, True), (0.5, 0.48, False), (0.0, 0.0, True), (0.9, 1, True)]
+)
+def test_a_loss_of_accuracy_is_a_share_of_full_prefills(whole, found, safe):
+    """0.02 of 0.5 is a twenty-fifth, and 0.03 of it may be lost."""
+
+    def row(accuracy: float) -> Row:
+        exact = {"top1_answer": 1.0, "same_answer": 1.0, "kl_answer": 0.0, "accuracy": accuracy}
+        return Row("m", {}, 100, 0, "", {name: Estimate(mean, 0.0, 1.0, 100) for name, mean in exact.items()}, {})
+
+    broken = Thresholds().broken_by(row(found), row(whole))
+    assert broken == ("" if safe else "loss of accuracy 0.040 is above 0.03")
 
 
 def test_methods_that_cannot_run_are_said_to_be_so(runner):
