@@ -15,7 +15,7 @@ from ragcache.evaluation.case import Case
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import FusedCache
+from ragcache.kv.cache import FusedCache, Step
 from ragcache.kv.exact import Exact
 from ragcache.kv.identity import Neighbours, Recipe
 from ragcache.models.card import eos_token_ids
@@ -58,6 +58,13 @@ class PromptReader:
         """Read a case's prompt, and know what its passages may be encoded behind."""
         behind = [passage.behind_ids(lm.tokenizer) for passage in case.passages]
         return cls(lm, case.prompt(lm.tokenizer, form), reserve_tokens, behind)
+
+    def ask(self, suffix_ids: Sequence[int]) -> Self:
+        """A reader of the same passages before another suffix; blocks serve both."""
+        prompt = Prompt(self.prompt.prefix_ids, self.prompt.chunk_ids, suffix_ids)
+        other = type(self)(self.lm, prompt, self.reserve_tokens, self.behind)
+        other._encoded = self._encoded
+        return other
 
     def read(
         self,
@@ -120,7 +127,7 @@ class PromptReader:
 
 
 def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequence[str] = ()) -> WrittenAnswer:
-    """The greedy answer. The cache is left as it was found."""
+    """The greedy answer. The cache is left as it was found, but for passages' tokens that its method ran again."""
     held = list(fused.cache.lengths)
     sampling = Sampling(max_tokens=max_tokens, stop=tuple(stop))
     pieces, text, ids = TextStream(lm.tokenizer, sampling.stop), "", []
@@ -140,15 +147,26 @@ def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequenc
 def forced_logits(lm: LanguageModel, fused: Fused, ids: Sequence[int]) -> Tensor:
     """Logits that predict each of `ids` when the ones before it are given: float32 [len(ids), vocab_size].
 
-    The cache is left as it was found.
+    The cache is left as it was found, but for passages' tokens that its method ran again.
     """
     first = fused.next_logits[None]
     if len(ids) < 2:
         return first
     held = list(fused.cache.lengths)
-    others = lm.run(ids[:-1], fused.next_position, fused.cache, num_logits=len(ids) - 1)
+    step = fused.cache.step
+    if step is None:
+        others = lm.run(ids[:-1], fused.next_position, fused.cache, num_logits=len(ids) - 1)
+    else:
+        others = _in_steps(fused, step, ids[:-1])
     _take_back(fused.cache, held)
     return torch.cat([first, others])
+
+
+def _in_steps(fused: Fused, step: Step, ids: Sequence[int]) -> Tensor:
+    """Logits behind each of these tokens, which run one by one, as those of an answer do."""
+    device = fused.next_logits.device
+    tokens = (torch.tensor([[id], [where]], device=device) for where, id in enumerate(ids, fused.next_position))
+    return torch.stack([step(fused.cache, id, where) for id, where in tokens])
 
 
 def _take_back(cache: FusedCache, lengths: Sequence[int]) -> None:

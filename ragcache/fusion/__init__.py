@@ -17,6 +17,7 @@ from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
 from ragcache.fusion.infllm import InfLLM
 from ragcache.fusion.kvcomm import KVComm
+from ragcache.fusion.kvshare import KVShare
 from ragcache.fusion.link import Link
 from ragcache.fusion.markers import Markers
 from ragcache.fusion.packet import Packet
@@ -37,6 +38,7 @@ METHODS: dict[str, type[FusionMethod]] = {
     "prophet": Prophet,
     "cachecraft": CacheCraft,
     "kvcomm": KVComm,
+    "kvshare": KVShare,
     "samkv": SamKV,
     "infllm": InfLLM,
     "ape": Ape,

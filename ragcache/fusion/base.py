@@ -230,6 +230,11 @@ class FusionMethod:
         not overridden."""
         return type(self).prefill is FusionMethod.prefill
 
+    @property
+    def reruns_in_answers(self) -> bool:
+        """Whether passages' tokens run again while an answer is written (`FusedCache.step`)."""
+        return False
+
     def reruns(self, layout: Layout) -> list[Span] | None:
         """Tokens of placed passages that run again, in order, where the layout alone says which: then any engine that
         loads blocks can read with this method. None: the model has to run for it to choose, or it changes attention, as

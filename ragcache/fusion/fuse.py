@@ -204,6 +204,11 @@ def _parts(
     evict: SnapKV | int | None,
 ) -> Sequence[Part]:
     """The prompt's parts. Raises ConfigError or PromptError for what the method cannot read."""
+    if evict is not None and method.reruns_in_answers:
+        raise ConfigError(
+            f"evict drops passages' tokens that method {method.name!r} may run again while it answers; leave one of "
+            "the two out, or set decode_tokens=0"
+        )
     if isinstance(prompt, Prompt):
         method.check(lm, prompt)
         return prompt.parts

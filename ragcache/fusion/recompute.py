@@ -146,7 +146,7 @@ def rerun(job: Job, context: Context, cache: FusedCache, candidates: Tensor, cho
     candidates: slots of context tokens, int64, ascending
     """
     slots = torch.cat([candidates, context.text_slots()])
-    before = None if choose is None else _in_rows(choose, slots, candidates.numel())
+    before = None if choose is None else in_rows(choose, slots, candidates.numel())
     return job.run(cache, context.ids[slots], context.positions[slots], slots=slots, before_layer=before)
 
 
@@ -182,7 +182,7 @@ def chosen(scores: Tensor, slots: Tensor, count: int, always: Tensor) -> Tensor:
     return slots[highest(first, max(count, always.shape[0]))]
 
 
-def _in_rows(choose: Choose, slots: Tensor, num_candidates: int) -> Callable[[LayerPoint], Tensor | None]:
+def in_rows(choose: Choose, slots: Tensor, num_candidates: int) -> Callable[[LayerPoint], Tensor | None]:
     """`choose` for `lm.run`, which speaks of the pass's tokens by index, the suffix among them."""
     suffix = torch.arange(num_candidates, slots.shape[0], device=slots.device)
 

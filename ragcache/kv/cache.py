@@ -18,6 +18,7 @@ from ragcache.kv.buffers import BufferPool, KVBuffers, Loan, SharedContext
 
 Adjust = Callable[[Tensor, Tensor], Tensor]
 Merge = Callable[[Tensor, Tensor], Tensor]
+Step = Callable[["FusedCache", Tensor, Tensor], Tensor]
 
 
 class CacheMark(NamedTuple):
@@ -41,6 +42,8 @@ class FusedCache(Cache):  # type: ignore[misc]
               [num_kv_heads, length]) that returns the scores' shape
     merge:    what is written where an entry is replaced: a function of (old, new), both [1, num_kv_heads, num_tokens,
               head_dim], for keys and for values; the new when absent
+    step:     runs an answer's next token in a pass of its own, in place of a plain pass: a function of (this cache, the
+              token's id and its position, both int64 [1]) that returns logits, float32 [vocab_size]
     probing:  new keys and values are handed back alone and not kept
     """
 
@@ -64,6 +67,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._ran = [0] * pool.shape.num_layers
         self.adjust: Adjust | None = None
         self.merge: Merge | None = None
+        self.step: Step | None = None
         self.probing = False
         self._projected = [0] * pool.shape.num_layers
         self._head_positions: dict[int, Tensor] = {}

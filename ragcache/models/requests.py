@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -89,7 +90,9 @@ class Decoding:
         device = logits.device
         ids = torch.tensor([token], device=device)
         positions = torch.tensor([self.position - 1], device=device)
-        return Request(Run(ids, positions, self.cache, ordered=True), sequence=self, limit=self.limit)
+        run, step = Run(ids, positions, self.cache, ordered=True), self.cache.step
+        alone = None if step is None else partial(step, self.cache, ids, positions)
+        return Request(run, alone, sequence=self, limit=self.limit)
 
     def end(self, error: BaseException | None) -> None:
         self.over = True

@@ -22,7 +22,19 @@ from ragcache.models.sampling import Sampling
 
 pytestmark = pytest.mark.gpu
 SOME = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "smollm3", "mistral-window", "gpt_neox", "cohere2")
-RECOMPUTE = ("cacheblend", "cachecraft", "kvcomm", "epic", "a3", "prophet", "samkv", "infllm", "ape", "entropy")
+RECOMPUTE = (
+    "cacheblend",
+    "cachecraft",
+    "kvcomm",
+    "kvshare",
+    "epic",
+    "a3",
+    "prophet",
+    "samkv",
+    "infllm",
+    "ape",
+    "entropy",
+)
 
 
 def causal(count):

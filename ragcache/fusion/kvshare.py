@@ -1,0 +1,129 @@
+"""KVShare: the tokens whose wrong values weigh most run again, before the answer and while it is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.recompute import Context, Running, check_ratio, check_tokens, highest, in_rows, open_cache, rerun
+from ragcache.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.kv.cache import FusedCache
+    from ragcache.models.lm import LanguageModel
+
+CHECK_LAYER = 1
+
+
+@dataclass(frozen=True)
+class KVShare(FusionMethod):
+    """Dual-stage high deviation (KVShare): a token's impact is the attention that it gets times the L1 norm of what is
+    wrong with its value, and the tokens of highest impact run again.
+
+    1. Prefill. Layer 0 runs in full, as in `cacheblend`; layer 1 then projects every chunk token. Its attention, which
+       is full prefill's own, summed over all rows of chunks and suffix and over the heads, is what a token gets; its
+       value less the block's is what is wrong with it.
+    2. Decoding. With every token of the answer, those chunk tokens run again whose impact on it is highest: attention
+       changes as the answer is written, and what was not worth running for the question may be for the answer. What
+       counts is the answer token's attention in layer 1, over values that are as wrong as they were in prefill.
+
+    Values alone are compared: the paper finds that keys name the same tokens in 80 to 90 % of the cases. The layer is
+    chosen here. The method was read in a public summary of the paper, not in the paper itself; rolling hashes that find
+    reused text and scheduling by hit rates are no fusion and are left out.
+
+    ratio:         share of the chunks' tokens that run again in prefill
+    decode_tokens: chunk tokens that run again with each token of the answer (the paper: 3). Each step has a pass of its
+                   own then, which reads no other question's tokens along. With ratio 0, 0 is `reposition`
+    """
+
+    ratio: float = 0.2
+    decode_tokens: int = 3
+
+    name: ClassVar[str] = "kvshare"
+    paper: ClassVar[str] = "KVShare (arXiv 2503.16525)"
+    summary: ClassVar[str] = "runs the tokens again whose wrong values weigh most, more of them with each answer token"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        check_tokens(decode_tokens=self.decode_tokens)
+
+    @property
+    def reruns_in_answers(self) -> bool:
+        return self.decode_tokens > 0
+
+    def prefill(self, job: Job) -> Prefilled:
+        context = Context.of(job)
+        slots = context.chunk_slots()
+        count = round(self.ratio * slots.shape[0])
+        if job.lm.shape.num_layers <= CHECK_LAYER or not (count or self.decode_tokens) or not slots.numel():
+            return job.read()
+        wrong, stale = torch.zeros(slots.shape[0], device=slots.device), slots[:0]
+
+        def choose(running: Running) -> Tensor | None:
+            nonlocal stale
+            if running.layer != CHECK_LAYER or count == slots.shape[0]:
+                return None
+            received = _received(running, context, wrong)
+            best = highest(received * wrong, count)
+            stale = slots[~torch.isin(slots, slots[best])]
+            return slots[best]
+
+        cache = open_cache(job, context)
+        done = rerun(job, context, cache, slots, choose)
+        if self.decode_tokens and stale.numel():
+            cache.step = _Repair(context, wrong, stale, self.decode_tokens)
+        return done
+
+
+def _received(running: Running, context: Context, wrong: Tensor) -> Tensor:
+    """Attention that each chunk token gets in this layer, float32 [chunk tokens]. Writes to `wrong`, of the same shape,
+    the L1 distance of its new value from the placed one, over all heads."""
+    projected, (placed_keys, placed_values) = running.probe(), running.placed()
+    chunks = slice(context.prefix_tokens, context.num_tokens)
+    new = projected.value[0, :, : running.slots.shape[0]]
+    wrong.copy_((new.float() - placed_values[0, :, chunks].float()).abs().sum((0, 2)))
+    keys = torch.cat([placed_keys[:, :, : context.prefix_tokens], projected.key], dim=2)
+    return projected.attention_received(keys, context.positions)[chunks]
+
+
+class _Repair:
+    """Runs an answer's token, and with it the stale chunk tokens that weigh most for it; see `FusedCache.step`.
+
+    wrong: float32 [chunk tokens]; stale: slots of those that have not run, int64, ascending
+    """
+
+    def __init__(self, context: Context, wrong: Tensor, stale: Tensor, count: int) -> None:
+        self._lm: LanguageModel = context.lm
+        self._ids, self._positions = context.ids, context.positions
+        self._first, self._wrong, self._stale, self._count = context.prefix_tokens, wrong, stale, count
+
+    def __call__(self, cache: FusedCache, ids: Tensor, positions: Tensor) -> Tensor:
+        stale = self._stale
+        if not stale.numel():
+            return self._lm.run(ids, positions, cache)
+        own = torch.tensor(cache.lengths[:1], device=stale.device)
+        for layer in range(self._lm.shape.num_layers):
+            cache.reserve(layer, positions)
+        slots = torch.cat([stale, own])
+
+        def choose(running: Running) -> Tensor | None:
+            if running.layer < CHECK_LAYER:
+                return stale[:0]
+            if running.layer > CHECK_LAYER:
+                return None
+            best = stale[highest(self._impact(running, cache), self._count)]
+            self._stale = stale[~torch.isin(stale, best)]
+            return best
+
+        ids, positions = torch.cat([self._ids[stale], ids]), torch.cat([self._positions[stale], positions])
+        return self._lm.run(ids, positions, cache, slots=slots, before_layer=in_rows(choose, slots, stale.shape[0]))
+
+    def _impact(self, running: Running, cache: FusedCache) -> Tensor:
+        """float32 [stale tokens]"""
+        asking = running.probe()
+        keys, _, positions = cache.layer_state(running.layer)
+        received = asking.attention_received(torch.cat([keys[:, :, :-1], asking.key], dim=2), positions)
+        return received[self._stale] * self._wrong[self._stale - self._first]
