@@ -1,7 +1,7 @@
 """Tables of docs/methods.md and docs/results.md out of the results: `python -m benchmarks.pages`.
 
-Sections stand between <!-- NAME: begin --> and <!-- NAME: end -->: `methods` comes from the code, `quality` from
-results/quality.json (`python -m benchmarks.quality`), `costs` from results/methods-*.json (`python -m
+Sections stand between <!-- NAME: begin --> and <!-- NAME: end -->: `methods` comes from the code, those of QUALITY from
+results of these names (`python -m benchmarks.quality`), `costs` from results/methods-*.json (`python -m
 benchmarks.methods`), `public` from results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json
 (`python -m benchmarks.peers`), and `timed` from the goals of all results. What was not measured says so.
 """
@@ -23,6 +23,8 @@ from ragcache.errors import ConfigError
 DOCS = Path(__file__).parent.parent / "docs"
 METHODS_PAGE = "methods.md"
 RESULTS_PAGE = "results.md"
+QUALITY = ("quality", "quality-budgets", "quality-overview")
+"""Tables of answers: what is decided, models trained with equal budgets, and every method with fewer questions."""
 FULL = "transformers: full prefill"
 
 
@@ -47,14 +49,15 @@ def methods_table() -> list[str]:
     return lines
 
 
-def quality_lines(results: Path) -> list[str]:
-    path = results / "quality.json"
+def quality_lines(results: Path, name: str) -> list[str]:
+    path = results / f"{name}.json"
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     rows = found.get("figures", {}).get("rows")
     if not rows:
         return ["Not measured: run `python -m benchmarks.quality`."]
     table = markdown([Row(**row) for row in rows])
-    return [*_regime(found), "", *table, "", *goal_lines(found), "", _where(found)]
+    stated = any(goal.applies for goal in goals_of(found))
+    return [*_regime(found), "", *table, "", *([*goal_lines(found), ""] if stated else []), _where(found)]
 
 
 def _regime(found: dict[str, Any]) -> Iterator[str]:
@@ -67,6 +70,9 @@ def _regime(found: dict[str, Any]) -> Iterator[str]:
     seeds = {(own["seed"], own["reads"]) for own in found["figures"]["regime"].values()}
     yield ""
     yield "; ".join(f"Seed {seed}, a table of which was looked at {reads} time(s)." for seed, reads in sorted(seeds))
+    asked = found["settings"].get("asked", 1)
+    if asked > 1:
+        yield f"Up to {asked} questions stand over a context; intervals draw whole contexts."
 
 
 def cost_lines(results: Path) -> list[str]:
@@ -146,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     sections = {
         (METHODS_PAGE, "methods"): methods_table(),
-        (METHODS_PAGE, "quality"): quality_lines(given.results),
+        **{(METHODS_PAGE, name): quality_lines(given.results, name) for name in QUALITY},
         (METHODS_PAGE, "costs"): cost_lines(given.results),
         (RESULTS_PAGE, "timed"): timed_lines(given.results),
         (RESULTS_PAGE, "public"): public_lines(given.results),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -21,9 +22,10 @@ import torch
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case
-from ragcache.evaluation.methods import MethodSpec
+from ragcache.evaluation.methods import FULL, MethodSpec
 from ragcache.evaluation.reading import PromptReader, forced_logits
 from ragcache.evaluation.registry import MAX_ANSWER_TOKENS, PagesSettings, pages_cases
+from ragcache.kv.exact import Exact
 from ragcache.models.card import eos_token_ids
 from ragcache.prompt import encode_text, prompt_format
 
@@ -44,6 +46,9 @@ class Reads(NamedTuple):
     computed: tokens that ran, of those that the prompt has, mean over the layers
     kept:     tokens that were held after it, likewise
     seconds:  to the first token, with blocks in memory
+
+    Full prefill is timed and counted once a context: of further questions over it only the suffix runs, which gives the
+    same answers, and the first one's figures stand for all.
     """
 
     right: list[int]
@@ -51,10 +56,15 @@ class Reads(NamedTuple):
     kept: list[float]
     seconds: list[float]
 
+    def add(self, right: bool, computed: float, kept: float, seconds: float) -> None:
+        for column, value in zip(self, (int(right), computed, kept, seconds), strict=True):
+            column.append(value)
+
 
 @dataclass(frozen=True)
 class Unit:
-    """Questions `start` to `start + count` of a cell drawn with `seed`, read by `methods` on one checkpoint."""
+    """Questions `start` to `start + count` of a cell drawn with `seed`, `asked` a context, read by `methods` on one
+    checkpoint."""
 
     directory: str
     fingerprint: str
@@ -63,37 +73,63 @@ class Unit:
     start: int
     count: int
     methods: tuple[MethodSpec, ...]
+    asked: int = 1
 
     def key(self, method: MethodSpec) -> str:
         """Names a method's answers: what they depend on, and nothing else."""
-        return json.dumps([self.fingerprint, method.key, *self.cell, self.seed, self.start, self.count])
+        return json.dumps([self.fingerprint, method.key, *self.cell, self.seed, self.asked, self.start, self.count])
 
 
 def units_of(
-    directory: str, fingerprint: str, cells: Sequence[Cell], methods: Sequence[MethodSpec], questions: int, seed: int
+    directory: str,
+    fingerprint: str,
+    cells: Sequence[Cell],
+    methods: Sequence[MethodSpec],
+    questions: int,
+    seed: int,
+    asked: int = 1,
 ) -> Iterator[Unit]:
     for cell in cells:
         for start in range(0, questions, UNIT_QUESTIONS):
             count = min(UNIT_QUESTIONS, questions - start)
-            yield Unit(directory, fingerprint, cell, seed, start, count, tuple(methods))
+            yield Unit(directory, fingerprint, cell, seed, start, count, tuple(methods), asked)
 
 
 def run_unit(unit: Unit) -> dict[str, Reads]:
     """By key, what each method made of the unit's questions."""
     lm = _model(unit.directory)
-    form = prompt_format(lm.tokenizer)
     found = {unit.key(spec): Reads([], [], [], []) for spec in unit.methods}
-    for case in cases_of(unit.cell, unit.start + unit.count, unit.seed)[unit.start :]:
-        reader = PromptReader.of(lm, case, form, MAX_ANSWER_TOKENS)
-        for spec in unit.methods:
-            fused, _ = reader.read(spec.method(), spec.recipe, kept=spec.kept, neighbours=spec.neighbours)
-            reads = found[unit.key(spec)]
-            reads.right.append(int(answers(lm, fused, case)))
-            reads.computed.append(round(fmean(fused.computed_tokens) / fused.prompt_tokens, 6))
-            reads.kept.append(round(fmean(fused.kept_tokens) / fused.prompt_tokens, 6))
-            reads.seconds.append(round(fused.timings.total_s, 6))
-            fused.cache.release()
+    cases = cases_of(unit.cell, unit.start + unit.count, unit.seed, unit.asked)[unit.start :]
+    for _, asked in groupby(cases, lambda case: case.cluster):
+        _read_context(lm, unit, list(asked), found)
     return found
+
+
+def _read_context(lm: rc.LanguageModel, unit: Unit, asked: Sequence[Case], found: dict[str, Reads]) -> None:
+    """Questions over the same passages: blocks are made once, and full prefill reads the passages once."""
+    form = prompt_format(lm.tokenizer)
+    reader = PromptReader.of(lm, asked[0], form, MAX_ANSWER_TOKENS)
+    whole: Exact | None = None
+    for case in asked:
+        reader = reader.ask(form.suffix_ids(lm.tokenizer, case.question))
+        for spec in unit.methods:
+            reads = found[unit.key(spec)]
+            if spec.name == FULL and whole is not None:
+                fused = rc.fuse(lm, reader.prompt, spec.method(), exact=whole, reserve_tokens=MAX_ANSWER_TOKENS)
+                figures = reads.computed[-1], reads.kept[-1], reads.seconds[-1]
+            else:
+                fused, _ = reader.read(spec.method(), spec.recipe, kept=spec.kept, neighbours=spec.neighbours)
+                figures = _figures(fused)
+            reads.add(answers(lm, fused, case), *figures)
+            if spec.name == FULL and whole is None and len(asked) > 1:
+                whole = fused.share()
+            fused.cache.release()
+
+
+def _figures(fused: rc.Fused) -> tuple[float, float, float]:
+    """Shares computed and kept, and seconds to the first token."""
+    computed, kept = (fmean(tokens) / fused.prompt_tokens for tokens in (fused.computed_tokens, fused.kept_tokens))
+    return round(computed, 6), round(kept, 6), round(fused.timings.total_s, 6)
 
 
 def answers(lm: rc.LanguageModel, fused: rc.Fused, case: Case) -> bool:
@@ -115,8 +151,9 @@ def _model(directory: str) -> rc.LanguageModel:
 
 
 @lru_cache(maxsize=4)
-def cases_of(cell: Cell, questions: int, seed: int) -> list[Case]:
-    return pages_cases(PagesSettings(cell.kind, (cell.passages,), questions, seed))
+def cases_of(cell: Cell, questions: int, seed: int, asked: int = 1) -> list[Case]:
+    """asked: over a context, at most"""
+    return pages_cases(PagesSettings(cell.kind, (cell.passages,), questions, seed, asked))
 
 
 class Answers:

@@ -39,7 +39,8 @@ class Case:
 
     id:       names the case in the results
     answers:  gold answers; any of them is right, or all are wanted where `all_wanted`; may be empty
-    question_id: cases of one question (its gold passage at several positions) share it; intervals respect that
+    question_id: cases that are not independent (one question with its gold passage at several positions, questions over
+              one context) share it; intervals respect that
     cell:     what results are broken down by: {"hops": 2}, {"gold_position": 3}, {"depth": 50, "length": 1024}
     metric:   the set's own, of set_metrics.METRICS; "": none but those of every set
     classes:  names that an answer is one of, for metric "classification"

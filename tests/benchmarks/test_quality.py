@@ -34,6 +34,11 @@ def test_relative_is_the_ratio_of_right_answers():
     assert relative(theirs, theirs) == (1.0, 1.0, 1.0)  # paired: the same questions are missed
     unpaired = relative(theirs, list(np.random.default_rng(0).permutation(theirs)))
     assert unpaired[1] < 1.0 < unpaired[2]
+    apart = relative(ours, theirs, [str(number) for number in range(100)])
+    assert apart == pytest.approx((ratio, low, high), abs=0.03)
+    together = relative(ours, theirs, [str(number // 10) for number in range(100)])
+    assert together[0] == ratio
+    assert together[2] - together[1] > 1.5 * (high - low), "questions over one context are missed together"
 
 
 def test_methods_that_rerun_tokens_come_at_every_budget():
@@ -145,6 +150,26 @@ def test_shares_of_tokens_are_counted():
     assert reposition.computed == pytest.approx(suffixes, abs=1e-6)
     assert reposition.kept == [1.0] * 3
     assert all(own < theirs for own, theirs in zip(reposition.seconds, full.seconds, strict=True))
+
+
+def test_questions_over_one_context_are_read_as_by_themselves():
+    """Each against a unit of its own, which reads its context anew."""
+    specs = (*SPECS, MethodSpec("epic", "epic"))
+    unit = Unit(BASE, "f", Cell("leaning", 4), 0, 0, 6, specs, asked=2)
+    cases = quality_units.cases_of(unit.cell, 6, 0, 2)
+    assert len({case.cluster for case in cases}) == 3
+    assert len({case.question for case in cases}) == 6
+    together = quality_units.run_unit(unit)
+    alone = [quality_units.run_unit(replace(unit, start=start, count=1)) for start in range(6)]
+    for spec in specs:
+        reads = together[unit.key(spec)]
+        parts = [one[replace(unit, start=start, count=1).key(spec)] for start, one in enumerate(alone)]
+        assert reads.right == [part.right[0] for part in parts]
+        if spec.name != "full":
+            assert reads.computed == [part.computed[0] for part in parts]
+    full = together[unit.key(SPECS[0])]
+    assert full.computed == [1.0] * 6
+    assert full.seconds[0] == full.seconds[1] != full.seconds[2] == full.seconds[3]
 
 
 def test_answers_that_are_none_are_named(tmp_path: Path):

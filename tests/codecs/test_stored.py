@@ -107,8 +107,8 @@ def test_what_cannot_be_kept_is_in_no_tier(codec: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "options"),
     [("reposition", {}), ("concat", {}), ("cacheblend", {"ratio": 0.3}), ("cachecraft", {}), ("kvcomm", {}),
-     ("kvshare", {}), ("a3", {}), ("prophet", {}), ("epic", {}), ("samkv", {}), ("infllm", {}), ("ape", {}), ("entropy", {}),
-     ("link", {"link_ids": [[3, 4], [5, 6], [7, 8]]})],
+     ("kvshare", {}), ("a3", {}), ("prophet", {}), ("epic", {}), ("samkv", {}), ("infllm", {}), ("ape", {}),
+     ("entropy", {}), ("link", {"link_ids": [[3, 4], [5, 6], [7, 8]]})],
 )  # fmt: skip
 def test_fusing_encoded_blocks_is_fusing_the_decoded(
     lm: rc.LanguageModel, codec: str, method: str, options: dict[str, object]

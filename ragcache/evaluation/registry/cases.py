@@ -68,21 +68,23 @@ def _cases(settings: RegistrySettings, passages: int, count: int) -> list[Case]:
 
 @dataclass(frozen=True)
 class PagesSettings:
-    """kind: one of PAGE_KINDS; passages: pages in a context, several for one cell each: 8/16."""
+    """kind: one of PAGE_KINDS; passages: pages in a context, several for one cell each: 8/16; asked: questions of a
+    context, at most."""
 
     kind: str = "single"
     passages: tuple[int, ...] = (8,)
     questions: int = 100
     seed: int = 0
+    asked: int = 1
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, PAGE_KINDS)
-        if self.questions < 1 or min(self.passages) < 2:
-            raise ConfigError("pages needs at least 1 question and 2 passages")
+        if self.questions < 1 or min(self.passages) < 2 or self.asked < 1:
+            raise ConfigError("pages needs at least 1 question, of a context too, and 2 passages")
 
 
 def pages_cases(settings: PagesSettings, limit: int | None = None) -> list[Case]:
-    """One question a context of long passages; names and all wordings are held out.
+    """Questions over contexts of long passages, those of one context side by side; names and all wordings are held out.
 
     `limit` takes the place of `settings.questions`. An answer is right when it holds the value that is asked for; the
     whole sentence that the bundled models learned stands behind it in `Case.answers`.
@@ -96,13 +98,14 @@ def _pages(settings: PagesSettings, passages: int, count: int) -> list[Case]:
     cases: list[Case] = []
     while len(cases) < count:
         pages = draw_pages(rng, passages, DataSplit.HELD_OUT, DataSplit.HELD_OUT)
-        asked = [one for one in pages.questions if one.kind == settings.kind]
-        if asked:
-            cases.append(_page_case(rng.choice(asked), pages, f"pages-{settings.kind}-{passages}-{len(cases):04d}"))
+        found = [one for one in pages.questions if one.kind == settings.kind]
+        context = f"pages-{settings.kind}-{passages}-{len(cases):04d}"
+        for asked in rng.sample(found, min(settings.asked, len(found), count - len(cases))):
+            cases.append(_page_case(asked, pages, f"pages-{settings.kind}-{passages}-{len(cases):04d}", context))
     return cases
 
 
-def _page_case(asked: PageQuestion, pages: Pages, id: str) -> Case:
+def _page_case(asked: PageQuestion, pages: Pages, id: str, context: str) -> Case:
     cell: dict[str, str | int] = {"passages": len(pages.passages), "question": asked.kind}
     if asked.kind == "leaning":
         cell |= {"place": asked.place, "candidates": asked.candidates}
@@ -110,4 +113,5 @@ def _page_case(asked: PageQuestion, pages: Pages, id: str) -> Case:
         CasePassage(text, is_gold=rank in asked.gold, behind=pages.before(rank))
         for rank, text in enumerate(pages.passages)
     )
-    return Case(id, asked.question.text, marked, (asked.question.value, asked.question.answer), cell=cell)
+    answers = (asked.question.value, asked.question.answer)
+    return Case(id, asked.question.text, marked, answers, question_id=context, cell=cell)
