@@ -32,6 +32,7 @@ from benchmarks.environment import environment
 from benchmarks.quality_plot import BASE, plot
 from benchmarks.quality_units import Answers, Cell, Reads, Unit, answer_all, cases_of, units_of
 from benchmarks.report import RESULTS, Goal, Result, show, write
+from ragcache.engine.asking.verdict import MethodVerdict, Verdict
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case
 from ragcache.evaluation.intervals import RESAMPLES, estimate
@@ -303,8 +304,26 @@ def _cell(row: Row) -> str:
     return f"{row.exact_match:.3f} [{row.low:.3f}, {row.high:.3f}] ({row.relative:.3f})"
 
 
-def goals(rows: Sequence[Row]) -> list[Goal]:
-    """Stated for 8 passages and 1,000 questions, as shares of the same weights' full prefill.
+def auto_rows(rows: Sequence[Row], directory: Path, fingerprint: str) -> list[Row]:
+    """Rows of what `method="auto"` takes for a kind of question, by the verdict in check-KIND.json (`ragcache check
+    --json` over questions of another seed) on the base of this fingerprint; full prefill's where no method is safe."""
+    found = []
+    for kind in TRAINING_FREE:
+        path = directory / f"check-{kind}.json"
+        read = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if read.get("fingerprint") != fingerprint:
+            continue
+        best = Verdict(**{**read, "methods": [MethodVerdict(**one) for one in read["methods"]]}).best()
+        for row in rows:
+            spec = MethodSpec.parse(row.method)
+            taken = spec.name == FULL if best is None else spec.neighbours == 0 and best.is_about(spec.method())
+            if taken and (row.checkpoint, row.kind, row.passages, row.by) == (BASE, kind, STATED_PASSAGES, ""):
+                found.append(row)
+    return found
+
+
+def goals(rows: Sequence[Row], auto: Sequence[Row] = ()) -> list[Goal]:
+    """Stated for 8 passages and 1,000 questions, as shares of the same weights' full prefill. auto: see `auto_rows`
 
     Labels say what a checkpoint is: "base" is what the others start from, "link5" is trained whole, "frozen" has links
     on frozen weights, "packet" packets.
@@ -336,6 +355,8 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     ):
         for kind, limit in zip(TRAINING_FREE, limits, strict=False):
             add(f"{label}: `{method}`", limit, main.get((label, method, kind)))
+    for row in auto:
+        add(f"what `auto` takes (`{row.method}`)", 0.97, row)
     packet, moved = main.get(("packet", "packet", "leaning")), main.get((BASE, "reposition", "leaning"))
     if packet is not None and moved is not None:
         applies = packet.questions >= STATED_QUESTIONS
@@ -407,7 +428,8 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     lengths = regime(checkpoints[0].directory, cells, options)
     figures: dict[str, Any] = {"regime": lengths, "rows": [asdict(row) for row in rows]}
-    result = Result(options.name, settings, where, {}, {}, figures, goals(rows))
+    base = next((one.fingerprint for one in checkpoints if one.label == BASE), "")
+    result = Result(options.name, settings, where, {}, {}, figures, goals(rows, auto_rows(rows, options.out, base)))
     plot(figures["rows"], write(result, options.out).with_suffix(".png"))
     show(Result(result.name, None, where, {}, {}, {}, result.goals))
     Console(width=160).print("\n".join(markdown(rows)), highlight=False)

@@ -15,6 +15,7 @@ from benchmarks import pages, quality, quality_plot, quality_units, random_model
 from benchmarks.pages import write_section
 from benchmarks.quality import Cell, Row, markdown, relative
 from benchmarks.quality_units import Answers, Reads, Unit, units_of
+from ragcache.engine.asking.verdict import MethodVerdict, Verdict
 from ragcache.errors import ConfigError
 from ragcache.evaluation.methods import MethodSpec, parse_methods
 from ragcache.evaluation.reading import write_answer
@@ -248,6 +249,32 @@ def test_the_best_method_of_a_budget_is_held_against_its_goal():
     assert (best.measured, best.limit, best.applies) == (0.96, 0.97, True)
     few = quality.goals([replace(one, questions=999) for one in rows])
     assert not any(goal.applies for goal in few)
+
+
+def test_what_auto_takes_is_held_against_its_goal(tmp_path: Path):
+    """By the verdict on these weights: the cheapest method that is safe, full prefill where none is."""
+    rows = [row("full", "single", 1.0, 1.0), row("reposition", "single", 0.9), row("a3:ratio=0.2", "single", 0.98)]
+    rows += [
+        row("full", "leaning", 1.0, 1.0),
+        row("reposition", "leaning", 0.2),
+        row("reposition", "leaning", by="end"),
+    ]
+
+    def verdict(kind, safe, fingerprint="f"):
+        methods = [MethodVerdict("reposition", {}, "isolated", safe == "reposition", computed_share=0.01)]
+        methods += [MethodVerdict("a3", {"ratio": 0.2}, "isolated", safe in {"a3", "reposition"}, computed_share=0.2)]
+        written = Verdict(fingerprint, "m", "s", 50, {}, methods).to_json()
+        (tmp_path / f"check-{kind}.json").write_text(json.dumps(written))
+        found = quality.auto_rows(rows, tmp_path, "f")
+        return [(one.method, one.kind) for one in found]
+
+    assert verdict("single", "a3") == [("a3:ratio=0.2", "single")]
+    assert verdict("leaning", "none") == [("a3:ratio=0.2", "single"), ("full", "leaning")]
+    assert verdict("leaning", "reposition") == [("a3:ratio=0.2", "single"), ("reposition", "leaning")]
+    found = {goal.what: goal for goal in quality.goals(rows, quality.auto_rows(rows, tmp_path, "f"))}
+    assert found["what `auto` takes (`reposition`), leaning"].measured == 0.2
+    assert found["what `auto` takes (`a3:ratio=0.2`), single"].limit == 0.97
+    assert verdict("leaning", "reposition", "other") == [("a3:ratio=0.2", "single")]
 
 
 def test_a_random_model_of_a_shape_loads_as_any_other(tmp_path: Path):
