@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from ragcache.errors import ConfigError
 if TYPE_CHECKING:
     from ragcache.engine.asking.verdict import Verdict
     from ragcache.evaluation.case import Case
+    from ragcache.evaluation.methods import MethodSpec
     from ragcache.evaluation.runner import Runner
 
 
@@ -98,6 +100,14 @@ def check(
     asked: QuestionOptions,
     thresholds: ThresholdOptions,
     methods: Annotated[list[str] | None, option("--methods", "As for eval; every method if left out.")] = None,
+    profile_layers: Annotated[
+        int,
+        option(
+            "--profile-layers",
+            "Find so many layers for prophet to choose by, on half of the questions; judge on the others.",
+            min=0,
+        ),
+    ] = 0,
     max_tokens: Annotated[int, option("--max-tokens", "Longest answer, in tokens.", min=1)] = 32,
     as_json: Json = False,
 ) -> None:
@@ -116,7 +126,12 @@ def check(
     lm = models.load(*asked.stored_model())
     runner = Runner(lm, models.prompt_format(lm), RunSettings(max_tokens, on_overflow="skip"))
     source, cases = asked.cases(runner, models.device)
-    checking = Check(runner, source, cases, specs, limits, asked.neighbours())
+    near = asked.neighbours()
+    if profile_layers:
+        half = (len(cases) + 1) // 2
+        specs = _profiled(runner, cases[:half], specs, profile_layers, near)
+        cases = cases[half:]
+    checking = Check(runner, source, cases, specs, limits, near)
     for _ in progress(checking.scores(), len(cases) * (len(checking.running) + 1), "Checking"):
         pass
     verdict = checking.finish().verdict
@@ -127,6 +142,25 @@ def check(
         _print_verdict(verdict, written)
     if verdict.best() is None:
         raise typer.Exit(FAILED)
+
+
+def _profiled(
+    runner: Runner, cases: Sequence[Case], specs: Sequence[MethodSpec], count: int, neighbours: int
+) -> list[MethodSpec]:
+    """The methods, `prophet` with the layers that were found. Raises ConfigError where it is not among them."""
+    from ragcache.evaluation.profile import Profile, can_profile
+
+    found = []
+    for spec in specs:
+        if can_profile(spec):
+            profile = Profile(runner, cases, replace(spec, neighbours=neighbours), count)
+            for _ in progress(profile.scores(), profile.num_scores, "Profiling layers"):
+                pass
+            spec = replace(profile.spec, neighbours=0)
+        found.append(spec)
+    if found == list(specs):
+        raise ConfigError("--profile-layers finds layers for prophet, which is not among the methods, or names its own")
+    return found
 
 
 def _print_verdict(verdict: Verdict, written: Path | None) -> None:

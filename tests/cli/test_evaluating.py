@@ -113,6 +113,24 @@ def test_check_keeps_its_verdict_in_the_store(store):
     assert not kept["methods"][0]["safe"]
 
 
+def test_check_finds_layers_for_prophet_and_keeps_them(store):
+    """On half of the questions; the other half is judged."""
+    loose = ("--min-agreement", "0", "--max-kl", "1000", "--min-same-answer", "0", "--max-accuracy-drop", "1")
+    asked = ("--store", store, "--questions", "3", "--max-tokens", "3", "--k", "2")
+    result = invoke("check", *asked, *loose, "--methods", "prophet:ratio=0.3", "--profile-layers", "1", "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["questions"] == 1
+    (kept,) = json.loads((store / FILE).read_text())["verdicts"].values()
+    for found in (printed, kept):
+        (method,) = found["methods"]
+        assert method["name"] == "prophet"
+        assert len(method["options"]["layers"]) == 1
+    refused = invoke("check", *asked, "--methods", "a3", "--profile-layers", "1")
+    assert refused.exit_code == 2
+    assert "prophet, which is not among the methods" in refused.stderr
+
+
 def test_check_without_a_store_asks_about_generated_text(model, tmp_path):
     result = invoke("check", "--model", model, "--methods", "reposition", "--questions", "2", "--k", "2")
     assert "(registry:passages=2)" in result.stdout
