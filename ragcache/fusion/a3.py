@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, check_tokens, chosen
+from ragcache.fusion.recompute import (
+    Choose,
+    Context,
+    RecomputeMethod,
+    Running,
+    check_pool,
+    check_ratio,
+    check_tokens,
+    chosen,
+    pooled,
+)
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
@@ -30,11 +39,13 @@ class A3(RecomputeMethod):
                      together (the authors' program takes 5, the paper says nothing of it); 1: each by itself
     boundary_tokens: first tokens of each chunk but the first that run whatever their scores; they count in `ratio`, and
                      run all the same where they are more
+    tail_tokens:     last tokens of each chunk but the first, likewise
     """
 
     ratio: float = 0.15
     pool_tokens: int = 1
     boundary_tokens: int = 0
+    tail_tokens: int = 0
 
     name: ClassVar[str] = "a3"
     paper: ClassVar[str] = "A3 (arXiv 2511.17560)"
@@ -42,19 +53,16 @@ class A3(RecomputeMethod):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        check_tokens(boundary_tokens=self.boundary_tokens)
-        if not is_whole(self.pool_tokens) or self.pool_tokens < 1:
-            raise ConfigError(f"pool_tokens is {self.pool_tokens!r}; choose an odd number of tokens, 1 for no pooling")
-        if self.pool_tokens % 2 == 0:
-            raise ConfigError(f"pool_tokens is {self.pool_tokens}, which has no middle; choose an odd number")
+        check_tokens(boundary_tokens=self.boundary_tokens, tail_tokens=self.tail_tokens)
+        check_pool(self.pool_tokens)
 
     def candidates(self, context: Context) -> Tensor:
         slots = context.chunk_slots()
-        return slots if self._count(context) or context.edges(self.boundary_tokens).numel() else slots[:0]
+        return slots if self._count(context) or self._edges(context).numel() else slots[:0]
 
     def chooser(self, context: Context) -> Choose:
         slots, count = context.chunk_slots(), self._count(context)
-        always = context.edges(self.boundary_tokens)
+        always = self._edges(context)
 
         def choose(running: Running) -> Tensor | None:
             if running.layer < SCORE_LAYER:
@@ -65,6 +73,9 @@ class A3(RecomputeMethod):
 
         return choose
 
+    def _edges(self, context: Context) -> Tensor:
+        return context.edges(self.boundary_tokens, self.tail_tokens)
+
     def _count(self, context: Context) -> int:
         return round(self.ratio * sum(context.chunk_tokens))
 
@@ -73,10 +84,4 @@ class A3(RecomputeMethod):
         projected, (placed, _) = running.probe(), running.placed()
         keys = torch.cat([placed[:, :, : context.num_tokens], projected.key], dim=2)
         scores = projected.attention_received(keys, context.positions)[context.prefix_tokens : context.num_tokens]
-        return scores if self.pool_tokens == 1 else _pooled(scores, self.pool_tokens)
-
-
-def _pooled(scores: Tensor, width: int) -> Tensor:
-    """Mean over `width` neighbours, at the ends over those that there are."""
-    pool = torch.nn.functional.avg_pool1d
-    return pool(scores[None, None], width, stride=1, padding=width // 2, count_include_pad=False)[0, 0]
+        return pooled(scores, self.pool_tokens)

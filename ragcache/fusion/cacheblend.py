@@ -32,11 +32,13 @@ class CacheBlend(RecomputeMethod):
     gradual:         filter layer by layer; each layer's projections are then computed twice
     boundary_tokens: first tokens of each chunk but the first that run whatever their deviation; they count in `ratio`,
                      and run all the same where they are more
+    tail_tokens:     last tokens of each chunk but the first, likewise
     """
 
     ratio: float = 0.16
     gradual: bool = False
     boundary_tokens: int = 0
+    tail_tokens: int = 0
 
     name: ClassVar[str] = "cacheblend"
     paper: ClassVar[str] = "CacheBlend (arXiv 2405.16444)"
@@ -44,17 +46,17 @@ class CacheBlend(RecomputeMethod):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        check_tokens(boundary_tokens=self.boundary_tokens)
+        check_tokens(boundary_tokens=self.boundary_tokens, tail_tokens=self.tail_tokens)
         if not isinstance(self.gradual, bool):
             raise ConfigError(f"gradual is {self.gradual!r}; choose True or False")
 
     def candidates(self, context: Context) -> Tensor:
         slots = context.chunk_slots()
-        some = any(self._counts(context)[CHECK_LAYER:]) or context.edges(self.boundary_tokens).numel()
+        some = any(self._counts(context)[CHECK_LAYER:]) or self._edges(context).numel()
         return slots if some else slots[:0]
 
     def chooser(self, context: Context) -> Choose | None:
-        counts, always = self._counts(context), context.edges(self.boundary_tokens)
+        counts, always = self._counts(context), self._edges(context)
 
         def choose(running: Running) -> Tensor | None:
             count = max(counts[running.layer], always.shape[0])
@@ -63,6 +65,9 @@ class CacheBlend(RecomputeMethod):
             return chosen(_deviation(running), running.slots, count, always)
 
         return choose
+
+    def _edges(self, context: Context) -> Tensor:
+        return context.edges(self.boundary_tokens, self.tail_tokens)
 
     def _counts(self, context: Context) -> list[int]:
         """Chunk tokens that run, by layer."""

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
-from ragcache.fusion.recompute import Context, Running, check_ratio, check_tokens, chosen, open_cache, rerun
+from ragcache.fusion.recompute import (
+    Context,
+    Running,
+    check_pool,
+    check_ratio,
+    check_tokens,
+    chosen,
+    open_cache,
+    pooled,
+    rerun,
+)
 from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
@@ -45,11 +55,16 @@ class Prophet(FusionMethod):
     layers:          those that score, from 0; None: all
     boundary_tokens: first tokens of each chunk but the first that run whatever their scores; they count in `ratio`, and
                      run all the same where they are more
+    tail_tokens:     last tokens of each chunk but the first, likewise
+    pool_tokens:     scores are averaged over so many neighbouring tokens, an odd number, so that what is chosen hangs
+                     together (not in the paper); 1: each by itself
     """
 
     ratio: float = 0.2
     layers: Sequence[int] | None = None
     boundary_tokens: int = 0
+    tail_tokens: int = 0
+    pool_tokens: int = 1
 
     name: ClassVar[str] = "prophet"
     paper: ClassVar[str] = "ProphetKV (arXiv 2602.02579)"
@@ -57,7 +72,8 @@ class Prophet(FusionMethod):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        check_tokens(boundary_tokens=self.boundary_tokens)
+        check_tokens(boundary_tokens=self.boundary_tokens, tail_tokens=self.tail_tokens)
+        check_pool(self.pool_tokens)
         if self.layers is not None:
             object.__setattr__(self, "layers", _layer_numbers(self.layers))
 
@@ -68,14 +84,14 @@ class Prophet(FusionMethod):
 
     def prefill(self, job: Job) -> Prefilled:
         context = Context.of(job)
-        slots, always = context.chunk_slots(), context.edges(self.boundary_tokens)
+        slots, always = context.chunk_slots(), context.edges(self.boundary_tokens, self.tail_tokens)
         count = max(round(self.ratio * slots.shape[0]), always.shape[0])
         if not count:
             return job.read()
         cache, scores = open_cache(job, context), torch.zeros(slots.shape[0], device=job.lm.device)
         if always.shape[0] < count < slots.shape[0]:
             self._ask(job, context, cache, scores)
-        return rerun(job, context, cache, chosen(scores, slots, count, always))
+        return rerun(job, context, cache, chosen(pooled(scores, self.pool_tokens), slots, count, always))
 
     def _ask(self, job: Job, context: Context, cache: FusedCache, scores: Tensor) -> None:
         """Run the suffix through the layers that score, and add to the scores, float32 [chunk tokens]."""

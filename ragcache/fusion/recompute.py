@@ -163,6 +163,22 @@ def check_tokens(**options: object) -> None:
             raise ConfigError(f"{name} is {value!r}; choose a number of tokens, 0 or more")
 
 
+def check_pool(pool_tokens: object) -> None:
+    """Raises ConfigError for what is no odd number of tokens."""
+    if not is_whole(pool_tokens) or pool_tokens < 1:
+        raise ConfigError(f"pool_tokens is {pool_tokens!r}; choose an odd number of tokens, 1 for no pooling")
+    if pool_tokens % 2 == 0:
+        raise ConfigError(f"pool_tokens is {pool_tokens}, which has no middle; choose an odd number")
+
+
+def pooled(scores: Tensor, width: int) -> Tensor:
+    """Mean over `width` neighbours, at the ends over those that there are: float32 [num_tokens]."""
+    if width == 1:
+        return scores
+    pool = torch.nn.functional.avg_pool1d
+    return pool(scores[None, None], width, stride=1, padding=width // 2, count_include_pad=False)[0, 0]
+
+
 def edge_spans(span: Span, first_tokens: int, last_tokens: int) -> list[Span]:
     """The first and the last tokens of a span: one span where they meet, none that is empty."""
     head, tail = min(span.start + first_tokens, span.stop), max(span.stop - last_tokens, span.start)

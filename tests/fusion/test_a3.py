@@ -117,6 +117,7 @@ def test_what_is_no_share_is_refused(ratio):
 
 
 @pytest.mark.parametrize("width", [0, -1, 4, 2.5, True])
-def test_pooling_needs_a_middle(width):
+@pytest.mark.parametrize("method", ["a3", "prophet"])
+def test_pooling_needs_a_middle(width, method):
     with pytest.raises(ConfigError, match="pool_tokens is"):
-        get_method("a3", pool_tokens=width)
+        get_method(method, pool_tokens=width)

@@ -1,4 +1,4 @@
-"""Boundary tokens: the first ones of each chunk but the first run, and scores choose the rest of the share."""
+"""Boundary tokens: the first and last ones of each chunk but the first run, and scores choose the rest of the share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,21 @@ CHUNKS = (17, 3, 20, 12)
 CHOOSING = ["cacheblend", "a3", "prophet"]
 
 
-def boundary(prompt, first_tokens):
+EDGES = [(4, 0), (0, 3), (2, 3)]
+
+
+def boundary(prompt, first_tokens, last_tokens):
     tokens, start = [], len(prompt.prefix_ids)
     for rank, chunk in enumerate(prompt.chunk_ids):
-        tokens += [start + place for place in range(len(chunk)) if rank and place < first_tokens]
+        edge = [place for place in range(len(chunk)) if place < first_tokens or place >= len(chunk) - last_tokens]
+        tokens += [start + place for place in edge if rank]
         start += len(chunk)
     return tokens
+
+
+def edges(first_tokens, last_tokens):
+    """The options of such a method."""
+    return {"boundary_tokens": first_tokens, "tail_tokens": last_tokens}
 
 
 def ranked(method, oracle, prompt):
@@ -38,14 +47,15 @@ def ranked(method, oracle, prompt):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-window"])
 @pytest.mark.parametrize("method", ["a3", "prophet"])
-def test_they_run_before_the_best_of_the_others(load, method, family):
+@pytest.mark.parametrize("edge", EDGES)
+def test_they_run_before_the_best_of_the_others(load, method, family, edge):
     """They count in the share."""
     lm, oracle = load(family)
     prompt, count = random_prompt(71, prefix=5, chunks=CHUNKS), 20
-    always = boundary(prompt, 4)
+    always = boundary(prompt, *edge)
     others = [token for token in ranked(method, oracle, prompt) if token not in always]
     running = sorted(always + others[: count - len(always)])
-    fused = rc.fuse(lm, prompt, method, ratio=count / sum(CHUNKS), boundary_tokens=4)
+    fused = rc.fuse(lm, prompt, method, ratio=count / sum(CHUNKS), **edges(*edge))
     suffix = list(range(prompt.context_tokens, prompt.num_tokens))
     assert_same(fused.next_logits, blended_logits(oracle, prompt, [torch.tensor(running + suffix)] * 3))
     stages = 2 if method == "prophet" else 1
@@ -54,25 +64,27 @@ def test_they_run_before_the_best_of_the_others(load, method, family):
 
 @pytest.mark.parametrize("gradual", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_they_deviate_first(load, family, gradual):
+@pytest.mark.parametrize("edge", EDGES)
+def test_they_deviate_first(load, family, gradual, edge):
     lm, oracle = load(family)
     prompt, total = random_prompt(72, prefix=5, chunks=CHUNKS), sum(CHUNKS)
     shares = (1.25 * 0.4, 0.75 * 0.4) if gradual else (0.4, 0.4)
     counts = [total, *(round(share * total) for share in shares)]
-    expected = test_cacheblend.brute_force(oracle, prompt, counts, boundary(prompt, 4))
-    fused = rc.fuse(lm, prompt, "cacheblend", ratio=0.4, gradual=gradual, boundary_tokens=4)
+    expected = test_cacheblend.brute_force(oracle, prompt, counts, boundary(prompt, *edge))
+    fused = rc.fuse(lm, prompt, "cacheblend", ratio=0.4, gradual=gradual, **edges(*edge))
     assert_same(fused.next_logits, blended_logits(oracle, prompt, expected))
 
 
 @pytest.mark.parametrize("recipe", ["isolated", "prefix"])
 @pytest.mark.parametrize("ratio", [0, 0.05])
 @pytest.mark.parametrize("method", CHOOSING)
-def test_more_than_the_share_they_run_all_the_same_as_by_epic(load, method, ratio, recipe):
+@pytest.mark.parametrize("edge", [(5, 0), (3, 2)])
+def test_more_than_the_share_they_run_all_the_same_as_by_epic(load, method, ratio, recipe, edge):
     """Over blocks of either recipe: with `prefix`, the shared prefix is every chunk's attention sink."""
     lm, _ = load("qwen3")
     prompt = random_prompt(73, prefix=5, chunks=CHUNKS)
-    fused = rc.fuse(lm, prompt, method, ratio=ratio, boundary_tokens=5, recipe=recipe)
-    by_epic = rc.fuse(lm, prompt, "epic", first_tokens=5, recipe=recipe)
+    fused = rc.fuse(lm, prompt, method, ratio=ratio, recipe=recipe, **edges(*edge))
+    by_epic = rc.fuse(lm, prompt, "epic", first_tokens=edge[0], last_tokens=edge[1], recipe=recipe)
     assert_same(fused.next_logits, by_epic.next_logits)
     assert fused.computed_tokens[-1] == by_epic.computed_tokens[-1] == 5 + 3 + 5 + len(prompt.suffix_ids)
 
@@ -81,7 +93,7 @@ def test_more_than_the_share_they_run_all_the_same_as_by_epic(load, method, rati
 def test_a_lone_chunk_has_none(load, method):
     lm, _ = load("llama")
     prompt = random_prompt(74, chunks=(9,))
-    alone = rc.fuse(lm, prompt, method, ratio=0, boundary_tokens=4)
+    alone = rc.fuse(lm, prompt, method, ratio=0, **edges(4, 4))
     assert torch.equal(alone.next_logits, rc.fuse(lm, prompt).next_logits)
 
 
@@ -101,6 +113,7 @@ def test_the_choice_is_numpys():
 
 @pytest.mark.parametrize("value", [-1, 1.5, "4", None, True])
 @pytest.mark.parametrize("method", CHOOSING)
-def test_what_is_no_count_is_refused(method, value):
-    with pytest.raises(ConfigError, match=r"boundary_tokens is .*0 or more"):
-        get_method(method, boundary_tokens=value)
+@pytest.mark.parametrize("option", ["boundary_tokens", "tail_tokens"])
+def test_what_is_no_count_is_refused(method, value, option):
+    with pytest.raises(ConfigError, match=rf"{option} is .*0 or more"):
+        get_method(method, **{option: value})

@@ -77,6 +77,18 @@ def test_the_tokens_that_the_suffix_attends_to_in_all_layers_run(load, monkeypat
     assert set(fused.cache.lengths) == {prompt.num_tokens}
 
 
+def test_neighbours_are_averaged_where_asked(load):
+    lm, oracle = load("llama")
+    prompt = random_prompt(43, prefix=3, chunks=CHUNKS)
+    by_token, count = scores(attention(oracle, prompt)[1]), 20
+    tokens = range(len(prompt.prefix_ids), prompt.context_tokens)
+    near = {token: np.mean([by_token[other] for other in tokens if abs(other - token) <= 2]) for token in tokens}
+    expected = sorted(tokens, key=lambda token: (-near[token], token))[:count]
+    assert set(expected) != set(ranked(prompt, attention(oracle, prompt)[1])[:count])
+    fused = rc.fuse(lm, prompt, "prophet", ratio=count / sum(CHUNKS), pool_tokens=5)
+    assert_same(fused.next_logits, expected_logits(oracle, prompt, expected))
+
+
 def test_what_the_suffix_gives_to_itself_does_not_count(load):
     """Where a row's weights over the context were not made shares of their sum, other tokens were chosen."""
     lm, oracle = load("llama")
