@@ -1,7 +1,8 @@
 """Answer quality over long passages: each method on each checkpoint, held-out entities and wordings.
 
-python -m benchmarks.quality                                     # the bundled models, 1,000 questions a cell
-python -m benchmarks.quality --checkpoint base=DIR --checkpoint link5=DIR --methods link5:link --processes 2
+python -m benchmarks.quality                                     # the bundled models, every method and kind
+python -m benchmarks.quality --kinds single two-hop leaning --passages 8 --methods base:reposition,a3 --seed 2
+python -m benchmarks.quality --checkpoint packet=DIR --checkpoint link0=DIR --name quality-budgets --processes 2
 python -m benchmarks.pages                                       # then put the tables into docs/methods.md
 
 Passages have 150 to 300 tokens (`ragcache.evaluation.registry.pages`). The checkpoint "base" is what the others were
@@ -47,8 +48,9 @@ BUDGETS = (0.05, 0.1, 0.15, 0.2)
 KEPT = ("reposition:kept=0.25", "reposition:kept=0.1")
 BEHIND = "reposition:neighbours=1"
 """Each passage was encoded behind the one before it in its document, if there is one."""
-PROFILED = "prophet:ratio=0.15:layers=[1,2]:boundary_tokens=6"
-"""Layers of mini-long, chosen on another seed: those that find what is said of a name (QCFuse profiles layers)."""
+PROFILED = "prophet:ratio=0.15:layers=[2]:boundary_tokens=6:tail_tokens=6:pool_tokens=5"
+"""The layer of mini-long that finds what is said of a name (QCFuse profiles layers), and the edges of each page; all of it
+was chosen on another seed."""
 OTHERS = (
     PROFILED,
     "reposition",
