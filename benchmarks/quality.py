@@ -49,8 +49,8 @@ KEPT = ("reposition:kept=0.25", "reposition:kept=0.1")
 BEHIND = "reposition:neighbours=1"
 """Each passage was encoded behind the one before it in its document, if there is one."""
 PROFILED = "prophet:ratio=0.15:layers=[2]:boundary_tokens=6:tail_tokens=6:pool_tokens=5"
-"""The layer of mini-long that finds what is said of a name (QCFuse profiles layers), and the edges of each page; all of it
-was chosen on another seed."""
+"""The layer of mini-long that finds what is said of a name (QCFuse profiles layers), and the edges of each page; all of
+it was chosen on another seed."""
 OTHERS = (
     PROFILED,
     "reposition",
