@@ -173,7 +173,8 @@ def test_the_packed_forward_is_the_plain_one_at_stretched_positions(made):
 def test_the_result_loads_for_its_method(tmp_path, capsys):
     threads = torch.get_num_threads()
     try:
-        train(PageReuseOptions(out=str(tmp_path), workers=1, max_tokens=1500, log_every=1), PageReuseTrainer)
+        options = PageReuseOptions(out=str(tmp_path), workers=1, max_tokens=1500, log_every=1, dtype="float32")
+        train(options, PageReuseTrainer)
     finally:
         torch.set_num_threads(threads)
     assert len(json.loads(capsys.readouterr().out.splitlines()[0])["accuracy"]) == LEANING_APART + 1
