@@ -128,6 +128,8 @@ def check(
     source, cases = asked.cases(runner, models.device)
     near = asked.neighbours()
     if profile_layers:
+        if len(cases) < 2:
+            raise ConfigError(f"--profile-layers needs 2 questions, one to judge on, and there are {len(cases)}")
         half = (len(cases) + 1) // 2
         specs = _profiled(runner, cases[:half], specs, profile_layers, near)
         cases = cases[half:]

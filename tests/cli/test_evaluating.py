@@ -129,6 +129,9 @@ def test_check_finds_layers_for_prophet_and_keeps_them(store):
     refused = invoke("check", *asked, "--methods", "a3", "--profile-layers", "1")
     assert refused.exit_code == 2
     assert "prophet, which is not among the methods" in refused.stderr
+    lone = invoke("check", *asked, "--questions", "1", "--methods", "prophet", "--profile-layers", "1")
+    assert lone.exit_code == 2
+    assert "needs 2 questions" in lone.stderr
 
 
 def test_check_without_a_store_asks_about_generated_text(model, tmp_path):
