@@ -307,11 +307,11 @@ def _cell(row: Row) -> str:
 
 
 def auto_rows(rows: Sequence[Row], directory: Path, fingerprint: str) -> list[Row]:
-    """Rows of what `method="auto"` takes for a kind of question, by the verdict in check-KIND.json (`ragcache check
+    """Rows of what `method="auto"` takes for a kind of question, by the verdict in check/KIND.json (`ragcache check
     --json` over questions of another seed) on the base of this fingerprint; full prefill's where no method is safe."""
     found = []
     for kind in TRAINING_FREE:
-        path = directory / f"check-{kind}.json"
+        path = directory / "check" / f"{kind}.json"
         read = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if read.get("fingerprint") != fingerprint:
             continue

@@ -264,7 +264,8 @@ def test_what_auto_takes_is_held_against_its_goal(tmp_path: Path):
         methods = [MethodVerdict("reposition", {}, "isolated", safe == "reposition", computed_share=0.01)]
         methods += [MethodVerdict("a3", {"ratio": 0.2}, "isolated", safe in {"a3", "reposition"}, computed_share=0.2)]
         written = Verdict(fingerprint, "m", "s", 50, {}, methods).to_json()
-        (tmp_path / f"check-{kind}.json").write_text(json.dumps(written))
+        (tmp_path / "check").mkdir(exist_ok=True)
+        (tmp_path / "check" / f"{kind}.json").write_text(json.dumps(written))
         found = quality.auto_rows(rows, tmp_path, "f")
         return [(one.method, one.kind) for one in found]
 
