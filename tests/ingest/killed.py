@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -35,12 +39,47 @@ def _text(n: int, version: int, sentences: int) -> str:
     return f"# Town{n}\n\n{body}\n\n## Register\n\nTown{n} was entered in version {version}. {SENTENCE}\n"
 
 
-def ingest(root: str, lm_directory: str, started: str) -> None:
-    """The child: opens the store, says so, ingests the second version."""
+def ingest(root: str, lm_directory: str, at_step: int, delay_s: float, ended: str) -> None:
+    """The child: ingests the second version, and is killed so long after that step, of which 0 is the beginning. Where
+    nothing killed it, it leaves the number of steps and the seconds that they took."""
     torch.set_num_threads(1)
-    with Kit(Path(root), load_lm(lm_directory)) as kit:
-        Path(started).write_text(str(os.getpid()))
+    passed = count()
+    kill = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+    kill.daemon = True
+
+    def step() -> None:
+        if next(passed) == at_step:
+            kill.start()
+
+    with Kit(Path(root), load_lm(lm_directory)) as kit, stepping(step):
+        began = time.perf_counter()
+        step()
         kit.ingestor.ingest(version_two())
+        took = time.perf_counter() - began
+    Path(ended).write_text(json.dumps([next(passed), took]))
+
+
+@contextmanager
+def stepping(step: Callable[[], None]) -> Iterator[None]:
+    """Calls `step` before and behind every commit, and before the bytes of a block are deleted."""
+    write, delete = Database.write, KVStore.delete
+
+    @contextmanager
+    def stepped_write(self: Database) -> Iterator[object]:
+        with write(self) as connection:
+            yield connection
+            step()
+        step()
+
+    def stepped_delete(self: KVStore, key: str) -> object:
+        step()
+        return delete(self, key)
+
+    Database.write, KVStore.delete = stepped_write, stepped_delete  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        Database.write, KVStore.delete = write, delete  # type: ignore[method-assign]
 
 
 def write_folder(folder: Path, version: int) -> None:
@@ -55,8 +94,7 @@ def write_folder(folder: Path, version: int) -> None:
 
 
 def sync(root: str, lm_directory: str, folder: str, steps: int, neighbours: int) -> None:
-    """The child: synchronises the folder, and kills itself at that step: before or behind a commit, or before the bytes
-    of a block are deleted."""
+    """The child: synchronises the folder, and kills itself at that step."""
     torch.set_num_threads(1)
     left = [steps]
 
@@ -65,21 +103,7 @@ def sync(root: str, lm_directory: str, folder: str, steps: int, neighbours: int)
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    write, delete = Database.write, KVStore.delete
-
-    @contextmanager
-    def stepped_write(self: Database) -> Iterator[object]:
-        with write(self) as connection:
-            yield connection
-            step()
-        step()
-
-    def stepped_delete(self: KVStore, key: str) -> object:
-        step()
-        return delete(self, key)
-
-    with Kit(Path(root), load_lm(lm_directory), neighbours=neighbours) as kit:
-        Database.write, KVStore.delete = stepped_write, stepped_delete  # type: ignore[method-assign,assignment]
+    with Kit(Path(root), load_lm(lm_directory), neighbours=neighbours) as kit, stepping(step):
         kit.ingestor.ingest([folder], sync=True)
 
 

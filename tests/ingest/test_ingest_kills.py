@@ -1,11 +1,11 @@
 """Law 9: kill -9 an ingesting process at random moments; the store opens, is sound, and the next run finishes."""
 
+import json
 import multiprocessing
 import os
 import random
 import shutil
 import sys
-import time
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -24,21 +24,17 @@ class Runner:
     def __init__(self, base: Path, work: Path, lm_directory: Path) -> None:
         self.base, self.work, self.lm_directory = base, work, lm_directory
 
-    def run(self, name: str, kill_after_s: float | None) -> tuple[Path, float, int]:
-        """Copy the base store and ingest into it; kill -9 that long after the ingestion began. Returns the store,
-        the seconds it ran and the exit code."""
-        root, started = self.work / name, self.work / f"{name}.started"
+    def run(self, name: str, at_step: int = -1, delay_s: float = 0.0) -> tuple[Path, tuple[int, float] | None]:
+        """Copy the base store and ingest into it; kill -9 that long after that step. Returns the store, and the steps
+        and the seconds of an ingestion that came to its end."""
+        root, ended = self.work / name, self.work / f"{name}.ended"
         shutil.copytree(self.base, root)
-        child = CONTEXT.Process(target=killed.ingest, args=(str(root), str(self.lm_directory), str(started)))
+        arguments = str(root), str(self.lm_directory), at_step, delay_s, str(ended)
+        child = CONTEXT.Process(target=killed.ingest, args=arguments)
         child.start()
-        while not started.exists():
-            assert child.exitcode is None
-            time.sleep(0.001)
-        begun = time.perf_counter()
-        child.join(kill_after_s)
-        child.kill()
         child.join()
-        return root, time.perf_counter() - begun, child.exitcode
+        assert (child.exitcode == 0) == ended.exists(), child.exitcode
+        return root, tuple(json.loads(ended.read_text())) if ended.exists() else None
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +50,11 @@ def runner(lm, lm_directory, tmp_path_factory) -> Runner:
 
 
 @pytest.fixture(scope="module")
-def finished(runner) -> tuple[Path, float]:
-    """An ingestion that nobody interrupted, and how long it takes (the second run: the first one warms up)."""
-    runner.run("warm-up", None)
-    root, seconds, code = runner.run("finished", None)
-    assert code == 0
-    return root, seconds
+def finished(runner) -> tuple[Path, int, float]:
+    """An ingestion that nobody interrupted, its steps and its seconds."""
+    root, ended = runner.run("finished")
+    assert ended is not None
+    return root, *ended
 
 
 def versions_of(kit: Kit, documents: list) -> dict[str, list[list[str]]]:
@@ -96,12 +91,16 @@ def assert_equal(kit: Kit, other: Kit) -> None:
     assert kit.documents.garbage() == set()
 
 
-def kill_and_finish(runner: Runner, finished: tuple[Path, float], lm, seed: int, times: int) -> list[int]:
-    rng = random.Random(seed)
-    visible = []
-    with Kit(finished[0], lm) as other:
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(runner, finished, lm, times):
+    """Each a random time behind a step, and the steps spread over the ingestion, however fast it runs."""
+    rng, visible = random.Random(times), []
+    whole, steps, seconds = finished
+    with Kit(whole, lm) as other:
         for round in range(times):
-            root, _, _ = runner.run(f"kill-{seed}-{round}", rng.uniform(0, 1.05 * finished[1]))
+            at_step, delay_s = round * steps // times, rng.uniform(0, 2 * seconds / steps)
+            root, _ = runner.run(f"kill-{times}-{round}", at_step, delay_s)
             with Kit(root, lm) as kit:
                 assert_sound(kit)
                 visible.append(len([d for d in kit.documents.documents() if d.metadata["version"] == 2]))
@@ -111,29 +110,20 @@ def kill_and_finish(runner: Runner, finished: tuple[Path, float], lm, seed: int,
                 assert_sound(kit)
                 assert_equal(kit, other)
             shutil.rmtree(root)
-    return visible
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_kills_at_random_moments(runner, finished, lm, times):
-    visible = kill_and_finish(runner, finished, lm, seed=times, times=times)
-    # The moments were spread over the ingestion: some kills found nothing of it committed, some a part, all differ.
+    # Some kills found nothing of it committed, some a part.
     assert len(set(visible)) >= 3, visible
 
 
 def test_a_store_killed_again_and_again_gets_there(runner, finished, lm):
-    """The same store, killed each time a little later than it began: every run goes on where the last one stopped."""
-    root = runner.base
+    """The same store, killed each time as far behind its beginning: every run goes on where the last one stopped."""
+    root, (whole, steps, _) = runner.base, finished
     for round in range(8):
-        before = root
-        runner_here = Runner(before, runner.work, runner.lm_directory)
-        root, _, code = runner_here.run(f"again-{round}", 0.35 * finished[1])
+        root, ended = Runner(root, runner.work, runner.lm_directory).run(f"again-{round}", steps // 3)
         with Kit(root, lm) as kit:
             assert_sound(kit)
-        if code == 0:
+        if ended is not None:
             break
-    with Kit(root, lm) as kit, Kit(finished[0], lm) as other:
+    with Kit(root, lm) as kit, Kit(whole, lm) as other:
         kit.ingestor.ingest(killed.version_two())
         assert_equal(kit, other)
 
