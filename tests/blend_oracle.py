@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from families import block_diagonal, masks_of
@@ -11,50 +11,67 @@ from transformers import Cache, PreTrainedModel
 
 import ragcache as rc
 
+KV = Mapping[int, tuple[Tensor, Tensor]]
+"""Rotated keys and values by layer: [1, num_kv_heads, num_tokens, head_dim]."""
 
-class _Blend(Cache):
-    """Hands every layer the recorded keys and values, except those of the tokens that are computed there."""
 
-    def __init__(self, recorded: dict[int, tuple[Tensor, Tensor]], computed: Sequence[Tensor]) -> None:
+class Held(Cache):
+    """Keys and values by layer: the model's own for the tokens that are computed there, `before`'s for all others."""
+
+    def __init__(self, before: KV | None, computed: Sequence[Tensor]) -> None:
         super().__init__(layers=[])
-        self.recorded = recorded
-        self.computed = computed
+        self.before, self.computed = before, computed
+        self.now: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        if not self.computed:
-            self.recorded[layer_idx] = (key_states, value_states)
-            return key_states, value_states
-        chosen = torch.zeros(key_states.shape[2], dtype=torch.bool)
-        chosen[self.computed[layer_idx]] = True
-        keys, values = self.recorded[layer_idx]
-        where = chosen[None, None, :, None]
-        return torch.where(where, key_states, keys), torch.where(where, value_states, values)
+        new = key_states, value_states
+        if self.before is not None:
+            chosen = torch.zeros(key_states.shape[2], dtype=torch.bool)
+            chosen[self.computed[layer_idx]] = True
+            grown = [self._grown(old, one.shape[2]) for old, one in zip(self.before[layer_idx], new, strict=True)]
+            new = tuple(torch.where(chosen[None, None, :, None], a, b) for a, b in zip(new, grown, strict=True))
+        self.now[layer_idx] = new
+        return new
+
+    @staticmethod
+    def _grown(old: Tensor, length: int) -> Tensor:
+        return torch.nn.functional.pad(old, (0, 0, 0, length - old.shape[2]))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
 
 @torch.no_grad()
-def recorded_kv(model: PreTrainedModel, prompt: rc.Prompt, allowed: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-    """Rotated keys and values by layer, [1, num_kv_heads, num_tokens, head_dim], of one forward under `allowed`."""
-    cache = _Blend({}, [])
-    model(input_ids=torch.tensor([prompt.ids]), attention_mask=masks_of(model, allowed), past_key_values=cache)
-    return cache.recorded
+def forward(
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    allowed: Tensor,
+    before: KV | None = None,
+    computed: Sequence[Tensor] = (),
+) -> tuple[Tensor, KV, tuple[Tensor, ...]]:
+    """Last token's logits, keys and values by layer, and each layer's attention, [1, heads, tokens, tokens].
+
+    before:   what stands in each layer where a token is not computed; None: everything is computed
+    computed: tokens by layer whose keys and values are the model's own. A computed token must be computed in all layers
+              below, or its hidden state has no meaning
+    """
+    held, mask = Held(before, computed), masks_of(model, allowed)
+    out = model(input_ids=torch.tensor([ids]), attention_mask=mask, past_key_values=held, output_attentions=True)
+    return out.logits[0, -1], held.now, out.attentions
 
 
-@torch.no_grad()
-def blended_logits(model: PreTrainedModel, prompt: rc.Prompt, chosen_by_layer: Sequence[Tensor]) -> Tensor:
+def recorded_kv(model: PreTrainedModel, prompt: rc.Prompt, allowed: Tensor) -> KV:
+    """Of one forward under `allowed`."""
+    return forward(model, prompt.ids, allowed)[1]
+
+
+def blended_logits(
+    model: PreTrainedModel, prompt: rc.Prompt, chosen_by_layer: Sequence[Tensor], before: KV | None = None
+) -> Tensor:
     """Last token's logits when, in each layer, only the chosen tokens' keys and values are the model's own.
 
-    All others are those of the block-diagonal forward. Every token sees what stands at or before it. A chosen token
-    must be chosen in all layers below, or its hidden state has no meaning.
+    before: all others'; None: those of the block-diagonal forward. Every token sees what stands at or before it.
     """
-    recorded = recorded_kv(model, prompt, block_diagonal(prompt))
-    n = prompt.num_tokens
-    causal = torch.ones(n, n, dtype=torch.bool).tril()
-    out = model(
-        input_ids=torch.tensor([prompt.ids]),
-        attention_mask=masks_of(model, causal),
-        past_key_values=_Blend(recorded, chosen_by_layer),
-    )
-    return out.logits[0, -1]
+    causal = torch.ones(prompt.num_tokens, prompt.num_tokens, dtype=torch.bool).tril()
+    apart = before or recorded_kv(model, prompt, block_diagonal(prompt))
+    return forward(model, prompt.ids, causal, apart, chosen_by_layer)[0]

@@ -207,7 +207,7 @@ def _parts(
     if evict is not None and method.reruns_in_answers:
         raise ConfigError(
             f"evict drops passages' tokens that method {method.name!r} may run again while it answers; leave one of "
-            "the two out, or set decode_tokens=0"
+            "the two out"
         )
     if isinstance(prompt, Prompt):
         method.check(lm, prompt)

@@ -60,13 +60,13 @@ class KVShare(FusionMethod):
         count = round(self.ratio * slots.shape[0])
         if job.lm.shape.num_layers <= CHECK_LAYER or not (count or self.decode_tokens) or not slots.numel():
             return job.read()
-        wrong, stale = torch.zeros(slots.shape[0], device=slots.device), slots[:0]
+        wrong, stale = slots[:0], slots[:0]
 
         def choose(running: Running) -> Tensor | None:
-            nonlocal stale
+            nonlocal wrong, stale
             if running.layer != CHECK_LAYER or count == slots.shape[0]:
                 return None
-            received = _received(running, context, wrong)
+            received, wrong = _measured(running, context)
             best = highest(received * wrong, count)
             stale = slots[~torch.isin(slots, slots[best])]
             return slots[best]
@@ -78,15 +78,15 @@ class KVShare(FusionMethod):
         return done
 
 
-def _received(running: Running, context: Context, wrong: Tensor) -> Tensor:
-    """Attention that each chunk token gets in this layer, float32 [chunk tokens]. Writes to `wrong`, of the same shape,
-    the L1 distance of its new value from the placed one, over all heads."""
+def _measured(running: Running, context: Context) -> tuple[Tensor, Tensor]:
+    """Attention that each chunk token gets in this layer, and how far its new value is from the placed one, the L1 norm
+    over all heads: each float32 [chunk tokens]."""
     projected, (placed_keys, placed_values) = running.probe(), running.placed()
     chunks = slice(context.prefix_tokens, context.num_tokens)
     new = projected.value[0, :, : running.slots.shape[0]]
-    wrong.copy_((new.float() - placed_values[0, :, chunks].float()).abs().sum((0, 2)))
+    wrong = (new.float() - placed_values[0, :, chunks].float()).abs().sum((0, 2))
     keys = torch.cat([placed_keys[:, :, : context.prefix_tokens], projected.key], dim=2)
-    return projected.attention_received(keys, context.positions)[chunks]
+    return projected.attention_received(keys, context.positions)[chunks], wrong
 
 
 class _Repair:

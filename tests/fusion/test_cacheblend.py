@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from blend_oracle import _Blend, blended_logits, recorded_kv
+from blend_oracle import Held, blended_logits, recorded_kv
 from families import FAMILIES, assert_same, block_diagonal, masks_of, oracle_logits, random_prompt
 
 import ragcache as rc
@@ -21,11 +21,11 @@ def causal(prompt):
     return torch.ones(prompt.num_tokens, prompt.num_tokens, dtype=torch.bool).tril()
 
 
-class Watched(_Blend):
+class Watched(Held):
     """Remembers what the model itself computed, before anything is overridden."""
 
-    def __init__(self, recorded, computed):
-        super().__init__(recorded, computed)
+    def __init__(self, before, computed):
+        super().__init__(before, computed)
         self.own = {}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
-from families import FAMILIES, assert_same, block_diagonal, masks_of, oracle_logits, random_prompt
-from transformers import Cache
+from blend_oracle import forward
+from families import FAMILIES, assert_same, block_diagonal, oracle_logits, random_prompt
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError
@@ -26,40 +26,9 @@ def causal(n):
     return torch.ones(n, n, dtype=torch.bool).tril()
 
 
-class Held(Cache):
-    """Keys and values by layer: the model's own for the tokens that are computed there, `before`'s for all others."""
-
-    def __init__(self, before, computed):
-        super().__init__(layers=[])
-        self.before, self.computed, self.now = before, computed, {}
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        new = key_states, value_states
-        if self.before is not None:
-            chosen = torch.zeros(key_states.shape[2], dtype=torch.bool)
-            chosen[self.computed[layer_idx]] = True
-            grown = [self._grown(old, one.shape[2]) for old, one in zip(self.before[layer_idx], new, strict=True)]
-            new = tuple(torch.where(chosen[None, None, :, None], a, b) for a, b in zip(new, grown, strict=True))
-        self.now[layer_idx] = new
-        return new
-
-    @staticmethod
-    def _grown(old, length):
-        return torch.nn.functional.pad(old, (0, 0, 0, length - old.shape[2]))
-
-    def get_seq_length(self, layer_idx=0):
-        return 0
-
-
-@torch.no_grad()
-def forward(oracle, ids, allowed, before=None, computed=None):
-    """Last token's logits, keys and values by layer, and layer 1's attention of all heads together."""
-    held = Held(before, computed)
-    mask = masks_of(oracle, allowed)
-    out = oracle(
-        input_ids=torch.tensor([ids]), attention_mask=mask, past_key_values=held, output_attentions=True, use_cache=True
-    )
-    return out.logits[0, -1], held.now, out.attentions[1][0].double().sum(0)
+def layer_one(weights):
+    """Attention of all heads together, float64 [tokens, tokens]."""
+    return weights[1][0].double().sum(0)
 
 
 def wrong_values(oracle, prompt):
@@ -82,7 +51,7 @@ class Expected:
         self.wrong = wrong_values(oracle, prompt)
         chunks = list(range(len(prompt.prefix_ids), prompt.context_tokens))
         suffix = list(range(prompt.context_tokens, prompt.num_tokens))
-        received = forward(oracle, self.ids, causal(prompt.num_tokens))[2].sum(0)
+        received = layer_one(forward(oracle, self.ids, causal(prompt.num_tokens))[2]).sum(0)
         chosen = best(received * self.wrong, chunks, count)
         self.stale = [token for token in chunks if token not in chosen]
         apart = forward(oracle, self.ids, block_diagonal(prompt))[1]
@@ -94,7 +63,7 @@ class Expected:
         self.ids.append(token)
         last, mask = len(self.ids) - 1, causal(len(self.ids))
         _, _, weights = forward(self.oracle, self.ids, mask, self.kv, [torch.tensor([last])] * LAYERS)
-        chosen = best(weights[last][: len(self.wrong)] * self.wrong, self.stale, self.more)
+        chosen = best(layer_one(weights)[last][: len(self.wrong)] * self.wrong, self.stale, self.more)
         self.stale = [one for one in self.stale if one not in chosen]
         by_layer = [torch.tensor([*chosen, last])] * LAYERS
         self.logits, self.kv, _ = forward(self.oracle, self.ids, mask, self.kv, by_layer)
@@ -149,7 +118,7 @@ def test_the_answer_looks_elsewhere_than_the_question(load):
     _, oracle = load("llama")
     prompt = random_prompt(213, prefix=6, chunks=CHUNKS)
     expected = Expected(oracle, prompt, 0, 3)
-    received = forward(oracle, list(prompt.ids), causal(prompt.num_tokens))[2].sum(0)
+    received = layer_one(forward(oracle, prompt.ids, causal(prompt.num_tokens))[2]).sum(0)
     by_question = best(received * expected.wrong, list(expected.stale), 3)
     expected.step(int(expected.logits.argmax()))
     assert expected.chosen[1] != by_question
@@ -224,7 +193,7 @@ def test_an_answer_can_be_cancelled(load):
 def test_evict_is_refused_where_answers_run_passages_again(load):
     lm, _ = load("llama")
     prompt = random_prompt(231, prefix=6, chunks=CHUNKS)
-    with pytest.raises(ConfigError, match="decode_tokens=0"):
+    with pytest.raises(ConfigError, match="'kvshare' may run again while it answers; leave one of the two out"):
         rc.fuse(lm, prompt, "kvshare", evict=8)
     kept = rc.fuse(lm, prompt, "kvshare", decode_tokens=0, evict=8)
     assert len(write_steps(lm, kept, 3)) == 3
