@@ -195,7 +195,6 @@ class FusionMethod:
     needs_training: whether an untrained model is expected to answer worse with it
     reuses_blocks:  whether it wants KV blocks at all (full prefill does not)
     recipes:        recipes its blocks may be encoded under, the default first
-    remembers:      whether it keeps KV of earlier prompts, by `Job.scope`
     """
 
     name: ClassVar[str]
@@ -204,7 +203,6 @@ class FusionMethod:
     needs_training: ClassVar[bool] = False
     reuses_blocks: ClassVar[bool] = True
     recipes: ClassVar[tuple[str, ...]] = ("isolated", "prefix")
-    remembers: ClassVar[bool] = False
 
     @property
     def takes_exact(self) -> bool:
@@ -229,6 +227,11 @@ class FusionMethod:
         moves them as they are, and neither runs passages' tokens nor chooses among them. So it is where `prefill` is
         not overridden."""
         return type(self).prefill is FusionMethod.prefill
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it keeps KV of earlier prompts, by `Job.scope`."""
+        return False
 
     @property
     def reruns_in_answers(self) -> bool:

@@ -3,24 +3,51 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
 from numbers import Real
+from operator import methodcaller
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.errors import ConfigError
-from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, highest
+from ragcache.errors import ConfigError, is_whole
+from ragcache.fusion.anchors import Anchor, AnchorPool, Scope, cut, digest
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.recompute import Context, Running, highest, open_cache, rerun
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ragcache.kv.cache import FusedCache
+
 SCORE_LAYER = 1
 MOST = 2.0  # no chunk's impact is below a half: all of its tokens run
 
 
+@dataclass(frozen=True, eq=False)
+class Variant(Anchor):
+    """A chunk as a prompt left it, with its repaired tokens.
+
+    before: digests of the chunks that it stood behind, in order
+    about:  attention that it gave to each of them, float32 [chunks]
+    """
+
+    before: tuple[bytes, ...]
+
+    def overlap(self, before: Sequence[bytes]) -> float:
+        """How much of what it saw stands before it now, and in the same order (equations 6 to 8): 0 to 1."""
+        rank_of = {name: rank for rank, name in enumerate(before)}
+        ranks = [rank_of.get(name, -1) for name in self.before]
+        shared = torch.tensor([rank >= 0 for rank in ranks])
+        kept = _share(self.about[shared], self.about)
+        return kept * (1 - _disorder([rank for rank in ranks if rank >= 0]))
+
+
 @dataclass(frozen=True)
-class CacheCraft(RecomputeMethod):
-    """Per-chunk shares by context impact (Cache-Craft, equations 3, 4, 9 to 12 and 14).
+class CacheCraft(FusionMethod):
+    """Per-chunk shares by context impact (Cache-Craft, equations 3, 4, 6 to 12 and 14).
 
     inter(i, j) is the attention that the tokens of chunk i give to an earlier chunk j, intra(i) what they give to their
     own. With a = sum over j of inter(i, j) / (|i| |j|) and b = intra(i) / |i|^2, the Cache Context Impact is
@@ -32,14 +59,23 @@ class CacheCraft(RecomputeMethod):
     and layer 1's attention, which is then full prefill's own, decides. The first chunk has none before it and keeps
     what it has. The equations were read in public re-implementations that quote them, not in the paper itself.
 
-    Left out: several variants of a chunk's KV by what it was read behind, and the overlap of their prefixes with the
-    prompt's (equations 6 to 8), by which the paper chooses among them.
+    With `max_variants`, what a prompt made of each chunk is kept as a variant of its block. Of a later prompt's chunk
+    that variant is placed which overlaps most: beta is the share of the attention that it gave to chunks that stand
+    before it again, gamma the share of their pairs whose order is another (Kendall's tau distance), and
+    alpha * CCI * (1 - beta * (1 - gamma)) of its tokens run. A chunk that the variant never saw lowers beta as well, by
+    its share of the attention in this prompt. Behind the same chunks as before nothing runs again.
 
-    alpha: share that runs again of a chunk that leans on others alone; 0 is `reposition`. One that leans on none has
-           half of it, and 2 runs every chunk but the first
+    alpha:        share that runs again of a chunk that leans on others alone; 0 is `reposition`. One that leans on none
+                  has half of it, and 2 runs every chunk but the first
+    max_variants: of one chunk, beside its block; 0: its block alone
+    pool_bytes:   of all variants, in host memory; the least recently used go
+
+    pool: the variants. They last as long as this object, and the scope that they are of (`Job.scope`).
     """
 
     alpha: float = 0.3
+    max_variants: int = 0
+    pool_bytes: int = 1 << 30
 
     name: ClassVar[str] = "cachecraft"
     paper: ClassVar[str] = "Cache-Craft (arXiv 2502.15734)"
@@ -48,31 +84,103 @@ class CacheCraft(RecomputeMethod):
     def __post_init__(self) -> None:
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, Real) or not 0 <= self.alpha <= MOST:
             raise ConfigError(f"alpha is {self.alpha!r}; choose a number from 0 (nothing runs again) to {MOST:g}")
+        for name in ("max_variants", "pool_bytes"):
+            value = getattr(self, name)
+            if not is_whole(value) or value < 0:
+                raise ConfigError(f"{name} is {value!r}; choose a whole number, 0 or more")
+        _ = self.pool, self._scope  # made before threads share this object
 
-    def candidates(self, context: Context) -> Tensor:
-        slots = context.chunk_slots()
-        some = self.alpha > 0 and len(context.chunks) > 1 and context.lm.shape.num_layers > SCORE_LAYER
-        return slots if some else slots[:0]
+    @property
+    def remembers(self) -> bool:
+        return self.max_variants > 0
 
-    def chooser(self, context: Context) -> Choose:
+    @cached_property
+    def pool(self) -> AnchorPool[Variant]:
+        return AnchorPool(self.pool_bytes, self.max_variants)
+
+    @cached_property
+    def _scope(self) -> Scope:
+        """Of prompts that name none."""
+        return Scope()
+
+    def prefill(self, job: Job) -> Prefilled:
+        context = Context.of(job)
+        if not self.alpha or len(context.chunks) < 2 or job.lm.shape.num_layers <= SCORE_LAYER:
+            return job.read()
+        names = [digest(piece.ids) for piece in job.layout.placed(job.known)]
+        found = self._nearest(job, names)
+        blocks = [block if near is None else near.block for block, near in zip(job.blocks, found, strict=True)]
+        job = replace(job, blocks=blocks)
+        new = [rank for rank, near in enumerate(found) if rank and not (near and near.before == tuple(names[:rank]))]
+        if not new:
+            return job.read()
+        given: list[Tensor] = []
+
         def choose(running: Running) -> Tensor | None:
-            return self._chosen(_given(running, context), context) if running.layer == SCORE_LAYER else None
+            if running.layer != SCORE_LAYER:
+                return None
+            given.extend(torch.split(_given(running, context), list(context.chunk_tokens)))
+            taken = (self._chosen(rank, given[rank], context, names, near) for rank, near in enumerate(found))
+            return torch.cat(list(taken))
 
-        return choose
+        done = rerun(job, context, open_cache(job, context), context.chunk_slots(), choose)
+        if self.remembers:
+            with torch.inference_mode(), job.placing():
+                for rank in new:
+                    self._keep(job, context, done.cache, names[: rank + 1], given[rank])
+        return done
 
-    def _chosen(self, given: Tensor, context: Context) -> Tensor:
-        """Slots of the tokens that run: int64, ascending. given: see `_given`"""
-        sizes = torch.tensor(context.chunk_tokens, dtype=torch.float32, device=given.device)
-        found, first = [], 0
-        for chunk, count in enumerate(context.chunk_tokens):
-            own = given[first : first + count]
-            inter, intra = own[:, :chunk], own[:, chunk]
-            a, b = (inter.sum(0) / (count * sizes[:chunk])).sum(), intra.sum() / count**2
-            share = self.alpha * float(torch.sigmoid(a / b)) if chunk else 0.0
-            taken = highest(inter.sum(1), min(count, math.ceil(share * count)))
-            found.append(context.chunk_starts[chunk] + taken)
-            first += count
-        return torch.cat(found)
+    def _nearest(self, job: Job, names: Sequence[bytes]) -> list[Variant | None]:
+        """Of each chunk the variant that overlaps most; None: its block."""
+        scope, found = job.scope or self._scope, list[Variant | None]()
+        for rank, name in enumerate(names):
+            known = self.pool.of(scope, _passage(job, name)) if rank and self.remembers else []
+            overlap = methodcaller("overlap", names[:rank])
+            near = max(filter(overlap, known), key=overlap, default=None)
+            if near is not None:
+                self.pool.put(scope, near)
+            found.append(near)
+        return found
+
+    def _chosen(
+        self, rank: int, given: Tensor, context: Context, names: Sequence[bytes], near: Variant | None
+    ) -> Tensor:
+        """Slots of the chunk's tokens that run: int64, ascending. given: see `_given`"""
+        count, sizes = given.shape[0], torch.tensor(context.chunk_tokens[:rank], device=given.device)
+        inter, intra = given[:, :rank], given[:, rank]
+        a, b = (inter.sum(0) / (count * sizes)).sum(), intra.sum() / count**2
+        share = self.alpha * float(torch.sigmoid(a / b)) if rank else 0.0
+        if near is not None:
+            seen = torch.tensor([name in near.before for name in names[:rank]], device=given.device)
+            share *= 1 - near.overlap(names[:rank]) * _share(inter[:, seen], inter)
+        return context.chunk_starts[rank] + highest(inter.sum(1), min(count, math.ceil(share * count)))
+
+    def _keep(self, job: Job, context: Context, cache: FusedCache, names: Sequence[bytes], given: Tensor) -> None:
+        """Keep what this prompt made of the last of these chunks. given: see `_given`"""
+        *before, name = names
+        start = context.chunk_starts[len(before)]
+        block = cut(job.lm, cache, start, int(context.positions[start]), given.shape[0])
+        about, behind = given[:, : len(before)].sum(0).cpu(), sha256(b"".join(before)).digest()
+        self.pool.put(job.scope or self._scope, Variant(_passage(job, name), behind, about, block, tuple(before)))
+
+
+def _passage(job: Job, name: bytes) -> bytes:
+    """A chunk behind this prompt's prefix."""
+    prefix = job.layout.ids[: job.layout.passages[0].start]
+    return sha256(job.lm.fingerprint.encode() + digest(prefix) + name).digest()
+
+
+def _share(part: Tensor, whole: Tensor) -> float:
+    """Of what is summed up; 0 of nothing."""
+    total = float(whole.sum())
+    return float(part.sum()) / total if total else 0.0
+
+
+def _disorder(ranks: Sequence[int]) -> float:
+    """Share of the pairs whose order is another: Kendall's tau distance, 0 to 1."""
+    order = torch.tensor(ranks)
+    pairs = len(ranks) * (len(ranks) - 1) // 2
+    return int((order[:, None] > order).triu(1).sum()) / pairs if pairs else 0.0
 
 
 def _given(running: Running, context: Context) -> Tensor:

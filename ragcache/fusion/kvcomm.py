@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.anchors import Anchor, AnchorPool, Scope
+from ragcache.fusion.anchors import Anchor, AnchorPool, Scope, cut, digest
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.layout import Piece
 from ragcache.kv.block import KVBlock, empty_block
@@ -66,7 +65,6 @@ class KVComm(FusionMethod):
     name: ClassVar[str] = "kvcomm"
     paper: ClassVar[str] = "KVCOMM (arXiv 2510.12872)"
     summary: ClassVar[str] = "adds offsets that full prefills of the same passages left under other contexts"
-    remembers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, least in (("pool_bytes", 0), ("max_anchors", FEWEST_ANCHORS)):
@@ -79,8 +77,12 @@ class KVComm(FusionMethod):
             raise ConfigError(f"temperature is {self.temperature!r}; choose a number above 0")
         _ = self.pool, self._scope  # made before threads share this object
 
+    @property
+    def remembers(self) -> bool:
+        return True
+
     @cached_property
-    def pool(self) -> AnchorPool:
+    def pool(self) -> AnchorPool[Anchor]:
         return AnchorPool(self.pool_bytes, self.max_anchors)
 
     @cached_property
@@ -110,7 +112,7 @@ class KVComm(FusionMethod):
 
     def _under(self, job: Job, piece: Piece, block: KVBlock) -> KVBlock | None:
         scope, before = job.scope or self._scope, job.layout.ids[: piece.start]
-        anchors, context = self.pool.of(scope, _passage(job.lm, piece)), _digest(before)
+        anchors, context = self.pool.of(scope, _passage(job.lm, piece)), digest(before)
         for anchor in anchors:
             if anchor.context == context:
                 self.pool.put(scope, anchor)
@@ -130,20 +132,16 @@ class KVComm(FusionMethod):
         ids, scope = job.layout.ids, job.scope or self._scope
         for piece in job.layout.passages:
             before = ids[: piece.start]
-            block = _cut(job.lm, cache, piece).map(lambda tensor: tensor.cpu())
-            self.pool.put(scope, Anchor(_passage(job.lm, piece), _digest(before), _about(job.lm, before), block))
+            block = cut(job.lm, cache, piece.start, piece.start, len(piece.ids))
+            self.pool.put(scope, Anchor(_passage(job.lm, piece), digest(before), _about(job.lm, before), block))
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _digest(ids: Sequence[int]) -> bytes:
-    return sha256(array("q", ids).tobytes()).digest()
-
-
 def _passage(lm: LanguageModel, piece: Piece) -> bytes:
-    return sha256(lm.fingerprint.encode() + _digest(piece.ids)).digest()
+    return sha256(lm.fingerprint.encode() + digest(piece.ids)).digest()
 
 
 def _about(lm: LanguageModel, before: Sequence[int]) -> Tensor:
@@ -168,13 +166,3 @@ def _mean(lm: LanguageModel, blocks: Sequence[KVBlock], weights: Sequence[float]
             held = torch.stack([part(block).to(lm.device).float() for block in blocks])
             part(mean).copy_(torch.tensordot(by_block, held, dims=1))
     return mean
-
-
-def _cut(lm: LanguageModel, cache: FusedCache, piece: Piece) -> KVBlock:
-    """A passage's KV, keys before RoPE, out of a cache whose slots are the prompt's positions."""
-    block = empty_block(lm.shape, len(piece.ids))
-    for layer in range(lm.shape.num_layers):
-        keys, values, _ = cache.layer_state(layer)
-        lm.rope.unrotate(keys[0, :, piece.start : piece.end], layer, piece.start, out=block.layer_keys(layer))
-        block.layer_values(layer).copy_(values[0, :, piece.start : piece.end])
-    return block
