@@ -68,6 +68,9 @@ def quantise(numbers: Tensor, dim: int, size: int, levels: int, dtype: torch.dty
 
 def restore(out: Tensor, dim: int, size: int, scales: Tensor, zeros: Tensor) -> None:
     """Replace the codes in `out` (float32) by numbers. scales, zeros: float32, as `quantise` shapes them."""
+    if scales.shape[dim] == 1:  # the usual case, and the views below take as long as the arithmetic
+        _scale(out, scales, zeros)
+        return
     whole = out.shape[dim] // size
     if whole:
         grouped = torch.unflatten(out.narrow(dim, 0, whole * size), dim, (whole, size))

@@ -57,12 +57,13 @@ class KiviCodec(LayerCodec):
             expect(tensors, name, (*shape[:dim], groups, *shape[dim + 1 :]), torch.float16, torch.float32)
 
     def decode_part(self, part: Part, tensors: Mapping[str, Tensor], layer: int, out: Tensor) -> None:
-        codes, scales, zeros = (
-            tensors[name][layer].to(out.device, non_blocking=True) for name in ("codes", "scales", "zeros")
+        codes = tensors["codes"][layer].to(out.device, non_blocking=True)
+        scales, zeros = (
+            tensors[name][layer].to(out.device, torch.float32, non_blocking=True) for name in ("scales", "zeros")
         )
         unpack(codes, self.bits, out)
         dim = _GROUPED[part] - 1
-        restore(out, dim, group_size(out.shape[dim], self.largest[part]), scales.float(), zeros.float())
+        restore(out, dim, group_size(out.shape[dim], self.largest[part]), scales, zeros)
 
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
         scales, zeros = tensors["scales"].double(), tensors["zeros"].double()
