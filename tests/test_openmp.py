@@ -129,6 +129,7 @@ print(max(seen))
 """
 
 
+@pytest.mark.slow
 def test_a_caller_that_has_computed_has_no_team_while_it_waits_for_the_model() -> None:
     """An embedding model of the application's own would leave it such a team. The model's thread may have one."""
     assert run(WAITING, "on") == [3]

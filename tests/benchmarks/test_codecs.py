@@ -32,6 +32,7 @@ def test_it_runs_and_states_its_goals(tmp_path, capsys):
     assert len(text.splitlines()) == 2 + len(CODECS) + 3 + len(PRUNED) + len(pruned)
 
 
+@pytest.mark.slow
 def test_one_codec_is_measured_beside_raw_and_leaves_the_others_results_alone(tmp_path):
     result = main(["--rounds", "0", "--questions", "1", "--codec", "mikv", "--out", str(tmp_path)])
     assert [path.name for path in tmp_path.glob("*.json")] == ["codecs-mikv.json"]

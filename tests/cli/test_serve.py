@@ -74,6 +74,7 @@ def test_a_server_from_its_start_to_its_end(tmp_path, model):
     assert "from-" not in "".join(errors)
 
 
+@pytest.mark.slow
 def test_chat_in_a_page(store):
     with process("chat", "--web", "--store", store, "--port", 0) as (running, url, _errors):
         page = httpx.get(f"{url}/", trust_env=False, timeout=120)

@@ -92,7 +92,7 @@ def assert_equal(kit: Kit, other: Kit) -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_at_random_moments(runner, finished, lm, times):
     """Each a random time behind a step, and the steps spread over the ingestion, however fast it runs."""
     rng, visible = random.Random(times), []
@@ -130,7 +130,7 @@ def test_a_store_killed_again_and_again_gets_there(runner, finished, lm):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("neighbours", [0, 2])
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_sync_killed_at_any_step_finishes_when_run_again(lm, lm_directory, runner, tmp_path, stride, neighbours):
     """Every document is whole and of one version or the other; nothing but what vanished is ever missing."""
     folder, base, work = tmp_path / "docs", tmp_path / "base", tmp_path / "work"

@@ -169,6 +169,7 @@ async def test_every_way_to_call_gives_the_same(chat, passages):
     assert chat.bind(max_tokens=64).invoke(reading(passages)).text == expected
 
 
+@pytest.mark.slow
 async def test_32_at_once(chat):
     texts = list(REGISTRY.items())
     questions = [

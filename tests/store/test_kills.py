@@ -131,7 +131,9 @@ def test_killed_while_putting_blocks(tmp_path: Path, children: Children, kills: 
     assert leftovers, "some kills hit a write"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "s3" else kind for kind in KINDS]
+)
 def test_killed_while_putting_blocks_remotely(tmp_path: Path, kind: str) -> None:
     """Another machine finds what was put, whole, and nothing of what was under way or deleted."""
     rng, url = random.Random(kind), remote_url(kind, tmp_path / "kv")

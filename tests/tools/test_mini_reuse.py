@@ -130,7 +130,10 @@ def test_rows_are_the_same_each_time():
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("variant", "method"), [("link5", "link"), ("link0", "reposition"), ("markers", "markers")])
+@pytest.mark.parametrize(
+    ("variant", "method"),
+    [pytest.param("link5", "link", marks=pytest.mark.slow), ("link0", "reposition"), ("markers", "markers")],
+)
 def test_the_result_loads_for_its_method(variant, method, tmp_path, capsys):
     dtype = "bfloat16" if variant == "link5" else "float32"  # the default once: some processors emulate it
     options = ReuseOptions(str(tmp_path), variant=variant, workers=1, max_tokens=2000, log_every=1, dtype=dtype)
