@@ -29,7 +29,7 @@ from tools.mini.reuse import (
     ReuseOptions,
     ReuseTrainer,
 )
-from tools.mini.reuse_data import draw_row, draw_rows
+from tools.mini.reuse_data import draw_row, draw_rows, draw_texts
 
 
 @pytest.fixture
@@ -127,6 +127,16 @@ def test_rows_are_those_that_the_general_trainer_reads(tmp_path):
 
 def test_rows_are_the_same_each_time():
     assert list(draw_rows(5, seed=1)) == list(draw_rows(5, seed=1)) != list(draw_rows(5, seed=2))
+
+
+def test_texts_say_all_twice():
+    rows, texts = list(draw_rows(4, seed=3)), list(draw_texts(4, seed=3))
+    for row, text in zip(rows, texts, strict=True):
+        first = "".join(row["passages"][:6])
+        assert text["type"] == "text"
+        assert text["text"].startswith(first)
+        assert sorted(text["text"][len(first) :]) == sorted(first)
+    assert any(text["text"] != 2 * "".join(row["passages"][:6]) for row, text in zip(rows, texts, strict=True))
 
 
 @pytest.mark.usefixtures("one_thread")
