@@ -98,7 +98,7 @@ class AnchorPool(Generic[A]):
         return oldest.popitem(last=False)[1][0].num_bytes
 
 
-def digest(ids: Sequence[int]) -> bytes:
+def ids_digest(ids: Sequence[int]) -> bytes:
     return sha256(array("q", ids).tobytes()).digest()
 
 

@@ -12,7 +12,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.anchors import Anchor, AnchorPool, Scope, cut, digest
+from ragcache.fusion.anchors import Anchor, AnchorPool, Scope, cut, ids_digest
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.recompute import Context, Running, highest, open_cache, rerun
 from ragcache.lazy import torch
@@ -107,7 +107,7 @@ class CacheCraft(FusionMethod):
         context = Context.of(job)
         if not self.alpha or len(context.chunks) < 2 or job.lm.shape.num_layers <= SCORE_LAYER:
             return job.read()
-        names = [digest(piece.ids) for piece in job.layout.placed(job.known)]
+        names = [ids_digest(piece.ids) for piece in job.layout.placed(job.known)]
         found = self._nearest(job, names)
         blocks = [block if near is None else near.block for block, near in zip(job.blocks, found, strict=True)]
         job = replace(job, blocks=blocks)
@@ -167,7 +167,7 @@ class CacheCraft(FusionMethod):
 def _passage(job: Job, name: bytes) -> bytes:
     """A chunk behind this prompt's prefix."""
     prefix = job.layout.ids[: job.layout.passages[0].start]
-    return sha256(job.lm.fingerprint.encode() + digest(prefix) + name).digest()
+    return sha256(job.lm.fingerprint.encode() + ids_digest(prefix) + name).digest()
 
 
 def _share(part: Tensor, whole: Tensor) -> float:

@@ -12,7 +12,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.anchors import Anchor, AnchorPool, Scope, cut, digest
+from ragcache.fusion.anchors import Anchor, AnchorPool, Scope, cut, ids_digest
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.layout import Piece
 from ragcache.kv.block import KVBlock, empty_block
@@ -112,7 +112,7 @@ class KVComm(FusionMethod):
 
     def _under(self, job: Job, piece: Piece, block: KVBlock) -> KVBlock | None:
         scope, before = job.scope or self._scope, job.layout.ids[: piece.start]
-        anchors, context = self.pool.of(scope, _passage(job.lm, piece)), digest(before)
+        anchors, context = self.pool.of(scope, _passage(job.lm, piece)), ids_digest(before)
         for anchor in anchors:
             if anchor.context == context:
                 self.pool.put(scope, anchor)
@@ -133,7 +133,7 @@ class KVComm(FusionMethod):
         for piece in job.layout.passages:
             before = ids[: piece.start]
             block = cut(job.lm, cache, piece.start, piece.start, len(piece.ids))
-            self.pool.put(scope, Anchor(_passage(job.lm, piece), digest(before), _about(job.lm, before), block))
+            self.pool.put(scope, Anchor(_passage(job.lm, piece), ids_digest(before), _about(job.lm, before), block))
 
 
 def _is_number(value: object) -> bool:
@@ -141,7 +141,7 @@ def _is_number(value: object) -> bool:
 
 
 def _passage(lm: LanguageModel, piece: Piece) -> bytes:
-    return sha256(lm.fingerprint.encode() + digest(piece.ids)).digest()
+    return sha256(lm.fingerprint.encode() + ids_digest(piece.ids)).digest()
 
 
 def _about(lm: LanguageModel, before: Sequence[int]) -> Tensor:
