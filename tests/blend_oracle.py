@@ -61,7 +61,7 @@ def forward(
 
 
 def recorded_kv(model: PreTrainedModel, prompt: rc.Prompt, allowed: Tensor) -> KV:
-    """Of one forward under `allowed`."""
+    """Keys and values of one forward under `allowed`."""
     return forward(model, prompt.ids, allowed)[1]
 
 

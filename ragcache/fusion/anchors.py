@@ -55,11 +55,14 @@ class AnchorPool(Generic[A]):
 
     max_bytes:   of all anchors; never exceeded
     max_anchors: of one passage
+
+    scope: for prompts that name none; it lasts as long as the pool
     """
 
     def __init__(self, max_bytes: int, max_anchors: int) -> None:
         self.max_bytes = max_bytes
         self.max_anchors = max_anchors
+        self.scope = Scope()
         # By scope, the least recently used first, each with the time of that use.
         self._held: WeakKeyDictionary[Scope, OrderedDict[tuple[bytes, bytes], tuple[A, int]]]
         self._held = WeakKeyDictionary()

@@ -12,7 +12,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.anchors import Anchor, AnchorPool, Scope, cut, ids_digest
+from ragcache.fusion.anchors import Anchor, AnchorPool, cut, ids_digest
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.recompute import Context, Running, highest, open_cache, rerun
 from ragcache.lazy import torch
@@ -88,7 +88,7 @@ class CacheCraft(FusionMethod):
             value = getattr(self, name)
             if not is_whole(value) or value < 0:
                 raise ConfigError(f"{name} is {value!r}; choose a whole number, 0 or more")
-        _ = self.pool, self._scope  # made before threads share this object
+        _ = self.pool  # made before threads share this object
 
     @property
     def remembers(self) -> bool:
@@ -97,11 +97,6 @@ class CacheCraft(FusionMethod):
     @cached_property
     def pool(self) -> AnchorPool[Variant]:
         return AnchorPool(self.pool_bytes, self.max_variants)
-
-    @cached_property
-    def _scope(self) -> Scope:
-        """Of prompts that name none."""
-        return Scope()
 
     def prefill(self, job: Job) -> Prefilled:
         context = Context.of(job)
@@ -131,8 +126,8 @@ class CacheCraft(FusionMethod):
         return done
 
     def _nearest(self, job: Job, names: Sequence[bytes]) -> list[Variant | None]:
-        """Of each chunk the variant that overlaps most; None: its block."""
-        scope, found = job.scope or self._scope, list[Variant | None]()
+        """The variant of each chunk that overlaps most; None: its block."""
+        scope, found = job.scope or self.pool.scope, list[Variant | None]()
         for rank, name in enumerate(names):
             known = self.pool.of(scope, _passage(job, name)) if rank and self.remembers else []
             overlap = methodcaller("overlap", names[:rank])
@@ -161,7 +156,7 @@ class CacheCraft(FusionMethod):
         start = context.chunk_starts[len(before)]
         block = cut(job.lm, cache, start, int(context.positions[start]), given.shape[0])
         about, behind = given[:, : len(before)].sum(0).cpu(), sha256(b"".join(before)).digest()
-        self.pool.put(job.scope or self._scope, Variant(_passage(job, name), behind, about, block, tuple(before)))
+        self.pool.put(job.scope or self.pool.scope, Variant(_passage(job, name), behind, about, block, tuple(before)))
 
 
 def _passage(job: Job, name: bytes) -> bytes:
@@ -171,7 +166,7 @@ def _passage(job: Job, name: bytes) -> bytes:
 
 
 def _share(part: Tensor, whole: Tensor) -> float:
-    """Of what is summed up; 0 of nothing."""
+    """The part's sum over the whole's; 0 of nothing."""
     total = float(whole.sum())
     return float(part.sum()) / total if total else 0.0
 

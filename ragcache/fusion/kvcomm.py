@@ -12,7 +12,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.anchors import Anchor, AnchorPool, Scope, cut, ids_digest
+from ragcache.fusion.anchors import Anchor, AnchorPool, cut, ids_digest
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.layout import Piece
 from ragcache.kv.block import KVBlock, empty_block
@@ -75,7 +75,7 @@ class KVComm(FusionMethod):
             raise ConfigError(f"threshold is {self.threshold!r}; choose a share of the entropy, a number from 0 to 1")
         if not _is_number(self.temperature) or not 0 < self.temperature < math.inf:
             raise ConfigError(f"temperature is {self.temperature!r}; choose a number above 0")
-        _ = self.pool, self._scope  # made before threads share this object
+        _ = self.pool  # made before threads share this object
 
     @property
     def remembers(self) -> bool:
@@ -84,11 +84,6 @@ class KVComm(FusionMethod):
     @cached_property
     def pool(self) -> AnchorPool[Anchor]:
         return AnchorPool(self.pool_bytes, self.max_anchors)
-
-    @cached_property
-    def _scope(self) -> Scope:
-        """Of prompts that name none."""
-        return Scope()
 
     def prefill(self, job: Job) -> Prefilled:
         with torch.inference_mode(), job.placing():
@@ -111,7 +106,7 @@ class KVComm(FusionMethod):
         return blocks
 
     def _under(self, job: Job, piece: Piece, block: KVBlock) -> KVBlock | None:
-        scope, before = job.scope or self._scope, job.layout.ids[: piece.start]
+        scope, before = job.scope or self.pool.scope, job.layout.ids[: piece.start]
         anchors, context = self.pool.of(scope, _passage(job.lm, piece)), ids_digest(before)
         for anchor in anchors:
             if anchor.context == context:
@@ -129,7 +124,7 @@ class KVComm(FusionMethod):
 
     def _observe(self, job: Job, cache: FusedCache) -> None:
         """Keep every passage's KV out of a cache that holds the prompt in full, by position."""
-        ids, scope = job.layout.ids, job.scope or self._scope
+        ids, scope = job.layout.ids, job.scope or self.pool.scope
         for piece in job.layout.passages:
             before = ids[: piece.start]
             block = cut(job.lm, cache, piece.start, piece.start, len(piece.ids))

@@ -41,7 +41,7 @@ def told(lm, prompt, orders=ORDERS, **options):
         fused = rc.fuse(lm, ordered(prompt, order), strict)
         assert set(fused.computed_tokens) == {prompt.num_tokens - len(prompt.prefix_ids)}
     method = get_method("kvcomm", **options)
-    vars(method).update(pool=strict.pool, _scope=strict._scope)
+    vars(method).update(pool=strict.pool)
     return method
 
 
