@@ -105,7 +105,7 @@ def difference(of: Answers, over: Answers) -> Estimate:
     return estimate([float(a) - float(b) for a, b in pairs])
 
 
-def goals(found: dict[str, Answers], settings: Settings) -> list[Goal]:
+def goals(found: dict[str, Answers]) -> list[Goal]:
     """The order of the paper's table: what was trained in the order given, LLMLingua-2 last."""
     order = [label for label in found if label not in ("full prefill", "all KV")]
     return [
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about = environment("benchmarks.anchors", sys.argv[1:] if arguments is None else arguments, torch.device("cpu"))
     found = {way.label: read(way, method, settings) for way, method in ways(settings)}
     table = rows(found)
-    result = Result("anchors", asdict(settings), about, {}, {}, {"rows": table}, goals(found, settings))
+    result = Result("anchors", asdict(settings), about, {}, {}, {"rows": table}, goals(found))
     show(result)
     print("\n".join(markdown(table)))
     path = write(result, Path(given.out))

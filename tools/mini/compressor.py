@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from tools.mini.batches import IGNORED
 from tools.mini.evaluate import MINI_BASE
 from tools.mini.reuse_data import PASSAGES, draw_row
 
 BATCH = 32
 LEARNING_RATE = 3e-4
-IGNORED = -100
 
 
 def train(out: Path, steps: int, seed: int) -> float:
