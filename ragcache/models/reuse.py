@@ -19,7 +19,7 @@ form is Block-Attention (Ma et al., arXiv 2409.15355), which is KVLink with no l
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -208,11 +208,19 @@ class ReuseSpec:
         return (self.doc_start_id,), (self.doc_end_id,)
 
     @property
+    def roles(self) -> dict[int, str]:
+        """What each id that belongs to the method stands for."""
+        groups: dict[str, Sequence[int]] = {f"link {slot + 1}": self.link_ids(slot) for slot in range(self.link_slots)}
+        groups |= zip(("header", "trailer"), self.packet or (), strict=False)
+        groups |= {"anchor": self.anchors.ids if self.anchors else ()}
+        alone = {name: getattr(self, f"{name}_id") for name in ("kv_start", "kv_end", "doc_start", "doc_end")}
+        several = {id: f"{name}, {place}" for name, ids in groups.items() for place, id in enumerate(ids, start=1)}
+        return several | {id: name for name, id in alone.items() if id is not None}
+
+    @property
     def added_ids(self) -> frozenset[int]:
         """All ids that belong to the method: never sampled, never part of a text."""
-        links = (i for slot in range(self.link_slots) for i in self.link_ids(slot))
-        stored = [i for side in (*(self.markers or ()), self.anchors.ids if self.anchors else ()) for i in side]
-        return frozenset([*links, *stored, *(i for i in (self.kv_start_id, self.kv_end_id) if i is not None)])
+        return frozenset(self.roles)
 
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
         """Raises ConfigError when the model has no such ids, or the tokenizer does not set them apart from text."""

@@ -142,19 +142,20 @@ def _in_a_row(ids: list[int]) -> bool:
 def prepare_model(model: PreTrainedModel, spec: ReuseSpec | None, seed: int) -> None:
     """Make room for the ids, give their rows a start, and write the section into the configuration.
 
-    Tied heads stay tied. A checkpoint that was trained the same way before keeps its rows.
+    Tied heads stay tied. An id that stood for the same in an earlier training keeps its row.
     """
     before: Any = getattr(model.config, SECTION, None)
     if spec is None:
         if before is not None:
             delattr(model.config, SECTION)
         return
+    earlier = {} if before is None else ReuseSpec.read(before).roles
     added = sorted(spec.added_ids)
     old_size = model.get_input_embeddings().weight.shape[0]
     new_size = grown(old_size, added)
     if new_size > old_size:
         model.resize_token_embeddings(new_size, mean_resizing=False)
-    fresh = sorted({*range(old_size, new_size), *(() if before == spec.section() else added)})
+    fresh = sorted({*range(old_size, new_size), *(id for id, role in spec.roles.items() if earlier.get(id) != role)})
     if fresh:
         _start_rows(model, fresh, seed)
     setattr(model.config, SECTION, spec.section())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import tiny_config
@@ -171,6 +173,29 @@ def test_a_checkpoint_that_was_trained_before_keeps_its_rows():
     before = model.get_input_embeddings().weight.detach().clone()
     prepare_model(model, spec, 2)
     assert torch.equal(model.get_input_embeddings().weight, before)
+
+
+def test_ids_that_stand_for_the_same_keep_their_rows():
+    """Anchors are added to links, then there are fewer anchors: link tokens stay, and so do the first anchors."""
+    model, links = tiny(True), ReuseSpec("link", "isolated", 2, 3, 199, 205, 206)
+    prepare_model(model, links, 1)
+    before = model.get_input_embeddings().weight.detach().clone()
+    many = replace(links, first_anchor_id=207, anchor_tokens=4, anchor_segment=8)
+    prepare_model(model, many, 2)
+    anchored = model.get_input_embeddings().weight.detach().clone()
+    assert torch.equal(anchored[:207], before)
+    prepare_model(model, replace(many, anchor_tokens=2), 3)
+    assert torch.equal(model.get_input_embeddings().weight, anchored)
+
+
+def test_ids_that_stand_for_something_else_start_anew():
+    model, links = tiny(True), ReuseSpec("link", "isolated", 2, 3, 199, 205, 206)
+    prepare_model(model, links, 1)
+    before = model.get_input_embeddings().weight.detach().clone()
+    prepare_model(model, replace(links, link_tokens=3, link_slots=2), 2)
+    changed = (model.get_input_embeddings().weight.detach() != before).any(1)
+    # Of slot 1 the tokens 1 and 2 stay; from the third on every id is another token of another slot.
+    assert torch.nonzero(changed).flatten().tolist() == [201, 202, 203, 204]
 
 
 def test_ordinary_training_takes_the_section_away():
