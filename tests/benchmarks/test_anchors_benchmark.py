@@ -21,8 +21,8 @@ def classifier(tmp_path_factory) -> str:
 
 def test_the_table_says_how_much_is_kept_and_how_many_answers_are_right(tmp_path, classifier, capsys):
     given = ["--questions", "3", "--seed", "9", "--trained", "again=mini", "--classifier", classifier]
-    anchors.main([*given, "--out", str(tmp_path)])
-    found = json.loads((tmp_path / "anchors.json").read_text())
+    anchors.main([*given, "--name", "half", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "half.json").read_text())
     rows = {row["label"]: row for row in found["figures"]["rows"]}
     assert list(rows) == ["full prefill", "all KV", "again", "LLMLingua-2, 0.5"]
     assert rows["full prefill"]["kept_share"] == pytest.approx(1, abs=1e-6)
@@ -34,4 +34,4 @@ def test_the_table_says_how_much_is_kept_and_how_many_answers_are_right(tmp_path
     assert goal["what"] == "right answers, again less LLMLingua-2, 0.5"
     shares = [[rows[label][f"{hops}hop"]["mean"] for hops in (1, 2)] for label in ("again", "LLMLingua-2, 0.5")]
     assert goal["measured"] == pytest.approx(sum(shares[0]) / 2 - sum(shares[1]) / 2)
-    assert "| KV kept |" in (tmp_path / "anchors.md").read_text()
+    assert "| KV kept |" in (tmp_path / "half.md").read_text()
