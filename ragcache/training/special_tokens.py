@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,18 +143,17 @@ def prepare_model(model: PreTrainedModel, spec: ReuseSpec | None, seed: int) -> 
 
     Tied heads stay tied. An id that stood for the same in an earlier training keeps its row.
     """
-    before: Any = getattr(model.config, SECTION, None)
     if spec is None:
-        if before is not None:
+        if getattr(model.config, SECTION, None) is not None:
             delattr(model.config, SECTION)
         return
-    earlier = {} if before is None else ReuseSpec.read(before).roles
-    added = sorted(spec.added_ids)
+    before, roles = ReuseSpec.of(model.config), spec.roles
+    earlier = {} if before is None else before.roles
     old_size = model.get_input_embeddings().weight.shape[0]
-    new_size = grown(old_size, added)
+    new_size = grown(old_size, roles)
     if new_size > old_size:
         model.resize_token_embeddings(new_size, mean_resizing=False)
-    fresh = sorted({*range(old_size, new_size), *(id for id, role in spec.roles.items() if earlier.get(id) != role)})
+    fresh = sorted({*range(old_size, new_size), *(id for id, role in roles.items() if earlier.get(id) != role)})
     if fresh:
         _start_rows(model, fresh, seed)
     setattr(model.config, SECTION, spec.section())
