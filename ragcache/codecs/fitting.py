@@ -37,6 +37,7 @@ from ragcache.codecs.transform import (
 )
 from ragcache.errors import BasisError, check_least
 from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.kv.sparse import SparseBlock
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 RATIO = 20.0
+SPARSE_RATIO = 10.0
+"""Where each head holds tokens of its own, its numbers say little of those of the others: half the ratio."""
 FEATURES = 256
 # Tokens for every feature: with fewer, components follow the sample's noise.
 LEAST_TOKENS = 2
@@ -57,22 +60,28 @@ _CORRECTIONS = 3
 _PASSAGE_TOKENS = 256
 
 
-def fit_basis(blocks: Sequence[KVBlock], ratio: float = RATIO, features: int = FEATURES) -> KVBlock:
+def fit_basis(blocks: Sequence[KVBlock], ratio: float | None = None, features: int = FEATURES) -> KVBlock:
     """The basis of these passages' blocks, which are of one model.
 
-    ratio:    bytes in bfloat16 over those of the tokens that are not kept exact
+    ratio:    bytes in bfloat16 over those of the tokens that are not kept exact; None: `usual_ratio`
     features: of a group at most, unless one layer has more
 
     Raises BasisError when there are too few tokens, ConfigError.
     """
-    check_least("ratio", ratio, 1)
     first = next(iter(blocks), None)
     if isinstance(first, MixedBlock):
         parts = zip(*(block.parts for block in blocks if isinstance(block, MixedBlock)), strict=True)
         return MixedBlock(_same_rows([fit_basis(own, ratio, features) for own in parts]), first.part_of)
+    ratio = usual_ratio(isinstance(first, SparseBlock)) if ratio is None else ratio
+    check_least("ratio", ratio, 1)
     keys = [block.keys[:, :, FIRST_TOKENS:] for block in blocks]
     values = [block.values[:, :, FIRST_TOKENS:] for block in blocks]
     return _block(_fit(keys, ratio, features), _fit(values, ratio, features))
+
+
+def usual_ratio(is_sparse: bool) -> float:
+    """is_sparse: the heads of a block hold tokens of their own (KVzip)"""
+    return SPARSE_RATIO if is_sparse else RATIO
 
 
 def stand_in(example: KVBlock) -> KVBlock:
@@ -115,7 +124,7 @@ def _fit(numbers: Sequence[Tensor], ratio: float, features: int) -> Tensor:
     if tokens < needed:
         raise BasisError(
             f"a basis for codec 'kvtc' needs {needed:,} tokens, and there are {tokens:,} behind the first "
-            f"{FIRST_TOKENS} of each passage: ingest more passages at once, or use another codec until there are enough"
+            "one of each passage: ingest more passages at once, or use another codec until there are enough"
         )
     made = [_fit_group(torch.cat([_flat(one, own) for one in numbers]), heads, width, ratio) for own in groups]
     return _joined(made, heads, width)

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.base import Codec
 from ragcache.codecs.bases import Bases
-from ragcache.codecs.fitting import FEATURES, RATIO, layer_groups, stand_in
+from ragcache.codecs.fitting import FEATURES, layer_groups, stand_in, usual_ratio
 from ragcache.codecs.frames import check_frames, pack_frames
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
 from ragcache.codecs.raw import RawCodec
 from ragcache.codecs.transform import FIRST_TOKENS, WIDTHS, Group
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
+from ragcache.kv.shape import LayerShape
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
@@ -38,10 +39,11 @@ class KvtcCodec(LayerCodec):
     2. Each component has a step of its own, and codes of 8, 4 or 2 bits; most have none.
     3. The codes of one width are packed and entropy-coded by zstandard (KVTC: DEFLATE).
 
-    The first tokens of a passage, which are attention sinks, are kept exact, and so is every token that would be
-    restored with an error beyond its group's limit. KVTC keeps the last 128 exact, too: the window in which an answer
-    is generated; a passage has no such place, so there are none by default. Exact is what 16 bits hold, as in the
-    paper, whose models are of 16 bits: a float32 block's exact tokens are rounded to bfloat16.
+    The first token of a passage, which is an attention sink, is kept exact, and so is every token that would be
+    restored with an error beyond its group's limit. KVTC keeps the first 4, which of what KVzip leaves would be more
+    bytes than all others, and the last 128: the window in which an answer is generated; a passage has no such place,
+    so there are none by default. Exact is what 16 bits hold, as in the paper, whose models are of 16 bits: a float32
+    block's exact tokens are rounded to bfloat16.
 
     Tensors, for keys and for values: `basis`, uint8 [32], the basis's name; `exact`, int64, the exact tokens in order;
     `numbers`, [num_layers, num_kv_heads, len(exact), head_dim], theirs, in 16 bits (version 1: in the block's dtype);
@@ -61,6 +63,7 @@ class KvtcCodec(LayerCodec):
         self.first_tokens = first_tokens
         self.last_tokens = last_tokens
         self._number = 0
+        self._is_sparse = False
 
     def of_part(self, number: int) -> Codec:
         """Each part has groups of its own in the basis."""
@@ -138,12 +141,17 @@ class KvtcCodec(LayerCodec):
             return coded
         return max(coded, float(numbers.float().abs().max()) * unit_roundoff(numbers.dtype) * (1 + 2.0**-7))
 
+    def expected_bytes(self, layers: Sequence[LayerShape], num_tokens: int, itemsize: int, kept: float = 1.0) -> float:
+        found = copy(self)
+        found._is_sparse = kept < 1
+        return super(KvtcCodec, found).expected_bytes(layers, num_tokens, itemsize, kept)
+
     def expected_part_bytes(self, part: Part, shape: PartShape) -> float:
         """What a basis is fitted to; tokens beyond their group's limit are not foreseen."""
         tokens = min(shape.num_tokens, self.first_tokens + self.last_tokens)
         exact = shape._replace(num_tokens=tokens, itemsize=min(shape.itemsize, _EXACT_BYTES))
         groups = sum(1 for _ in layer_groups(shape.num_layers, shape.num_kv_heads * shape.dim, FEATURES))
-        stream = 2 * (shape.numbers - exact.numbers) / RATIO
+        stream = 2 * (shape.numbers - exact.numbers) / usual_ratio(self._is_sparse)
         return _NAME_BYTES + tokens * 8 + exact.numbers * exact.itemsize + stream + 8 * len(WIDTHS) * groups
 
     def _groups(self, part: Part, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Sequence[Group]:

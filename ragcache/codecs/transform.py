@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WIDTHS = (8, 4, 2)  # bits of a component's codes, before entropy coding
-FIRST_TOKENS = 4  # of a passage: attention sinks, unlike all others
+FIRST_TOKENS = 1  # of a passage: an attention sink, unlike all others (others like it are beyond the limit below)
 GROUP, MEAN, SCALE, LIMIT, FIRST_COMPONENT = range(5)
 
 

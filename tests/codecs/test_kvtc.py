@@ -21,6 +21,7 @@ from ragcache.codecs.fitting import STATES, allot, fit_basis
 from ragcache.codecs.kvtc import KvtcCodec
 from ragcache.errors import BasisError, ConfigError, DamagedBlockError, PinError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.kv.sparse import keep
 from ragcache.store.kv_store import KVStore
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -137,7 +138,7 @@ def test_codes_are_the_nearest_and_a_token_that_they_miss_is_exact(codec: KvtcCo
     assert 40 not in tensors["values.exact"].tolist()
     for part, rows in (("keys", basis.keys), ("values", basis.values)):
         own, given = part_of(tensors, part), getattr(block, part).double().numpy()
-        beyond = set(range(4))
+        beyond = {0}
         coded = [token for token in range(200) if token not in own["exact"]]
         for number, (layers, group) in enumerate(groups_by_hand(rows.numpy())):
             scaled = given[layers].transpose(2, 0, 1, 3).reshape(200, -1)
@@ -188,7 +189,7 @@ def test_principal_components_span_what_numpys_do(basis: KVBlock) -> None:
     blocks = [passage(seed) for seed in range(12)]
     rows = fit_basis(blocks, 2.0).keys
     ((_, group),) = groups_by_hand(rows.numpy())
-    sample = np.concatenate([block.keys.double().numpy()[:, :, 4:] for block in blocks], axis=2)
+    sample = np.concatenate([block.keys.double().numpy()[:, :, 1:] for block in blocks], axis=2)
     sample = sample.transpose(2, 0, 1, 3).reshape(sample.shape[2], -1)[: sample.shape[2] * 3 // 4]
     _, _, expected = np.linalg.svd((sample - sample.mean(0)) / group["scale"], full_matrices=False)
     own = group["components"][:10] / group["scale"]
@@ -277,8 +278,8 @@ def test_blocks_of_another_shape_or_without_a_basis_are_refused(codec: KvtcCodec
 
 
 def test_too_few_tokens_are_refused_with_the_way_out() -> None:
-    """Two for each of 32 features, behind the first four of each passage."""
-    short = [passage(seed, 12) for seed in range(8)]
+    """Two for each of 32 features, behind the first token of each passage."""
+    short = [passage(seed, 9) for seed in range(8)]
     fit_basis(short, RATIO, FEATURES)
     with pytest.raises(BasisError, match=r"needs 64 tokens, and there are 56 .*ingest more passages at once"):
         fit_basis(short[1:], RATIO, FEATURES)
@@ -312,14 +313,34 @@ def test_expected_bytes_are_nearly_those_of_an_unseen_passage(dtype: torch.dtype
     assert codec.expected_bytes(block.layers, num_tokens, dtype.itemsize) == pytest.approx(found, rel=0.1)
 
 
+def test_what_each_head_holds_of_its_own_has_twice_the_bytes() -> None:
+    """Heads that hold tokens of their own are little alike."""
+    generator = torch.Generator().manual_seed(3)
+
+    def kept(seed: int) -> KVBlock:
+        order = torch.rand(LAYERS, HEADS, 960, generator=generator).argsort(2)
+        return keep(passage(seed, 960), list(order < 240))
+
+    bases, blocks = Bases(), [kept(seed) for seed in range(12)]
+    bases.add(fit_basis(blocks))
+    codec, block = KvtcCodec(bases), kept(77)
+    tensors = codec.encode(block)
+    assert [tensors[f"{layer}.keys.exact"].tolist() for layer in range(LAYERS)] == [[0]] * LAYERS
+    streams = sum(tensor.nbytes for name, tensor in tensors.items() if name.endswith("stream"))
+    coded = 2 * 2 * LAYERS * HEADS * 239 * WIDTH
+    assert streams == pytest.approx(coded / 10, rel=0.2)
+    expected = codec.expected_bytes(passage(0).layers, 960, 4, 0.25)
+    assert expected == pytest.approx(sum(tensor.nbytes for tensor in tensors.values()), rel=0.1)
+
+
 def test_numbers_that_never_change_are_restored() -> None:
     still = KVBlock(torch.full((2, 1, 400, 4), 0.1), torch.zeros(2, 1, 400, 4))
     bases = Bases()
     bases.add(fit_basis([still]))
     codec = KvtcCodec(bases)
     decoded = codec.decode(codec.encode(still))
-    assert torch.allclose(decoded.keys[:, :, 4:], still.keys[:, :, 4:], atol=1e-6)
-    assert torch.equal(decoded.keys[:, :, :4], in_16_bits(still.keys)[:, :, :4])
+    assert torch.allclose(decoded.keys[:, :, 1:], still.keys[:, :, 1:], atol=1e-6)
+    assert torch.equal(decoded.keys[:, :, :1], in_16_bits(still.keys)[:, :, :1])
     assert torch.equal(decoded.values, still.values)
 
 
