@@ -19,12 +19,15 @@ from ragcache.codecs import CODECS, Bases, Codec, get_codec
 from ragcache.codecs.block_file import read_block, write_block
 from ragcache.codecs.container import read_container, write_container
 from ragcache.codecs.fitting import stand_in
+from ragcache.codecs.kvtc import KvtcCodec
 from ragcache.kv.block import KVBlock
 
 FROZEN = Path(__file__).parent / "frozen"
 BASIS = FROZEN / "basis-v1.safetensors"
 KEY = make_key(1)
 COMPRESSED = ("cachegen", "kvtc")  # another version of zstandard may compress the same codes differently
+
+EXACT_TOKENS = 4  # first ones, that kvtc kept exact when its files were written
 
 
 def plain_block(dtype: torch.dtype, num_tokens: int = 13, dim: int = 6) -> KVBlock:
@@ -47,10 +50,13 @@ def name_of(codec: str, dtype: torch.dtype, version: int | None = None) -> str:
 
 
 def frozen_codec(name: str) -> Codec:
-    """The codec, with the frozen basis."""
+    """The codec, with the frozen basis and as many exact tokens as the frozen files."""
     bases, tensors = Bases(), read_container(BASIS).tensors
     bases.add(KVBlock(tensors["keys"], tensors["values"]))
-    return get_codec(name, bases)
+    codec = get_codec(name, bases)
+    if isinstance(codec, KvtcCodec):
+        codec.first_tokens = EXACT_TOKENS
+    return codec
 
 
 def digest(tensor: Tensor) -> str:
