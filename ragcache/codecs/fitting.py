@@ -86,10 +86,12 @@ def usual_ratio(is_sparse: bool) -> float:
 
 def stand_in(example: KVBlock) -> KVBlock:
     """A basis of nothing but the example's means and deviations, for blocks like it: its components are cosines, three
-    bits for every other one. It takes the bytes and the time of a real one, and finds no structure."""
+    bits for every other one, or for all where heads hold tokens of their own. It takes the bytes and the time of a real
+    one, and finds no structure."""
     if isinstance(example, MixedBlock):
         return MixedBlock(_same_rows([stand_in(part) for part in example.parts]), example.part_of)
-    return _block(_cosines(example.keys), _cosines(example.values))
+    every = 1 if isinstance(example, SparseBlock) else 2
+    return _block(_cosines(example.keys, every), _cosines(example.values, every))
 
 
 def allot(rates: Floats, errors: Floats, budget: float) -> NDArray[np.int64]:
@@ -150,18 +152,18 @@ def _fit_group(sample: Tensor, heads: int, width: int, ratio: float) -> Tensor:
     return rows
 
 
-def _cosines(numbers: Tensor) -> Tensor:
+def _cosines(numbers: Tensor, every: int) -> Tensor:
     layers, heads, tokens, width = numbers.shape
     made = []
     for own in layer_groups(layers, heads * width, FEATURES):
         sample = _flat(numbers, own)
         features = sample.shape[1]
         mean = sample.mean(0) if tokens else torch.zeros(features, dtype=torch.float64)
-        ranks = torch.arange(0, features, 2, dtype=torch.float64).unsqueeze(1)
+        ranks = torch.arange(0, features, every, dtype=torch.float64).unsqueeze(1)
         places = (torch.arange(features, dtype=torch.float64) + 0.5) * (math.pi / features)
         directions = torch.cos(ranks * places) * math.sqrt(2 / features)
         directions[0] /= math.sqrt(2)
-        steps, widths = torch.full((len(ranks),), 1.2, dtype=torch.float64), torch.full((len(ranks),), 4)
+        steps, widths = torch.full((len(ranks),), 1.5, dtype=torch.float64), torch.full((len(ranks),), 4)
         rows = _rows(mean, _scale(sample - mean, heads, width), directions, steps, widths)
         rows[LIMIT] = features
         made.append(rows)
