@@ -72,11 +72,12 @@ def fit_basis(blocks: Sequence[KVBlock], ratio: float | None = None, features: i
     if isinstance(first, MixedBlock):
         parts = zip(*(block.parts for block in blocks if isinstance(block, MixedBlock)), strict=True)
         return MixedBlock(_same_rows([fit_basis(own, ratio, features) for own in parts]), first.part_of)
-    ratio = usual_ratio(isinstance(first, SparseBlock)) if ratio is None else ratio
+    is_sparse = isinstance(first, SparseBlock)
+    ratio = usual_ratio(is_sparse) if ratio is None else ratio
     check_least("ratio", ratio, 1)
     keys = [block.keys[:, :, FIRST_TOKENS:] for block in blocks]
     values = [block.values[:, :, FIRST_TOKENS:] for block in blocks]
-    return _block(_fit(keys, ratio, features), _fit(values, ratio, features))
+    return _block(_fit(keys, ratio, features, is_sparse), _fit(values, ratio, features, is_sparse))
 
 
 def usual_ratio(is_sparse: bool) -> float:
@@ -118,14 +119,15 @@ def allot(rates: Floats, errors: Floats, budget: float) -> NDArray[np.int64]:
     return found.repeat(band)[: len(rates)]
 
 
-def _fit(numbers: Sequence[Tensor], ratio: float, features: int) -> Tensor:
+def _fit(numbers: Sequence[Tensor], ratio: float, features: int, is_sparse: bool) -> Tensor:
     """Rows, float32 [num_layers, heads, rows, channels], of tensors [num_layers, heads, num_tokens, channels]."""
     layers, heads, _, width = numbers[0].shape if numbers else (1, 1, 0, 1)
     groups = list(layer_groups(layers, heads * width, features))
     tokens, needed = sum(one.shape[2] for one in numbers), LEAST_TOKENS * heads * width * max(map(len, groups))
     if tokens < needed:
+        counted = "that each head keeps (KVzip), " if is_sparse else ""
         raise BasisError(
-            f"a basis for codec 'kvtc' needs {needed:,} tokens, and there are {tokens:,} behind the first "
+            f"a basis for codec 'kvtc' needs {needed:,} tokens, and there are {tokens:,} {counted}behind the first "
             "one of each passage: ingest more passages at once, or use another codec until there are enough"
         )
     made = [_fit_group(torch.cat([_flat(one, own) for one in numbers]), heads, width, ratio) for own in groups]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from blocks import DTYPES, make_key
+from blocks import DTYPES, make_key, make_sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -283,6 +283,8 @@ def test_too_few_tokens_are_refused_with_the_way_out() -> None:
     fit_basis(short, RATIO, FEATURES)
     with pytest.raises(BasisError, match=r"needs 64 tokens, and there are 56 .*ingest more passages at once"):
         fit_basis(short[1:], RATIO, FEATURES)
+    with pytest.raises(BasisError, match=r"needs 32 tokens, and there are 28 that each head keeps \(KVzip\)"):
+        fit_basis([make_sparse(passage(seed, 14), 8) for seed in range(4)], RATIO, FEATURES)
     with pytest.raises(BasisError):
         fit_basis([])
     with pytest.raises(ConfigError, match=r"ratio is 0\.5"):
