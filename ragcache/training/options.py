@@ -17,6 +17,7 @@ PRECISIONS = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")
 LEARNING_RATES = {False: 1e-5, True: 2e-4}  # full fine-tuning, LoRA
 FROZEN_RATE = 2e-2  # rows of added ids, whose scale no other weight shares
+FROZEN_BETA2 = 0.98  # of Adam: rows grow and their gradients fall a thousandfold, faster than 1,000 steps forget
 PACKETS = {"packet": (8, 8), "link": (8, 0)}  # tokens in front of a passage and behind it, on frozen weights
 DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 
@@ -189,6 +190,11 @@ class TrainOptions:
     def rate(self) -> float:
         own = FROZEN_RATE if self.is_frozen else LEARNING_RATES[self.lora_rank > 0]
         return own if self.learning_rate is None else self.learning_rate
+
+    @property
+    def beta2(self) -> float:
+        """Decay of Adam's mean of squared gradients."""
+        return FROZEN_BETA2 if self.is_frozen else 0.999
 
     def to_json(self) -> dict[str, Any]:
         """Options as JSON, for the file beside the checkpoints."""

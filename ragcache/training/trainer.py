@@ -202,6 +202,7 @@ def _arguments(options: TrainOptions, out: Path, device: str, steps: int) -> Tra
         gradient_accumulation_steps=options.accumulate,
         learning_rate=options.rate,
         weight_decay=options.weight_decay,
+        adam_beta2=options.beta2,
         warmup_steps=round(options.warmup * steps),
         lr_scheduler_type=options.schedule if options.schedule != "constant" else "constant_with_warmup",
         max_grad_norm=options.max_grad_norm,

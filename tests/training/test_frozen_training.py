@@ -304,6 +304,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_rows(options, tmp_path, chang
         train(stopped, show=stop)
     (checkpoint,) = (stopped.out / "checkpoints").iterdir()
     assert list(load_file(checkpoint / "model.safetensors")) == ["rows"], "a checkpoint holds no weights"
+    assert {group["betas"] for group in torch.load(checkpoint / "optimizer.pt")["param_groups"]} == {(0.9, 0.98)}
     report = train(replace(stopped, resume=True))
     assert torch.equal(rows_of(whole.out), rows_of(report.out))
 
