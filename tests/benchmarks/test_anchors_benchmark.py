@@ -19,6 +19,7 @@ def classifier(tmp_path_factory) -> str:
     return directory
 
 
+@pytest.mark.slow
 def test_the_table_says_how_much_is_kept_and_how_many_answers_are_right(tmp_path, classifier, capsys):
     given = ["--questions", "3", "--seed", "9", "--trained", "again=mini", "--classifier", classifier]
     anchors.main([*given, "--name", "half", "--out", str(tmp_path)])

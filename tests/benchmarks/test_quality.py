@@ -86,6 +86,7 @@ def test_a_run_writes_its_table_and_goes_on(tmp_path, monkeypatch):
 LEANING = ["--kinds=leaning", "--passages=4", "--few-questions=16", "--processes=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "method"), [("mini-long-link", "link"), ("mini-long", "reposition:neighbours=1")], ids=["link", "behind"]
 )
@@ -122,6 +123,7 @@ def test_rows_of_a_checkpoint_that_is_gone_are_kept(tmp_path):
         quality.main([*arguments, "--keep", "gone", "--seed", "1"])
 
 
+@pytest.mark.slow
 def test_the_full_model_answers_most_questions():
     """Right answers are counted as right, and none as wrong: the bundled model knows nearly all of them."""
     unit = Unit(BASE, "f", Cell("single", 2), 0, 0, 10, SPECS)
@@ -153,6 +155,7 @@ def test_shares_of_tokens_are_counted():
     assert all(own < theirs for own, theirs in zip(reposition.seconds, full.seconds, strict=True))
 
 
+@pytest.mark.slow
 def test_questions_over_one_context_are_read_as_by_themselves():
     """Each against a unit of its own, which reads its context anew."""
     specs = (*SPECS, MethodSpec("epic", "epic"))

@@ -108,6 +108,7 @@ for name in sorted(CODECS):
 """
 
 
+@pytest.mark.slow
 def test_processes_and_numbers_of_threads_agree_on_every_bit(tmp_path: Path) -> None:
     """Bytes written and numbers read, by hash."""
     said = []

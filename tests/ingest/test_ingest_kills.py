@@ -92,7 +92,7 @@ def assert_equal(kit: Kit, other: Kit) -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("times", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_at_random_moments(runner, finished, lm, times):
     """Each a random time behind a step, and the steps spread over the ingestion, however fast it runs."""
     rng, visible = random.Random(times), []

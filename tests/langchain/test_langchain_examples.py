@@ -31,6 +31,7 @@ def test_chain(run):
     assert "petra-elley" in sources
 
 
+@pytest.mark.slow
 def test_agent(run):
     call, answer = run("agent_tool").splitlines()
     assert call.endswith("4 documents")
@@ -38,6 +39,7 @@ def test_agent(run):
     assert town in answer
 
 
+@pytest.mark.slow
 def test_migration(run):
     lines = [
         re.fullmatch(r"(\w+): (.*) \((\d+) of (\d+) tokens read\)", line) for line in run("migrate_faiss").splitlines()

@@ -102,6 +102,7 @@ def test_a_chat_message_is_templated_once(kb, llm):
     assert llm.metadata.is_chat_model
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path, capsys):
     runpy.run_path(str(EXAMPLES / "llama_index_query_engine.py"))["main"](str(tmp_path / "kb"))
     said = capsys.readouterr().out

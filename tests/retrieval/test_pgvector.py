@@ -62,6 +62,7 @@ def run(documents: DocumentStore, statement: str):
         return result.scalars().all() if result.returns_rows else None
 
 
+@pytest.mark.slow
 def test_nearly_all_true_neighbours_are_found_and_all_without_the_graph(documents):
     rows = unit_rows(1200)
     ids = np.array(put(documents, "a", rows))

@@ -21,6 +21,7 @@ def classifier(tmp_path_factory):
     return out, compressor.train(out, steps=25, seed=0)
 
 
+@pytest.mark.slow
 def test_it_learns_its_labels_and_ingestion_takes_it(classifier):
     out, right = classifier
     assert right > 0.65

@@ -54,6 +54,7 @@ def answer(lm, tokenizer, case, method, never):
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hops", "num_cases", "least"), [(1, 60, 0.95), (2, 40, 0.92)])
 def test_answers_over_eight_passages(mini, hops, num_cases, least):
     model, tokenizer = mini
@@ -62,6 +63,7 @@ def test_answers_over_eight_passages(mini, hops, num_cases, least):
     assert sum(exact_matches(model, tokenizer, cases)) / num_cases >= least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_cases", "least"), [("single", 60, 0.95), ("two-hop", 40, 0.9), ("leaning", 40, 0.9)]
 )

@@ -27,6 +27,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, capsys):
     whole = trained(tmp_path / "whole", 20_000)
