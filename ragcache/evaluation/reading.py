@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -147,19 +148,21 @@ def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequenc
 def forced_logits(lm: LanguageModel, fused: Fused, ids: Sequence[int]) -> Tensor:
     """Logits that predict each of `ids` when the ones before it are given: float32 [len(ids), vocab_size].
 
+    Ids that no answer may hold have -inf: a head that shares an adapter's embeddings would choose them first.
     The cache is left as it was found, but for passages' tokens that its method ran again.
     """
-    first = fused.next_logits[None]
-    if len(ids) < 2:
-        return first
-    held = list(fused.cache.lengths)
-    step = fused.cache.step
-    if step is None:
-        others = lm.run(ids[:-1], fused.next_position, fused.cache, num_logits=len(ids) - 1)
-    else:
-        others = _in_steps(fused, step, ids[:-1])
-    _take_back(fused.cache, held)
-    return torch.cat([first, others])
+    parts = [fused.next_logits[None]]
+    if len(ids) > 1:
+        held = list(fused.cache.lengths)
+        step = fused.cache.step
+        if step is None:
+            parts.append(lm.run(ids[:-1], fused.next_position, fused.cache, num_logits=len(ids) - 1))
+        else:
+            parts.append(_in_steps(fused, step, ids[:-1]))
+        _take_back(fused.cache, held)
+    logits = torch.cat(parts)
+    unsaid = torch.tensor(sorted(lm.unsaid_ids), dtype=torch.long, device=logits.device)
+    return logits.index_fill_(1, unsaid, -math.inf)
 
 
 def _in_steps(fused: Fused, step: Step, ids: Sequence[int]) -> Tensor:

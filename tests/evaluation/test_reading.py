@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import load_tiny, random_prompt
+from adapters import save_adapter
+from families import load_tiny, oracle_model, random_prompt, save_tiny
 
 import ragcache as rc
 from benchmarks.quality_units import would_write
@@ -13,6 +14,7 @@ from ragcache.evaluation.methods import MethodSpec
 from ragcache.evaluation.reading import PromptReader, forced_logits
 from ragcache.fusion import get_method
 from ragcache.models.decoding import decode
+from ragcache.models.reuse import ReuseSpec
 from ragcache.models.sampling import Sampling
 
 LENGTH = 6
@@ -48,6 +50,25 @@ def test_forced_logits_are_a_plain_forward_over_prompt_and_answer(model):
         expected = oracle(input_ids=torch.tensor([[*prompt.ids, *answer]])).logits[0, prompt.num_tokens - 1 : -1]
     got = forced_logits(lm, rc.fuse(lm, prompt, method="full"), answer)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_ids_that_no_answer_may_hold_have_no_probability(tmp_path):
+    """Gemma 3's head is its embedding, so an adapter's rows would be the likeliest tokens of all."""
+    base = save_tiny("gemma3", tmp_path / "base")
+    oracle = oracle_model(base)
+    size = oracle.config.vocab_size
+    spec = ReuseSpec("packet", first_packet_id=size, header_tokens=2)
+    rows = {id: 100 * oracle.get_input_embeddings().weight[7].detach() for id in (size, size + 1)}
+    save_adapter(tmp_path / "adapter", base, spec, rows=rows)
+    lm, prompt, answer = rc.load_lm(tmp_path / "adapter"), random_prompt(4), [7, 11, 5]
+    fused = rc.fuse(lm, prompt, method="full")
+    got = forced_logits(lm, fused, answer)
+    assert fused.next_logits[size:].abs().max() > got[0, :size].max(), "the head knows the rows"
+    with torch.no_grad():
+        expected = oracle(input_ids=torch.tensor([[*prompt.ids, *answer]])).logits[0, prompt.num_tokens - 1 : -1]
+    torch.testing.assert_close(got[:, :size], expected, atol=1e-4, rtol=1e-4)
+    assert (got[:, size:] == -torch.inf).all()
+    assert torch.equal(forced_logits(lm, fused, answer[:1]), got[:1])
 
 
 def test_passages_are_read_behind_what_the_questions_name(model):
