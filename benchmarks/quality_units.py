@@ -140,7 +140,7 @@ def answers(lm: rc.LanguageModel, fused: rc.Fused, case: Case) -> bool:
 def would_write(lm: rc.LanguageModel, fused: rc.Fused, ids: Sequence[int]) -> bool:
     """Whether the greedy answer begins with these ids: one pass over them all tells, without writing."""
     logits = forced_logits(lm, fused, ids).clone()
-    logits[:, sorted(fused.reserved_ids | lm.unsaid_ids)] = -torch.inf
+    logits[:, sorted(fused.reserved_ids)] = -torch.inf
     return logits.argmax(-1).tolist() == list(ids)
 
 

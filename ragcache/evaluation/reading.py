@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -161,8 +160,8 @@ def forced_logits(lm: LanguageModel, fused: Fused, ids: Sequence[int]) -> Tensor
             parts.append(_in_steps(fused, step, ids[:-1]))
         _take_back(fused.cache, held)
     logits = torch.cat(parts)
-    unsaid = torch.tensor(sorted(lm.unsaid_ids), dtype=torch.long, device=logits.device)
-    return logits.index_fill_(1, unsaid, -math.inf)
+    logits[:, sorted(lm.unsaid_ids)] = -torch.inf
+    return logits
 
 
 def _in_steps(fused: Fused, step: Step, ids: Sequence[int]) -> Tensor:
