@@ -208,14 +208,18 @@ class ReuseSpec:
         return (self.doc_start_id,), (self.doc_end_id,)
 
     @property
-    def roles(self) -> dict[int, str]:
-        """What each id that belongs to the method stands for."""
-        groups: dict[str, Sequence[int]] = {f"link {slot + 1}": self.link_ids(slot) for slot in range(self.link_slots)}
-        groups |= zip(("header", "trailer"), self.packet or (), strict=False)
-        groups |= {"anchor": self.anchors.ids if self.anchors else ()}
+    def groups(self) -> dict[str, Sequence[int]]:
+        """The ids that belong to the method by what they stand for, in order."""
+        links = {f"link {slot + 1}": self.link_ids(slot) for slot in range(self.link_slots)}
+        sides = dict(zip(("header", "trailer"), self.packet or (), strict=False))
         alone = {name: getattr(self, f"{name}_id") for name in ("kv_start", "kv_end", "doc_start", "doc_end")}
-        several = {id: f"{name}, {place}" for name, ids in groups.items() for place, id in enumerate(ids, start=1)}
-        return several | {id: name for name, id in alone.items() if id is not None}
+        single = {name: (id,) for name, id in alone.items() if id is not None}
+        return {**links, **sides, "anchor": self.anchors.ids if self.anchors else (), **single}
+
+    @property
+    def roles(self) -> dict[int, tuple[str, int]]:
+        """What each id that belongs to the method stands for: its group and its place there."""
+        return {id: (name, place) for name, ids in self.groups.items() for place, id in enumerate(ids)}
 
     @property
     def added_ids(self) -> frozenset[int]:

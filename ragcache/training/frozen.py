@@ -88,8 +88,14 @@ class FrozenModel(nn.Module):
             handle.remove()
 
 
-def freeze(lm: LanguageModel, spec: ReuseSpec, prefix_ids: Sequence[int], seed: int) -> FrozenModel:
-    """The model with rows that start as words: a header's as the prefix, all others as a line's end."""
+def freeze(
+    lm: LanguageModel, spec: ReuseSpec, prefix_ids: Sequence[int], seed: int, earlier: Adapter | None = None
+) -> FrozenModel:
+    """The model with rows that start as words: a header's as the prefix, all others as a line's end.
+
+    earlier: an adapter whose rows go on where `spec` has them too; more of a kind repeat them. Raises ConfigError
+             where it has none of them.
+    """
     row_of = number_rows(spec)
     newline = (encode_text(lm.tokenizer, "\n") or list(prefix_ids) or [0])[-1]
     words = dict.fromkeys(row_of.values(), newline)
@@ -97,8 +103,28 @@ def freeze(lm: LanguageModel, spec: ReuseSpec, prefix_ids: Sequence[int], seed: 
         words[row_of[id]] = prefix_ids[place % len(prefix_ids)] if prefix_ids else newline
     table: Tensor = lm.model.get_input_embeddings().weight.detach()
     start = table[[words[row] for row in range(len(words))]].float()
-    noise = torch.randn(start.shape, generator=torch.Generator().manual_seed(seed))
-    return FrozenModel(lm.model, row_of, start + NOISE * table.float().std() * noise.to(start.device))
+    noise = torch.randn(start.shape, generator=torch.Generator().manual_seed(seed)).to(start.device)
+    start = start + NOISE * table.float().std() * noise
+    if earlier is not None:
+        for row, (found, again) in _earlier_rows(earlier, spec, row_of).items():
+            start[row] = found.to(start) + NOISE * again * found.std() * noise[row]
+    return FrozenModel(lm.model, row_of, start)
+
+
+def _earlier_rows(earlier: Adapter, spec: ReuseSpec, row_of: Mapping[int, int]) -> dict[int, tuple[Tensor, bool]]:
+    """By number: an earlier row of the same kind, and whether another one started as it too."""
+    rows, known = earlier.rows(), earlier.spec.groups
+    found = {
+        row_of[id]: (rows[known[name][place % len(known[name])]], place >= len(known[name]))
+        for id, (name, place) in spec.roles.items()
+        if known.get(name)
+    }
+    if not found:
+        raise ConfigError(
+            f"{earlier.directory} was trained for {earlier.spec.method} and has nothing that {spec.method} could go on "
+            f"from; train with its reuse, or from its base, {earlier.base.name}"
+        )
+    return found
 
 
 def number_rows(spec: ReuseSpec) -> dict[int, int]:
@@ -131,13 +157,6 @@ def keep_passages(rows: Sequence[EncodedRow]) -> tuple[list[EncodedRow], list[Ba
     if not kept:
         raise ConfigError(f"no line of the data can be used: {idle[0]}; give lines of type qa")
     return kept, idle
-
-
-def refuse_adapter(model: str | Path) -> None:
-    """Raises ConfigError for a base that is an adapter itself."""
-    adapter = Adapter.find(resolve(model))
-    if adapter is not None:
-        raise ConfigError(f"{model} is an adapter itself; train another one from its base, {adapter.base.name}")
 
 
 def save_frozen(model: FrozenModel, lm: LanguageModel, spec: ReuseSpec, out: Path) -> None:

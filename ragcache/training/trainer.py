@@ -16,13 +16,16 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from ragcache.errors import ConfigError
+from ragcache.models.adapter import Adapter
+from ragcache.models.checkpoint import checkpoint_digest
+from ragcache.models.hub import resolve
 from ragcache.models.lm import LanguageModel
 from ragcache.models.loading import load_lm
 from ragcache.models.reuse import ReuseSpec
 from ragcache.training.batches import BatchPlan
 from ragcache.training.data import BadLine, DataRow, read_rows
 from ragcache.training.encoding import RowEncoder
-from ragcache.training.frozen import keep_passages, refuse_adapter
+from ragcache.training.frozen import keep_passages
 from ragcache.training.layout import EncodedRow
 from ragcache.training.lora import known_warnings_ignored
 from ragcache.training.options import TrainOptions
@@ -104,11 +107,13 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     checkpoint = find_checkpoint(options, out)
     rows, bad = _read(options)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    lm = load_lm(options.model, dtype=options.weights_dtype(device), device=device, packed=False)
+    lm, earlier = _load(options, device)
     encoded, spec, unfit = _encode(options, lm, rows)
     for line in (bad := [*bad, *unfit]):
         logger.warning("%s; the line is left out", line)
-    way = (on_frozen_weights if options.is_frozen else on_weights)(lm, spec, encoded, options, out)
+    way = (partial(on_frozen_weights, earlier=earlier) if options.is_frozen else on_weights)(
+        lm, spec, encoded, options, out
+    )
     log = ProgressLog(out, show)
     trainer = _trainer(options, way, encoded, spec, log, device)
     trainer.accelerator.wait_for_everyone()  # all have looked whether `out` is free
@@ -121,10 +126,18 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     return TrainReport(out, trainer.state.global_step, len(encoded), trainer.tokens_seen, log.last_loss, bad)
 
 
+def _load(options: TrainOptions, device: str) -> tuple[LanguageModel, Adapter | None]:
+    """The model to start from, and an adapter beside it whose rows go on on frozen weights."""
+    earlier = Adapter.find(resolve(options.model)) if options.is_frozen else None
+    name = options.model if earlier is None else earlier.base.name
+    lm = load_lm(name, dtype=options.weights_dtype(device), device=device, packed=False)
+    if earlier is not None:
+        earlier.check_base(checkpoint_digest(resolve(name)))
+    return lm, earlier
+
+
 def _read(options: TrainOptions) -> tuple[list[DataRow], list[BadLine]]:
     """All usable rows, and the lines that are not."""
-    if options.is_frozen:
-        refuse_adapter(options.model)
     drawn: list[DataRow] = []
     if options.store is not None:
         drawn = store_rows(options.store, rows=options.rows, passages=options.passages, seed=options.seed)

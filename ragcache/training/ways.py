@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, set_seed
 
 from ragcache.errors import ConfigError
+from ragcache.models.adapter import Adapter
 from ragcache.models.lm import LanguageModel
 from ragcache.models.loading import DTYPES, base_of
 from ragcache.models.reuse import ReuseSpec
@@ -58,14 +59,22 @@ def on_weights(
 
 
 def on_frozen_weights(
-    lm: LanguageModel, spec: ReuseSpec | None, rows: Sequence[EncodedRow], options: TrainOptions, out: Path
+    lm: LanguageModel,
+    spec: ReuseSpec | None,
+    rows: Sequence[EncodedRow],
+    options: TrainOptions,
+    out: Path,
+    earlier: Adapter | None,
 ) -> Way:
-    """Train the rows of the added ids; an adapter comes out. Raises ConfigError where there are none."""
+    """Train the rows of the added ids; an adapter comes out. Raises ConfigError where there are none.
+
+    earlier: the adapter that they go on from; its base is `lm`
+    """
     if spec is None or not spec.added_ids:
         raise ConfigError(f"reuse {options.reuse!r} adds no ids, which leaves nothing to train on frozen weights")
     _prepare(lm, options)
     lm.model.train(options.checkpointing)  # transformers recomputes activations in training mode alone
-    model = freeze(lm, spec, rows[0].prefix, options.seed)
+    model = freeze(lm, spec, rows[0].prefix, options.seed, earlier)
     save = partial(save_frozen, model, lm, spec, out)
     return Way(model, DrawnPairs(rows, spec, options.shuffle_passages), collate_pairs, divergence_loss, save)
 

@@ -133,6 +133,9 @@ def test_rows_of_pages_are_those_that_training_reads(tmp_path):
     assert not refused
     assert not any(row.shuffle for row in found)
     assert {len(row.passages) for row in found} >= {4, 5, 6}
+    short = [row for row in rows if len(row["passages"]) <= 5]
+    assert 0 < len(short) < len(rows)
+    assert list(page_data.draw_rows(len(short), seed=1, most=5)) == short
 
 
 def test_a_run_goes_on_from_a_model_that_was_grown(tmp_path, grown):

@@ -129,6 +129,11 @@ def test_rows_are_the_same_each_time():
     assert list(draw_rows(5, seed=1)) == list(draw_rows(5, seed=1)) != list(draw_rows(5, seed=2))
 
 
+@pytest.mark.parametrize(("leaning", "of_40"), [(0.0, [0]), (0.8, range(26, 38)), (1.0, [40])])
+def test_a_share_of_rows_leans(leaning, of_40):
+    assert sum(not row["shuffle"] for row in draw_rows(40, seed=1, leaning=leaning)) in of_40
+
+
 def test_texts_say_all_twice():
     rows, texts = list(draw_rows(4, seed=3)), list(draw_texts(4, seed=3))
     for row, text in zip(rows, texts, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from tiny_model import byte_tokenizer, save_tiny_llama
 
 import ragcache as rc
-from ragcache.errors import ConfigError
+from ragcache.errors import AdapterError, ConfigError
 from ragcache.models.adapter import Adapter
 from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.reuse import ReuseSpec
@@ -367,9 +368,49 @@ def test_options_that_do_not_go_together_are_named(options, changes, reason):
         replace(options, **changes)
 
 
-def test_an_adapter_is_no_base(options, tmp_path):
-    first = train(replace(options, steps=1)).out
-    with pytest.raises(ConfigError, match=r"is an adapter itself; train another one from its base, "):
+def go_on(options, first, **changes):
+    """The rows before the first step: a step of a rate that changes nothing."""
+    again = replace(options, model=first, out=first.with_name("again"), steps=1, learning_rate=1e-12, **changes)
+    return Adapter.find(train(again).out)
+
+
+@pytest.mark.parametrize("reuse", ["link", "packet"])
+def test_training_goes_on_from_an_adapter(options, reuse, base):
+    first = train(replace(options, reuse=reuse, steps=3)).out
+    again = go_on(replace(options, reuse=reuse), first)
+    assert again.base == Adapter.find(first).base
+    assert again.base.name == str(base)
+    torch.testing.assert_close(rows_of(again.directory), rows_of(first), atol=1e-9, rtol=0)
+
+
+def test_link_tokens_beyond_those_of_an_adapter_repeat_them_and_slots_do_not_count(options):
+    first = Adapter.find(train(replace(options, steps=3)).out)
+    again = go_on(options, first.directory, link_tokens=5, link_slots=6)
+    old, new = first.rows(), again.rows()
+    start = [old[id] for id in first.spec.link_ids(0)]
+    for slot in range(6):
+        rows = [new[id] for id in again.spec.link_ids(slot)]
+        torch.testing.assert_close(rows[:2], start, atol=1e-9, rtol=0)
+        for place, row in enumerate(rows[2:], start=2):
+            spread = (row - start[place % 2]).std() / start[place % 2].std()
+            assert 0.05 < spread < 0.2  # like rows have to part
+    torch.testing.assert_close(new[again.spec.kv_start_id], old[first.spec.kv_start_id], atol=1e-9, rtol=0)
+
+
+def test_an_adapter_of_another_reuse_gives_nothing_to_go_on_from(options, tmp_path):
+    first = train(replace(options, reuse="packet", steps=1)).out
+    with pytest.raises(
+        ConfigError, match=r"trained for packet and has nothing that link could go on from; .* its base"
+    ):
+        train(replace(options, model=first, out=tmp_path / "second", header_tokens=0))
+
+
+def test_an_adapter_whose_base_has_changed_is_refused(options, base, tmp_path):
+    model = shutil.copytree(base, tmp_path / "base")
+    first = train(replace(options, model=model, steps=1)).out
+    config = json.loads((model / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match="trained beside other weights"):
         train(replace(options, model=first, out=tmp_path / "second"))
 
 

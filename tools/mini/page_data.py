@@ -11,8 +11,9 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ragcache.evaluation.registry import ARTICLES, PAGE_KINDS, PageQuestion, draw_pages
 
@@ -57,10 +58,14 @@ def draw_questions(rng: random.Random, questions: Sequence[PageQuestion], count:
     return found
 
 
-def draw_rows(num_rows: int, seed: int) -> Iterator[dict[str, object]]:
-    """The same rows for the same seed, in every process."""
+def draw_rows(num_rows: int, seed: int, most: int = LARGE.passages[1]) -> Iterator[dict[str, object]]:
+    """The same rows for the same seed, in every process. most: passages of a row; rows of more are passed over."""
+    return islice((row for row in _all_rows(seed) if len(row["passages"]) <= most), num_rows)
+
+
+def _all_rows(seed: int) -> Iterator[dict[str, Any]]:
     rng = random.Random(f"pages/{seed}")
-    for _ in range(num_rows):
+    while True:
         size = draw_size(rng)
         pages = draw_pages(rng, size.draw_passages(rng), articles=size.articles)
         asked = dict.fromkeys(one.question for one in draw_questions(rng, pages.questions, size.num_questions))
@@ -72,10 +77,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=1000)
+    least, most = LARGE.passages
+    parser.add_argument("--passages", type=int, default=most, choices=range(least, most + 1), help="of a row, at most")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with arguments.out.open("w", encoding="utf-8") as file:
-        for row in draw_rows(arguments.rows, arguments.seed):
+        for row in draw_rows(arguments.rows, arguments.seed, arguments.passages):
             file.write(json.dumps(row) + "\n")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -48,11 +48,14 @@ class Row(NamedTuple):
     leaning: bool
 
 
-def draw_rows(num_rows: int, seed: int) -> Iterator[dict[str, object]]:
-    """The same rows for the same seed, in every process."""
+def draw_rows(num_rows: int, seed: int, leaning: float = SHARES["leaning"]) -> Iterator[dict[str, object]]:
+    """The same rows for the same seed, in every process. leaning: share of rows that lean."""
     rng = random.Random(f"reuse/{seed}")
+    others = (1 - leaning) / (1 - SHARES["leaning"])
+    shares = {kind: leaning if kind == "leaning" else share * others for kind, share in SHARES.items()}
     for _ in range(num_rows):
-        row = draw_row(rng, rng.randint(*PASSAGES))
+        passages = rng.randint(*PASSAGES)
+        row = draw_row(rng, passages, _draw_kind(rng, shares))
         yield {
             "type": "qa",
             "passages": row.passages,
@@ -72,7 +75,7 @@ def draw_texts(num_rows: int, seed: int) -> Iterator[dict[str, object]]:
 
 def draw_row(rng: random.Random, passages: int, kind: str | None = None) -> Row:
     """Questions over about so many passages; kind: of SHARES, None for any."""
-    kind = kind or rng.choices(list(SHARES), list(SHARES.values()))[0]
+    kind = kind or _draw_kind(rng, SHARES)
     if kind == "leaning":
         documents, questions = _leaning_row(rng, passages)
     else:
@@ -80,6 +83,10 @@ def draw_row(rng: random.Random, passages: int, kind: str | None = None) -> Row:
     texts = [passage_text(rng, document) for document in documents]
     subjects = [document.id.removesuffix(", continued") for document in documents]
     return Row(texts, subjects, questions, kind == "leaning")
+
+
+def _draw_kind(rng: random.Random, shares: Mapping[str, float]) -> str:
+    return rng.choices(list(shares), list(shares.values()))[0]
 
 
 def _leaning_row(rng: random.Random, passages: int) -> tuple[list[Article], list[Question]]:
@@ -112,11 +119,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=4000)
+    parser.add_argument("--leaning", type=float, default=SHARES["leaning"], help="share of rows that lean")
     parser.add_argument("--texts", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    if not 0 <= arguments.leaning <= 1:
+        parser.error(f"--leaning is {arguments.leaning}; it is a share of the rows and must lie in 0..1")
     with arguments.out.open("w", encoding="utf-8") as file:
-        for row in chain(draw_rows(arguments.rows, arguments.seed), draw_texts(arguments.texts, arguments.seed)):
+        for row in chain(
+            draw_rows(arguments.rows, arguments.seed, arguments.leaning), draw_texts(arguments.texts, arguments.seed)
+        ):
             file.write(json.dumps(row) + "\n")
 
 
