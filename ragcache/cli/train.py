@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ReuseOptions:
     """Model, data and way of reuse."""
 
-    model: Annotated[str, option("--model", "Model to start from: bundled name, directory or hub id.")]
+    model: Annotated[str, option("--model", "Model to start from: bundled name, directory, hub id, or an adapter.")]
     out: Annotated[Path, option("--out", "Directory of the trained model, its checkpoints and its log.")]
     data: Annotated[
         list[Path] | None,

@@ -25,7 +25,8 @@ DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 @dataclass(frozen=True)
 class TrainOptions:
     """
-    model:           bundled name, directory or hub id of the model to start from
+    model:           bundled name, directory or hub id of the model to start from; on frozen weights also an
+                     adapter, whose rows go on
     data:            files of JSON lines (ragcache.training.data); may be empty where a store is given
     out:             directory of the trained model, its checkpoints and its log
     reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG), "packet" (KV Packet, on

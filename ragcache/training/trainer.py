@@ -111,9 +111,10 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     encoded, spec, unfit = _encode(options, lm, rows)
     for line in (bad := [*bad, *unfit]):
         logger.warning("%s; the line is left out", line)
-    way = (partial(on_frozen_weights, earlier=earlier) if options.is_frozen else on_weights)(
-        lm, spec, encoded, options, out
-    )
+    if options.is_frozen:
+        way = on_frozen_weights(lm, spec, encoded, options, out, earlier)
+    else:
+        way = on_weights(lm, spec, encoded, options, out)
     log = ProgressLog(out, show)
     trainer = _trainer(options, way, encoded, spec, log, device)
     trainer.accelerator.wait_for_everyone()  # all have looked whether `out` is free
