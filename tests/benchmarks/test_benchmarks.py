@@ -160,6 +160,7 @@ def test_corpus_report_names_a_pair_that_does_not_fit(tmp_path: Path, corpus: li
         corpus_report.main([corpus[0], str(other), *options], BagOfWords)
 
 
+@pytest.mark.slow
 def test_run_draws_and_lists_goals(tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--quick", "--shape", "toy", "--workdir"]
     results = run.main([*options, str(tmp_path), "--out", str(tmp_path / "out")], BagOfWords)

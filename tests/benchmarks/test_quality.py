@@ -106,6 +106,7 @@ def timeless(row: dict[str, object]) -> str:
     return json.dumps({name: value for name, value in row.items() if name != "first_token"})
 
 
+@pytest.mark.slow
 def test_rows_of_a_checkpoint_that_is_gone_are_kept(tmp_path):
     arguments = [*SMALL, "--checkpoint", f"base={BASE}", "--methods", "base:full", "--out", str(tmp_path)]
     first = quality.main([*arguments, "--checkpoint", f"gone={BASE}", "--methods", "gone:full"])

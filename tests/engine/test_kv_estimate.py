@@ -45,6 +45,7 @@ def test_the_estimate_is_near_and_the_report_exact(open_kb, folder, codec):
     assert estimate.text_bytes == len(text("Own ", 40)) + sum(path.stat().st_size for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_only_what_this_run_wrote_is_counted(open_kb, folder):
     kb = open_kb()
     kb.ingest(folder)
@@ -69,6 +70,7 @@ def test_nothing_to_ingest_takes_nothing(open_kb, tmp_path):
     assert open_kb().estimate_kv(tmp_path / "absent").num_bytes == 0
 
 
+@pytest.mark.slow
 def test_progress_says_both(open_kb, folder, capsys):
     kb = open_kb()
     estimate = kb.estimate_kv(folder)

@@ -42,6 +42,7 @@ def drawn(seed, split=DataSplit.TRAIN, wordings=DataSplit.TRAIN, num_entities=20
     return world, documents, answerable_questions(rng, world, documents.values(), wordings)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_in_every_process():
     def sample(hash_seed):
         command = [sys.executable, "-c", SAMPLE]

@@ -254,6 +254,7 @@ def test_blocks_are_the_same_through_any_window(monkeypatch, window):
     assert [list(split_blocks(text)) for text in texts] == whole
 
 
+@pytest.mark.slow
 def test_no_long_text_is_tokenised_or_parsed_whole(tokenizer, monkeypatch):
     """What tokenizer and parser make of a text takes a hundred times its size and more."""
     chunker, tokenised, parsed = Chunker(tokenizer), [], []

@@ -78,6 +78,7 @@ def alone(one: MetadataFilter, metadata: dict) -> bool:
     return build_metadata_filter_fn(lambda _: metadata, MetadataFilters(filters=[one]))("")
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(filters=joined(st.recursive(conditions(), joined, max_leaves=6)))
 def test_filters_mean_what_llamaindex_means(store, filters):

@@ -182,6 +182,7 @@ def test_a_remote_load_pays_above_the_rate_at_which_prefill_makes_kv(ratio, giga
     assert slow.codecs[0].pays_above_bytes_s is None
 
 
+@pytest.mark.slow
 def test_a_hundred_million_chunks_keep_kv_of_those_that_are_worth_it():
     corpus, demand = Corpus(100_000_000, 256), Demand(10**9, 5000, tier="remote")
     raw = make_plan(LLAMA_3_8B, corpus, demand, sizes=[RAW]).codecs[0]
@@ -249,6 +250,7 @@ def test_every_registered_codec_is_planned_raw_first():
     json.dumps(plan.to_json(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_advice_names_a_policy_that_beats_lru_when_memory_is_short():
     corpus, demand = Corpus(2000, 1000), Demand(10**8, 5000, zipf=0.9)
     plan = make_plan(LLAMA_3_8B, corpus, demand, sizes=[RAW])

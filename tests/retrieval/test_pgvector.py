@@ -89,6 +89,7 @@ def test_deleting_a_document_deletes_its_vectors_in_the_same_transaction(documen
     assert opened(documents).index.ids == set(third)
 
 
+@pytest.mark.slow
 def test_vectors_are_copied_bit_for_bit_and_once(documents, url):
     rows = np.concatenate([unit_rows(1500), 1e-30 * unit_rows(3, 4), np.zeros((1, DIMENSION), np.float32)])
     put(documents, "a", rows)

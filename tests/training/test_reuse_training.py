@@ -139,6 +139,7 @@ def test_the_other_ways_of_reuse(options, changes, spec, method):
     torch.testing.assert_close(fused(report.out, method=method), ours, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_anchors_learn_in_two_stages(options, tmp_path):
     """A.6: texts first, then questions over passages, from the rows that the first stage left."""
     lines = [{"type": "text", "text": f"{passage} " * 4} for passage in PASSAGES]
