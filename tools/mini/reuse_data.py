@@ -54,8 +54,7 @@ def draw_rows(num_rows: int, seed: int, leaning: float = SHARES["leaning"]) -> I
     others = (1 - leaning) / (1 - SHARES["leaning"])
     shares = {kind: leaning if kind == "leaning" else share * others for kind, share in SHARES.items()}
     for _ in range(num_rows):
-        passages = rng.randint(*PASSAGES)
-        row = draw_row(rng, passages, _draw_kind(rng, shares))
+        row = draw_row(rng, rng.randint(*PASSAGES), _draw_kind(rng, shares))
         yield {
             "type": "qa",
             "passages": row.passages,
