@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate  # type: ignore[import-untyped]  # noqa: F401 - the Trainer misses it only when all is loaded
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader

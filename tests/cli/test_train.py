@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from terminal import invoke
@@ -127,3 +128,12 @@ def test_what_is_wrong_is_said(base, data, tmp_path, more, reason):
     result = run(base, data, tmp_path / "out", "--steps", "1", *more)
     assert result.exit_code == 2
     assert reason in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_without_the_extra_nothing_is_loaded(base, data, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ragcache.training.trainer", raising=False)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    result = run(base, data, tmp_path / "out")
+    assert result.exit_code != 0
+    assert "training needs accelerate; install ragcache-kv[train]" in result.output
+    assert not (tmp_path / "out").exists()
