@@ -106,6 +106,7 @@ with tempfile.TemporaryDirectory() as root:
 """
 
 
+@pytest.mark.slow
 def test_no_team_outlives_an_answer_an_ingestion_or_loading() -> None:
     """Readers, the writer behind and askers live on. Without `openmp`, each of them keeps three threads."""
     assert run(ASKING, "on") == [0, 0, 0, 1]

@@ -274,7 +274,11 @@ SMALL_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "gpt_oss"], indirect=True)
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "gemma2"))],
+    indirect=True,
+)
 @pytest.mark.parametrize("method", sorted(rc.METHODS))
 def test_room_for_all_changes_nothing_and_little_room_only_what_is_decoded(family, method):
     prompt = random_prompt(67, prefix=4, chunks=CHUNKS, suffix=5)

@@ -129,8 +129,10 @@ def test_a_store_killed_again_and_again_gets_there(runner, finished, lm):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("neighbours", [0, 2])
-@pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stride", "neighbours"),
+    [(10, 2), *(pytest.param(1, neighbours, marks=pytest.mark.slow) for neighbours in (0, 2))],
+)
 def test_a_sync_killed_at_any_step_finishes_when_run_again(lm, lm_directory, runner, tmp_path, stride, neighbours):
     """Every document is whole and of one version or the other; nothing but what vanished is ever missing."""
     folder, base, work = tmp_path / "docs", tmp_path / "base", tmp_path / "work"

@@ -259,7 +259,7 @@ def test_nothing_is_kept_without_a_budget():
     assert served(tree, "a", [1, 2]) == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_threads(seed):
     """Askers, inserters and deletions at once: nothing wrong is served, and the bytes are watched all the time."""
     tokens = 60

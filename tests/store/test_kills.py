@@ -108,10 +108,13 @@ def children() -> Iterator[Children]:
 
 @pytest.mark.parametrize("kills", KILLS)
 def test_killed_while_putting_blocks(tmp_path: Path, children: Children, kills: int) -> None:
+    """So often, and then until a kill has hit a write."""
     rng = random.Random(kills)
     present: dict[int, bool] = {}
     step = leftovers = 0
-    for _ in range(kills):
+    for done in range(10 * kills):
+        if done >= kills and leftovers:
+            break
         said = children.run_and_kill("put_blocks", str(tmp_path), str(step), **random_moment(rng))
         for number in map(int, said):
             present[number if number >= 0 else -number - 1] = number >= 0

@@ -291,7 +291,13 @@ def test_anchors_are_rows_of_the_adapter(options, link_tokens):
     torch.testing.assert_close(ours, logits_as_trained(report.out), atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 2, "reuse": "packet"}], ids=["link", "packet"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"accumulate": 2}, id="link"),
+        pytest.param({"reuse": "packet"}, id="packet", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_was_stopped_ends_with_the_same_rows(options, tmp_path, changes):
     options = replace(options, steps=7, save_every=3, **changes)
     whole = train(options)

@@ -172,7 +172,13 @@ class StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}, {"accumulate": 2}], ids=["full", "lora", "accumulate"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"accumulate": 2}, id="full"),
+        pytest.param({"lora_rank": 2}, id="lora", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_was_stopped_ends_with_the_same_weights(options, tmp_path, changes):
     options = replace(options, steps=7, save_every=3, **changes)
     whole = train(options)
