@@ -108,7 +108,7 @@ def children() -> Iterator[Children]:
 
 @pytest.mark.parametrize("kills", KILLS)
 def test_killed_while_putting_blocks(tmp_path: Path, children: Children, kills: int) -> None:
-    """So often, and then until a kill has hit a write."""
+    """Kills go on beyond `kills` until one has hit a write."""
     rng = random.Random(kills)
     present: dict[int, bool] = {}
     step = leftovers = 0

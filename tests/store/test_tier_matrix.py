@@ -46,7 +46,7 @@ def recoded(codec: Codec, number: int) -> KVBlock:
 
 
 ENCODING = {"disk", "behind"}
-"""Of TIERS, those that encode what they hold."""
+"""The TIERS that encode what they hold."""
 
 
 @pytest.mark.parametrize(

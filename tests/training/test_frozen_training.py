@@ -294,8 +294,8 @@ def test_anchors_are_rows_of_the_adapter(options, link_tokens):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"accumulate": 2}, id="link"),
-        pytest.param({"reuse": "packet"}, id="packet", marks=pytest.mark.slow),
+        pytest.param({}, id="link", marks=pytest.mark.slow),
+        pytest.param({"accumulate": 2, "reuse": "packet"}, id="packet"),
     ],
 )
 def test_a_run_that_was_stopped_ends_with_the_same_rows(options, tmp_path, changes):

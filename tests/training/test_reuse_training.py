@@ -175,8 +175,9 @@ class StopError(Exception):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"accumulate": 2}, id="full"),
+        pytest.param({}, id="full", marks=pytest.mark.slow),
         pytest.param({"lora_rank": 2}, id="lora", marks=pytest.mark.slow),
+        pytest.param({"accumulate": 2}, id="accumulate"),
     ],
 )
 def test_a_run_that_was_stopped_ends_with_the_same_weights(options, tmp_path, changes):
