@@ -29,11 +29,15 @@ def lm(model_directory) -> rc.LanguageModel:
 
 @pytest.fixture
 def open_kb(tmp_path, lm):
-    """Opens the test's store, as often as wanted, and closes what was opened."""
+    """Opens the test's store, as often as wanted, and closes what was opened.
+
+    The tiny model is read by `reposition` unless a test says otherwise: its own default, `full`, would reuse no block.
+    """
     opened = []
 
     def open_one(path: Path = tmp_path / "kb", **options) -> rc.RagCache:
-        kb = rc.RagCache.open(path, **{"model": lm, "embedder": BagOfWords(), **options})
+        own = {"model": lm, "embedder": BagOfWords(), **({} if options.get("model") else {"method": "reposition"})}
+        kb = rc.RagCache.open(path, **{**own, **options})
         opened.append(kb)
         return kb
 

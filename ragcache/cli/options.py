@@ -182,7 +182,10 @@ class ModelOptions:
     ] = None
     method: Annotated[
         str | None,
-        option("--method", "See `ragcache methods`; auto: the cheapest that passed the check; else as trained."),
+        option(
+            "--method",
+            "See `ragcache methods`; else as trained or checked, or full where it is quick; auto: as checked first.",
+        ),
     ] = None
     option: Annotated[
         list[str] | None,

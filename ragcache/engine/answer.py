@@ -89,8 +89,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Answer:
-    """text: the answer. hits: the passages it was read from, best first. method: the fusion method.
+    """text: the answer. hits: the passages it was read from, best first.
 
+    method: the fusion method that read it; method_reason: why this one, in a few words
     dropped: retrieved passages that did not fit the model's context and were left out (on_overflow="trim")
     finish_reason: "stop" (end of text, stop string or stop token), "length", or "tool_calls" (it has some)
     logprobs: of every token, those of a stop string among them; None where `Sampling.logprobs` did not ask for them
@@ -106,15 +107,17 @@ class Answer:
     finish_reason: str = "stop"
     logprobs: tuple[TokenLogprob, ...] | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    method_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as JSON values: text, hits, timings, usage, method, dropped, finish_reason, logprobs, calls."""
+        """The answer as JSON values: all fields, the hits as `source_to_json` has them."""
         return {
             "text": self.text,
             "hits": [source_to_json(hit) for hit in self.hits],
             "timings": asdict(self.timings),
             "usage": asdict(self.usage),
             "method": self.method,
+            "method_reason": self.method_reason,
             "dropped": self.dropped,
             "finish_reason": self.finish_reason,
             "logprobs": None if self.logprobs is None else [asdict(one) for one in self.logprobs],
@@ -140,9 +143,11 @@ def source_to_json(source: Source) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sources:
-    """First event of a stream: the passages, before anything is read."""
+    """First event of a stream: the passages, before anything is read, and the method that is going to; see `Answer`."""
 
     hits: list[Source]
+    method: str = ""
+    method_reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,8 @@ class RagCache(Library, AsyncTwins):
 
         model:    bundled name, directory (of a LoRA adapter, too), hub id, or a loaded model, LanguageModel or of
                   transformers, which is to be given again at every opening; None: the store's own, "mini" if new
-        method:   fusion method of `ask` and `stream`, with its options as further keyword arguments; None: the one that
-                  the model was trained for; "auto": the cheapest that passed `ragcache check`
+        method:   fusion method, with its options as further keyword arguments; None: what the model was trained for,
+                  else the cheapest that passed `ragcache check`, else `choose_method`'s; "auto": a check comes first
         evict:    of the passages' tokens, what each layer and KV head keeps once the first token of an answer is known:
                   a budget or a SnapKV; None: all of them
         embedder: "minilm", "contriever", directory, hub id or an Embedder; None: the store's own, "minilm" if new
@@ -160,8 +160,8 @@ class RagCache(Library, AsyncTwins):
 
     @property
     def method(self) -> str:
-        """Name of the fusion method that questions are read with, unless they name another."""
-        return self._parts.method.name
+        """Name of the method that questions are read with, unless they name another; "auto": each one decides."""
+        return self._parts.choice.name
 
     @property
     def admission(self) -> Admission:

@@ -21,12 +21,13 @@ from ragcache.engine.asking.prompts import Prompts
 from ragcache.engine.asking.reader import Reader
 from ragcache.engine.asking.reading import Reading
 from ragcache.engine.asking.supply import Supply
-from ragcache.engine.asking.verdict import choose_method, refuse_unchecked
+from ragcache.engine.asking.verdict import Choice, StoredBlocks, choose_method
 from ragcache.engine.asking.whole import WholeStore
 from ragcache.engine.loading.loader import BlockLoader
 from ragcache.engine.loading.policy import ALWAYS
-from ragcache.engine.loading.probe import open_rates
+from ragcache.engine.loading.probe import open_rates, probe_prefill
 from ragcache.engine.remote.reader import RemoteReader
+from ragcache.engine.remote.reader import reads as reads_elsewhere
 from ragcache.engine.remote.vllm import VllmEngine
 from ragcache.engine.store import Store, StoreConfig, open_kv_to_fill
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
@@ -40,6 +41,7 @@ from ragcache.ingest.neighbours import NEIGHBOURHOODS, Neighbourhood
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.identity import Recipe
+from ragcache.kv.prefill import PrefillRate
 from ragcache.kv.prefix_tree import PrefixTree
 from ragcache.kv.request_layout import served_name
 from ragcache.models.card import ModelCard
@@ -58,6 +60,7 @@ from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice
 
 DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
+PREFILL_PROBE_S = 0.25
 KEPT = "kv_kept"
 """The store's property: share of their KV that blocks hold, and the task that it was chosen for."""
 
@@ -67,6 +70,7 @@ class Parts:
     """All that a knowledge base consists of.
 
     card:   the model; a LanguageModel where it runs in this process
+    choice: of the method that questions are read with unless they name another; stored: what it was chosen by
     evict:  what questions keep of their passages unless they say otherwise; None: all of it
     names:  of the store's blocks; a ModelEncoder where the model runs in this process
     loader: None where what a tier has is always loaded
@@ -78,7 +82,8 @@ class Parts:
     config: StoreConfig
     card: ModelCard
     retriever: Retriever
-    method: FusionMethod
+    choice: Choice
+    stored: StoredBlocks
     evict: SnapKV | None
     reader: Engine
     names: BlockNames
@@ -120,13 +125,20 @@ def assemble(
     Raises ConfigError, ModelError, PromptError.
     """
     neighbours = _neighbours(store.documents, config, chosen.recipe)
-    options, number = chosen.method_options, neighbours.number
-    method, recipe = choose_method(store.layout.root, card, chosen.method, options, chosen.recipe, number)
+    number, is_whole = neighbours.number, _is_whole(store.documents, chosen.recipe)
+    stored = StoredBlocks(
+        store.layout.root,
+        chosen.recipe,
+        number,
+        is_whole,
+        partial(_reads, card, is_whole=is_whole, is_remote=engine is not None),
+    )
+    choice = choose_method(card, chosen.method, chosen.method_options, stored)
+    method = choice.method
     text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format)
     first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
-    own = replace(block_recipe(card, method, recipe), neighbours=number)
+    own = replace(block_recipe(card, method, choice.recipe), neighbours=number)
     used = block_recipe(card, method, _with_kept(store.documents, block_recipe(card, method, own)))
-    refuse_unchecked(chosen.method, used)
     near = None
     if number:
         store.documents.bind(NEIGHBOURS, neighbours.bound())
@@ -134,7 +146,7 @@ def assemble(
     plan = _Plan(used, text, first_ids, chosen.tenant, near)
     if engine is not None:
         made = _elsewhere(store, card, plan, engine)
-        made.reader.check(Reading(method, chosen.evict))
+        made.reader.check(Reading(choice, chosen.evict))
     elif isinstance(card, LanguageModel):
         made = _here(store, config, card, plan)
     else:
@@ -145,7 +157,8 @@ def assemble(
         config=config,
         card=card,
         retriever=retriever,
-        method=method,
+        choice=choice,
+        stored=replace(stored, recipe=used),
         evict=chosen.evict,
         **made._asdict(),
         ingestor=Ingestor(store.layout, store.documents, store.kv, retriever, cut, made.names, chosen.ingest),
@@ -153,6 +166,19 @@ def assemble(
         turns=TurnMemory(store.documents, chosen.tenant),
         system=chosen.system,
     )
+
+
+def _is_whole(documents: DocumentStore, recipe: str | Recipe | None) -> bool:
+    """Whether the store's blocks hold all of their KV."""
+    bound = documents.properties().get(KEPT)
+    return (not isinstance(recipe, Recipe) or recipe.kept == 1) and (not isinstance(bound, list) or bound[0] == 1)
+
+
+def _reads(card: ModelCard, method: FusionMethod, *, is_whole: bool, is_remote: bool) -> bool:
+    """Whether blocks can be read by this method, here or in another engine."""
+    if not method.reuses_blocks:
+        return True
+    return (is_whole or method.takes_sparse) and (not is_remote or reads_elsewhere(card, method))
 
 
 def _with_kept(documents: DocumentStore, recipe: Recipe) -> Recipe:
@@ -192,7 +218,9 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
     documents, kv = store.documents, store.kv
     kv.use_device(lm.device)
     recipe, text, first_ids, tenant, near = plan
-    estimate, tree = PrefillEstimate(), PrefixTree(lm.shape, config.prefix_bytes)
+    loader = open_loader(store, config, lm, recipe)
+    estimate = PrefillEstimate(partial(_prefill_rate, lm, loader))
+    tree = PrefixTree(lm.shape, config.prefix_bytes)
     prefixes = Prefixes(lm, documents, recipe, tenant, tree, first_ids)
     encoder = ModelEncoder(
         lm,
@@ -204,16 +232,21 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
         neighbourhood=near,
     )
     admission = Admission(default_budget(lm) if config.answer_bytes is None else config.answer_bytes)
-    loader = open_loader(store, config, lm, recipe)
     reader = Reader(
         lm,
-        Prompts(lm, encoder, text, prefixes.count),
+        Prompts(lm, encoder, text, prefixes.count, estimate.expected_s),
         Supply(lm, encoder, kv, documents, prefixes, WholeStore(lm, kv, documents, tenant, estimate.add), loader),
         prefixes,
         Contexts(admission, tree),
         estimate,
     )
     return _Made(reader, encoder, admission, estimate, loader)
+
+
+def _prefill_rate(lm: LanguageModel, loader: BlockLoader | None) -> PrefillRate:
+    """What this machine measured before, else what a short measurement finds."""
+    known = None if loader is None else loader.rates.figures().prefill
+    return known or probe_prefill(lm, PREFILL_PROBE_S)
 
 
 def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Recipe | None) -> NeighbourChoice:

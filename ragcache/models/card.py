@@ -56,8 +56,9 @@ class ModelCard:
 
     @property
     def default_method(self) -> str:
-        """The fusion method that the checkpoint was trained for; without training, moving blocks to their places."""
-        return "reposition" if self.reuse is None else self.reuse.method
+        """The fusion method that the checkpoint was trained for; without training, one that is nearer to full prefill
+        than most on a real model (docs/methods.md)."""
+        return "cacheblend" if self.reuse is None else self.reuse.method
 
     @property
     def unsaid_ids(self) -> frozenset[int]:

@@ -189,6 +189,7 @@ def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
         "computed_tokens": usage.computed_tokens,
         "avoided_tokens": usage.cached_tokens,
         "method": answer.method,
+        "method_reason": answer.method_reason,
         "dropped": answer.dropped,
         "timings": PhaseSeconds(**asdict(answer.timings)),
         "full_prefill_estimate_s": kb.full_prefill_estimate_s(usage.prompt_tokens),

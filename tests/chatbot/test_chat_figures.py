@@ -73,7 +73,7 @@ def test_tokens_come_before_times(tab: Tab):
     assert kept["cached_tokens"] > 0
     statement = open_chart(turn).locator(".statement")
     start = f"{kept['cached_tokens']} of {kept['prompt_tokens']} prompt tokens not computed. Time"
-    expect(statement).to_have_text(re.compile(f"^{start}"))
+    expect(statement).to_have_text(re.compile(f"^{start}.*Read by link: the model was trained for it\\.$"))
 
 
 def answering(ttfts: list[float]) -> Callable[[Route], None]:

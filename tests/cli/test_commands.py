@@ -76,12 +76,16 @@ def test_ingest_in_words(model, folder, tmp_path):
     assert f"takes {bytes_text(blocks)} on disk" in result.stdout
 
 
+# The tiny model's own default reads what is quick as text, without any block.
+MOVED = ("--method", "reposition")
+
+
 def test_lazy_ingestion_leaves_the_model_unused(model, folder, tmp_path):
     kb = tmp_path / "kb"
     report = json_of(invoke("ingest", folder, "--store", kb, "--model", model, "--kv", "lazy", "--json"))
     assert report["computed_tokens"] == 0
     assert json_of(invoke("info", "--store", kb, "--json"))["pending"] == len(NAMES)
-    answer = json_of(invoke("ask", "Where is the cat?", "--store", kb, "--max-tokens", 1, "--json"))
+    answer = json_of(invoke("ask", "Where is the cat?", "--store", kb, *MOVED, "--max-tokens", 1, "--json"))
     assert {hit["kv"] for hit in answer["hits"]} == {"computed"}
 
 
@@ -153,11 +157,14 @@ def test_ask_stops_at_a_string(store):
 
 
 def test_ask_in_words_names_its_sources(store):
-    result = invoke("ask", "Where do dogs bark?", "--store", store, "--k", 1, "--max-tokens", 3)
+    result = invoke("ask", "Where do dogs bark?", "--store", store, *MOVED, "--k", 1, "--max-tokens", 3)
     assert result.exit_code == 0, result.output
     assert re.search(r"\[1\] /\S+/dogs\.txt", result.stdout)
     assert "KV: disk" in result.stdout
     assert "first token after" in result.stdout
+    assert "read by reposition: asked for\n" in result.stdout
+    own = invoke("ask", "Where do dogs bark?", "--store", store, "--k", 1, "--max-tokens", 3)
+    assert re.search(r"read by full: not checked: full prefill takes an estimated 0\.\d\d s\n", own.stdout)
 
 
 def test_context_overflow_is_refused_or_trimmed(model, tmp_path):
@@ -275,7 +282,7 @@ def test_info_counts(store):
     assert (found["documents"], found["chunks"], found["blocks"]) == (len(NAMES), len(NAMES), len(blocks))
     assert found["bytes_by_tier"] == {"memory": 0, "disk": sum(path.stat().st_size for path in blocks)}
     assert found["hit_rate"] is None
-    json_of(invoke("ask", "Where is the cat?", "--store", store, "--k", 3, "--max-tokens", 1, "--json"))
+    json_of(invoke("ask", "Where is the cat?", "--store", store, *MOVED, "--k", 3, "--max-tokens", 1, "--json"))
     after = json_of(invoke("info", "--store", store, "--json"))
     assert after["hits_by_tier"] == {"memory": 0, "disk": 3}
     assert after["hit_rate"] == 1
@@ -378,7 +385,7 @@ def test_a_store_that_keeps_a_share_of_the_kv(folder, model, tmp_path):
     ]
     assert sizes[1] < sizes[0]
     answer = json.loads(
-        invoke("ask", "Where is the cat?", "--store", less, "--k", 2, "--max-tokens", 2, "--json").stdout
+        invoke("ask", "Where is the cat?", "--store", less, *MOVED, "--k", 2, "--max-tokens", 2, "--json").stdout
     )
     assert {source["kv"] for source in answer["hits"]} == {"disk"}
     other = invoke("ask", "Where is the cat?", "--store", less, "--kv-kept", 0.5)

@@ -26,6 +26,7 @@ def questions(tmp_path):
 
 def test_the_demo_compares_fused_with_full_prefill(model, folder, questions, tmp_path):
     options = ["--corpus", folder, "--questions", questions, "--store", tmp_path / "kb", "--model", model, "--k", 2]
+    options += ["--method", "reposition"]
     result = invoke("demo", *options)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""

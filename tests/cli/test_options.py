@@ -166,7 +166,7 @@ def test_an_interrupt_ends_with_status_130(store):
     with subprocess.Popen(command_line, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=_environment()) as process:
         process.stdin.write("Dogs?\n")
         process.stdin.flush()
-        while "first token" not in process.stdout.readline():
+        while "read by" not in process.stdout.readline():
             assert process.poll() is None
         assert process.stdout.readline() == "\n"  # the next question is waited for
         time.sleep(0.5)
@@ -217,7 +217,7 @@ def _root_logger():
 def test_damage_is_reported_in_one_line(store):
     block, *_ = sorted(Path(store, "kv").rglob("*.safetensors"))
     block.write_bytes(block.read_bytes()[:-1])
-    result = invoke("ask", "Cat?", "--store", store, "--max-tokens", "1", "--json")
+    result = invoke("ask", "Cat?", "--store", store, "--method", "reposition", "--max-tokens", "1", "--json")
     assert result.exit_code == 0, result.output
     hits = json.loads(result.stdout)["hits"]
     assert sorted(hit["kv"] for hit in hits) == ["computed", "disk", "disk", "disk"]

@@ -108,7 +108,8 @@ def test_simulate_in_words():
 def test_simulate_replays_what_a_store_recorded(store, tmp_path):
     trace = tmp_path / "trace.jsonl"
     for question in ("Where is the cat?", "Dogs?"):
-        asked = invoke("ask", question, "--store", store, "--k", 2, "--max-tokens", 1, "--trace", trace)
+        options = ["--method", "reposition", "--k", 2, "--max-tokens", 1, "--trace", trace]
+        asked = invoke("ask", question, "--store", store, *options)
         assert asked.exit_code == 0, asked.output
     result = invoke("simulate", trace, "--memory", "1GiB", "--eviction", "lru", "--admission", "all", "--json")
     assert result.exit_code == 0, result.output

@@ -12,7 +12,7 @@ from ragcache.store.trace import read_trace
 
 @pytest.mark.parametrize("eviction", ["lfu", "gdsf", "pgdsf"])
 def test_answers_are_the_same_under_every_policy(store, eviction, tmp_path):
-    arguments = ["ask", "Where is the cat?", "--store", store, "--max-tokens", 4, "--json"]
+    arguments = ["ask", "Where is the cat?", "--store", store, "--method", "reposition", "--max-tokens", 4, "--json"]
     plain = json.loads(invoke(*arguments).stdout)
     trace = tmp_path / "trace.jsonl"
     result = invoke(*arguments, "--eviction", eviction, "--admission", "tinylfu", "--memory", "64KiB", "--trace", trace)

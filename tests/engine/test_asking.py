@@ -197,7 +197,13 @@ CHAT = (
 
 def test_a_chat_template_is_split_around_the_context(open_kb, tmp_path):
     directory = save_tiny_llama(tmp_path / "chat", chat_template=CHAT)
-    kb = open_kb(tmp_path / "chatty", model=rc.load_lm(directory), system="Be brief.", question_format="Q: {question}")
+    kb = open_kb(
+        tmp_path / "chatty",
+        model=rc.load_lm(directory),
+        method="reposition",
+        system="Be brief.",
+        question_format="Q: {question}",
+    )
     kb.ingest(rc.Document("cats", "The cat sat.\n"))
     answer = kb.ask("Where?", k=1, sampling=rc.Sampling(max_tokens=3))
     tokenizer = AutoTokenizer.from_pretrained(directory)

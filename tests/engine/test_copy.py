@@ -58,14 +58,14 @@ def stored(kb: rc.Library) -> list:
 def test_a_copy_is_what_the_other_model_would_have_read(open_kb, other, folder, tmp_path):
     first = fill(open_kb(chunker=CHUNKS), folder)
     before = [chunk.token_ids for chunk in first.chunks_of(str(folder / "one.md"))]
-    copy = open_kb(tmp_path / "copy", model=other, chunker=CHUNKS)
+    copy = open_kb(tmp_path / "copy", model=other, method="reposition", chunker=CHUNKS)
     report = copy.copy(first)
     assert (sorted(report.added), report.failed) == (sorted(one.id for one in first.documents()), [])
     assert report.computed_tokens == report.tokens > 0
     assert stored(copy) == stored(first)
     assert [chunk.token_ids for chunk in first.chunks_of(str(folder / "one.md"))] == before  # left alone
     # The oracle: the same passages, given to the other model as documents of their own.
-    fresh = open_kb(tmp_path / "fresh", model=other)
+    fresh = open_kb(tmp_path / "fresh", model=other, method="reposition")
     chunks = [chunk for one in copy.documents() for chunk in copy.chunks_of(one.id)]
     fresh.ingest([rc.Document(chunk.id, chunk.text) for chunk in chunks], split=False)
     for chunk in chunks:
@@ -80,7 +80,7 @@ def test_a_copy_is_what_the_other_model_would_have_read(open_kb, other, folder, 
 
 def test_files_that_did_not_change_cost_nothing_in_the_copy(open_kb, other, folder, tmp_path):
     first = fill(open_kb(chunker=CHUNKS), folder)
-    copy = open_kb(tmp_path / "copy", model=other, chunker=CHUNKS)
+    copy = open_kb(tmp_path / "copy", model=other, method="reposition", chunker=CHUNKS)
     copy.copy(first, kv="lazy")
     assert {one.state for one in copy.documents()} == {"pending"}
     report = copy.ingest(folder, kv="lazy", sync=True)
@@ -90,7 +90,7 @@ def test_files_that_did_not_change_cost_nothing_in_the_copy(open_kb, other, fold
 
 def test_an_interrupted_copy_goes_on(open_kb, other, folder, tmp_path):
     first = fill(open_kb(chunker=CHUNKS), folder)
-    copy = open_kb(tmp_path / "copy", model=other, ingest=rc.IngestConfig(window_tokens=1))
+    copy = open_kb(tmp_path / "copy", model=other, method="reposition", ingest=rc.IngestConfig(window_tokens=1))
 
     def stop(event: rc.ProgressEvent) -> None:
         if event.stage == "commit" and event.done == 2:
@@ -109,7 +109,7 @@ def test_an_interrupted_copy_goes_on(open_kb, other, folder, tmp_path):
 def test_a_passage_that_is_too_long_is_reported(open_kb, folder, tmp_path):
     first = fill(open_kb(), folder)
     small = rc.load_lm(save_tiny_llama(tmp_path / "small", seed=2, positions=100))
-    copy = open_kb(tmp_path / "copy", model=small)
+    copy = open_kb(tmp_path / "copy", model=small, method="reposition")
     report = copy.copy(first)
     assert {failure.source for failure in report.failed} == {str(folder / name) for name in TEXTS}
     assert report.added == ["own"]

@@ -6,6 +6,7 @@ import pytest
 from vllm_double import VllmDouble, serving
 
 import ragcache as rc
+from ragcache.engine.asking.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.errors import ConfigError, IngestError, PromptError, StoreMismatchError
 from ragcache.kv.request_layout import served_name
 from ragcache.models.decoding import decode
@@ -106,11 +107,18 @@ def test_methods_that_need_all_kv_are_refused_by_name(sparse, open_kb, tmp_path,
         open_kb(tmp_path / "other", method=method, recipe=RECIPE)
 
 
-def test_auto_was_checked_over_whole_kv(sparse, open_kb, tmp_path):
-    with pytest.raises(ConfigError, match=r"auto.*0\.4.*name a method"):
-        open_kb(tmp_path / "sparse", method="auto")
-    with pytest.raises(ConfigError, match="auto"):
-        ask(sparse, method="auto")
+@pytest.mark.parametrize("method", [None, "auto"])
+def test_what_was_checked_over_whole_kv_says_nothing_of_less(sparse, open_kb, tmp_path, method):
+    """Without a method to name, these blocks are not read, even where the check passed one that could."""
+    passed = MethodVerdict("reposition", {}, "isolated", True, "", 0.1)
+    save_verdict(sparse.store.layout.root, Verdict(sparse.lm.fingerprint, "tiny", "tests", 10, {}, (passed,)))
+    kb = open_kb(tmp_path / "sparse", method=method)
+    answers = [ask(kb), ask(sparse, method="auto")]
+    assert [(one.method, one.method_reason) for one in answers] == [
+        ("full", "not checked, and cacheblend cannot read this store's blocks here")
+    ] * 2
+    assert kb.method == "full"
+    assert ask(kb, method="reposition").text == ask(sparse).text
 
 
 def test_another_engine_is_refused(sparse, open_kb, tmp_path):
@@ -120,7 +128,7 @@ def test_another_engine_is_refused(sparse, open_kb, tmp_path):
 
 def assert_refused_there(open_kb, tmp_path, vllm):
     with pytest.raises(ConfigError, match=r"leave out tokens.*leave out the engine"):
-        open_kb(tmp_path / "sparse", model=None, engine=vllm.url)
+        open_kb(tmp_path / "sparse", model=None, engine=vllm.url, method="reposition")
 
 
 def test_a_passage_that_fits_the_model_once_and_not_twice_fails_by_its_name(open_kb, tmp_path):

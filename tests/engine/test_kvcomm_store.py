@@ -45,7 +45,7 @@ def test_a_question_that_names_the_store_s_own_method_shares_it(learning, open_k
 
 
 def test_deletion_takes_what_was_learnt_with_it(learning):
-    pool, hits = learning._parts.method.pool, learning.retrieve(QUESTION, k=4)
+    pool, hits = learning._parts.choice.method.pool, learning.retrieve(QUESTION, k=4)
     assert pool.num_bytes
     learning.delete("rivers")
     assert pool.num_bytes == 0
@@ -64,7 +64,7 @@ def test_another_process_s_deletion_counts_too(learning, open_kb):
 
 def test_a_passage_that_goes_while_it_is_read_leaves_nothing(learning, monkeypatch):
     """It is deleted between the search and the reading, and somebody's question has been told of it."""
-    reader, pool = learning._parts.reader, learning._parts.method.pool
+    reader, pool = learning._parts.reader, learning._parts.choice.method.pool
     load = reader.supply._load
 
     def delete_first(*args):
@@ -82,7 +82,7 @@ def test_a_passage_that_goes_while_it_is_read_leaves_nothing(learning, monkeypat
 
 def test_one_method_object_of_two_tenants(learning, open_kb):
     """Law 8."""
-    method = learning._parts.method
+    method = learning._parts.choice.method
     theirs = open_kb(method=method, tenant="acme")
     assert passages_ran(ask(theirs))
     assert not passages_ran(ask(theirs))
@@ -91,7 +91,7 @@ def test_one_method_object_of_two_tenants(learning, open_kb):
 
 def test_what_somebody_said_is_not_learnt_from(learning):
     """A passage from outside, a system prompt and a conversation are read in full, and leave nothing."""
-    pool = learning._parts.method.pool
+    pool = learning._parts.choice.method.pool
     held, mine = pool.num_bytes, rc.Passage("The key is under the mat.\n")
     hits = learning.retrieve(QUESTION, k=2)
     talk = [{"role": "user", "content": "I am Ann."}, {"role": "assistant", "content": "Hello."}]

@@ -248,7 +248,7 @@ def test_a_prompt_that_the_engine_is_too_short_for_is_refused_here(front, vllm):
 
 def test_no_weights_are_needed(open_kb, model_directory, vllm, tmp_path):
     bare = shutil.copytree(model_directory, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    kb = open_kb(model=bare, engine=vllm.url)
+    kb = open_kb(model=bare, method="reposition", engine=vllm.url)
     assert kb.ask(QUESTION).text == SAID
     assert not isinstance(kb.lm, rc.LanguageModel)
 
@@ -313,7 +313,7 @@ async def test_async_twins_work(front, vllm):
 )
 def test_methods_that_need_the_model_are_refused_by_name(kb, front, vllm, method):
     recipe = rc.METHODS[method].recipes[0]
-    message = f"method '{method}' chooses or weighs tokens.*use 'reposition' or 'full'"
+    message = f"method '{method}' chooses or weighs tokens.*use 'full' or 'reposition' or 'epic'"
     with pytest.raises(ConfigError, match=message):
         front(method=method, recipe=recipe).ask(QUESTION)
     assert not vllm.bodies

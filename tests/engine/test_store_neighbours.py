@@ -225,7 +225,7 @@ def test_the_same_text_twice_is_no_neighbour_of_itself(open_near, oracle):
 
 def test_neighbours_that_do_not_fit_the_model_are_left_out_farthest_first(open_kb, tmp_path):
     small = rc.load_lm(save_tiny_llama(tmp_path / "small", positions=100))
-    kb = open_kb(tmp_path / "kb", model=small, store=rc.StoreConfig(neighbours=2))
+    kb = open_kb(tmp_path / "kb", model=small, method="reposition", store=rc.StoreConfig(neighbours=2))
     kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
     near, recipe, left_out = brute_force(kb), kb._parts.names.recipe, 0
     for chunk in chunks_of(kb):

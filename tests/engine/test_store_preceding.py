@@ -116,7 +116,7 @@ def test_more_neighbours_than_there_are_chunks_are_all_of_them(open_behind):
 def test_what_does_not_fit_is_left_out_farthest_first(open_kb, tmp_path):
     small = rc.load_lm(save_tiny_llama(tmp_path / "small", positions=40))
     store = rc.StoreConfig(neighbours=3, neighbours_from="document")
-    kb = open_kb(tmp_path / "kb", model=small, store=store, chunker=CUT)
+    kb = open_kb(tmp_path / "kb", model=small, method="reposition", store=store, chunker=CUT)
     kb.ingest(FIRST)
     chunks, recipe, left_out = kb.chunks_of("first"), kb._parts.names.recipe, 0
     for rank, chunk in enumerate(chunks):

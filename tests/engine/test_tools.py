@@ -53,7 +53,9 @@ def lm(directory):
 
 @pytest.fixture(scope="module")
 def kb(lm, tmp_path_factory):
-    with rc.RagCache.open(tmp_path_factory.mktemp("kb") / "kb", model=lm, embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(
+        tmp_path_factory.mktemp("kb") / "kb", model=lm, method="reposition", embedder=BagOfWords()
+    ) as kb:
         kb.ingest(rc.Document("cats", CATS))
         yield kb
 

@@ -78,6 +78,7 @@ def test_what_is_known_about_an_answer(registry, chat, passages):
     about = chat.invoke(reading(passages)).response_metadata
     assert is_json(about)
     assert (about["model_name"], about["method"], about["finish_reason"]) == ("mini", registry.method, "stop")
+    assert about["method_reason"] == "the model was trained for it"
     assert [source["chunk_id"] for source in about["sources"]] == [document.id for document in passages]
     assert [source["text"] for source in about["sources"]] == [document.page_content for document in passages]
     assert {source["kv"] for source in about["sources"]} == {"memory"}

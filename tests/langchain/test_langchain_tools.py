@@ -38,7 +38,7 @@ def lm(tmp_path_factory):
 
 @pytest.fixture
 def chat(lm, tmp_path):
-    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(tmp_path / "kb", model=lm, method="reposition", embedder=BagOfWords()) as kb:
         RagCacheVectorStore(kb).add_texts([STORED, "Rosa makes clocks."])
         yield ChatRagCache(kb=kb, max_tokens=300)
 

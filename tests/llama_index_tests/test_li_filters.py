@@ -34,7 +34,7 @@ METADATA = {
 @pytest.fixture(scope="module")
 def store(lm, tmp_path_factory):
     path = tmp_path_factory.mktemp("filters") / "kb"
-    with rc.RagCache.open(path, model=lm, embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
         store = RagCacheVectorStore(kb, kv="lazy")
         store.add([TextNode(id_=id, text=f"Text {id}.", metadata=metadata) for id, metadata in METADATA.items()])
         yield store

@@ -59,6 +59,7 @@ def test_a_query_engine_answers_as_the_engine_does_and_runs_suffix_and_link_toke
         assert figures.cached_tokens >= sum(hit.chunk.num_tokens for hit in own.hits)
         assert figures.prompt_tokens == figures.computed_tokens + figures.cached_tokens
         assert figures.method == kb.method == "link"
+        assert figures.method_reason == own.method_reason == "the model was trained for it"
         right += response.response.strip() == row["answer"]
     assert right >= 9  # the corpus has other people and towns of like names; retrieval misses some
 

@@ -17,7 +17,7 @@ from ragcache.retrieval.testing import BagOfWords
 def kb(tmp_path_factory):
     """Over a model with room for LlamaIndex's prompts."""
     lm = rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("wide"), positions=8192))
-    with rc.RagCache.open(tmp_path_factory.mktemp("kb"), model=lm, embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(tmp_path_factory.mktemp("kb"), model=lm, method="reposition", embedder=BagOfWords()) as kb:
         kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
         yield kb
 

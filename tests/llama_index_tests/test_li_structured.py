@@ -31,7 +31,7 @@ class Kind(BaseModel, extra="forbid"):
 @pytest.fixture(scope="module")
 def kb(tmp_path_factory):
     lm = rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("plain"), positions=2048))
-    with rc.RagCache.open(tmp_path_factory.mktemp("kb"), model=lm, embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(tmp_path_factory.mktemp("kb"), model=lm, method="reposition", embedder=BagOfWords()) as kb:
         kb.ingest([rc.Document("lansen", STORED)])
         yield kb
 

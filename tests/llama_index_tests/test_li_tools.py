@@ -45,7 +45,7 @@ def lm(tmp_path_factory):
 
 @pytest.fixture
 def kb(lm, tmp_path):
-    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(tmp_path / "kb", model=lm, method="reposition", embedder=BagOfWords()) as kb:
         kb.ingest([rc.Document("lansen", STORED), rc.Document("rosa", "Rosa makes clocks.")])
         yield kb
 

@@ -137,7 +137,7 @@ def test_a_model_knows_its_training(saved, tmp_path):
     lm = rc.load_lm(directory)
     assert (lm.reuse, lm.default_method) == (spec, "link")
     plain = rc.load_lm(save_tiny_llama(tmp_path / "plain"))
-    assert (plain.reuse, plain.default_method) == (None, "reposition")
+    assert (plain.reuse, plain.default_method) == (None, "cacheblend")
 
 
 def test_the_fingerprint_knows_the_training(saved, tmp_path):

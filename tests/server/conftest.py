@@ -37,7 +37,7 @@ def lm(tmp_path_factory) -> rc.LanguageModel:
 def made(lm, tmp_path_factory) -> Path:
     """A store with four documents. Not to be changed: take `kb`."""
     path = tmp_path_factory.mktemp("made") / "kb"
-    with rc.RagCache.open(path, model=lm, embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
         kb.ingest(rc.Document(id, text, {"letters": len(id)}) for id, text in TEXTS.items())
     return path
 
@@ -45,7 +45,7 @@ def made(lm, tmp_path_factory) -> Path:
 @pytest.fixture
 def kb(lm, made, tmp_path) -> Iterator[rc.RagCache]:
     path = shutil.copytree(made, tmp_path / "kb")
-    with rc.RagCache.open(path, model=lm, embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
         yield kb
 
 

@@ -32,7 +32,11 @@ def test_an_answer_that_can_never_fit(kb, lm):
     kb.close()
     with (
         rc.RagCache.open(
-            kb.store.layout.root, model=lm, embedder=BagOfWords(), store=rc.StoreConfig(answer_bytes=100)
+            kb.store.layout.root,
+            model=lm,
+            method="reposition",
+            embedder=BagOfWords(),
+            store=rc.StoreConfig(answer_bytes=100),
         ) as small,
         serving(small) as served,
     ):

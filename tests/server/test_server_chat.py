@@ -54,6 +54,7 @@ def test_the_extension_names_sources_and_costs(client, kb):
     assert [source["text"] for source in extension["sources"]] == [hit.chunk.text for hit in right.hits]
     assert [source["score"] for source in extension["sources"]] == pytest.approx([hit.score for hit in right.hits])
     assert extension["method"] == right.method == "reposition"
+    assert extension["method_reason"] == right.method_reason == "asked for"
     assert extension["dropped"] == 0
     counts = (right.usage.prompt_tokens, right.usage.computed_tokens, right.usage.cached_tokens)
     assert tuple(extension[f"{kind}_tokens"] for kind in ("prompt", "computed", "avoided")) == counts

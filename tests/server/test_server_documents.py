@@ -79,7 +79,7 @@ def test_files_are_what_the_command_line_makes_of_them(served: Served, kb, lm, t
     for name, data in FILES.items():
         (folder / name).write_bytes(data)
     served.http.post(PATH, files=form(FILES))
-    with rc.RagCache.open(tmp_path / "other", model=lm, embedder=kb.embedder) as other:
+    with rc.RagCache.open(tmp_path / "other", model=lm, method="reposition", embedder=kb.embedder) as other:
         for id in other.ingest(folder).added:
             uploaded = id.removeprefix(f"{folder}/")
             assert [chunk.text for chunk in kb.chunks_of(uploaded)] == [chunk.text for chunk in other.chunks_of(id)]

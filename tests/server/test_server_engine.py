@@ -25,7 +25,7 @@ def vllm(lm):
 @pytest.fixture
 def served(vllm, made):
     with (
-        rc.RagCache.open(made, engine=vllm.url, embedder=BagOfWords()) as kb,
+        rc.RagCache.open(made, method="reposition", engine=vllm.url, embedder=BagOfWords()) as kb,
         serving(kb, ServerSettings(drain_s=5)) as served,
     ):
         yield served

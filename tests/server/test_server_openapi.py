@@ -48,7 +48,9 @@ CALM = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomi
 def app(tmp_path_factory) -> Iterator[object]:
     """A short context keeps made-up requests short."""
     lm = rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("api") / "tiny", positions=128))
-    with rc.RagCache.open(tmp_path_factory.mktemp("api") / "kb", model=lm, embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(
+        tmp_path_factory.mktemp("api") / "kb", model=lm, method="reposition", embedder=BagOfWords()
+    ) as kb:
         kb.ingest([rc.Document("a/b", "Dogs bark."), rc.Document("c", "Cats sit.", {"year": 2024})])
         yield create_app(kb, ServerSettings(answers=AnswerDefaults(max_tokens=4, on_overflow="trim")))
 

@@ -21,7 +21,7 @@ USER = [{"role": "user", "content": "Cats?"}]
 def open_server(lm, made, tmp_path_factory):
     """One server for all refusals: none of them changes anything."""
     path = shutil.copytree(made, tmp_path_factory.mktemp("refusing") / "kb")
-    with rc.RagCache.open(path, model=lm, embedder=BagOfWords()) as kb, serving(kb) as served:
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb, serving(kb) as served:
         yield served
 
 

@@ -29,7 +29,10 @@ class ByWord:
 @pytest.fixture(scope="module")
 def http(lm, made, tmp_path_factory):
     path = shutil.copytree(made, tmp_path_factory.mktemp("reranking") / "kb")
-    with rc.RagCache.open(path, model=lm, embedder=BagOfWords(), reranker=ByWord()) as kb, serving(kb) as served:
+    with (
+        rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords(), reranker=ByWord()) as kb,
+        serving(kb) as served,
+    ):
         yield served.http
 
 

@@ -19,7 +19,7 @@ SHORT = rc.Sampling(8)
 @pytest.fixture(scope="module")
 def kb(lm, made, tmp_path_factory):
     path = shutil.copytree(made, tmp_path_factory.mktemp("responding") / "kb")
-    with rc.RagCache.open(path, model=lm, embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
         yield kb
 
 

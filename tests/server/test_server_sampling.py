@@ -21,7 +21,7 @@ WARM = rc.Sampling(8, temperature=1.2, seed=3)
 @pytest.fixture(scope="module")
 def kb(lm, made, tmp_path_factory):
     path = shutil.copytree(made, tmp_path_factory.mktemp("sampled") / "kb")
-    with rc.RagCache.open(path, model=lm, embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
         yield kb
 
 

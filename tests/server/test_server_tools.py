@@ -33,7 +33,7 @@ def agent(tmp_path_factory):
     """A server of a model whose template shows tools."""
     made = save_tiny_llama(tmp_path_factory.mktemp("agent"), positions=2048, chat_template=TOOL_TEMPLATES["hermes"])
     path = tmp_path_factory.mktemp("agents") / "kb"
-    with rc.RagCache.open(path, model=rc.load_lm(made), embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(path, model=rc.load_lm(made), method="reposition", embedder=BagOfWords()) as kb:
         kb.ingest(rc.Document("rivers", TEXTS["rivers"]))
         with serving(kb) as served:
             yield served

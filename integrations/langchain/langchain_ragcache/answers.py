@@ -91,6 +91,7 @@ def about(answer: rc.Answer, model: str) -> dict[str, Any]:
         "model_provider": PROVIDER,
         "finish_reason": answer.finish_reason,
         "method": answer.method,
+        "method_reason": answer.method_reason,
         "dropped": answer.dropped,
         "computed_tokens": answer.usage.computed_tokens,
         "timings": known["timings"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from ragcache.engine.answer import Event
@@ -28,7 +28,7 @@ class Engine(Protocol):
 
     def stream(
         self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """Sources, then tokens, then the whole answer."""
 
     def drop_deleted(self) -> None:

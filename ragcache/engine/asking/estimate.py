@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -26,8 +27,11 @@ class PrefillEstimate:
     samples: reads that it was learnt from
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, measure: Callable[[], PrefillRate] | None = None) -> None:
+        """measure: tells what to expect before anything was read; called once at most"""
+        self._lock, self._measuring = threading.Lock(), threading.Lock()
+        self._measure = measure
+        self._measured: PrefillRate | None = None
         self._fastest: dict[int, tuple[int, float]] = {}  # by power of two: tokens, seconds a token
         self.samples = 0
 
@@ -50,6 +54,15 @@ class PrefillEstimate:
             return None
         lengths, rates = zip(*points, strict=True)
         return num_tokens * float(np.interp(num_tokens, lengths, rates))
+
+    def expected_s(self, num_tokens: int) -> float:
+        """`seconds`, or by a measurement where nothing was read yet; 0.0 where there is none."""
+        if (known := self.seconds(num_tokens)) is not None:
+            return known
+        with self._measuring:  # two at once would slow each other
+            if self._measured is None and self._measure is not None:
+                self._measured = self._measure()
+        return 0.0 if self._measured is None else self._measured.seconds(num_tokens)
 
 
 def measure_prefill(lm: LanguageModel) -> PrefillRate:

@@ -26,15 +26,22 @@ class Prompts:
 
     names: of the store's blocks
     known: how many of a prompt's first tokens the engine has read before, where it can tell
+    full_s: seconds that a full prefill of so many tokens is expected to take
     """
 
     def __init__(
-        self, lm: ModelCard, names: BlockNames, prompt_format: PromptFormat, known: Known = lambda _method, _ids: 0
+        self,
+        lm: ModelCard,
+        names: BlockNames,
+        prompt_format: PromptFormat,
+        known: Known = lambda _method, _ids: 0,
+        full_s: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
         self.lm = lm
         self.names = names
         self.format = prompt_format
         self._known = known
+        self._full_s = full_s
         self._read_counts = ReadCounts()
 
     def check(self, method: FusionMethod) -> None:
@@ -132,6 +139,23 @@ class Prompts:
             if fewer is None:
                 return PromptEnds(prefix_ids, suffix_ids), earlier, new
             earlier = fewer
+
+    def settled(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> Reading:
+        """The reading by `full` where its method gives way: without passages, where the method cannot read the text
+        between them, and where that was left open and `full` is quick. Raises what `prompt` raises."""
+        choice = reading.choice
+        if not choice.gives_way:
+            return reading
+        if not hits:
+            return reading.exactly("no passages to reuse")
+        if ends.label_ids and not reading.method.keeps_context:
+            return reading.exactly(f"text stands between the passages, which {reading.method.name} cannot read")
+        if not choice.is_open:
+            return reading
+        exact = reading.exactly(choice.why)
+        prompt, _ = self.prompt(*self.ordered(ends, hits, exact), exact)
+        full_s = self._full_s(prompt.num_tokens - self._known(exact.method, prompt.ids))
+        return replace(reading, choice=choice.settled(full_s))
 
     def ordered(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> tuple[PromptEnds, Sequence[Hit]]:
         """Order passages as shares most with the prefix tree, each once, followed by the hint, if order="shared".

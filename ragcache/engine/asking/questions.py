@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.engine.answer import Event
+from ragcache.engine.answer import Event, Sources
 from ragcache.engine.asking.conversation import Conversation, completion_ends
 from ragcache.engine.asking.kept import KeptConversation, inline_passages
 from ragcache.engine.asking.mini_notice import MiniNotice
@@ -20,7 +20,7 @@ from ragcache.engine.asking.passage import Passage, find_passages
 from ragcache.engine.asking.plain_text import HandedOut
 from ragcache.engine.asking.reading import Clock, Kept, Reading
 from ragcache.engine.asking.tools import tool_use
-from ragcache.engine.asking.verdict import FULL, choose_method
+from ragcache.engine.asking.verdict import AUTO, FULL, Choice, UncheckedNotice, choose_method
 from ragcache.engine.asking.whole import check_whole, whole_hits
 from ragcache.engine.loading.loader import Ahead
 from ragcache.engine.opening import Parts
@@ -44,6 +44,7 @@ class Questions:
         self.handed_out = HandedOut()
         self._parts = parts
         self._mini_notice = MiniNotice(parts.card.name)
+        self._unchecked_notice = UncheckedNotice(parts.card.name, parts.store.layout.root)
         self._generation = -1
 
     def retrieve(
@@ -73,7 +74,8 @@ class Questions:
 
     def _ask_whole(self, question: str, options: AskOptions) -> Iterator[Event]:
         """A question over every passage, by full prefill."""
-        chosen: AskOptions = {**options, "method": options.get("method") or FULL}
+        named = options.get("method")
+        chosen: AskOptions = {**options, "method": FULL if named in (None, AUTO) else named}
         reading = self._reading(chosen)
         check_whole(options, reading.method)
         documents, prompts = self._parts.store.documents, self._parts.reader.prompts
@@ -150,18 +152,18 @@ class Questions:
         sampling = options.get("sampling") or Sampling()
         check_type("sampling", sampling, Sampling, "give rc.Sampling(max_tokens=...)")
         with blaming("method"):
-            method = self._method(options.get("method"), options.get("method_options") or {})
+            choice = self._choice(options.get("method"), options.get("method_options") or {})
         budget = options.get("evict")
         with blaming("evict"):
             evict = parts.evict if budget is None else SnapKV.of(budget)
         reading = Reading(
-            method,
+            choice,
             evict,
             sampling,
             options.get("on_overflow", "error"),
             options.get("cancelled"),
             options.get("timeout_s"),
-            parts.loader.ahead() if parts.loader is not None and method.reuses_blocks else None,
+            parts.loader.ahead() if parts.loader is not None and choice.method.reuses_blocks else None,
             options.get("order", "relevance"),
             options.get("hint", True),
         )
@@ -169,14 +171,13 @@ class Questions:
             parts.reader.check(reading)
         return reading
 
-    def _method(self, name: str | FusionMethod | None, options: Mapping[str, Any]) -> FusionMethod:
-        own, store = self._parts.method, self._parts.store
+    def _choice(self, name: str | FusionMethod | None, options: Mapping[str, Any]) -> Choice:
+        own = self._parts.choice
         if name is None and not options:
             return own
-        recipe = self._parts.reader.prompts.names.recipe
-        root, card = store.layout.root, self._parts.card
-        chosen, _ = choose_method(root, card, name or own.name, options, recipe, recipe.neighbours)
-        return own if chosen == own else chosen  # with what it keeps of earlier prompts
+        chosen = choose_method(self._parts.card, name or own.method.name, options, self._parts.stored)
+        same = chosen.method == own.method
+        return replace(chosen, method=own.method) if same else chosen  # with what it keeps of earlier prompts
 
     def _system(self, conversation: Conversation, options: ChatOptions, reading: Reading) -> str | None:
         """The system prompt of a conversation without a system message. Raises ConfigError."""
@@ -220,13 +221,14 @@ class Questions:
             parts.reader.prompts.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
             hits = find_passages(find(), parts.store.documents, parts.whole)
             clock.retrieve_s = time.perf_counter() - clock.started
-            self._mini_notice.look(hits)
-            yield from parts.reader.stream(ends, hits, reading, clock)
+            yield from self._answers(ends, hits, reading, clock)
 
     def _read_kept(
         self, conversation: Conversation, k: int | None, options: ChatOptions, reading: Reading, system: str | None
     ) -> Iterator[Event]:
         parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.card.tokenizer
+        if reading.choice.gives_way and not reading.method.keeps_context:
+            reading = reading.exactly(f"{reading.method.name} cannot keep the context of earlier turns")
         with _timed(reading) as clock:
             reader.prompts.check_keeps(reading)
             self.drop_deleted()
@@ -240,9 +242,19 @@ class Questions:
             if k is not None:
                 hits = self.retrieve(conversation.question, k, retrieval(options), reading.ahead)
             clock.retrieve_s = time.perf_counter() - clock.started
-            self._mini_notice.look(hits)
             ends, earlier, new = reader.prompts.fit(earlier, suffix_ids, hits, reading)
-            yield from reader.stream(ends, new, reading, clock, Kept(earlier, talk.remember))
+            yield from self._answers(ends, new, reading, clock, Kept(earlier, talk.remember))
+
+    def _answers(
+        self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
+    ) -> Iterator[Event]:
+        """The engine's events, with what is to be said once."""
+        self._mini_notice.look(hits)
+        with closing(self._parts.reader.stream(ends, hits, reading, clock, kept)) as events:
+            for event in events:
+                if isinstance(event, Sources) and event.hits:
+                    self._unchecked_notice.look(reading.choice, event.method)
+                yield event
 
 
 def _as_text(part: str | Passage) -> str:

@@ -58,13 +58,14 @@ class Reader:
 
     def stream(
         self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """Wait until there is memory for prompt and answer, then read and answer.
 
         Raises AnswerTooLargeError, CancelledError, TimedOutError, and what `Prompts.prompt` raises.
         """
         limit = reading.limit(clock.started)
         if kept is None:  # a conversation's order is what it was, and its later prompts would lack the hint
+            reading = self.prompts.settled(ends, hits, reading)
             ends, hits = self.prompts.ordered(ends, hits, reading)
         prompt, dropped = self.prompts.prompt(ends, hits, reading)
         asked = OpenQuestion(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
@@ -119,7 +120,7 @@ class Reader:
         with ExitStack() as leases:
             with limited(asked.limit):
                 ready = leases.enter_context(self.supply.ready(asked, seat.placed))
-            yield Sources(ready.sources)
+            yield Sources(ready.sources, asked.reading.method.name, asked.reading.choice.why)
             asked.limit.check()
             with limited(asked.limit):
                 fused = self._read(asked, ready, seat)
@@ -196,7 +197,4 @@ def _answer(asked: OpenQuestion, ready: Ready, fused: Fused, written: AnswerSoFa
     computed = max(fused.computed_tokens) + fused.encoded_tokens + created
     cached = max(0, fused.prompt_tokens - computed)
     usage = Usage(fused.prompt_tokens, cached, len(written.ids), created, computed)
-    method = asked.reading.method.name
-    times = asked.clock.timings()
-    logprobs, calls = written.told(asked.reading.sampling), tuple(written.calls)
-    return Answer(written.text, ready.sources, times, usage, method, asked.dropped, written.finish, logprobs, calls)
+    return written.answer(asked, ready.sources, usage)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, get_args
 
 from ragcache.engine.answer import Timings
 from ragcache.engine.asking.kept import Earlier
 from ragcache.engine.asking.tools import ToolUse
+from ragcache.engine.asking.verdict import Choice
 from ragcache.engine.loading.loader import Ahead
 from ragcache.engine.options import Order, Overflow
 from ragcache.errors import ConfigError
@@ -31,7 +32,7 @@ class Reading:
     tools: what the model may call; None: nothing
     """
 
-    method: FusionMethod
+    choice: Choice
     evict: SnapKV | None = None
     sampling: Sampling = field(default_factory=Sampling)
     on_overflow: Overflow = "error"
@@ -49,6 +50,14 @@ class Reading:
         for name, known in (("order", get_args(Order)), ("on_overflow", get_args(Overflow))):
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}", name)
+
+    @property
+    def method(self) -> FusionMethod:
+        return self.choice.method
+
+    def exactly(self, why: str) -> Reading:
+        """The same by full prefill."""
+        return replace(self, choice=self.choice.exactly(why))
 
     def limit(self, started: float) -> Limit:
         """The limit of a question that was asked at `started`."""

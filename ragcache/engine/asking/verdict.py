@@ -1,11 +1,11 @@
-"""Which methods are safe for a model: what `ragcache check` found, kept beside the store and keyed by fingerprint."""
+"""Which method reads, and why; what `ragcache check` found safe, kept beside the store and keyed by fingerprint."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from ragcache.models.card import ModelCard
 
 log = logging.getLogger(__name__)
 AUTO, FULL = "auto", "full"
+ASKED, TRAINED = "asked for", "the model was trained for it"
+# A first token that comes this soon is not worth a worse answer.
+QUICK_S = 0.5
 FILE = "verdicts.json"
 VERSION = 1
 
@@ -68,13 +71,16 @@ class Verdict:
     methods: Sequence[MethodVerdict]
     neighbours: int = 0
 
-    def best(self, recipe: str | None = None) -> MethodVerdict | None:
+    def best(
+        self, recipe: str | None = None, reads: Callable[[FusionMethod], bool] = lambda _: True
+    ) -> MethodVerdict | None:
         """The safe method that computes least, of like ones the nearest to full prefill; None when none is safe.
 
         recipe: only methods that were checked under this one
+        reads:  only methods of which this is true
         """
         safe = [m for m in self.methods if m.safe and m.name != FULL and recipe in (None, m.recipe)]
-        return min(safe, key=_cost, default=None)
+        return min((m for m in safe if reads(m.method())), key=_cost, default=None)
 
     def of(self, method: FusionMethod) -> MethodVerdict | None:
         """The verdict on this method with these options."""
@@ -112,38 +118,118 @@ def load_verdict(root: Path, fingerprint: str) -> Verdict | None:
         return None
 
 
-def choose_safe(
-    root: Path, fingerprint: str, recipe: str | None = None, neighbours: int = 0
-) -> tuple[FusionMethod, str | None]:
-    """The method of `method="auto"` and the recipe that it was checked under.
+@dataclass(frozen=True)
+class StoredBlocks:
+    """The blocks of a store, as far as a choice of method goes by them.
 
-    The cheapest that passed; full prefill, with a warning, where none did or nothing was checked over blocks that were
-    read behind so many neighbours.
+    root:       the store's directory, where verdicts are
+    recipe:     that blocks are to be of; None: what the method wants
+    neighbours: passages that each one is read behind
+    is_whole:   whether they hold all tokens in every head, as the blocks of a check do
+    reads:      whether the engine can read them by a method
     """
-    verdict = load_verdict(root, fingerprint)
-    if verdict is not None and verdict.neighbours != neighbours:
-        log.warning(
-            "%s: this model was checked over passages read behind %d others each, and the store's are read behind %d; "
-            "reading whole prompts. Run `ragcache check --store`",
-            root,
-            verdict.neighbours,
-            neighbours,
-        )
-        return get_method(FULL), None
-    if verdict is None:
-        log.warning("%s: this model was not checked; reading whole prompts. Run `ragcache check --store`", root)
-        return get_method(FULL), None
-    best = verdict.best(recipe)
+
+    root: Path
+    recipe: str | Recipe | None
+    neighbours: int
+    is_whole: bool
+    reads: Callable[[FusionMethod], bool]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The method that reads questions, and why.
+
+    recipe:       of the blocks, as asked for or as the method was checked; None: what the method wants
+    is_unchecked: whether neither training nor a check says how the answers compare with full prefill's
+    gives_way:    whether `full` takes over what the method cannot read
+    """
+
+    method: FusionMethod
+    why: str
+    recipe: str | Recipe | None = None
+    is_unchecked: bool = False
+    gives_way: bool = False
+
+    @property
+    def name(self) -> str:
+        return AUTO if self.is_open else self.method.name
+
+    @property
+    def is_open(self) -> bool:
+        """Whether each question has to decide between the method and `full`."""
+        return self.gives_way and self.is_unchecked and self.method.reuses_blocks
+
+    def exactly(self, why: str) -> Choice:
+        """The choice of `full`."""
+        return replace(self, method=get_method(FULL), why=why, gives_way=False)
+
+    def settled(self, full_s: float) -> Choice:
+        """The choice for a question that `full` would take so many seconds for, where that was left open."""
+        if full_s <= QUICK_S:
+            return self.exactly(f"not checked: full prefill takes an estimated {full_s:.2f} s")
+        return replace(self, why=f"not checked: full prefill would take an estimated {full_s:.2f} s", gives_way=False)
+
+
+def choose_method(
+    lm: ModelCard, method: str | FusionMethod | None, options: Mapping[str, Any], stored: StoredBlocks
+) -> Choice:
+    """The method asked for, by name or by its options alone; else, for None and "auto", the first of
+
+    1. what the model was trained for; a verdict of `ragcache check` comes before it under "auto";
+    2. the cheapest method that passed the check of this model over such blocks, `full` where none did;
+    3. the model's default where `full` would take longer than QUICK_S, which each question decides.
+
+    A method that failed the check is warned of. Raises ConfigError.
+    """
+    verdict = _standing(stored, lm.fingerprint)
+    if method == AUTO and options:
+        raise ConfigError(f'method="auto" takes no options; name the method of {", ".join(options)}', "method_options")
+    if method not in (None, AUTO) or options:
+        chosen = get_method(lm.default_method if method is None else method, **options)
+        _warn_if_unsafe(verdict, chosen)
+        return Choice(chosen, ASKED, stored.recipe, is_unchecked=verdict is None and lm.reuse is None)
+    if lm.reuse is not None and (method is None or verdict is None):
+        chosen = get_method(lm.default_method)
+        _warn_if_unsafe(verdict, chosen)
+        return Choice(chosen, TRAINED, stored.recipe)
+    return _unchecked(lm, stored) if verdict is None else _checked(verdict, stored)
+
+
+def _checked(verdict: Verdict, stored: StoredBlocks) -> Choice:
+    best = verdict.best(None if stored.recipe is None else Recipe.of(stored.recipe).name, stored.reads)
     if best is None:
-        log.warning("%s: no method passed the check of this model; reading whole prompts", root)
-        return get_method(FULL), None
-    return best.method(), best.recipe
+        log.warning("%s: no method passed the check of this model; reading whole prompts", stored.root)
+        return Choice(get_method(FULL), "no method passed `ragcache check`", stored.recipe)
+    recipe = best.recipe if stored.recipe is None else stored.recipe
+    return Choice(best.method(), "the cheapest that passed `ragcache check`", recipe, gives_way=True)
 
 
-def warn_if_unsafe(root: Path, fingerprint: str, method: FusionMethod, neighbours: int = 0) -> None:
+def _unchecked(lm: ModelCard, stored: StoredBlocks) -> Choice:
+    choice = Choice(get_method(lm.default_method), "not checked", stored.recipe, is_unchecked=True, gives_way=True)
+    if stored.reads(choice.method):
+        return choice
+    return choice.exactly(f"not checked, and {choice.method.name} cannot read this store's blocks here")
+
+
+def _standing(stored: StoredBlocks, fingerprint: str) -> Verdict | None:
+    """The verdict on this model over such blocks, with a warning where it is about others."""
+    verdict = load_verdict(stored.root, fingerprint) if stored.is_whole else None
+    if verdict is None or verdict.neighbours == stored.neighbours:
+        return verdict
+    log.warning(
+        "%s: this model was checked over passages read behind %d others each, and the store's are read behind %d: that "
+        "says nothing of them. Run `ragcache check --store`",
+        stored.root,
+        verdict.neighbours,
+        stored.neighbours,
+    )
+    return None
+
+
+def _warn_if_unsafe(verdict: Verdict | None, method: FusionMethod) -> None:
     """A warning when the check of this model failed this method."""
-    verdict = load_verdict(root, fingerprint)
-    found = None if verdict is None or verdict.neighbours != neighbours else verdict.of(method)
+    found = None if verdict is None else verdict.of(method)
     if found is not None and not found.safe:
         log.warning(
             "method %r failed the check of this model: %s; choose another one, or method='auto'",
@@ -152,37 +238,26 @@ def warn_if_unsafe(root: Path, fingerprint: str, method: FusionMethod, neighbour
         )
 
 
-def choose_method(
-    root: Path,
-    lm: ModelCard,
-    method: str | FusionMethod | None,
-    options: Mapping[str, Any],
-    recipe: str | Recipe | None,
-    neighbours: int,
-) -> tuple[FusionMethod, str | Recipe | None]:
-    """The method asked for, or the one that the model was trained for, with a warning where it failed the check; and
-    the recipe. "auto" takes no options, and brings a recipe where none is asked for.
+class UncheckedNotice:
+    """Says once that the answers of a model that nobody checked rest on reused KV."""
 
-    neighbours: passages that each of the store's is read behind
+    def __init__(self, model: str, root: Path) -> None:
+        self._model = model
+        self._root = root
+        self._is_due = True
 
-    Raises what `refuse_unchecked` does.
-    """
-    if method == AUTO:
-        refuse_unchecked(method, recipe)
-        asked = None if recipe is None else Recipe.of(recipe).name
-        safe, checked = choose_safe(root, lm.fingerprint, asked, neighbours)
-        return safe, recipe if recipe is not None else checked
-    chosen = get_method(lm.default_method if method is None else method, **options)
-    warn_if_unsafe(root, lm.fingerprint, chosen, neighbours)
-    return chosen, recipe
-
-
-def refuse_unchecked(method: str | FusionMethod | None, recipe: str | Recipe | None) -> None:
-    """Raises ConfigError for "auto" over blocks of another kind than those that the check read."""
-    if method == AUTO and isinstance(recipe, Recipe) and recipe.kept < 1:
-        raise ConfigError(
-            f'method="auto" stands for what `ragcache check` found over whole KV, and this store\'s blocks hold '
-            f"{recipe.kept:g} of it; name a method, such as reposition"
+    def look(self, choice: Choice, method: str) -> None:
+        """method: that reads a question with passages"""
+        if not (self._is_due and choice.is_unchecked and get_method(method).reuses_blocks):
+            return
+        self._is_due = False
+        log.warning(
+            "%s was not trained for reuse, and nobody checked how %r answers over this store: expect worse answers "
+            "than full prefill's. Check it with `ragcache check --store %s`, or read exactly with method='full'. This "
+            "is said once",
+            self._model,
+            method,
+            self._root,
         )
 
 

@@ -6,12 +6,12 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ragcache.engine.answer import Event, Token, TokenLogprob
+from ragcache.engine.answer import Answer, Event, Source, Token, TokenLogprob, Usage
 from ragcache.engine.asking.conversation import said
 from ragcache.engine.asking.reading import OpenQuestion
 from ragcache.models.card import ModelCard
 from ragcache.models.decoding import TextStream
-from ragcache.models.sampling import Sampling, TokenScores
+from ragcache.models.sampling import TokenScores
 from ragcache.models.tool_parser import ToolParser
 from ragcache.models.tools import ToolCall
 from ragcache.prompt import control_tokens, encode_text
@@ -59,9 +59,21 @@ class AnswerSoFar:
             return encode_text(card.tokenizer, self.text)
         return self.ids
 
-    def told(self, sampling: Sampling) -> tuple[TokenLogprob, ...] | None:
-        """`Answer.logprobs`."""
-        return None if sampling.logprobs is None else tuple(self.logprobs)
+    def answer(self, asked: OpenQuestion, hits: list[Source], usage: Usage) -> Answer:
+        """The whole answer."""
+        choice = asked.reading.choice
+        return Answer(
+            self.text,
+            hits,
+            asked.clock.timings(),
+            usage,
+            choice.method.name,
+            asked.dropped,
+            self.finish,
+            None if asked.reading.sampling.logprobs is None else tuple(self.logprobs),
+            tuple(self.calls),
+            choice.why,
+        )
 
     def add(self, card: ModelCard, token: int) -> None:
         """Take the next token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Usage
@@ -16,6 +16,8 @@ from ragcache.engine.asking.writing import AnswerSoFar, write
 from ragcache.engine.loading.blocks import COMPUTED
 from ragcache.engine.remote.vllm import Completion, VllmEngine
 from ragcache.errors import ConfigError
+from ragcache.fusion import METHODS
+from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.layout import Layout
 from ragcache.kv.identity import digest
 from ragcache.kv.prefix_tree import PrefixStats
@@ -57,6 +59,11 @@ class EngineRequest(NamedTuple):
         return len(self.ids) - sum(span.num_tokens for span in self.layout.computed(len(self.ids)))
 
 
+def reads(card: ModelCard, method: FusionMethod) -> bool:
+    """Whether another engine can read by this method: its layout alone says what is placed and what runs."""
+    return method.reruns(Layout(())) is not None and method.additions(card).positions == "global"
+
+
 class RemoteReader:
     """Answers prompts with a model that another engine runs, over this store's blocks. Thread-safe."""
 
@@ -84,15 +91,16 @@ class RemoteReader:
 
     def stream(
         self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """Raises EngineError, ModelMismatchError, CancelledError, TimedOutError, and what `Prompts.prompt` raises."""
         limit = reading.limit(clock.started)
         if kept is None:
+            reading = self.prompts.settled(ends, hits, reading)
             ends, hits = self.prompts.ordered(ends, hits, reading)
         prompt, dropped = self.prompts.prompt(ends, hits, reading)
         asked = OpenQuestion(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
         request = self._request(asked)
-        yield Sources(request.sources)
+        yield Sources(request.sources, reading.method.name, reading.choice.why)
         limit.check()
         most = self.prompts.room(len(request.ids), reading)
         written, answering = AnswerSoFar(), None
@@ -146,7 +154,8 @@ class RemoteReader:
     def _reruns(self, reading: Reading, layout: Layout) -> list[Span]:
         reruns = reading.method.reruns(layout)
         if reruns is None:
-            own = dict.fromkeys([self.card.default_method, FULL])
+            plain = [name for name, kind in METHODS.items() if not kind.needs_training and reads(self.card, kind())]
+            own = dict.fromkeys(plain if self.card.reuse is None else [self.card.default_method, FULL])
             raise ConfigError(
                 f"method {reading.method.name!r} chooses or weighs tokens while the model runs, and {self._engine.url} "
                 f"runs it without; use {' or '.join(map(repr, own))} there, or leave out the engine"
@@ -216,11 +225,7 @@ class RemoteReader:
         cached = request.stored_tokens if told is None else told
         num_tokens = len(request.ids)
         usage = Usage(num_tokens, cached, len(written.ids), 0, num_tokens - cached)
-        method, times = asked.reading.method.name, asked.clock.timings()
-        logprobs, calls = written.told(asked.reading.sampling), tuple(written.calls)
-        return Answer(
-            written.text, request.sources, times, usage, method, asked.dropped, written.finish, logprobs, calls
-        )
+        return written.answer(asked, request.sources, usage)
 
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:

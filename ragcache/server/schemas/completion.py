@@ -44,7 +44,8 @@ class ChatExtension(AnswerModel):
     prompt_tokens: int = Field(default=0, description="Tokens of the prompt")
     computed_tokens: int = Field(default=0, description="Those of them that the model ran for this question")
     avoided_tokens: int = Field(default=0, description="Those of them whose KV was reused")
-    method: str = ""
+    method: str = Field(default="", description="The fusion method that read the prompt")
+    method_reason: str = Field(default="", description="Why this one, in a few words")
     dropped: int = Field(default=0, description="Passages that did not fit the context")
     timings: PhaseSeconds | None = None
     full_prefill_estimate_s: float | None = Field(

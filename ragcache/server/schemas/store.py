@@ -38,7 +38,7 @@ class StoreFigures(AnswerModel):
     """Counts and bytes, some seconds old at most; hits and misses over the life of the store."""
 
     model: str
-    method: str
+    method: str = Field(description="What requests without a method are read by; auto: each one decides")
     embedder: str
     max_positions: int
     max_upload_bytes: int = Field(description="Largest body of POST /v1/documents")

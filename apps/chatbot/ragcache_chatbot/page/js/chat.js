@@ -15,10 +15,10 @@ import { ApiError, ConnectionError } from "./api.js";
  */
 
 /**
- * What is known when the answer is complete. `estimate_s`: what a full prefill of the prompt would take, where the server
- * can say.
- * @typedef {{timings: Timings, method: string, dropped: number, computed_tokens: number, estimate_s: number | null,
- *   finish_reason: string}} Ending
+ * What is known when the answer is complete. `reason`: why this method read it. `estimate_s`: what a full prefill of the
+ * prompt would take, where the server can say.
+ * @typedef {{timings: Timings, method: string, reason: string, dropped: number, computed_tokens: number,
+ *   estimate_s: number | null, finish_reason: string}} Ending
  */
 
 /** @typedef {{prompt_tokens: number, completion_tokens: number, cached_tokens: number}} Usage */
@@ -72,8 +72,9 @@ function readChunk(chunk) {
 
 /** @param {any} extra @param {string} finish_reason @returns {Ending} */
 function readEnding(extra, finish_reason) {
-  const { timings, method, dropped = 0, computed_tokens, full_prefill_estimate_s } = extra;
-  return { timings, method, dropped, computed_tokens, estimate_s: full_prefill_estimate_s || null, finish_reason };
+  const { timings, method, method_reason: reason, dropped = 0, computed_tokens } = extra;
+  const estimate_s = extra.full_prefill_estimate_s || null;
+  return { timings, method, reason, dropped, computed_tokens, estimate_s, finish_reason };
 }
 
 /** @param {any} usage @returns {Usage} */

@@ -131,7 +131,8 @@ const isSeen = ({ seconds }) => seconds >= 1e-6;
 function statement({ ending, usage, comparison, sources }) {
   const tokens = usage && `${count(usage.cached_tokens)} of ${counted(usage.prompt_tokens, "prompt token")} not computed.`;
   const passages = sources?.length && `KV of ${counted(sources.length, "passage")}: ${originsText(sources)}.`;
-  return [tokens, ending && times(ending, comparison), passages].filter(Boolean).join(" ");
+  const method = ending && `Read by ${ending.method}: ${ending.reason}.`;
+  return [tokens, ending && times(ending, comparison), passages, method].filter(Boolean).join(" ");
 }
 
 /** @param {import("./chat.js").Ending} ending @param {import("./comparison.js").Comparison | null} [comparison] */

@@ -49,11 +49,12 @@ class RagCacheFirstTokenEvent(BaseEvent):
 class RagCachePrefillEvent(BaseEvent):
     """What the fused prefill cost, sent with the end of the answer, when all figures are known.
 
-    method: the fusion method; dropped: passages that did not fit and were left out
+    method: the fusion method; method_reason: why this one; dropped: passages that did not fit and were left out
     tokens and seconds: see `ragcache.Usage` and `ragcache.Timings`
     """
 
     method: str
+    method_reason: str
     dropped: int
     prompt_tokens: int
     cached_tokens: int
@@ -115,6 +116,7 @@ class Watch:
         self._tell(
             RagCachePrefillEvent(
                 method=answer.method,
+                method_reason=answer.method_reason,
                 dropped=answer.dropped,
                 prompt_tokens=usage.prompt_tokens,
                 cached_tokens=usage.cached_tokens,

@@ -1,0 +1,229 @@
+"""What reads a question that names no method: training, a check, or else the time that full prefill would take."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tiny_model import save_tiny_llama
+from vllm_double import VllmDouble, serving
+
+import ragcache as rc
+from ragcache.engine.asking.estimate import PrefillEstimate
+from ragcache.engine.asking.verdict import MethodVerdict, Verdict, save_verdict
+from ragcache.engine.loading.rates import RateFigures
+from ragcache.engine.loading.rates_file import machine_key
+from ragcache.errors import ConfigError
+from ragcache.kv.prefill import PrefillRate
+from ragcache.kv.request_layout import served_name
+from ragcache.models.reuse import ReuseSpec
+
+LINK = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
+QUESTION = "Where do dogs bark?"
+SHORT = rc.Sampling(max_tokens=8)
+PLAIN = MethodVerdict("reposition", {}, "isolated", True, "", 0.05)
+EPIC = MethodVerdict("epic", {"first_tokens": 3}, "isolated", True, "", 0.2)
+BLEND = MethodVerdict("cacheblend", {"ratio": 0.5}, "isolated", True, "", 0.02)
+
+
+@pytest.fixture
+def tokens_s(monkeypatch):
+    """Sets how many tokens in a second full prefill is believed to read, in stores that are opened from now on."""
+    rates = [1e9]
+    monkeypatch.setattr(PrefillEstimate, "expected_s", lambda _, num_tokens: num_tokens / rates[-1])
+    return rates.append
+
+
+@pytest.fixture
+def unchecked(kb, open_kb, tokens_s):
+    """A store with documents, over a model that was neither trained for reuse nor checked."""
+    return open_kb(method=None)
+
+
+@pytest.fixture(scope="module")
+def linked(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("link"), reuse=LINK)
+
+
+def ask(kb, question=QUESTION, **options) -> rc.Answer:
+    return kb.ask(question, **{"k": 3, "sampling": SHORT, **options})
+
+
+def check(kb, *methods, neighbours=0) -> None:
+    verdict = Verdict(kb.lm.fingerprint, "tiny", "tests", 10, {}, methods, neighbours)
+    save_verdict(kb.store.layout.root, verdict)
+
+
+def warnings_of(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+# Neither trained nor checked
+
+
+@pytest.mark.parametrize("asked", [{}, {"method": "auto"}])
+def test_what_is_quick_is_read_exactly_and_the_rest_by_cacheblend(kb, unchecked, open_kb, tokens_s, asked):
+    """The limit is half a second of what `full` would run: here all tokens of the prompt."""
+    fresh = rc.StoreConfig(prefix_bytes=0)
+    whole = ask(kb, method="full")
+    tokens_s(2 * whole.usage.prompt_tokens)  # 0.5 s
+    quick = ask(unchecked, **asked)
+    assert (quick.method, quick.text) == ("full", whole.text)
+    assert quick.method_reason == "not checked: full prefill takes an estimated 0.50 s"
+    with open_kb(method=None, store=fresh) as again:
+        tokens_s(2 * whole.usage.prompt_tokens - 2)
+        slow = ask(again, **asked)
+        assert (slow.method, slow.text) == ("cacheblend", ask(again, method="cacheblend").text)
+        assert slow.method_reason == "not checked: full prefill would take an estimated 0.50 s"
+        assert {hit.kv for hit in slow.hits} == {"disk"}  # encoded at ingestion
+        assert again.method == "auto"
+
+
+def test_only_what_full_prefill_has_to_run_counts(unchecked, tokens_s):
+    tokens_s(1e9)
+    first = ask(unchecked)
+    tokens_s(first.usage.prompt_tokens)  # 1 s for the prompt anew
+    again = ask(unchecked)
+    assert (again.method, again.text) == ("full", first.text)
+    assert {hit.kv for hit in again.hits} == {"exact"}
+    assert ask(unchecked, "Who meets on Monday in the town of Kelbrook, and where do they row?").method == "cacheblend"
+
+
+def test_the_order_that_shares_most_is_what_full_prefill_would_read(unchecked, tokens_s):
+    hits = unchecked.retrieve(QUESTION, 3)
+    tokens_s(1e9)
+    first = ask(unchecked, hits=hits, order="shared", hint=False)
+    tokens_s(first.usage.prompt_tokens)
+    assert ask(unchecked, hits=hits[::-1], order="shared", hint=False).method == "full"
+    assert ask(unchecked, hits=hits[::-1]).method == "cacheblend"
+
+
+def test_what_cacheblend_cannot_read_is_read_exactly(unchecked, tokens_s):
+    tokens_s(1)
+    hits = unchecked.retrieve(QUESTION, 2)
+    bare = unchecked.chat([{"role": "user", "content": "Hello"}], sampling=SHORT)
+    assert (bare.method, bare.method_reason) == ("full", "no passages to reuse")
+    labelled = unchecked.complete(["[1] ", hits[0], "[2] ", hits[1], "Well?"], sampling=SHORT)
+    assert (labelled.method, "between the passages" in labelled.method_reason) == ("full", True)
+    kept = unchecked.chat([{"role": "user", "content": QUESTION}], k=2, context="keep", sampling=SHORT)
+    assert (kept.method, "context of earlier turns" in kept.method_reason) == ("full", True)
+    assert unchecked.ask(QUESTION, whole=True, sampling=SHORT, method="auto").method == "full"
+
+
+def test_a_stream_names_the_method_before_it_reads(unchecked, tokens_s):
+    tokens_s(100)
+    sources, *_, done = unchecked.stream(QUESTION, k=3, sampling=SHORT)
+    told = (done.answer.method, done.answer.method_reason)
+    assert (sources.method, sources.method_reason) == told
+    assert told[0] == "cacheblend"
+    assert done.answer.to_json()["method_reason"] == told[1]
+
+
+def test_the_first_lossy_answer_says_so_once(unchecked, tokens_s, caplog):
+    tokens_s(1e9)
+    ask(unchecked)
+    assert warnings_of(caplog) == []
+    tokens_s(1)
+    answers = [ask(unchecked, f"{name}: {QUESTION}") for name in ("Mary", "John")]
+    assert [one.method for one in answers] == ["cacheblend"] * 2
+    (said,) = warnings_of(caplog)
+    assert "not trained for reuse" in said
+    assert "cacheblend" in said
+    assert f"ragcache check --store {unchecked.store.layout.root}" in said
+
+
+def test_a_method_asked_for_is_what_it_says(kb, unchecked, tokens_s, caplog):
+    """It is named, it is never replaced, and it says once, too, that nobody checked it."""
+    tokens_s(1e9)
+    for answer in (ask(kb), ask(unchecked, method="reposition"), ask(unchecked, method_options={"ratio": 0.5})):
+        assert answer.method == ("reposition" if answer.usage.computed_tokens < 60 else "cacheblend")
+        assert answer.method_reason == "asked for"
+    assert len(warnings_of(caplog)) == 2  # two stores were opened
+    with pytest.raises(ConfigError, match=r"auto.*no options.*ratio"):
+        ask(unchecked, method="auto", method_options={"ratio": 0.5})
+
+
+# Checked
+
+
+def test_a_verdict_that_stands_decides(kb, open_kb, tokens_s, caplog):
+    tokens_s(1e9)
+    check(kb, EPIC)
+    for method in (None, "auto"):
+        answer = ask(open_kb(method=method))
+        assert (answer.method, answer.method_reason) == ("epic", "the cheapest that passed `ragcache check`")
+    assert open_kb(method=None).complete("Hello", sampling=SHORT).method == "full"
+    assert warnings_of(caplog) == []
+    check(kb)
+    answer = ask(open_kb(method=None))
+    assert (answer.method, answer.method_reason) == ("full", "no method passed `ragcache check`")
+
+
+def test_a_verdict_over_other_blocks_does_not_stand(kb, open_kb, tokens_s, caplog):
+    tokens_s(1)
+    check(kb, EPIC, neighbours=1)
+    answer = ask(open_kb(method=None))
+    assert answer.method == "cacheblend"
+    assert answer.method_reason.startswith("not checked")
+    assert any("read behind 1 others each" in said and "ragcache check" in said for said in warnings_of(caplog))
+
+
+# Trained
+
+
+def test_a_model_trained_for_reuse_is_read_as_trained(open_kb, linked, tokens_s, tmp_path, caplog):
+    tokens_s(1e9)
+    kb = open_kb(tmp_path / "linked", model=linked)
+    kb.ingest([rc.Document("dogs", "Dogs bark at night in the town of Kelbrook."), rc.Document("cats", "Cats sleep.")])
+    for method in (None, "auto"):
+        answer = ask(kb, k=2, method=method)
+        assert (answer.method, answer.method_reason) == ("link", "the model was trained for it")
+    check(kb, PLAIN)
+    again = open_kb(tmp_path / "linked", model=linked)
+    assert [ask(again, k=2, method=method).method for method in (None, "auto")] == ["link", "reposition"]
+    assert warnings_of(caplog) == []
+
+
+# Elsewhere
+
+
+def test_another_engine_reads_exactly_or_by_a_checked_method_that_it_can(kb, open_kb, tokens_s):
+    tokens_s(1)
+    ids = kb.lm.tokenizer("On Monday.", add_special_tokens=False)["input_ids"]
+    with serving(VllmDouble(served_name(kb.lm.fingerprint), ids)) as vllm:
+        there = {"model": None, "engine": vllm.url, "method": None}
+        answer = ask(open_kb(**there))
+        assert (answer.method, answer.method_reason) == (
+            "full",
+            "not checked, and cacheblend cannot read this store's blocks here",
+        )
+        check(kb, BLEND, EPIC)
+        assert ask(open_kb(**there)).method == "epic"
+        assert ask(open_kb(method=None)).method == "cacheblend"
+
+
+# The estimate
+
+
+def test_the_estimate_is_measured_once_until_something_was_read():
+    asked = []
+    estimate = PrefillEstimate(lambda: asked.append(None) or PrefillRate(0.001, 1e-6))
+    assert [estimate.expected_s(n) for n in (1000, 2000)] == [pytest.approx(2.0), pytest.approx(6.0)]
+    assert (len(asked), estimate.seconds(1000)) == (1, None)
+    estimate.add(1000, 0.5)
+    assert estimate.expected_s(1000) == pytest.approx(0.5)
+    assert len(asked) == 1
+
+
+def test_what_this_machine_measured_before_is_gone_by(kb, open_kb):
+    kb.store.rates.write(machine_key(kb.lm), RateFigures(prefill=PrefillRate(0.25, 0.0)))
+    answer = ask(open_kb(method=None))
+    seconds = float(answer.method_reason.split()[-2])
+    assert answer.method == "cacheblend"
+    assert seconds == pytest.approx(0.25 * answer.usage.prompt_tokens, rel=0.05)
+
+
+def test_a_machine_that_nobody_measured_is(kb, open_kb, monkeypatch):
+    """Blocks are there, and neither rates nor reads."""
+    monkeypatch.setattr("ragcache.engine.opening.probe_prefill", lambda lm, budget_s: PrefillRate(0.5, 0.0))
+    assert ask(open_kb(method=None, store=rc.StoreConfig(load="always"))).method == "cacheblend"
