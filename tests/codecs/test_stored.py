@@ -33,7 +33,9 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> rc.LanguageModel:
 
 
 def open_kb(path: Path, lm: rc.LanguageModel, codec: str) -> rc.RagCache:
-    return rc.RagCache.open(path, model=lm, embedder=BagOfWords(), store=rc.StoreConfig(codec=codec))
+    return rc.RagCache.open(
+        path, model=lm, method="reposition", embedder=BagOfWords(), store=rc.StoreConfig(codec=codec)
+    )
 
 
 def ingest(kb: rc.RagCache, names: list[str], **options: str) -> None:

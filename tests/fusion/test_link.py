@@ -250,6 +250,6 @@ def test_block_attention_is_link_without_link_tokens(tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     lm, prompt = rc.load_lm(tmp_path), random_prompt(0)
-    assert lm.default_method == "cacheblend"
+    assert lm.default_method == "reposition"
     moved = rc.fuse(lm, prompt, method="reposition").next_logits
     assert torch.equal(rc.fuse(lm, prompt, method="link").next_logits, moved)

@@ -23,7 +23,7 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> rc.LanguageModel:
 
 
 def open_kb(path: Path, lm: rc.LanguageModel) -> rc.RagCache:
-    return rc.RagCache.open(path, model=lm, embedder=BagOfWords(), store=CONFIG)
+    return rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords(), store=CONFIG)
 
 
 def texts(*towns: str) -> list[rc.Document]:
@@ -98,7 +98,9 @@ def test_another_machine_reads_blocks_and_basis_from_the_remote(lm: rc.LanguageM
     (tmp_path / "remote").mkdir()
     answers = []
     for machine in ("one", "two"):
-        with rc.RagCache.open(tmp_path / machine, model=lm, embedder=BagOfWords(), store=config) as kb:
+        with rc.RagCache.open(
+            tmp_path / machine, model=lm, method="reposition", embedder=BagOfWords(), store=config
+        ) as kb:
             if machine == "one":
                 kb.ingest(texts("Osby", "Lund", "Mora"))
             answers.append(kb.ask("Who has a mill?", k=2, sampling=SHORT))

@@ -254,7 +254,9 @@ def test_actors_write_to_a_stores_remote(tmp_path, lm, lm_directory):
         assert set(plain.store.kv.keys()) == keys
     shutil.rmtree(tmp_path / "kb" / "kv")
     store = rc.StoreConfig(load="always")
-    with rc.RagCache.open(tmp_path / "kb", model=str(lm_directory), embedder=BagOfWords(), store=store) as kb:
+    with rc.RagCache.open(
+        tmp_path / "kb", model=str(lm_directory), method="reposition", embedder=BagOfWords(), store=store
+    ) as kb:
         assert {source.kv for source in kb.ask("Which mill is in Town3?", k=1).hits} == {"remote"}
 
 

@@ -68,7 +68,7 @@ def test_a_store_takes_a_loaded_model_and_wants_it_again(base, tmp_path):
     with torch.no_grad():
         model.lm_head.weight += 0.1  # other weights than those of its directory
     for _ in range(2):
-        with rc.RagCache.open(tmp_path / "kb", model=model, embedder=BagOfWords()) as kb:
+        with rc.RagCache.open(tmp_path / "kb", model=model, method="reposition", embedder=BagOfWords()) as kb:
             kb.ingest([rc.Document("dogs", "Dogs bark at night.")])
             assert kb.ask("Who barks?", sampling=rc.Sampling(2)).hits[0].kv in ("memory", "disk")
             assert "checkpoint" not in kb.store.documents.properties()

@@ -61,7 +61,7 @@ def test_a_gguf_file_is_its_own_checkpoint(base, gguf_file):
 
 def test_a_store_of_a_gguf_file_opens_again_by_its_name(base, gguf_file, tmp_path):
     for model in (gguf_file, None):
-        with rc.RagCache.open(tmp_path / "kb", model=model, embedder=BagOfWords()) as kb:
+        with rc.RagCache.open(tmp_path / "kb", model=model, method="reposition", embedder=BagOfWords()) as kb:
             kb.ingest([rc.Document("dogs", "Dogs bark at night.")])
             assert kb.ask("Who barks?", sampling=rc.Sampling(2)).hits[0].kv in ("memory", "disk")
     with pytest.raises(ModelMismatchError, match=r"tiny-BF16\.gguf in float32, not with"):
