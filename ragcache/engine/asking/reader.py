@@ -15,7 +15,9 @@ from ragcache.engine.asking.prefixes import Prefixes
 from ragcache.engine.asking.prompts import Prompts
 from ragcache.engine.asking.reading import Clock, Kept, OpenQuestion, Reading
 from ragcache.engine.asking.supply import Ready, Supply
+from ragcache.engine.asking.verdict import FULL
 from ragcache.engine.asking.writing import AnswerSoFar, write
+from ragcache.fusion import get_method
 from ragcache.fusion.anchors import Scope
 from ragcache.fusion.fuse import Fused, fuse
 from ragcache.kv.buffers import SharedContext
@@ -67,6 +69,8 @@ class Reader:
         if kept is None:  # a conversation's order is what it was, and its later prompts would lack the hint
             ends, hits = self.prompts.ordered(ends, hits, reading)
         prompt, dropped = self.prompts.prompt(ends, hits, reading)
+        if kept is None and not prompt.chunk_ids:
+            reading = _as_text(reading)
         asked = OpenQuestion(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
         need = self._need(prompt, reading)
         # The prefix tree keeps what runs as text, passages included; a placed context of blocks stays where it is.
@@ -189,6 +193,12 @@ class Reader:
             self.lm.finish()  # nothing of the prompt was known: the estimate of a full prefill learns from it
             self.estimate.add(fused.prompt_tokens, time.perf_counter() - started)
         return fused
+
+
+def _as_text(reading: Reading) -> Reading:
+    """How a prompt without passages is read: in full, on from what earlier prompts have in common with it, since no
+    method places, weighs or evicts anything there."""
+    return replace(reading, method=get_method(FULL), evict=None) if reading.method.reuses_blocks else reading
 
 
 def _answer(asked: OpenQuestion, ready: Ready, fused: Fused, written: AnswerSoFar) -> Answer:
