@@ -110,8 +110,8 @@ class Questions:
         tokenizer, reader = self._parts.card.tokenizer, self._parts.reader
         if context == "last" and passages is None and k is None:
             self.drop_deleted()
-            ends, given = conversation.as_written(tokenizer, system)
-            written, inline = self._with_found(ends, given, conversation.given_text, reading)
+            whole, given = conversation.as_written(tokenizer, system)
+            written, inline = self._with_found(whole, given, conversation.given_text, reading)
             return self._read(lambda: written, lambda: inline, reading)
         self._look(conversation.given_text, reading)
         if context == "keep":
