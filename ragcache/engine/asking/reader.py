@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ragcache.engine.answer import Answer, Done, Event, Sources, Usage
-from ragcache.engine.asking.admission import Size, kv_bytes
+from ragcache.engine.asking.admission import Size, kv_bytes, tokens_within
 from ragcache.engine.asking.contexts import Contexts, Need, Seat
 from ragcache.engine.asking.estimate import PrefillEstimate
 from ragcache.engine.asking.prefixes import Prefixes
-from ragcache.engine.asking.prompts import Prompts
+from ragcache.engine.asking.prompts import ANSWER_TOKENS, Prompts
 from ragcache.engine.asking.reading import Clock, Kept, OpenQuestion, Reading
 from ragcache.engine.asking.supply import Ready, Supply
 from ragcache.engine.asking.verdict import FULL
@@ -109,15 +109,31 @@ class Reader:
         return self.lm.scheduler.stats()
 
     def _need(self, prompt: Prompt, reading: Reading) -> Need:
-        """Memory for the prompt, what the method adds, and the longest answer; and for what stands behind the passages
-        alone."""
-        chunks = [len(chunk) for chunk in prompt.chunk_ids]
-        read = prompt.num_tokens + (reading.method.additions(self.lm).num_tokens(chunks) if chunks else 0)
-        room = self.prompts.room(read, reading)
+        """Memory for the prompt, what the method adds, and the answer as far as it is limited; and for what stands
+        behind the passages alone."""
+        read = self._num_tokens(prompt, reading)
+        room, most = self.prompts.room_at_first(read, reading), self._most(read, reading)
         whole, own = (
-            Size(tokens, kv_bytes(self.lm, tokens)) for tokens in (read + room, len(prompt.suffix_ids) + room)
+            Size(
+                before + room,
+                kv_bytes(self.lm, before + room),
+                kv_bytes(self.lm, before + most) if most > room else 0,
+            )
+            for before in (read, len(prompt.suffix_ids))
         )
         return Need(whole, own)
+
+    def _num_tokens(self, prompt: Prompt, reading: Reading) -> int:
+        """Of the prompt, with what the method adds."""
+        chunks = [len(chunk) for chunk in prompt.chunk_ids]
+        return prompt.num_tokens + (reading.method.additions(self.lm).num_tokens(chunks) if chunks else 0)
+
+    def _most(self, read: int, reading: Reading) -> int:
+        """Tokens of the longest answer: where nobody limits it, the memory of all answers may, before the context does,
+        since it moves to larger buffers as it grows."""
+        room, first = self.prompts.room(read, reading), self.prompts.room_at_first(read, reading)
+        free = self.contexts.budget_bytes - kv_bytes(self.lm, read + first)
+        return max(first, min(room, tokens_within(self.lm, free) - read))
 
     def _answer(self, asked: OpenQuestion, seat: Seat) -> Iterator[Event]:
         with ExitStack() as leases:
@@ -133,8 +149,9 @@ class Reader:
         asked.clock.read(times.prefill_s, load_s, encode_s, times.place_s)
         written = AnswerSoFar()
         try:
-            most = self.prompts.room(fused.next_position, asked.reading)
-            yield from write(self.lm, asked, self._decode(asked, fused, written), most, written)
+            room = self.prompts.room(fused.next_position, asked.reading)
+            most = min(room, self._most(self._num_tokens(asked.prompt, asked.reading), asked.reading))
+            yield from write(self.lm, asked, self._decode(asked, fused, written, seat, most), most, written)
         finally:
             self.supply.keep(asked, ready, written.run_ids, fused)
             fused.cache.release()
@@ -142,7 +159,19 @@ class Reader:
             asked.kept.answered(asked.hits, written.turn, written.said(self.lm))
         yield Done(_answer(asked, ready, fused, written))
 
-    def _decode(self, asked: OpenQuestion, fused: Fused, written: AnswerSoFar) -> Generator[int, None, None]:
+    def _decode(
+        self, asked: OpenQuestion, fused: Fused, written: AnswerSoFar, seat: Seat, most: int
+    ) -> Generator[int, None, None]:
+        cache, read = fused.cache, fused.cache.own_tokens
+
+        def more() -> int:
+            """Room for half as much again as there is, within `most`."""
+            used = cache.own_tokens
+            wanted = min(max(ANSWER_TOKENS, used // 2), read + most - used)
+            seat.grow(kv_bytes(self.lm, used + wanted), asked.limit)
+            cache.make_room(wanted)
+            return wanted
+
         return decode(
             self.lm,
             fused.cache,
@@ -154,6 +183,9 @@ class Reader:
             prompt_ids=fused.layout.ids,
             scores=written.scores,
             limit=asked.limit,
+            more=more,
+            most=most,
+            room=self.prompts.room_at_first(fused.next_position, asked.reading),
         )
 
     def _read(self, asked: OpenQuestion, ready: Ready, seat: Seat) -> Fused:
@@ -183,7 +215,7 @@ class Reader:
             method,
             ready.loaded.blocks,
             recipe=self.supply.encoder.recipe if method.reuses_blocks else None,
-            reserve_tokens=self.prompts.room(prompt.num_tokens, reading),
+            reserve_tokens=self.prompts.room_at_first(prompt.num_tokens, reading),
             evict=reading.evict,
             exact=ready.prefix.exact if ready.base is None else None,
             base=ready.base,
