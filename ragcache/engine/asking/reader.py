@@ -129,10 +129,11 @@ class Reader:
         return prompt.num_tokens + (reading.method.additions(self.lm).num_tokens(chunks) if chunks else 0)
 
     def _most(self, read: int, reading: Reading) -> int:
-        """Tokens of the longest answer: where nobody limits it, the memory of all answers may, before the context does,
-        since it moves to larger buffers as it grows."""
+        """Tokens of the longest answer. Where nobody limits it, it may grow into half of the memory of all answers, if
+        the context is not full before: the other half is for what others begin with."""
         room, first = self.prompts.room(read, reading), self.prompts.room_at_first(read, reading)
-        free = self.contexts.budget_bytes - kv_bytes(self.lm, read + first)
+        budget = self.contexts.budget_bytes
+        free = min(budget // 2, budget - kv_bytes(self.lm, read + first))
         return max(first, min(room, tokens_within(self.lm, free) - read))
 
     def _answer(self, asked: OpenQuestion, seat: Seat) -> Iterator[Event]:
