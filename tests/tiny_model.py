@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragcache.models.reuse import ReuseSpec
@@ -25,17 +25,41 @@ def byte_tokenizer(**more: Any) -> PreTrainedTokenizerFast:
     )
 
 
+def bpe_tokenizer(pattern: str, texts: list[str], size: int = 600) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, learnt from these texts. pattern: what it cuts a text by before it merges"""
+    tokenizer = Tokenizer(models.BPE())
+    cut = pre_tokenizers.Split(Regex(pattern), "isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, bytes_])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=1
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
 def save_tiny_llama(
-    directory: Path, *, seed: int = 0, positions: int = 512, reuse: ReuseSpec | None = None, **tokenizer_options: Any
+    directory: Path,
+    *,
+    seed: int = 0,
+    positions: int = 512,
+    reuse: ReuseSpec | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    **tokenizer_options: Any,
 ) -> Path:
-    """reuse: state this training in the configuration and grow the vocabulary by its added ids, 258 and following."""
+    """reuse: state this training in the configuration and grow the vocabulary by its added ids, 258 and following.
+    tokenizer: in place of `byte_tokenizer`
+    """
     torch.manual_seed(seed)
-    tokenizer = byte_tokenizer(**tokenizer_options)
+    tokenizer = tokenizer or byte_tokenizer(**tokenizer_options)
     added = sorted(reuse.added_ids) if reuse else []
     assert added == list(range(258, 258 + len(added)))
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<|added-{number}|>" for number in added]})
     config = LlamaConfig(
-        vocab_size=258 + len(added),
+        vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,

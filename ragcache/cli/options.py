@@ -301,7 +301,9 @@ class AnswerOptions:
     """How a question is answered."""
 
     k: Annotated[int, option("--k", "Passages to read.")] = 5
-    max_tokens: Annotated[int, option("--max-tokens", "Longest answer, in tokens.")] = 128
+    max_tokens: Annotated[
+        int | None, option("--max-tokens", "Longest answer, in tokens; by default until its end, or the context's.")
+    ] = None
     temperature: Annotated[float, option("--temperature", "0 is greedy.")] = 0.0
     top_p: Annotated[float | None, option("--top-p", "Nucleus sampling.")] = None
     top_k: Annotated[int | None, option("--top-k", "Sample among this many tokens.")] = None

@@ -14,7 +14,7 @@ from ragcache.kv.shape import CacheShape
 
 # Buffers come in few sizes, so that idle ones fit later requests. A question over a shared context needs a few dozen
 # tokens of its own: in steps of 256, eight askers over 2,000 shared tokens held 1.8 times what one holds.
-_STEP, _SMALL_STEP = 256, 64
+LARGEST_STEP, _SMALL_STEP = 256, 64
 _SMALL = 512
 
 
@@ -51,7 +51,7 @@ class KVBuffers:
 
 def capacity_for(num_tokens: int) -> int:
     """Tokens that fresh buffers for so many hold."""
-    step = _SMALL_STEP if num_tokens <= _SMALL else _STEP
+    step = _SMALL_STEP if num_tokens <= _SMALL else LARGEST_STEP
     return -(-num_tokens // step) * step
 
 

@@ -109,6 +109,11 @@ class FusedCache(Cache):  # type: ignore[misc]
         return self._buffers.capacity
 
     @property
+    def own_tokens(self) -> int:
+        """Tokens behind its `base`, of the layer with most."""
+        return max(self.lengths) - self._base_tokens
+
+    @property
     def computed_tokens(self) -> tuple[int, ...]:
         """Tokens by layer that the model ran into this cache; those only projected to see their keys count too."""
         return tuple(max(ran, projected) for ran, projected in zip(self._ran, self._projected, strict=True))
@@ -276,13 +281,21 @@ class FusedCache(Cache):  # type: ignore[misc]
         if all(self._filled):
             self.fill = None  # it holds the blocks: decoding needs them no more
 
+    @torch.inference_mode()  # as for `retain`
+    def make_room(self, num_tokens: int) -> int:
+        """Room for so many more tokens, in larger buffers where need be; returns for how many there is."""
+        used = self.own_tokens
+        if used + num_tokens > self.capacity:
+            self._move_to(self._pool.take(used + num_tokens))
+        return self.capacity - used
+
     def _grow(self, needed: int) -> None:
         if needed <= self.capacity:
             return
         self._move_to(self._pool.take(max(needed, self.capacity + self.capacity // 2)))
 
     def _move_to(self, new: KVBuffers) -> None:
-        new.copy_from(self._buffers, max(self.lengths) - self._base_tokens)
+        new.copy_from(self._buffers, self.own_tokens)
         self._use(new)
 
     def _use(self, buffers: KVBuffers) -> None:

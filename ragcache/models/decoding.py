@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ragcache.kv.cache import FusedCache
 from ragcache.models.limits import Limit
 from ragcache.models.lm import LanguageModel
+from ragcache.models.requests import Decoding
 from ragcache.models.sampling import Chooser, Sampling, TokenScores
 from ragcache.models.structured import Constraint
 from ragcache.prompt import control_tokens
@@ -29,6 +30,9 @@ def decode(
     scores: list[TokenScores] | None = None,
     cancelled: threading.Event | None = None,
     limit: Limit | None = None,
+    most: int | None = None,
+    room: int | None = None,
+    more: Callable[[], int] | None = None,
 ) -> Generator[int, None, None]:
     """Yield token ids until an EOS or a stop token (not yielded), `max_tokens`, or the model's last position.
 
@@ -38,6 +42,9 @@ def decode(
     prompt_ids: what a repetition penalty counts as said, beside the answer
     scores:     gets each token's log-probabilities before the token is yielded, if the sampling asks for them
     limit:      when to give up, in place of `cancelled` alone
+    most:       tokens at which the answer ends, where that is before all else
+    room:       tokens that there is memory for before `more` is asked for further ones; None: all
+    more:       waits for memory, in the thread that reads the answer; returns for how many tokens there is some
 
     Steps of sequences that are decoded at the same time share forward passes, and go on while the caller is busy with
     what it got. Raises CancelledError once `cancelled` is set, what `limit` raises, and ConfigError for a form that the
@@ -46,9 +53,12 @@ def decode(
     grammar = sampling.grammar()
     form = None if grammar is None else Constraint(grammar, lm.tokenizer, lm.vocab_size, eos_ids)
     choose = Chooser(sampling, logits.device, {*never, *lm.unsaid_ids}, form, prompt_ids, scores)
-    last = min(position + sampling.max_tokens, lm.max_positions)
+    last = min([lm.max_positions, *(position + n for n in (sampling.max_tokens, most) if n is not None)])
     ends = {*eos_ids, *sampling.stop_token_ids}
-    yield from lm.scheduler.decode(cache, logits, choose, position, last, ends, limit or Limit(cancelled))
+    decoding = Decoding(cache, choose, position, last, ends, limit or Limit(cancelled))
+    if more is not None and room is not None:
+        decoding.more, decoding.granted = more, min(position + room, last)
+    yield from lm.scheduler.decode(decoding, logits)
 
 
 class TextStream:

@@ -63,7 +63,10 @@ class Decoding:
 
     choose:   picks a token from logits, float32 [vocab_size]
     position: of the next token; `last`: the first one that is not decoded any more
-    tokens:   what the reader gets: ids, then None, or an exception in its place
+    granted:  the first one that there is no room for yet; None: for all of them
+    more:     gives further room, in the reader's thread: returns for how many tokens
+    tokens:   what the reader gets: ids, then None, or an exception in its place; where there is no room for the next
+              one, the request that brings it
     over:     nobody reads it any more, or it has ended
     """
 
@@ -73,7 +76,9 @@ class Decoding:
     last: int
     eos_ids: Collection[int]
     limit: Limit
-    tokens: queue.SimpleQueue[int | BaseException | None] = field(default_factory=queue.SimpleQueue)
+    granted: int | None = None
+    more: Callable[[], int] | None = None
+    tokens: queue.SimpleQueue[int | Request | BaseException | None] = field(default_factory=queue.SimpleQueue)
     over: bool = False
 
     def advance(self, logits: Tensor) -> Request | None:
@@ -92,7 +97,15 @@ class Decoding:
         positions = torch.tensor([self.position - 1], device=device)
         run, step = Run(ids, positions, self.cache, ordered=True), self.cache.step
         alone = None if step is None else partial(step, self.cache, ids, positions)
-        return Request(run, alone, sequence=self, limit=self.limit)
+        following = Request(run, alone, sequence=self, limit=self.limit)
+        if self.granted is None or self.position <= self.granted:
+            return following
+        self.tokens.put(following)  # the reader submits it, when it has found room
+        return None
+
+    def widen(self) -> None:
+        """Find room for the next tokens. Raises what `more` raises."""
+        self.granted = None if self.more is None else self.position - 1 + self.more()
 
     def end(self, error: BaseException | None) -> None:
         self.over = True

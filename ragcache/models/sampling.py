@@ -33,7 +33,7 @@ MAX_LOGPROBS = 20
 class Sampling:
     """How tokens are chosen.
 
-    max_tokens:  longest answer, in tokens
+    max_tokens:  longest answer, in tokens; None: until the end of text, or the context is full
     temperature: 0 is greedy
     top_p, top_k: nucleus and top-k cuts; None for none
     seed:        makes sampling repeatable
@@ -54,7 +54,7 @@ class Sampling:
     max_tokens is cut in mid-form. Raises ConfigError naming the field that is out of range, or what cannot be compiled.
     """
 
-    max_tokens: int = 128
+    max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
@@ -77,7 +77,7 @@ class Sampling:
                 check_type(one.name, getattr(self, one.name), Real, "give a number")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.max_tokens < 1:
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")

@@ -21,15 +21,14 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ragcache.kv.cache import FusedCache
 from ragcache.models.joint import Run, RunPiece
-from ragcache.models.limits import LIMIT, POLL_S, Limit
+from ragcache.models.limits import LIMIT, POLL_S
 from ragcache.models.requests import Decoding, Member, Request
 from ragcache.openmp import end_team, working_alone
 
@@ -117,24 +116,14 @@ class Scheduler:
         self._await(request)
         return request.result()
 
-    def decode(
-        self,
-        cache: FusedCache,
-        logits: Tensor,
-        choose: Callable[[Tensor], int],
-        position: int,
-        last: int,
-        eos_ids: Collection[int],
-        limit: Limit,
-    ) -> Generator[int, None, None]:
-        """Yield the ids of an answer until one of `eos_ids` (not yielded) or the position `last`.
+    def decode(self, decoding: Decoding, logits: Tensor) -> Generator[int, None, None]:
+        """Yield the ids of an answer until one of its `eos_ids` (not yielded) or the position `last`.
 
-        Decoding goes on while the caller is busy with what it got; it ends when the generator is closed. Raises what a
-        pass raises, and what `limit` raises.
+        Decoding goes on while the caller is busy with what it got, as far as there is room; it ends when the generator
+        is closed. Raises what a pass raises, and what the limit and `Decoding.more` raise.
         """
-        decoding = Decoding(cache, choose, position, last, eos_ids, limit)
-        limit.check()
-        if position >= last:
+        decoding.limit.check()
+        if decoding.position >= decoding.last:
             return
         with self._changed:
             self._decoding.add(decoding)
@@ -157,7 +146,12 @@ class Scheduler:
                 continue
             if isinstance(token, BaseException):
                 raise token
-            return token
+            if not isinstance(token, Request):
+                return token
+            decoding.widen()
+            with self._changed:
+                self._decoding.add(decoding)
+            self._submit(token)
 
     def _abandon(self, decoding: Decoding) -> None:
         """No further token of it is wanted. Returns when no pass works on its cache any more."""

@@ -90,9 +90,10 @@ def sampling(request: ChatRequest | CompletionRequest, defaults: AnswerDefaults,
     """Raises ConfigError."""
     stop = _first(request.stop, defaults.stop)
     top_k = _first(request.top_k, request.extension.top_k, defaults.top_k)
-    most = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    asked = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    most = _first(asked, request.max_tokens, defaults.max_tokens)
     return Sampling(
-        max_tokens=min(_first(most, request.max_tokens, defaults.max_tokens), max_positions),
+        max_tokens=None if most is None else min(most, max_positions),
         temperature=_first(request.temperature, defaults.temperature),
         top_p=_first(request.top_p, defaults.top_p),
         top_k=None if top_k in (0, -1) else top_k,

@@ -21,7 +21,7 @@ class AnswerDefaults:
     """Options of a chat request that does not name them.
 
     k:           passages to retrieve
-    max_tokens:  longest answer
+    max_tokens:  longest answer; None: until its end, or the context is full
     temperature: 0 is greedy
     top_p, top_k, seed, stop: as for `Sampling`
     search, filter, score_threshold, mmr_lambda, fetch_k, rerank: as for `RetrieveOptions`
@@ -30,7 +30,7 @@ class AnswerDefaults:
     """
 
     k: int = 5
-    max_tokens: int = 512
+    max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None

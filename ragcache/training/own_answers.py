@@ -135,7 +135,7 @@ class OwnAnswers:
         self, prompt: Prompt, sampling: Sampling, context: SharedContext | None = None
     ) -> tuple[str, SharedContext]:
         """What the model says by full prefill, and its context for other questions over the same passages."""
-        fused = fuse(self.lm, prompt, "full", base=context, reserve_tokens=sampling.max_tokens)
+        fused = fuse(self.lm, prompt, "full", base=context, reserve_tokens=sampling.max_tokens or 0)
         shared = fused.share() if context is None else context
         steps = decode(self.lm, fused.cache, fused.next_logits, fused.next_position, sampling, eos_ids=self._eos)
         text: str = self.lm.tokenizer.decode(list(steps), skip_special_tokens=True)

@@ -321,3 +321,8 @@ with rc.Library.open({str(made)!r}, store=rc.StoreConfig(read_only=True)) as kb:
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert told == "4 4 False\n"
+
+
+def test_answers_end_by_themselves_unless_a_length_is_given():
+    assert AnswerOptions().sampling().max_tokens is None
+    assert AnswerOptions(max_tokens=7).sampling().max_tokens == 7

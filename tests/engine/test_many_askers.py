@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
+from tiny_model import save_tiny_llama
 from waiting import WAIT_S, until
 
 import ragcache as rc
@@ -243,6 +246,91 @@ def test_a_large_answer_is_not_overtaken():
             job.result(WAIT_S)
     assert order == [8, 2]
     assert admission.reserved_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_that_grow_always_end_within_the_budget(seed):
+    """Some take all at once, some grow by steps to their most, many more than the budget holds at a time; what some
+    took at first is given back when all others are done, as a context's is."""
+    rng, budget, held, most, lock = random.Random(seed), 100, 0, [0], threading.Lock()
+    admission = Admission(budget)
+
+    def answer(first, more, steps):
+        nonlocal held
+        limit = Limit.of(None, WAIT_S, time.perf_counter())
+        claim = admission.reserve(lambda: Size(1, first, more), limit)
+        for step in [first, *steps]:
+            if step is not first:
+                admission.grow(claim, step, limit)
+            with lock:
+                held += step
+                most[0] = max(most[0], held)
+            time.sleep(0.001)
+        with lock:
+            held -= first + sum(steps)
+        admission.end(claim)
+        admission.release(first)
+
+    with ThreadPoolExecutor(12) as many:
+        jobs = []
+        for _ in range(60):
+            first = rng.randint(1, 15)
+            more = rng.choice([0, rng.randint(1, budget - first), budget - first])
+            steps, left = [], more
+            while left:
+                steps.append(rng.randint(1, left))
+                left -= steps[-1]
+            jobs.append(many.submit(answer, first, more, steps))
+        for job in jobs:
+            job.result(WAIT_S)
+    assert budget / 2 < most[0] <= budget
+    assert (admission.reserved_bytes, admission.waiting, admission._claims) == (0, 0, set())
+
+
+def test_who_waits_to_grow_goes_before_who_waits_to_begin_and_may_give_up():
+    admission, order = Admission(10), []
+    other = admission.reserve(lambda: Size(1, 6), NO_LIMIT)
+    claim = admission.reserve(lambda: Size(1, 2, 2), NO_LIMIT)
+    assert not admission._can_end(3, admission._claims), "what may still be asked for is kept free"
+    with ThreadPoolExecutor(2) as pool:
+        with pytest.raises(TimedOutError):
+            admission.grow(claim, 5, Limit.of(None, 0.01, time.perf_counter()))
+        begins = pool.submit(lambda: order.append(admission.reserve(lambda: Size(1, 6), NO_LIMIT)))
+        until(lambda: admission.waiting == 1)
+        admission.grow(claim, 2, NO_LIMIT)
+        assert (claim.grown_bytes, claim.more_bytes, order) == (2, 0, [])
+        admission.end(other)
+        admission.release(6)
+        begins.result(WAIT_S)
+    assert admission.reserved_bytes == 10
+
+
+def test_answers_without_a_limit_share_memory_that_their_contexts_would_not(open_kb, tmp_path, pool):
+    """The budget holds three contexts, and the beginnings of four answers, any of which may fill its own."""
+    lm = rc.load_lm(save_tiny_llama(tmp_path / "lm", positions=1024))
+    on = rc.Sampling(logit_bias={lm.tokenizer.eos_token_id: -100})
+    wide = open_kb(tmp_path / "wide", model=lm)
+    expected = [wide.complete(question, sampling=replace(on, max_tokens=1024)) for question in QUESTIONS]
+    tight = open_kb(tmp_path / "tight", model=lm, store=rc.StoreConfig(answer_bytes=3 * kv_bytes(lm, 1024)))
+    streams = [tight.stream_completion(question, sampling=on) for question in QUESTIONS]
+    for stream in streams:
+        assert isinstance(next(stream), rc.Sources)
+        next(stream)  # all have begun, before anybody has read on
+    assert kv_bytes(lm, 256) * 4 < tight.admission.reserved_bytes <= tight.admission.budget_bytes
+    answers = list(pool.map(lambda stream: list(stream)[-1].answer, streams))
+    assert [answer.text for answer in answers] == [answer.text for answer in expected]
+    assert [answer.finish_reason for answer in answers] == ["length"] * 4
+    assert {answer.usage.prompt_tokens + answer.usage.completion_tokens for answer in answers} == {1024}
+    assert (tight.admission.reserved_bytes, tight.admission.waiting) == (0, 0)
+
+
+def test_memory_for_less_than_a_context_ends_an_answer_as_the_context_would(open_kb, lm):
+    small = open_kb(store=rc.StoreConfig(answer_bytes=kv_bytes(lm, 512)))
+    on = rc.Sampling(logit_bias={lm.tokenizer.eos_token_id: -100})
+    answer = small.complete("Once upon a time", sampling=on)
+    assert answer.finish_reason == "length"
+    assert 128 < answer.usage.completion_tokens < 512 - answer.usage.prompt_tokens
+    assert answer.text == small.complete("Once upon a time", method="full", sampling=on).text
 
 
 def test_the_budget_holds_to_the_byte():

@@ -3,9 +3,19 @@
 import logging
 
 import pytest
+import torch
+from conftest import TEXTS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plain_oracle import greedy
+from tiny_model import bpe_tokenizer, save_tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
 from ragcache.engine.asking import plain_text
+from ragcache.errors import ContextTooLongError
+from ragcache.models.reuse import ReuseSpec
+from ragcache.retrieval.testing import BagOfWords
 
 QUESTION = "Who meets on Monday?"
 ONE = rc.Sampling(max_tokens=1)
@@ -46,52 +56,175 @@ def test_passages_as_text_are_noticed_once(kb, pasted, said, way):
     assert len(said()) == 1
 
 
-def asked(kb, way, content):
+def asked(kb, way, content, **options):
     """The content where a chain may put it."""
+    options = {"sampling": rc.Sampling(max_tokens=8), **options}
     if way == "system":
-        turns = [{"role": "system", "content": content}, {"role": "user", "content": "Who?"}]
-        return kb.chat(turns, sampling=rc.Sampling(max_tokens=8))
+        return kb.chat([{"role": "system", "content": content}, {"role": "user", "content": "Who?"}], **options)
     if way == "user":
-        return kb.chat([{"role": "user", "content": content}], sampling=rc.Sampling(max_tokens=8))
-    if way == "in pieces" and isinstance(content, str):
-        content = [content[:9], content[9:]]
-    return kb.complete(content, sampling=rc.Sampling(max_tokens=8))
+        return kb.chat([{"role": "user", "content": content}], **options)
+    return kb.complete([content[:9], content[9:]] if way == "in pieces" else content, **options)
+
+
+@pytest.fixture
+def read(kb, monkeypatch):
+    """Ids of every prompt that the model read, with what a method put between them."""
+    return reads(kb, monkeypatch)
+
+
+def reads(kb, monkeypatch):
+    found, check = [], kb.lm.check_ids
+
+    def check_ids(ids, what):
+        if what == "the prompt":
+            found.append(list(ids))
+        return check(ids, what)
+
+    monkeypatch.setattr(kb.lm, "check_ids", check_ids)
+    return found
+
+
+def continued(model_directory, ids, passages, count=8):
+    """Plain transformers: every token sees all before it, those of passages (spans) their own passage alone."""
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    allowed = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    for start, end in passages:
+        allowed[start:end, :start] = False
+    return greedy(model.eval(), tokenizer, rc.Prompt(ids[:1], [], ids[1:]), allowed, count)
+
+
+def places(ids, hits):
+    """Where each passage's tokens stand, in order."""
+    found = []
+    for wanted in (list(hit.chunk.token_ids) for hit in hits):
+        last = found[-1][1] if found else 0
+        start = next(at for at in range(last, len(ids)) if ids[at : at + len(wanted)] == wanted)
+        found.append((start, start + len(wanted)))
+    return found
 
 
 @pytest.mark.parametrize("way", ["user", "system", "complete", "in pieces"])
-def test_passages_as_text_are_read_from_their_kv(kb, pasted, said, way):
-    """The answer is that over passages given as such, which other tests hold against plain transformers."""
+def test_passages_as_text_are_read_from_their_kv(kb, pasted, said, read, model_directory, way):
     hits = kb.retrieve(QUESTION, k=3)
     answer = asked(kb, way, pasted)
-    right = asked(kb, way, ["Answer from this.\n\n", *hits, f"\n{QUESTION}"])
-    assert (answer.text, answer.usage.prompt_tokens) == (right.text, right.usage.prompt_tokens)
     assert [hit.chunk.id for hit in answer.hits] == [hit.chunk.id for hit in hits]
+    assert answer.text == continued(model_directory, read[0], places(read[0], hits))
     assert answer.usage.cached_tokens == sum(len(hit.chunk.token_ids) for hit in hits)
     assert answer.usage.computed_tokens < answer.usage.prompt_tokens / 2
     assert said() == []
+    kb._questions.handed_out.forget()
+    assert asked(kb, way, pasted).usage.prompt_tokens == answer.usage.prompt_tokens == len(read[0])
+    assert read[0] == read[1]
 
 
-def test_labels_of_a_chain_stay_where_they_are(kb):
+def test_labels_of_a_chain_stay_where_they_are(kb, read, model_directory):
     hits = kb.retrieve(QUESTION, k=3)
     pasted = "".join(f"Source {n}:\n{hit.chunk.text.strip()}\n" for n, hit in enumerate(hits, 1))
     answer = asked(kb, "user", f"{pasted}{QUESTION}")
     labelled = [part for n, hit in enumerate(hits, 1) for part in (f"Source {n}:\n", hit)]
     assert answer.text == asked(kb, "user", [*labelled, QUESTION]).text
+    assert answer.text == continued(model_directory, read[0], places(read[0], hits))
     assert len(answer.hits) == 3
 
 
-def test_a_prompt_that_ends_with_a_passage_goes_on_from_it(kb):
+def test_a_prompt_that_ends_with_a_passage_goes_on_from_it(kb, read):
     *others, last = kb.retrieve(QUESTION, k=4)
-    text = "\n\n".join(hit.chunk.text.strip() for hit in (*others, last))
+    text = "\n\n".join(hit.chunk.text.strip() for hit in (*others, last)) + "\n"
     answer = kb.complete(text, sampling=ONE)
     assert [hit.chunk.id for hit in answer.hits] == [hit.chunk.id for hit in others]
-    assert answer.text == kb.complete([*others, last.chunk.text.strip()], sampling=ONE).text
+    assert kb.lm.tokenizer.decode(read[0][1:]) == text
 
 
-def test_more_passages_than_a_method_reads_stay_text(kb, pasted):
-    seen = kb._questions.handed_out
-    assert len([part for part in seen.cut(pasted, 3) if isinstance(part, rc.Passage)]) == 3
-    assert seen.cut(pasted, 2) == [pasted]
+def test_of_several_messages_those_of_the_last_are_found(tmp_path, open_kb):
+    """Where the template divides messages by control tokens; earlier ones are a text whose KV the next turn finds."""
+    template = "{% for m in messages %}{{ m['content'] }}<|eos|>{% endfor %}"
+    with open_kb(model=rc.load_lm(save_tiny_llama(tmp_path / "lm", chat_template=template))) as kb:
+        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+        first, second, third, fourth = kb.retrieve(QUESTION, k=4)
+        turns = [
+            {"role": "user", "content": f"{first.chunk.text}{second.chunk.text}{third.chunk.text}Why?"},
+            {"role": "assistant", "content": fourth.chunk.text * 3},
+            {"role": "user", "content": f"{fourth.chunk.text}\n{second.chunk.text}{third.chunk.text}And who?"},
+        ]
+        found = kb.chat(turns, sampling=ONE).hits
+        assert [hit.chunk.id for hit in found] == [hit.chunk.id for hit in (fourth, second, third)]
+
+
+def test_methods_that_add_tokens_read_text_as_text(tmp_path, open_kb, said):
+    """Link tokens between the passages would make another prompt of it."""
+    spec = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
+    with open_kb(model=rc.load_lm(save_tiny_llama(tmp_path / "lm", reuse=spec))) as kb:
+        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+        text = "".join(hit.chunk.text for hit in kb.retrieve(QUESTION, k=3)) + QUESTION
+        answer = kb.complete(text, sampling=ONE)
+        assert (answer.hits, answer.usage.prompt_tokens) == ([], 1 + len(text))
+        assert len(said()) == 1
+        assert len(kb.complete(text, method="reposition", sampling=ONE).hits) == 3
+
+
+def test_a_prompt_that_is_too_long_is_refused_whatever_was_found(kb, pasted):
+    """No passage of a text is left out of it, as one that was retrieved may be."""
+    text = f"{pasted}\n" * 4
+    with pytest.raises(ContextTooLongError, match="ask a shorter one"):
+        kb.complete(text, on_overflow="trim", sampling=ONE)
+
+
+# Two ways to cut text before it is merged: GPT-2's, which leaves line breaks alone, and that of Llama 3 and Qwen, which
+# joins them with each other and with what ends a sentence.
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BPE_TEXTS = [
+    "Tariff of the harbour office. A boat of up to six metres lies free for a night, and a licence costs 12",
+    "A boat of up to six metres lies free for a night, and a licence costs 12\nAsk at the harbour office.",
+    "The rowing club of Kelbrook meets on Monday.\r\nIts boats lie at the harbour, and it takes in members in May.",
+    "The river Arno rises in the Vale hills, and it runs by the town of Kelbrook to the sea, past 12 bridges.",
+]
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama3"])
+def bpe_kb(request, tmp_path_factory):
+    """A store that has handed out all of its passages, over a tokenizer that merges across their ends."""
+    directory = tmp_path_factory.mktemp(request.param)
+    pattern = {"gpt2": GPT2, "llama3": LLAMA3}[request.param]
+    more = [f"{text}{end}" for text in BPE_TEXTS for end in ("\n", "\n\n", "00 crowns\n", "s.\n\n", "\r\n")]
+    save_tiny_llama(directory, tokenizer=bpe_tokenizer(pattern, more * 4))
+    with rc.RagCache.open(directory / "kb", model=rc.load_lm(directory), embedder=BagOfWords()) as kb:
+        kb.ingest([rc.Document(str(n), text) for n, text in enumerate(BPE_TEXTS)], split=False)
+        yield kb
+
+
+QUOTES = st.one_of(
+    st.sampled_from(BPE_TEXTS),
+    st.tuples(st.sampled_from(BPE_TEXTS), st.integers(1, 60)).map(lambda cut: cut[0][: -cut[1]]),
+    st.tuples(st.sampled_from(BPE_TEXTS), st.integers(1, 60)).map(lambda cut: cut[0][cut[1] :]),
+)
+JOINTS = st.sampled_from(["", " ", "\n", "\n\n", "\r\n", "00 crowns\n", ".\n\n", "\n[2] ", "2", "s"])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(parts=st.lists(st.tuples(QUOTES, JOINTS), min_size=1, max_size=5), way=st.sampled_from(["user", "complete"]))
+def test_what_a_prompt_says_depends_on_it_alone(bpe_kb, parts, way):
+    """Its ids are those that the tokenizer gives its text, whatever the store has handed out (law 15)."""
+    text = "".join(part for pair in parts for part in pair) + "Who?"
+    bpe_kb.retrieve("harbour", k=len(BPE_TEXTS))
+    with pytest.MonkeyPatch.context() as patch:
+        read = reads(bpe_kb, patch)
+        answer = asked(bpe_kb, way, text, sampling=ONE)
+    tokenizer, shown = bpe_kb.lm.tokenizer, f"{text}\nAnswer:" if way == "user" else text
+    ids = [tokenizer.bos_token_id, *tokenizer(shown, add_special_tokens=False)["input_ids"]]
+    assert read == [ids]
+    assert len(places(ids, answer.hits)) == len(answer.hits)
+
+
+def test_separators_that_keep_the_tokens_keep_the_reuse(bpe_kb):
+    """A line break between passages does, by either tokenizer; an empty line does where it is two tokens."""
+    texts = [hit.chunk.text for hit in bpe_kb.retrieve("harbour", k=len(BPE_TEXTS))]
+    assert len(asked(bpe_kb, "user", "\n".join(texts) + "\nWho?").hits) >= 3
+    by_empty_line = asked(bpe_kb, "user", "\n\n".join(texts) + "\n\nWho?").hits
+    empty_line = bpe_kb.lm.tokenizer("a.\n\nb", add_special_tokens=False)["input_ids"]
+    alone = bpe_kb.lm.tokenizer("a.\n", add_special_tokens=False)["input_ids"]
+    assert len(by_empty_line) == (4 if empty_line[: len(alone)] == alone else 0)
 
 
 def test_a_changed_passage_is_text(kb):
@@ -125,7 +258,7 @@ def test_reading_whole_prompts_loses_no_reuse(kb, pasted, said):
 def test_what_is_remembered_is_bounded_and_goes_with_its_documents(kb, pasted, monkeypatch, said):
     for _ in range(plain_text.REMEMBERED):
         kb.retrieve(QUESTION, k=4)
-    assert len(kb._questions.handed_out._passages) == plain_text.REMEMBERED
+    assert len(kb._questions.handed_out._chunks) == plain_text.REMEMBERED
     kb.delete("cats")
     kb.chat([{"role": "user", "content": "Who?"}], sampling=ONE)
-    assert not kb._questions.handed_out._passages
+    assert not kb._questions.handed_out._chunks

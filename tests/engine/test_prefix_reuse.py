@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from plain_oracle import greedy
+from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
 from ragcache.engine.asking import prefixes
 from ragcache.errors import ConfigError
+from ragcache.models.reuse import ReuseSpec
 
 SHORT = rc.Sampling(max_tokens=6)
 QUESTIONS = (
@@ -27,6 +29,12 @@ QUESTIONS = (
 def oracle(model_directory):
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="eager")
     return model.eval(), AutoTokenizer.from_pretrained(model_directory)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    spec = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
+    return save_tiny_llama(tmp_path_factory.mktemp("link"), reuse=spec)
 
 
 def expected(kb, oracle, question, hits):
@@ -120,6 +128,47 @@ def test_a_prefix_serves_every_method(open_kb, tmp_path, first):
     for off, on in zip(answers["off"][1:], answers["on"][1:], strict=True):
         assert on.text == off.text
         assert on.usage.computed_tokens == off.usage.computed_tokens - prefix_tokens
+
+
+@pytest.mark.parametrize(
+    "method", ["reposition", "concat", "link", "ape", "a3", "cacheblend", "epic", "samkv", "kvcomm"]
+)
+def test_prompts_without_passages_go_on_from_each_other_by_every_method(open_kb, tmp_path, trained, method):
+    """An identical prompt runs its last token, and a chat its new turn; the answers are those without any reuse."""
+    model = {"model": trained} if method == "link" else {}
+    turns: list[dict[str, str]] = []
+    on, off = (
+        open_kb(path=tmp_path / f"{budget}", method=method, store=rc.StoreConfig(prefix_bytes=budget), **model)
+        for budget in (1 << 24, 0)
+    )
+    for _ in range(2):
+        repeated = on.complete("Once upon a time there was", sampling=SHORT)
+        assert repeated.text == off.complete("Once upon a time there was", sampling=SHORT).text
+    assert repeated.usage.cached_tokens == repeated.usage.prompt_tokens - 1
+    read = 0
+    for word in ("one", "two", "three", "four", "five"):
+        turns.append({"role": "user", "content": f"Say {word}."})
+        answer = on.chat(turns, evict=4, sampling=SHORT)
+        assert answer.text == off.chat(turns, sampling=SHORT).text
+        assert answer.usage.computed_tokens <= answer.usage.prompt_tokens - read
+        assert answer.method == "full"
+        read = answer.usage.prompt_tokens - len("Answer:")
+        turns.append({"role": "assistant", "content": "Yes."})
+    assert answer.usage.cached_tokens > answer.usage.prompt_tokens / 2
+    nobody = on.ask("Say one.", hits=[], sampling=SHORT)
+    assert on.ask("Say one.", hits=[], sampling=SHORT).usage.computed_tokens == 1
+    assert nobody.text == off.ask("Say one.", hits=[], method="full", sampling=SHORT).text
+
+
+def test_prompts_without_passages_are_known_to_their_tenant_until_a_document_changes(open_kb, kb):
+    """They may quote any passage (law 10)."""
+    text = "Once upon a time there was a dog."
+    one, other = open_kb(tenant="a"), open_kb(tenant="b")
+    assert one.complete(text, sampling=SHORT).usage.cached_tokens == 0
+    assert other.complete(text, sampling=SHORT).usage.cached_tokens == 0
+    assert one.complete(text, sampling=SHORT).usage.computed_tokens == 1
+    kb.delete(kb.retrieve("dogs", 1)[0].chunk.document_id)
+    assert one.complete(text, sampling=SHORT).usage.cached_tokens <= 1, "but for BOS"
 
 
 def test_tenants_share_nothing(open_kb, kb):

@@ -134,12 +134,12 @@ def test_one_places_and_the_others_wait(lm):
                 assert go.wait(WAIT_S)
                 tell(context)
             until(lambda: found)
-        return seat.num_bytes
+        return seat.claim.num_bytes
 
     def want():
         with contexts.admit("key", NEED, NO_LIMIT) as seat, seat.placing(NO_LIMIT) as other:
             found.append(other)
-        return seat.num_bytes
+        return seat.claim.num_bytes
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(place)
@@ -193,7 +193,7 @@ def test_a_context_that_is_over_blocks_nobody_who_waits_for_memory(lm):
 
     def second():
         with contexts.admit("key", NEED, Limit.of(None, WAIT_S, time.perf_counter())) as seat:
-            return seat.num_bytes
+            return seat.claim.num_bytes
 
     with ThreadPoolExecutor(1) as pool:
         with contexts.admit("key", NEED, NO_LIMIT):

@@ -184,16 +184,15 @@ def test_text_around_the_documents_and_earlier_turns(registry, llm, retriever):
 
 def test_a_stock_chain_reads_passages_from_their_kv(registry, llm, retriever, caplog):
     """LangChain's stuff chain and its like join the documents in front of the model. A method that cannot read what
-    stands between them says so, once."""
-    prompt = (
-        RunnablePassthrough.assign(context=lambda x: "\n\n".join(d.page_content for d in retriever.invoke(x["input"])))
-        | PROMPT
-    )
+    stands between them, or puts tokens of its own there as the model's own `link` does, says so, once."""
+    prompt = RunnablePassthrough.assign(
+        context=lambda x: "\n\n".join(d.page_content for d in retriever.invoke(x["input"]))
+    ) | ChatPromptTemplate.from_messages([("human", "{context}\n\nQuestion: {input}")])
     with caplog.at_level("WARNING"):
-        message = (prompt | llm).invoke({"input": QUESTION})
+        message = (prompt | ChatRagCache(kb=registry, method="reposition")).invoke({"input": QUESTION})
         assert not caplog.records
-        for _ in range(2):
-            (prompt | ChatRagCache(kb=registry, method="epic")).invoke({"input": QUESTION})
+        assert (prompt | llm).invoke({"input": QUESTION}).response_metadata["sources"] == []
+        (prompt | ChatRagCache(kb=registry, method="epic")).invoke({"input": QUESTION})
     assert ["create_fused_documents_chain" in record.getMessage() for record in caplog.records] == [True]
     assert [source["kv"] for source in message.response_metadata["sources"]] == ["memory"] * 3
     assert message.usage_metadata["input_token_details"]["cache_read"] > message.usage_metadata["input_tokens"] // 2

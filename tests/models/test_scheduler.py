@@ -18,6 +18,7 @@ from ragcache.kv.shape import CacheShape, LayerShape
 from ragcache.models import scheduler as scheduler_module
 from ragcache.models.joint import Run
 from ragcache.models.limits import NO_LIMIT, Limit, limited
+from ragcache.models.requests import Decoding
 from ragcache.models.scheduler import Scheduler
 
 SHAPE = CacheShape((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
@@ -268,7 +269,7 @@ def decode(scheduler, first, tokens, *, held=None, eos=(), limit=NO_LIMIT):
     """Ids first, first + 10, ...: every token is ten more than what ran before it."""
     logits = torch.tensor(float(first))
     held = cache() if held is None else held
-    return scheduler.decode(held, logits, lambda found: int(found), 100, 100 + tokens, eos, limit)
+    return scheduler.decode(Decoding(held, lambda found: int(found), 100, 100 + tokens, eos, limit), logits)
 
 
 class Counting(Model):
@@ -294,6 +295,28 @@ def test_an_answer_ends_at_its_last_position_or_before_an_eos(decoder, counting)
     assert list(decode(decoder, 7, 9, eos=(27,))) == [7, 17]
     assert list(decode(decoder, 7, 9, eos=(7,))) == list(decode(decoder, 7, 0)) == []
     until(lambda: not decoder.decoding)
+
+
+def test_an_answer_waits_for_room_and_goes_on(decoder, counting):
+    """No token runs before there is room for it; what is asked for room may fail, and ends this answer alone."""
+    asked = []
+
+    def more():
+        asked.append(len(counting.passes))
+        if len(asked) == 3:
+            raise OSError("no room")
+        return 2
+
+    def grown(tokens):
+        decoding = Decoding(cache(), lambda found: int(found), 100, 100 + tokens, (), NO_LIMIT, 103, more)
+        return decoder.decode(decoding, torch.tensor(7.0))
+
+    assert list(grown(7)) == [7, 17, 27, 37, 47, 57, 67]
+    assert asked == [3, 5]
+    with pytest.raises(OSError, match="no room"):
+        list(grown(9))
+    until(lambda: not decoder.decoding)
+    assert list(decode(decoder, 7, 2)) == [7, 17]
 
 
 def test_sequences_that_are_decoded_share_every_pass(decoder, counting, pool):
@@ -393,7 +416,7 @@ def test_choosing_may_fail(decoder):
             raise ValueError("nothing to choose from")
         return int(logits)
 
-    steps = decoder.decode(cache(), torch.tensor(1.0), choose, 0, 9, (), NO_LIMIT)
+    steps = decoder.decode(Decoding(cache(), choose, 0, 9, (), NO_LIMIT), torch.tensor(1.0))
     with pytest.raises(ValueError, match="nothing to choose"):
         list(steps)
     assert int(decoder.run(run_of(5))) == 15

@@ -302,3 +302,17 @@ def test_a_conversation_keeps_its_context_where_it_is_asked_to(client, kb):
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
     with pytest.raises(BadRequestError, match="takes passages in the messages"):
         ask(client, extra_body={"ragcache": {"context": "keep", "documents": [{"text": TEXTS["cats"]}]}})
+
+
+def test_a_plain_chat_goes_on_from_its_history(client):
+    """The default method reads no history anew: usage says what was there."""
+    plain = {"extra_body": {"ragcache": {"retrieve": False}}}
+    turns = [{"role": "user", "content": "Name a town on a river, and say why it lies there."}]
+    first = ask(client, messages=turns, **plain)
+    again = ask(client, messages=turns, **plain)
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+    assert again.choices[0].message.content == first.choices[0].message.content
+    turns += [{"role": "assistant", "content": "Kelbrook."}, {"role": "user", "content": "Why?"}]
+    second = ask(client, messages=turns, **plain)
+    history = first.usage.prompt_tokens - len("\nAnswer:")
+    assert second.usage.prompt_tokens_details.cached_tokens >= history

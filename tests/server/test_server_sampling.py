@@ -111,3 +111,19 @@ def test_log_probabilities_of_a_completion(client, kb, stream):
     assert lists["text_offset"] == [sum(map(len, texts[:rank])) for rank in range(8)]
     for near, own in zip(lists["top_logprobs"], right.logprobs, strict=True):
         assert near[own.text] == pytest.approx(own.logprob)
+
+
+def test_answers_end_with_the_context_unless_the_client_says_otherwise(served, kb):
+    """No token ends an answer of this model: every route writes on to the last of its 4,096 positions. A prompt that
+    takes most of them keeps this quick."""
+    text, plain = "Cats sleep. " * 320, {"ragcache": {"retrieve": False}}
+    for path, body, names in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **plain}, ("prompt", "completion")),
+        ("/v1/completions", {"prompt": text}, ("prompt", "completion")),
+        ("/v1/responses", {"input": text, **plain}, ("input", "output")),
+    ):
+        usage = served.http.post(path, json={"model": "tiny", **body}, timeout=300).json()["usage"]
+        read, said = (usage[f"{name}_tokens"] for name in names)
+        assert (path, read + said) == (path, 4096)
+        assert said > 128
+    assert kb.admission.reserved_bytes == 0

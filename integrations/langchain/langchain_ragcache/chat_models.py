@@ -65,7 +65,7 @@ class ChatRagCache(BaseChatModel):
         default=None, validate_default=True, exclude=True, repr=False
     )
     model: str = ""
-    max_tokens: int = Field(default=128, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=0.0, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)

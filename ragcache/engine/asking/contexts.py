@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ragcache.engine.asking.admission import Admission, Size
+from ragcache.engine.asking.admission import Admission, Claim, Size
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_tree import PrefixTree
 from ragcache.models.limits import Limit
@@ -47,13 +47,23 @@ class _Context:
 class Seat:
     """One question's part in a context.
 
-    num_bytes: that it has reserved; leaves_them: for the context, as long as any question reads that
+    claim:       the memory that it has reserved
+    leaves_them: what it took at first is the context's, as long as any question reads that
     """
 
     _context: _Context
-    _changed: threading.Condition
-    num_bytes: int
+    _admission: Admission
+    claim: Claim
     leaves_them: bool
+
+    @property
+    def _changed(self) -> threading.Condition:
+        return self._admission.changed
+
+    def grow(self, num_bytes: int, limit: Limit) -> None:
+        """Wait for so much memory in all, for buffers of its own. Raises what `limit` raises meanwhile."""
+        held = self.claim.grown_bytes + (0 if self.leaves_them else self.claim.num_bytes)
+        self._admission.grow(self.claim, max(0, num_bytes - held), limit)
 
     @property
     def is_shared(self) -> bool:
@@ -108,6 +118,11 @@ class Contexts:
         self._known: OrderedDict[Hashable, _Context] = OrderedDict()  # the least recently left first
         self._changed = admission.changed
 
+    @property
+    def budget_bytes(self) -> int:
+        """Of all answers in progress."""
+        return self._admission.budget_bytes
+
     @contextmanager
     def admit(self, key: Hashable | None, need: Need, limit: Limit, *, keep: bool = False) -> Iterator[Seat]:
         """Wait until there is memory for a question over the context of this name; None: it shares none.
@@ -117,8 +132,8 @@ class Contexts:
         Raises AnswerTooLargeError when there can never be, and what `limit` raises while it waits.
         """
         with self._changed:  # from the moment that there is room until it is taken nothing changes
-            num_bytes = self._admission.reserve(lambda: need.own if key in self._known else need.whole, limit)
-            seat = self._join(key, keep, num_bytes)
+            claim = self._admission.reserve(lambda: need.own if key in self._known else need.whole, limit)
+            seat = self._join(key, keep, claim)
         try:
             yield seat
         finally:
@@ -133,8 +148,9 @@ class Contexts:
                     self._give_back(context)
 
     def _leave(self, seat: Seat) -> None:
-        context, num_bytes = seat._context, seat.num_bytes
+        context, num_bytes = seat._context, seat.claim.num_bytes
         with self._changed:
+            self._admission.end(seat.claim)
             context.users -= 1
             if seat.leaves_them:
                 context.left_bytes += num_bytes
@@ -147,7 +163,7 @@ class Contexts:
 
     # Everything below runs under the lock.
 
-    def _join(self, key: Hashable | None, keep: bool, num_bytes: int) -> Seat:
+    def _join(self, key: Hashable | None, keep: bool, claim: Claim) -> Seat:
         context = None if key is None else self._known.get(key)
         leaves_them = context is None
         if context is None:
@@ -155,7 +171,7 @@ class Contexts:
             if key is not None:
                 self._known[key] = context
         context.users += 1
-        return Seat(context, self._changed, num_bytes, leaves_them)
+        return Seat(context, self._admission, claim, leaves_them)
 
     def _settle(self, context: _Context) -> None:
         """Keep a context that nobody reads any more, or let go of it."""

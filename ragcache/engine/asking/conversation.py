@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -66,11 +65,6 @@ class Turn:
     def said(self) -> str:
         """All of the turn, calls included: by this a conversation is known again."""
         return said(self.text, self.calls)
-
-    def cut(self, cut: Callable[[str], Sequence[Part]]) -> Turn:
-        """The same with its texts in parts."""
-        parts = [list[Part](cut(part)) if isinstance(part, str) else [part] for part in self.parts]
-        return replace(self, parts=tuple(new for cuttings in parts for new in cuttings))
 
     def message(self, tokenizer: PreTrainedTokenizerBase, content: str) -> dict[str, Any]:
         """What the chat template is given, with this content."""
@@ -135,14 +129,6 @@ class Conversation:
         """The text that the caller wrote, without passages given as such and without answers."""
         turns = [turn for turn in self.turns if turn.role != "assistant"]
         return [part for turn in turns for part in turn.parts if isinstance(part, str)]
-
-    def cut(self, cut: Callable[[str], Sequence[Part]]) -> Conversation:
-        """The same with passages taken out of text, where no message gives any as such. cut: text, in parts"""
-        if self.has_passages:
-            return self
-        found = copy(self)
-        found.turns = [turn if turn.role == "assistant" else turn.cut(cut) for turn in self.turns]
-        return found
 
     def as_written(self, tokenizer: PreTrainedTokenizerBase, system: str | None) -> tuple[PromptEnds, list[Given]]:
         """Ends around the passages of the last turn that has any, and these passages; earlier ones are plain text.

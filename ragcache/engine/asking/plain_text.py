@@ -1,13 +1,18 @@
-"""Stored passages that come back as plain text: they are found by their text, and read from their KV."""
+"""Stored passages that come back as plain text: they are found by their tokens, and read from their KV."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
-from ragcache.engine.asking.passage import Passage
+import numpy as np
+
+from ragcache.prompt import PromptEnds
+from ragcache.retrieval.retriever import Hit
 from ragcache.store.records import Chunk
 
 log = logging.getLogger(__name__)
@@ -17,54 +22,64 @@ REMEMBERED = 256
 LEAST_CHARACTERS, LEAST_EACH = 100, 20
 
 
-class HandedOut:
-    """Remembers the passages that were handed out last, and finds them in the text of prompts.
+class Run(NamedTuple):
+    """A passage's tokens in a row of tokens, from `start` on."""
 
-    The look is exact and bounded: it searches a text for REMEMBERED passages. A passage that was changed, or came from
-    elsewhere, is no stored one. Thread-safe.
+    start: int
+    chunk: Chunk
+
+    @property
+    def end(self) -> int:
+        return self.start + self.chunk.num_tokens
+
+
+class HandedOut:
+    """Remembers the passages that were handed out last, and finds them in prompts.
+
+    The look is exact and bounded: it searches a prompt for REMEMBERED passages. A passage that was changed, or came
+    from elsewhere, is no stored one. Thread-safe.
     """
 
     def __init__(self) -> None:
-        self._passages: deque[Passage] = deque(maxlen=REMEMBERED)
+        self._chunks: deque[Chunk] = deque(maxlen=REMEMBERED)
         self._lock = threading.Lock()
         self._has_spoken = False
 
     def add(self, chunks: Iterable[Chunk]) -> None:
         with self._lock:
-            self._passages.extend(Passage(chunk.text.strip(), chunk.id, chunk.handle) for chunk in chunks)
+            self._chunks.extend(chunks)
 
     def forget(self) -> None:
         """Let go of every text: documents were deleted."""
         with self._lock:
-            self._passages.clear()
+            self._chunks.clear()
 
-    def cut(self, text: str, most: int | None = None) -> list[str | Passage]:
-        """The text with its stored passages cut out; all of it where there is none worth it, or more than `most`.
+    def cut(self, ids: Sequence[int], texts: Sequence[str], breaks: Collection[int]) -> tuple[PromptEnds, list[Hit]]:
+        """The same ids in the same order, around the stored passages among them; no passages where too few are found.
 
-        A line break behind a passage goes with it: passages are read with one.
+        A passage is found where its own ids stand in a row. Where a tokenizer reads its first or last characters
+        together with what is beside them, it is not.
+
+        ids:    a prompt's, as it is read without any passage
+        texts:  what the caller wrote of it
+        breaks: ids that stand in no message: of several messages with passages, those of the last one are found
         """
-        parts: list[str | Passage] = []
-        done = 0
-        for start, passage in self._spans(text):
-            if start < done:
-                continue  # within a longer one
-            parts += [text[done:start], passage] if start > done else [passage]
-            done = start + len(passage.text)
-            done += text[done : done + 1] == "\n"
-        found = [part for part in parts if isinstance(part, Passage)]
-        if sum(len(one.text) for one in found) < LEAST_CHARACTERS or (most is not None and len(found) > most):
-            return [text]
-        return [*parts, text[done:]] if done < len(text) else parts
+        runs = _in_one_message(self._runs(ids, texts), ids, breaks)
+        if sum(len(run.chunk.text.strip()) for run in runs) < LEAST_CHARACTERS:
+            return PromptEnds((), ids), []
+        between = [ids[before.end : run.start] for before, run in pairwise(runs)]
+        ends = PromptEnds(ids[: runs[0].start], ids[runs[-1].end :], [(), *between])
+        return ends, [Hit(run.chunk, 0.0, run.chunk.handle) for run in runs]
 
-    def warn(self, prompt: Iterable[str]) -> None:
-        """Say once that stored passages come as text to a method that could have used their KV.
+    def warn(self, texts: Sequence[str]) -> None:
+        """Say once that stored passages come as text, where their KV could have been used.
 
-        prompt: the text of a call, without the passages that it gives as such
+        texts: of a call, without the passages that it gives as such
         """
         if self._has_spoken:
             return
-        found = [part for text in prompt for part in self.cut(text) if isinstance(part, Passage)]
-        if not found:
+        found = self._quoted(texts)
+        if sum(len(chunk.text.strip()) for chunk in found) < LEAST_CHARACTERS:
             return
         self._has_spoken = True
         log.warning(
@@ -75,18 +90,48 @@ class HandedOut:
             len(found),
         )
 
-    def _spans(self, text: str) -> list[tuple[int, Passage]]:
-        """Where passages begin, in order, of those that begin together the longest first."""
-        if len(text) < LEAST_CHARACTERS:
+    def _quoted(self, texts: Sequence[str]) -> list[Chunk]:
+        """Passages whose characters are in one of the texts."""
+        if sum(map(len, texts)) < LEAST_CHARACTERS:
             return []
         with self._lock:
-            passages = {one.text: one for one in self._passages if len(one.text) >= LEAST_EACH}
-        found = [(start, one) for one in passages.values() for start in _places(text, one.text)]
-        return sorted(found, key=lambda span: (span[0], -len(span[1].text)))
+            chunks = {chunk.text.strip(): chunk for chunk in self._chunks}
+        return [
+            chunk
+            for passage, chunk in chunks.items()
+            if len(passage) >= LEAST_EACH and any(passage in text for text in texts)
+        ]
+
+    def _runs(self, ids: Sequence[int], texts: Sequence[str]) -> list[Run]:
+        """Passages in order, of those that overlap the first and longest. What a prompt ends with runs, in any case."""
+        row = _bytes(ids)
+        found = [Run(start, chunk) for chunk in self._quoted(texts) for start in _places(row, _bytes(chunk.token_ids))]
+        runs: list[Run] = []
+        for run in sorted(found, key=lambda run: (run.start, -run.end)):
+            if run.start >= (runs[-1].end if runs else 0) and run.end < len(ids):
+                runs.append(run)
+        return runs
 
 
-def _places(text: str, part: str) -> Iterator[int]:
-    start = text.find(part)
-    while start >= 0:
-        yield start
-        start = text.find(part, start + len(part))
+def _in_one_message(runs: Sequence[Run], ids: Sequence[int], breaks: Collection[int]) -> list[Run]:
+    """The last of these runs, as far back as no break stands between them."""
+    kept = list(runs[-1:])
+    for run in reversed(runs[:-1]):
+        if not set(ids[run.end : kept[0].start]).isdisjoint(breaks):
+            break
+        kept.insert(0, run)
+    return kept
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, dtype=np.int32).tobytes()
+
+
+def _places(row: bytes, part: bytes) -> Iterator[int]:
+    """Where a row of ids holds another one."""
+    size = np.dtype(np.int32).itemsize
+    at = row.find(part) if part else -1
+    while at >= 0:
+        if at % size == 0:
+            yield at // size
+        at = row.find(part, at + 1)

@@ -18,6 +18,9 @@ from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt, PromptEnds, PromptFormat, encode_text, prompt_format
 from ragcache.retrieval.retriever import Hit
 
+# An answer that may be as long as the context has memory for so many tokens when it begins.
+ANSWER_TOKENS = 256
+
 Known = Callable[[FusionMethod, Sequence[int]], int]
 
 
@@ -134,7 +137,7 @@ class Prompts:
             prefix_ids = reading.method.layout(self.lm, earlier.prompt_parts(), self.names.recipe).ids
             chunks = [hit.chunk.num_tokens for hit in new]
             passages = sum(chunks) + added.num_tokens(chunks)
-            total = len(prefix_ids) + passages + len(suffix_ids) + reading.sampling.max_tokens
+            total = len(prefix_ids) + passages + len(suffix_ids) + (reading.sampling.max_tokens or ANSWER_TOKENS)
             fewer = earlier.without_oldest() if total > self.lm.max_positions else None
             if fewer is None:
                 return PromptEnds(prefix_ids, suffix_ids), earlier, new
@@ -176,7 +179,13 @@ class Prompts:
 
     def room(self, prompt_tokens: int, reading: Reading) -> int:
         """For the longest answer that there can be."""
-        return max(0, min(reading.sampling.max_tokens, self.lm.max_positions - prompt_tokens))
+        left = max(0, self.lm.max_positions - prompt_tokens)
+        return left if reading.sampling.max_tokens is None else min(reading.sampling.max_tokens, left)
+
+    def room_at_first(self, prompt_tokens: int, reading: Reading) -> int:
+        """For an answer when it begins: for all of it where the caller limits it."""
+        room = self.room(prompt_tokens, reading)
+        return min(room, ANSWER_TOKENS) if reading.sampling.max_tokens is None else room
 
 
 def _fitting(labels: Sequence[int], chunks: Sequence[int], room: int, added: Additions) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.engine.answer import Event, Sources
-from ragcache.engine.asking.conversation import Conversation, completion_ends
+from ragcache.engine.asking.conversation import Conversation, Given, completion_ends
 from ragcache.engine.asking.kept import KeptConversation, inline_passages
 from ragcache.engine.asking.mini_notice import MiniNotice
 from ragcache.engine.asking.passage import Passage, find_passages
@@ -28,12 +28,11 @@ from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, Context,
 from ragcache.errors import ConfigError, blaming, check_type
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
+from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.models.sampling import Sampling
 from ragcache.openmp import end_team
-from ragcache.prompt import PromptEnds
+from ragcache.prompt import PromptEnds, control_tokens
 from ragcache.retrieval.retriever import Hit
-
-Given = Sequence[Hit | Passage]
 
 
 class Questions:
@@ -82,7 +81,7 @@ class Questions:
         reading = replace(reading, whole=documents.generation())  # before they are listed: a change is then noticed
         ends = partial(prompts.question_ends, question, options.get("system"))
 
-        def find() -> Given:
+        def find() -> Sequence[Given]:
             self.drop_deleted()
             return whole_hits(documents, prompts, ends())
 
@@ -91,14 +90,9 @@ class Questions:
     def complete(self, parts: str | Sequence[str | Hit | Passage], options: ReadOptions) -> Iterator[Event]:
         reading = self._reading(options)
         self.drop_deleted()
-        parts = [parts] if isinstance(parts, str) else parts
-        text = [part for part in parts if isinstance(part, str)]
-        if len(text) == len(parts) and self._reuses_text(reading):
-            *before, last = self._cut("".join(text), reading)
-            parts = [*before, _as_text(last)]  # what is gone on from runs
-            text = [part for part in parts if isinstance(part, str)]
-        ends, inline = completion_ends(self._parts.card.tokenizer, parts)
-        self._look(text, reading)
+        ends, given = completion_ends(self._parts.card.tokenizer, parts)
+        texts = [parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)]
+        ends, inline = self._with_found(ends, given, texts if given else ["".join(texts)], reading)
         return self._read(lambda: ends, lambda: inline, reading)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Iterator[Event]:
@@ -115,20 +109,17 @@ class Questions:
         system = self._system(conversation, options, reading)
         if tools is not None:
             reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))
-        as_written = context == "last" and passages is None and k is None
-        if as_written:
+        tokenizer, reader = self._parts.card.tokenizer, self._parts.reader
+        if context == "last" and passages is None and k is None:
             self.drop_deleted()
-            if self._reuses_text(reading):
-                conversation = conversation.cut(lambda text: self._cut(text, reading))
+            whole, given = conversation.as_written(tokenizer, system)
+            written, inline = self._with_found(whole, given, conversation.given_text, reading)
+            return self._read(lambda: written, lambda: inline, reading)
         self._look(conversation.given_text, reading)
         if context == "keep":
             if passages is not None:
                 raise ConfigError('context="keep" takes passages in the messages, where each turn has its own, or k=')
             return self._read_kept(conversation, k, options, reading, system)
-        tokenizer, reader = self._parts.card.tokenizer, self._parts.reader
-        if as_written:
-            written, inline = conversation.as_written(tokenizer, system)
-            return self._read(lambda: written, lambda: inline, reading)
         count = DEFAULT_K if k is None else k
         find = partial(self._find, passages, conversation.question, count, options, reading)
         first = reader.prompts.names.recipe.sees_prefix
@@ -189,32 +180,47 @@ class Questions:
         self._parts.reader.prompts.check_system(given, reading.method)
         return given
 
-    def _look(self, prompt: Iterable[str], reading: Reading) -> None:
+    def _with_found(
+        self, ends: PromptEnds, given: list[Given], texts: Sequence[str], reading: Reading
+    ) -> tuple[PromptEnds, Sequence[Given]]:
+        """A prompt around the passages that it gives as such; where it gives none, around the stored ones that its text
+        quotes: its ids are the same, whatever is found.
+
+        texts: what the caller wrote, without passages given as such
+        """
+        card, found = self._parts.card, list[Hit]()
+        if not given and self._reuses_text(reading) and len(ends.suffix_ids) <= card.max_positions:
+            ends, found = self.handed_out.cut(ends.suffix_ids, texts, control_tokens(card.tokenizer).keys())
+        if not found:
+            self._look(texts, reading)
+        return ends, found or given
+
+    def _look(self, texts: Sequence[str], reading: Reading) -> None:
         """Say so, once, where stored passages come as text to a method that would have used their KV."""
         if reading.method.reuses_blocks:
-            self.handed_out.warn(prompt)
-
-    def _cut(self, text: str, reading: Reading) -> list[str | Passage]:
-        """A text with its stored passages cut out, as many as the method can read."""
-        return self.handed_out.cut(text, reading.method.additions(self._parts.card).max_chunks)
+            self.handed_out.warn(texts)
 
     def _reuses_text(self, reading: Reading) -> bool:
-        """Whether stored passages that come as plain text can be read from their KV, with the text between them."""
-        recipe = self._parts.reader.prompts.names.recipe
-        return reading.method.reuses_blocks and reading.method.keeps_context and not recipe.sees_prefix
+        """Whether stored passages that come as plain text can be read from their KV, with the text between them, and no
+        token beside (link tokens, markers): what a prompt says never depends on what was found before."""
+        method, recipe = reading.method, self._parts.reader.prompts.names.recipe
+        adds = method.additions(self._parts.card) != NO_ADDITIONS
+        return method.reuses_blocks and method.keeps_context and not adds and not recipe.sees_prefix
 
     # Work
 
     def _find(
-        self, given: Given | None, question: str, k: int, options: AskOptions | ChatOptions, reading: Reading
-    ) -> Given:
+        self, given: Sequence[Given] | None, question: str, k: int, options: AskOptions | ChatOptions, reading: Reading
+    ) -> Sequence[Given]:
         """The passages given, else those retrieved."""
         if given is None:
             return self.retrieve(question, k, retrieval(options), reading.ahead)
         self.drop_deleted()
         return given
 
-    def _read(self, ends_of: Callable[[], PromptEnds], find: Callable[[], Given], reading: Reading) -> Iterator[Event]:
+    def _read(
+        self, ends_of: Callable[[], PromptEnds], find: Callable[[], Sequence[Given]], reading: Reading
+    ) -> Iterator[Event]:
         parts = self._parts
         with _timed(reading) as clock:
             ends = ends_of()
@@ -255,10 +261,6 @@ class Questions:
                 if isinstance(event, Sources) and event.hits:
                     self._unchecked_notice.look(reading.choice, event.method)
                 yield event
-
-
-def _as_text(part: str | Passage) -> str:
-    return part if isinstance(part, str) else part.text
 
 
 @contextmanager

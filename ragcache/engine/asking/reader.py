@@ -8,14 +8,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ragcache.engine.answer import Answer, Done, Event, Sources, Usage
-from ragcache.engine.asking.admission import Size, kv_bytes
+from ragcache.engine.asking.admission import Size, kv_bytes, tokens_within
 from ragcache.engine.asking.contexts import Contexts, Need, Seat
 from ragcache.engine.asking.estimate import PrefillEstimate
 from ragcache.engine.asking.prefixes import Prefixes
-from ragcache.engine.asking.prompts import Prompts
+from ragcache.engine.asking.prompts import ANSWER_TOKENS, Prompts
 from ragcache.engine.asking.reading import Clock, Kept, OpenQuestion, Reading
 from ragcache.engine.asking.supply import Ready, Supply
+from ragcache.engine.asking.verdict import FULL
 from ragcache.engine.asking.writing import AnswerSoFar, write
+from ragcache.fusion import get_method
 from ragcache.fusion.anchors import Scope
 from ragcache.fusion.fuse import Fused, fuse
 from ragcache.kv.buffers import SharedContext
@@ -68,6 +70,8 @@ class Reader:
             reading = self.prompts.settled(ends, hits, reading)
             ends, hits = self.prompts.ordered(ends, hits, reading)
         prompt, dropped = self.prompts.prompt(ends, hits, reading)
+        if kept is None and not prompt.chunk_ids:
+            reading = _as_text(reading)
         asked = OpenQuestion(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
         need = self._need(prompt, reading)
         # The prefix tree keeps what runs as text, passages included; a placed context of blocks stays where it is.
@@ -106,15 +110,32 @@ class Reader:
         return self.lm.scheduler.stats()
 
     def _need(self, prompt: Prompt, reading: Reading) -> Need:
-        """Memory for the prompt, what the method adds, and the longest answer; and for what stands behind the passages
-        alone."""
-        chunks = [len(chunk) for chunk in prompt.chunk_ids]
-        read = prompt.num_tokens + (reading.method.additions(self.lm).num_tokens(chunks) if chunks else 0)
-        room = self.prompts.room(read, reading)
+        """Memory for the prompt, what the method adds, and the answer as far as it is limited; and for what stands
+        behind the passages alone."""
+        read = self._num_tokens(prompt, reading)
+        room, most = self.prompts.room_at_first(read, reading), self._most(read, reading)
         whole, own = (
-            Size(tokens, kv_bytes(self.lm, tokens)) for tokens in (read + room, len(prompt.suffix_ids) + room)
+            Size(
+                before + room,
+                kv_bytes(self.lm, before + room),
+                kv_bytes(self.lm, before + most) if most > room else 0,
+            )
+            for before in (read, len(prompt.suffix_ids))
         )
         return Need(whole, own)
+
+    def _num_tokens(self, prompt: Prompt, reading: Reading) -> int:
+        """Of the prompt, with what the method adds."""
+        chunks = [len(chunk) for chunk in prompt.chunk_ids]
+        return prompt.num_tokens + (reading.method.additions(self.lm).num_tokens(chunks) if chunks else 0)
+
+    def _most(self, read: int, reading: Reading) -> int:
+        """Tokens of the longest answer. Where nobody limits it, it may grow into half of the memory of all answers, if
+        the context is not full before: the other half is for what others begin with."""
+        room, first = self.prompts.room(read, reading), self.prompts.room_at_first(read, reading)
+        budget = self.contexts.budget_bytes
+        free = min(budget // 2, budget - kv_bytes(self.lm, read + first))
+        return max(first, min(room, tokens_within(self.lm, free) - read))
 
     def _answer(self, asked: OpenQuestion, seat: Seat) -> Iterator[Event]:
         with ExitStack() as leases:
@@ -130,8 +151,9 @@ class Reader:
         asked.clock.read(times.prefill_s, load_s, encode_s, times.place_s)
         written = AnswerSoFar()
         try:
-            most = self.prompts.room(fused.next_position, asked.reading)
-            yield from write(self.lm, asked, self._decode(asked, fused, written), most, written)
+            room = self.prompts.room(fused.next_position, asked.reading)
+            most = min(room, self._most(self._num_tokens(asked.prompt, asked.reading), asked.reading))
+            yield from write(self.lm, asked, self._decode(asked, fused, written, seat, most), most, written)
         finally:
             self.supply.keep(asked, ready, written.run_ids, fused)
             fused.cache.release()
@@ -139,7 +161,19 @@ class Reader:
             asked.kept.answered(asked.hits, written.turn, written.said(self.lm))
         yield Done(_answer(asked, ready, fused, written))
 
-    def _decode(self, asked: OpenQuestion, fused: Fused, written: AnswerSoFar) -> Generator[int, None, None]:
+    def _decode(
+        self, asked: OpenQuestion, fused: Fused, written: AnswerSoFar, seat: Seat, most: int
+    ) -> Generator[int, None, None]:
+        cache, read = fused.cache, fused.cache.own_tokens
+
+        def more() -> int:
+            """Room for half as much again as there is, within `most`."""
+            used = cache.own_tokens
+            wanted = min(max(ANSWER_TOKENS, used // 2), read + most - used)
+            seat.grow(kv_bytes(self.lm, used + wanted), asked.limit)
+            cache.make_room(wanted)
+            return wanted
+
         return decode(
             self.lm,
             fused.cache,
@@ -151,6 +185,9 @@ class Reader:
             prompt_ids=fused.layout.ids,
             scores=written.scores,
             limit=asked.limit,
+            more=more,
+            most=most,
+            room=self.prompts.room_at_first(fused.next_position, asked.reading),
         )
 
     def _read(self, asked: OpenQuestion, ready: Ready, seat: Seat) -> Fused:
@@ -180,7 +217,7 @@ class Reader:
             method,
             ready.loaded.blocks,
             recipe=self.supply.encoder.recipe if method.reuses_blocks else None,
-            reserve_tokens=self.prompts.room(prompt.num_tokens, reading),
+            reserve_tokens=self.prompts.room_at_first(prompt.num_tokens, reading),
             evict=reading.evict,
             exact=ready.prefix.exact if ready.base is None else None,
             base=ready.base,
@@ -190,6 +227,12 @@ class Reader:
             self.lm.finish()  # nothing of the prompt was known: the estimate of a full prefill learns from it
             self.estimate.add(fused.prompt_tokens, time.perf_counter() - started)
         return fused
+
+
+def _as_text(reading: Reading) -> Reading:
+    """How a prompt without passages is read: in full, on from what earlier prompts have in common with it, since no
+    method places, weighs or evicts anything there."""
+    return replace(reading, method=get_method(FULL), evict=None) if reading.method.reuses_blocks else reading
 
 
 def _answer(asked: OpenQuestion, ready: Ready, fused: Fused, written: AnswerSoFar) -> Answer:

@@ -21,6 +21,7 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.llms.ragcache.events import Watch
@@ -64,7 +65,7 @@ class RagCacheLLM(HeldToSchema):
     call, as a keyword. The last response of a call holds the engine's answer as JSON in `raw`: sources, timings, usage.
     """
 
-    max_tokens: int = Field(default=128, description="Most tokens of an answer.")
+    max_tokens: int | None = Field(default=None, description="Most tokens of an answer; None: until its end.")
     temperature: float = Field(default=0.0, description="0 always takes the likeliest token.")
     top_p: float | None = Field(default=None, description="Share of probability that tokens are drawn from.")
     top_k: int | None = Field(default=None, description="Number of likeliest tokens that are drawn from.")
@@ -101,7 +102,7 @@ class RagCacheLLM(HeldToSchema):
         lm = self._kb.lm
         return LLMMetadata(
             context_window=lm.max_positions,
-            num_output=self.max_tokens,
+            num_output=self.max_tokens or DEFAULT_NUM_OUTPUTS,
             is_chat_model=lm.tokenizer.chat_template is not None,
             is_function_calling_model="tools" in str(lm.tokenizer.chat_template),
             model_name=lm.name,
