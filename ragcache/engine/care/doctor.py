@@ -12,6 +12,7 @@ from ragcache.retrieval.index import VectorIndex
 from ragcache.retrieval.kinds import Stored
 from ragcache.retrieval.pgvector import PgVectorIndex
 from ragcache.store.garbage import collect_garbage
+from ragcache.store.opening import refuse_unproven
 
 OTHER_VECTORS = "rebuilt: it held other vectors than the documents"
 
@@ -57,8 +58,10 @@ def doctor(store: Store, *, index_kind: str = "flat", timeout_s: float = 30.0) -
     """Verify every block and the index; drop what is damaged, collect what nobody refers to, rebuild the index.
 
     Nothing that can be computed again is lost: chunks keep their text, and a dropped block is made on first use.
-    Raises StoreBusyError, StoreReadOnlyError, StoreFullError.
+    Raises StoreBusyError, StoreReadOnlyError, StoreFullError; DatabaseMismatchError where the documents of the blocks
+    may be in another database: then nothing was changed.
     """
+    refuse_unproven(store.layout)
     with store.layout.writer(timeout_s):
         collect_garbage(store.documents, store.kv)
         store.kv.flush()
