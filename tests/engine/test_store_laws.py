@@ -277,3 +277,59 @@ def test_info_counts_over_the_life_of_the_store(kb, open_kb):
     assert info.tokens == tokens
     assert info.bytes_by_tier["memory"] == tokens * again.lm.kv_bytes_per_token
     assert info.bytes_by_tier["disk"] > info.bytes_by_tier["memory"]
+
+
+STAYS = {"club": "The rowing club of Kelbrook meets on Monday.", "river": "The river Arno rises in the Vale hills."}
+
+
+def read_from_elsewhere(kb):
+    """Ask over the texts as passages of the caller's: their KV is in memory then, and nowhere else."""
+    passages = [rc.Passage(text) for text in STAYS.values()]
+    answer = kb.chat([{"role": "user", "content": [*passages, "Who?"]}], sampling=SHORT)
+    handles = [hit.handle for hit in answer.hits]
+    assert {kb.store.kv.locate(handle) for handle in handles} == {"memory"}
+    return set(handles)
+
+
+def on_disk(kb):
+    return {path.stem for path in kb.store.layout.kv.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize("write_behind", [0, 1 << 24])
+def test_what_is_in_memory_alone_is_not_stored(open_kb, write_behind):
+    kb = open_kb(store=rc.StoreConfig(write_behind_bytes=write_behind))
+    handles = read_from_elsewhere(kb)
+    documents = [rc.Document(id, text) for id, text in STAYS.items()]
+    assert kb.ingest(documents, split=False, dry_run=True).computed_tokens > 0
+    report = kb.ingest(documents, split=False)
+    assert (sorted(report.added), report.reused_blocks) == (["club", "river"], 0)
+    assert handles <= on_disk(kb)
+    assert (kb.info().blocks, kb.info().pending) == (len(on_disk(kb)), 0)
+    kb.close()
+    again = open_kb()
+    assert {hit.kv for hit in again.ask("Who?", k=2, sampling=SHORT).hits} == {"disk"}
+    assert again.doctor().sound
+
+
+def test_documents_stored_without_kv_do_not_count_what_is_in_memory(open_kb):
+    kb = open_kb()
+    read_from_elsewhere(kb)
+    documents = [rc.Document(id, text) for id, text in STAYS.items()]
+    kb.ingest(documents, split=False, kv="lazy")
+    assert (kb.info().pending, [d.state for d in kb.documents()]) == (2, ["pending", "pending"])
+    report = kb.ingest(documents, split=False)
+    assert (report.unchanged, kb.info().pending) == (["club", "river"], 0)
+    assert {chunk.handle for id in STAYS for chunk in kb.chunks_of(id)} <= on_disk(kb)
+
+
+def test_a_block_that_is_lost_is_pending_and_missing_though_memory_has_it(kb):
+    ask(kb)
+    handle = kb.chunks_of("dogs")[0].handle
+    block_file(kb, handle).unlink()
+    assert kb.store.kv.locate(handle) == "memory"
+    assert kb.info().pending == 1
+    assert kb.ingest(rc.Document("dogs", "Dogs bark at night in the town of Kelbrook.\n")).unchanged == ["dogs"]
+    assert kb.info().pending == 0
+    block_file(kb, handle).unlink()
+    assert kb.doctor().missing == ["dogs#0"]
+    assert [d.state for d in kb.documents({"document_id": "dogs"})] == ["pending"]

@@ -23,8 +23,8 @@ class DoctorReport:
 
     blocks:   verified byte by byte
     damaged:  keys of blocks that were dropped; they are computed again on first use
-    missing:  chunks whose block no tier had; likewise. Where a disk budget or a time to live gives blocks up, that is
-              as it should be
+    missing:  chunks whose block was not stored; likewise. Where a disk budget or a time to live gives blocks up, that
+              is as it should be
     orphans:  keys of blocks that no chunk refers to; deleted
     newer:    keys of blocks that a newer version wrote; left alone
     leftovers: temporary files of killed writers; removed
@@ -102,7 +102,7 @@ def _forget_missing(store: Store) -> list[str]:
         chunk.id
         for document in store.documents.documents()
         for chunk in store.documents.chunks_of(document.id)
-        if chunk.handle is not None and chunk.handle not in kept and chunk.handle not in store.kv
+        if chunk.handle is not None and chunk.handle not in kept and not store.kv.stored_bytes(chunk.handle)
     ]
     if missing:
         store.documents.set_handles(dict.fromkeys(missing))
