@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from sqlalchemy import text
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
@@ -57,6 +60,78 @@ def test_another_model_is_refused(kb, open_kb, tmp_path):
 def test_another_embedder_is_refused(kb, open_kb):
     with pytest.raises(EmbedderMismatchError, match="other"):
         open_kb(embedder=BagOfWords(name="other"))
+
+
+class OurEmbedder(BagOfWords):
+    """An application's own: it has one name, whichever model is behind it."""
+
+    def __init__(self, model: int, noise: float = 0.0) -> None:
+        super().__init__("ours", 48)
+        self.model, self.noise = model, noise
+        self.asked = 0
+
+    def _direction(self, word):
+        return np.random.default_rng([self.model, zlib.crc32(word.encode())]).standard_normal(self.dimension)
+
+    def embed_query(self, text):
+        self.asked += 1
+        vector = super().embed_query(text)
+        blur = np.random.default_rng().standard_normal(self.dimension)
+        return (vector + self.noise * blur / np.linalg.norm(blur)).astype(np.float32)
+
+
+def forget_probe(kb):
+    """As an earlier version left the store."""
+    with kb.store.documents.database.write() as connection:
+        done = connection.execute(text("DELETE FROM ragcache_properties WHERE name = 'embedder_probe'"))
+        assert done.rowcount == 1
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_another_model_by_the_same_name_is_refused_before_it_ranks(open_kb, earlier, read_only):
+    kb = open_kb(embedder=OurEmbedder(1))
+    kb.ingest([rc.Document("cats", "# Cats\n\nThe cat sat on the mat.\n", title="About cats")])
+    if earlier:
+        forget_probe(kb)
+    kb.close()
+    config = rc.StoreConfig(read_only=read_only)
+    for other in (OurEmbedder(2), OurEmbedder(1, noise=0.2)):
+        with pytest.raises(EmbedderMismatchError, match=r"'ours' makes another vector of .*use the model that filled"):
+            open_kb(embedder=other, store=config)
+    same = OurEmbedder(1, noise=0.03)
+    again = open_kb(embedder=same, store=config)
+    assert again.retrieve("cat", 1)[0].chunk.document_id == "cats"
+    assert ("embedder_probe" in again.store.documents.properties()) is not (earlier and read_only)
+
+
+def test_an_embedder_is_asked_once_at_an_opening(open_kb):
+    open_kb(embedder=OurEmbedder(1)).close()  # nothing was embedded by it yet, but its name was bound
+    embedder = OurEmbedder(1)
+    open_kb(embedder=embedder)
+    assert embedder.asked == 1
+    with pytest.raises(EmbedderMismatchError):
+        open_kb(embedder=OurEmbedder(2))
+
+
+def test_vectors_of_another_length_are_another_embedders(open_kb):
+    """Scores are inner products: the same directions at twice the length rank otherwise."""
+    embedder = OurEmbedder(1)
+    open_kb(embedder=embedder).close()
+    single = embedder.embed_query
+    embedder.embed_query = lambda text: 2 * single(text)
+    with pytest.raises(EmbedderMismatchError):
+        open_kb(embedder=embedder)
+
+
+def test_a_chunk_whose_headings_cannot_be_told_is_compared_below_its_title(open_kb):
+    kb = open_kb(embedder=OurEmbedder(1))
+    text = "# Animals\n\n## Cats\n\n" + "The cat sat on the mat in the sun and slept there for hours. " * 30
+    kb.ingest([rc.Document("cats", text, title="About cats")], split=True)
+    assert any(chunk.metadata.get("headings") for chunk in kb.chunks_of("cats"))
+    forget_probe(kb)
+    kb.close()
+    assert open_kb(embedder=OurEmbedder(1)).document("cats")
 
 
 def test_the_store_knows_its_model(kb, open_kb, model_directory):
