@@ -64,7 +64,7 @@ def _differ(given: NDArray[np.float32], kept: NDArray[np.float32]) -> bool:
 
 def _mismatch(documents: DocumentStore, embedder: Embedder, what: str) -> EmbedderMismatchError:
     return EmbedderMismatchError(
-        f"{documents.database.where}: {embedder.name!r} makes another vector of {what} than the embedder that the store "
-        "was filled with: it is another model by the same name, or one that gives no text the same vector twice; use "
-        "the model that filled the store, or make a new store"
+        f"{documents.database.where}: {embedder.name!r} makes another vector of {what} than the embedder that filled "
+        "the store: it is another model by the same name, or one that gives no text the same vector twice; use the "
+        "model that filled the store, or make a new store"
     )

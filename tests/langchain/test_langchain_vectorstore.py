@@ -299,6 +299,7 @@ async def test_searches_in_an_event_loop_find_the_same(filled):
 async def test_an_event_loop_goes_on_while_a_store_works(tmp_path, mini):
     embedder = WatchedEmbedder()
     with RagCacheVectorStore(tmp_path / "kb", embedder, model=mini) as store:
+        embedder.watch.answers.clear()  # opening asks the embedder in the thread that opens
         await store.aadd_documents(registry_documents())
         await store.asimilarity_search(QUESTION)
         await store.asimilarity_search_with_relevance_scores(QUESTION)
