@@ -24,6 +24,7 @@
     │   ├── StoreMismatchError          made by another model, embedder or schema version
     │   │   ├── ModelMismatchError
     │   │   ├── EmbedderMismatchError
+    │   │   ├── DatabaseMismatchError   the folder's documents are in another database
     │   │   └── SchemaVersionError
     │   ├── StoreClosedError
     │   ├── StoreBusyError              another process is writing
@@ -165,6 +166,10 @@ class ModelMismatchError(StoreMismatchError):
 
 class EmbedderMismatchError(StoreMismatchError):
     """The store's index was made by another embedding model."""
+
+
+class DatabaseMismatchError(StoreMismatchError):
+    """The store's documents are in another database than the one that was named, or than the one in its folder."""
 
 
 class SchemaVersionError(StoreMismatchError):

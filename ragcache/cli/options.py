@@ -217,7 +217,10 @@ class ModelOptions:
     dtype: Annotated[str | None, option("--dtype", "float32, bfloat16, float16 or auto; the store's own.")] = None
     device: Annotated[str, option("--device", "Where the models run: cpu or cuda.")] = "cpu"
     system: Annotated[str | None, option("--system", "System prompt, before all passages.")] = None
-    tenant: Annotated[str, option("--tenant", "Blocks of one tenant are never hits for another.")] = ""
+    tenant: Annotated[
+        str,
+        option("--tenant", "Salt of block keys. Separates nothing else: every tenant sees and deletes all documents."),
+    ] = ""
 
     def chosen_method(self) -> FusionMethod | str | None:
         """The method asked for, with its options; None for the model's own; "auto" as it is.

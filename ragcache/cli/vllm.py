@@ -56,8 +56,8 @@ def vllm(
     key = os.environ.get(ENGINE_KEY) or None
     if engine.host not in LOOPBACK and key is None and "--api-key" not in settings.more:
         raise ConfigError(
-            f"{engine.host} is reached from outside, and requests carry tenants' salts: set {ENGINE_KEY} to a secret, "
-            "here and where `--engine` is used"
+            f"{engine.host} is reached from outside, and requests carry the salt of block keys: set {ENGINE_KEY} to a "
+            "secret, here and where `--engine` is used"
         )
     if engine.only_print:
         say(shlex.join(made))

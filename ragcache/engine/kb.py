@@ -111,7 +111,7 @@ class RagCache(Library, AsyncTwins):
         dtype, device: of the language model
         system, question_format: see `ragcache.prompt.prompt_format`
         chunker, ingest, store: settings of those parts
-        tenant:   salt of block keys: blocks of one tenant are never hits for another
+        tenant:   salt of block keys; it separates nothing else: every tenant sees, reads and deletes all documents
         create:   make a store where there is none
         engine:   where the model runs: "vllm://host:port" of `ragcache vllm` over this store; None: in this process.
                   Then no weights are loaded here, `model` names where tokenizer and configuration are, and documents

@@ -29,6 +29,7 @@ from ragcache.engine.loading.probe import open_rates, probe_prefill
 from ragcache.engine.remote.reader import RemoteReader
 from ragcache.engine.remote.reader import reads as reads_elsewhere
 from ragcache.engine.remote.vllm import VllmEngine
+from ragcache.engine.same_embedder import refuse_other_embedder
 from ragcache.engine.store import Store, StoreConfig, open_kv_to_fill
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.base import FusionMethod
@@ -300,7 +301,9 @@ def open_retriever(
     found = open_embedder(store.documents, embedder, device)
     if isinstance(reranker, str | Path):
         reranker = load_reranker(reranker, device)
-    return Retriever.open(store.documents, store.layout.index, found, kind=config.index, reranker=reranker)
+    retriever = Retriever.open(store.documents, store.layout.index, found, kind=config.index, reranker=reranker)
+    refuse_other_embedder(store.documents, found)  # after the names: those say more
+    return retriever
 
 
 def open_cluster(store: Store, config: StoreConfig, chosen: RayConfig) -> Cluster:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from ragcache.engine.loading.policy import AUTO, LOADS
 from ragcache.engine.loading.rates_file import RatesFile
-from ragcache.errors import ConfigError, StoreMismatchError, StoreNotFoundError, check_choice
+from ragcache.errors import ConfigError, StoreNotFoundError, check_choice
 from ragcache.kv.identity import Recipe
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kept_basis import known_basis
 from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
 from ragcache.store.layout import StoreLayout
 from ragcache.store.neighbours import NEIGHBOURS_FROM
+from ragcache.store.opening import database_id, open_documents
 from ragcache.store.remote import Connection, connect, open_blobs
 
 DEFAULT_PREFIX_BYTES = 512 << 20
@@ -28,7 +28,8 @@ DEFAULT_SPECULATIVE_BYTES = 256 << 20
 class StoreConfig:
     """How a store is opened.
 
-    database:     SQLAlchemy URL; SQLite inside the store's directory when None
+    database:     SQLAlchemy URL; SQLite inside the store's directory when None. The directory names the database that
+                  has its documents, and another one is refused
     memory_bytes: budget of the host-memory tier
     codec, eviction, admission, trace: see KVStore
     index:        "flat" (exact), "hnsw", "ivfpq" (many vectors), or "pgvector" (in the PostgreSQL database)
@@ -107,8 +108,8 @@ class Store(NamedTuple):
 
 
 def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
-    """Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, ConfigError, and StoreError where the remote
-    refuses."""
+    """Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, DatabaseMismatchError, ConfigError, and
+    StoreError where the remote refuses."""
     layout = StoreLayout(path)
     if config.remote is not None:  # a wrong one is refused before a store is made
         open_blobs(config.remote).close()
@@ -118,7 +119,7 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
         raise StoreNotFoundError(f"{path}: no store here; ingest something to make one")
     layout.check()
     with ExitStack() as undo:
-        documents = DocumentStore.open(config.database or layout.database, read_only=config.read_only)
+        documents = open_documents(layout, config.database, read_only=config.read_only)
         undo.callback(documents.close)
         remote = _connect(documents, config)
         if remote is not None:
@@ -182,19 +183,10 @@ def _connect(documents: DocumentStore, config: StoreConfig) -> Connection | None
     with closing(open_blobs(url)) as named:
         if bound is not None:
             documents.bind("remote", named.where)
-        connection = connect(url, _database_id(documents), read_only=config.read_only)
+        connection = connect(url, database_id(documents), read_only=config.read_only)
         try:
             documents.bind("remote", named.where)
         except BaseException:
             connection.close()
             raise
     return connection
-
-
-def _database_id(documents: DocumentStore) -> str:
-    """A random name, made at first use; "" where it is not made, and cannot be."""
-    name = "database_id"
-    if name not in documents.properties():
-        with suppress(StoreMismatchError):  # another process was faster
-            documents.bind(name, secrets.token_hex(16))
-    return str(documents.properties().get(name, ""))

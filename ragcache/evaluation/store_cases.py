@@ -7,13 +7,12 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from ragcache.engine.opening import open_embedder
+from ragcache.engine.opening import open_retriever
 from ragcache.engine.store import Store, StoreConfig, open_store
 from ragcache.errors import ConfigError
 from ragcache.evaluation.case import Case, CasePassage
 from ragcache.evaluation.completion import completion_cases
 from ragcache.evaluation.lines import read_entries
-from ragcache.retrieval.retriever import Retriever
 from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice, NeighbourTable
 from ragcache.store.records import Chunk
 
@@ -61,8 +60,7 @@ def asked_of(
     Lines that bring passages of their own keep them. Raises ConfigError, EmbedderError.
     """
     entries = read_entries(file)[:limit]
-    found = open_embedder(store.documents, embedder, device)
-    retriever = Retriever.open(store.documents, store.layout.index, found)
+    retriever = open_retriever(store, StoreConfig(read_only=True), embedder, None, device)
     cases = []
     for entry in entries:
         hits = [] if entry.case.passages else retriever.retrieve(entry.case.question, passages)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """Prompts whose KV a method may keep for one another: those of one tenant, over one state of the documents.
+    """Prompts whose KV a method may keep for one another: under one salt of keys, over one state of the documents.
 
     What is kept of a scope is found by it alone, and goes when the scope does.
     """

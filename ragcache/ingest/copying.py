@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import PromptError
@@ -30,10 +30,8 @@ class StoredCuts(WholeTexts):
     def take(self, document: StoredDocument, chunks: Sequence[Chunk]) -> list[TextChunk]:
         """The document's chunks with this tokenizer's ids."""
         self._ids[document.id] = [chunk.id for chunk in chunks]
-        own = "headings" not in document.metadata  # else a chunk's are not told from its document's
-        headings = [tuple(chunk.metadata.get("headings", ())) if own else () for chunk in chunks]
         rows = self.encode([chunk.text for chunk in chunks])
-        return [TextChunk(chunk.text, ids, above) for chunk, ids, above in zip(chunks, rows, headings, strict=True)]
+        return [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(chunks, rows, strict=True)]
 
     def chunk_id(self, document_id: str, ordinal: int) -> str:
         return self._ids[document_id][ordinal]
@@ -78,3 +76,10 @@ class CopyRun(IngestRun):
             return None
         keys = [self.to.names.key(chunk.token_ids) for chunk in chunks]
         return Prepared(made, document.file or "", document.content_hash, chunks, keys, replaces)
+
+
+def as_cut(chunk: Chunk, token_ids: list[int], metadata: Mapping[str, Any]) -> TextChunk:
+    """A stored chunk as the chunker made it. metadata: its document's; where those have "headings", a chunk's own are
+    not told from them."""
+    headings = () if "headings" in metadata else tuple(chunk.metadata.get("headings", ()))
+    return TextChunk(chunk.text, token_ids, headings)

@@ -214,7 +214,7 @@ class IngestRun:
         eager = self.eager and not self.report.dry_run
         stored = tuple(self.to.documents.chunks_of(document.id)) if eager else ()
         keys = [self.to.names.key(chunk.token_ids) for chunk in stored]
-        if all(chunk.handle == key and key in self.to.kv for chunk, key in zip(stored, keys, strict=True)):
+        if all(chunk.handle == key and self.to.kv.stored_bytes(key) for chunk, key in zip(stored, keys, strict=True)):
             self._tell_unchanged(document.id)
             return None
         chunks = [TextChunk(chunk.text, chunk.token_ids, ()) for chunk in stored]
@@ -271,7 +271,7 @@ class IngestRun:
         key = self.to.names.first_key
         if key is None:
             return
-        if key not in self.to.kv:
+        if not self.to.kv.stored_bytes(key):
             self.to.kv.put(key, self.to.encoder.encode_first(), flushed=True)
         self.to.documents.hold(key)
 
@@ -294,7 +294,7 @@ class IngestRun:
         chunks = [
             NewChunk(
                 self.chunker.chunk_id(document.id, ordinal), chunk.text, chunk.token_ids, vector,
-                handle=key if self.eager or key in self.to.kv else None,
+                handle=key if self.eager or self.to.kv.stored_bytes(key) else None,
                 uses_left=self.uses,
                 metadata={"headings": list(chunk.headings)} if chunk.headings else {},
             )
@@ -342,7 +342,8 @@ class IngestRun:
         for one in window:
             self._tell_stored(one)
         wanted = {key: len(chunk.token_ids) for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
-        self.report.computed_tokens += sum(size for key, size in wanted.items() if self.eager and key not in self.to.kv)
+        if self.eager:
+            self.report.computed_tokens += sum(size for key, size in wanted.items() if not self.to.kv.stored_bytes(key))
 
     def _tell_stored(self, one: Prepared) -> None:
         (self.report.updated if one.replaces else self.report.added).append(one.document.id)

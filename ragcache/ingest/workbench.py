@@ -150,7 +150,7 @@ class Workbench:
         return Cut(chunks, [self.names.key(chunk.token_ids) for chunk in chunks])
 
     def compute(self, job: EncodeJob, report: IngestReport, say: Say) -> Vectors:
-        """Embed the texts, and encode the blocks that no tier has; these are flushed on return."""
+        """Embed the texts, and encode the blocks that are not stored; these are flushed on return."""
         embedding = self._embedding.submit(self._embed, job.texts, report.seconds)
         self._encode_missing(job, report, say)
         vectors = _result(embedding)
@@ -167,7 +167,7 @@ class Workbench:
         return vectors
 
     def _encode_missing(self, job: EncodeJob, report: IngestReport, say: Say) -> None:
-        wanted, missing = job.wanted, [key for key in job.wanted if key not in self.kv]
+        wanted, missing = job.wanted, [key for key in job.wanted if not self.kv.stored_bytes(key)]
         report.reused_blocks += len(wanted) - len(missing)
         say("skip", sum(map(len, wanted.values())) - sum(len(wanted[key]) for key in missing))
         writes: list[Future[None]] = []

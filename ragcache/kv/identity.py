@@ -207,8 +207,8 @@ def block_key(
     """The 64 hex digits that name a block.
 
     prefix_ids count only where the recipe sees them: an isolated block serves every prefix. tenant salts the key, so
-    that one tenant's blocks are never hits for another. neighbours count by their ids and order; a recipe without them
-    leaves them out.
+    that blocks under one salt are never hits under another. neighbours count by their ids and order; a recipe without
+    them leaves them out.
     """
     behind = {"neighbours": [list(one) for one in neighbours]} if recipe.neighbours else {}
     return digest(

@@ -1,10 +1,12 @@
-"""Counters of a document store; see `schema.counters`."""
+"""Counters of a document store (see `schema.counters`), and counts of its chunks."""
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, select, update
+from collections.abc import Sequence
 
-from ragcache.store.schema import counters
+from sqlalchemy import Connection, func, select, update
+
+from ragcache.store.schema import chunks, counters
 
 
 def advance(connection: Connection, name: str, step: int = 1) -> int:
@@ -16,3 +18,9 @@ def advance(connection: Connection, name: str, step: int = 1) -> int:
 def current(connection: Connection, name: str) -> int:
     """The counter's value."""
     return int(connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one())
+
+
+def chunks_with(connection: Connection, handles: Sequence[str]) -> int:
+    """How many chunks have one of these handles, at most a thousand."""
+    query = select(func.count()).select_from(chunks).where(chunks.c.handle.in_(handles))
+    return int(connection.execute(query).scalar_one())

@@ -17,6 +17,8 @@ from ragcache.errors import ConfigError, StoreBusyError, StoreNotFoundError, Sto
 from ragcache.store import migrations
 from ragcache.store.sql_errors import translate_sql_errors
 
+# What a PostgreSQL URL may say of the place in its query; a password may stand there, too.
+_PLACE = ("host", "port", "dbname", "user", "service")
 _dump_json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
 
 
@@ -25,17 +27,21 @@ class Database:
 
     url:            sqlite:///path, postgresql://user@host/name, or a plain path (SQLite)
     read_only:      no transaction can write; the database has to exist
+    create:         make a store of an empty database, and a file where there is none; else they are refused
     busy_timeout_s: how long a writer waits for another one before StoreBusyError
 
     A read sees one state of the database from its first to its last statement. Writers wait for each other, readers
     for nobody. Raises ConfigError, StoreNotFoundError, SchemaVersionError, StoreReadOnlyError, StoreBusyError.
     """
 
-    def __init__(self, url: str | Path, *, read_only: bool = False, busy_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, url: str | Path, *, read_only: bool = False, create: bool = True, busy_timeout_s: float = 30.0
+    ) -> None:
         parsed = _parse(url)
         self.read_only = read_only
+        self._create = create
         self._busy_timeout_s = busy_timeout_s
-        self.where = parsed.database or "" if _is_sqlite(parsed) else parsed.render_as_string(hide_password=True)
+        self.where = parsed.database or "" if _is_sqlite(parsed) else address(url)
         build = self._sqlite_engine if _is_sqlite(parsed) else self._postgres_engine
         self._engine = build(parsed)
         try:
@@ -84,7 +90,7 @@ class Database:
         if self.dialect == "sqlite":
             self._use_wal()
         with self.write() as connection:
-            migrations.prepare(connection, self.where)
+            migrations.prepare(connection, self.where, create=self._create)
 
     @contextmanager
     def _translated_write_errors(self) -> Iterator[None]:
@@ -115,8 +121,9 @@ class Database:
         path = Path(url.database or "")
         if not url.database or url.database == ":memory:":
             raise ConfigError("a store in memory would vanish with its connection; name a file")
-        if self.read_only and not path.exists():
-            raise StoreNotFoundError(f"{path}: no such database; open the store once for writing to make it")
+        if (self.read_only or not self._create) and not path.exists():
+            way_out = "open the store once for writing to make it" if self._create else "restore it from a copy"
+            raise StoreNotFoundError(f"{path}: no such database; {way_out}")
         uri = _sqlite_uri(path, self.read_only)
         engine = create_engine(
             "sqlite://",
@@ -150,6 +157,17 @@ class Database:
             )
         except ModuleNotFoundError as error:
             raise ConfigError("PostgreSQL needs the driver: pip install 'ragcache-kv[postgres]'") from error
+
+
+def address(url: str | Path) -> str:
+    """Names the database without a secret: the absolute path of a SQLite file, or postgresql://user@host:port/name.
+    Raises ConfigError."""
+    parsed = _parse(url)
+    if _is_sqlite(parsed):
+        return str(Path(parsed.database or "").absolute())
+    named = {key: value for key, value in parsed.query.items() if key in _PLACE}
+    place = (parsed.host, parsed.port, parsed.database)
+    return URL.create("postgresql", parsed.username, None, *place, named).render_as_string()
 
 
 def _parse(url: str | Path) -> URL:

@@ -228,8 +228,8 @@ class KVStore:
         return {key: stored for key, stored in self._tiers.sizes(keys).items() if not self._is_over(key)}
 
     def stored_bytes(self, key: str) -> int:
-        """Bytes that the durable tier holds of the block; 0 where it has none. Changes and reads nothing."""
-        return self._durable.size(key) or 0
+        """Bytes of the block that outlive this process; 0: it is not stored. Changes and reads nothing."""
+        return 0 if self._is_over(key) else self._durable.written_size(key) or 0
 
     def prefetch(self, keys: Sequence[str]) -> None:
         """Say that these blocks are wanted soon; returns at once. They are brought into the fastest tier in the

@@ -5,20 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
 from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.errors import SchemaVersionError, StoreBusyError, StoreError, StoreNotFoundError, translate_os_errors
+from ragcache.store.block_files import BlockFiles
 
 FORMAT_VERSION = 1
+
+
+class NamedDatabase(NamedTuple):
+    """The database that has a store's documents.
+
+    where: its address, without a password (`database.address`); the file's name where it is in the store's directory
+    id:    random, kept in the database: it stays when the database moves, and another database has another one
+    """
+
+    where: str
+    id: str
 
 
 class StoreLayout:
     """Paths below a store's root:
 
-    ragcache.json   says that the directory is a store, and of which format
+    ragcache.json   says that the directory is a store, of which format, and which database has its documents
     store.sqlite3   documents (unless they are in PostgreSQL)
     kv/             blocks
     index.faiss*    the vector index, derived from the documents
@@ -51,14 +65,31 @@ class StoreLayout:
                 if taken and not self.exists():
                     raise StoreNotFoundError(f"{self.root}: neither a store nor an empty directory; name another one")
                 if not taken:
-                    self._write_marker()
+                    self._write_marker({"format": FORMAT_VERSION, "made_by": "ragcache"})
                     return
         self.check()
 
     def check(self) -> None:
         """Raises StoreNotFoundError when there is no store, SchemaVersionError when this version cannot read it."""
+        self._read_marker()
+
+    def documents_in(self) -> NamedDatabase | None:
+        """The database that has the documents; None where that was not written down yet. Raises as `check`."""
+        noted = self._read_marker().get("documents")
+        return None if noted is None else NamedDatabase(str(noted["where"]), str(noted["id"]))
+
+    def note_documents(self, database: NamedDatabase) -> None:
+        """Write down which database has the documents, beneath the writer lock. Raises StoreReadOnlyError,
+        StoreFullError."""
+        self._write_marker({**self._read_marker(), "documents": database._asdict()})
+
+    def some_blocks(self, limit: int = 1000) -> list[str]:
+        """Keys of blocks that have a file here, at most so many."""
+        return list(islice(BlockFiles(self.kv).keys(), limit))
+
+    def _read_marker(self) -> dict[str, Any]:
         try:
-            marker = json.loads(self.marker.read_bytes())
+            marker: dict[str, Any] = json.loads(self.marker.read_bytes())
         except (FileNotFoundError, NotADirectoryError) as error:
             raise StoreNotFoundError(f"{self.root}: no store here; ingest something to make one") from error
         except OSError as error:
@@ -71,6 +102,10 @@ class StoreLayout:
                 f"{self.root}: store format {version!r}; this version of ragcache reads up to {FORMAT_VERSION}: "
                 "use the version that made it, or a later one"
             )
+        noted = marker.get("documents")
+        if noted is not None and not (isinstance(noted, dict) and {"where", "id"} <= noted.keys()):
+            raise StoreError(f'{self.marker}: damaged at "documents"; take that out, and name the database at opening')
+        return marker
 
     @contextmanager
     def writer(self, timeout_s: float = 30.0) -> Iterator[None]:
@@ -90,9 +125,9 @@ class StoreLayout:
         finally:
             self._lock.release()
 
-    def _write_marker(self) -> None:
+    def _write_marker(self, marker: dict[str, Any]) -> None:
         with atomic_write(self.marker) as file:
-            write_all(file, json.dumps({"format": FORMAT_VERSION, "made_by": "ragcache"}).encode() + b"\n")
+            write_all(file, json.dumps(marker).encode() + b"\n")
 
     def _foreign_entries(self) -> Iterator[Path]:
         """Entries of the directory that no killed `create` left."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from sqlalchemy import Connection, insert, inspect, select, text, update
 
-from ragcache.errors import SchemaVersionError
+from ragcache.errors import DatabaseMismatchError, SchemaVersionError
 from ragcache.store import schema
 
 Migration = Callable[[Connection], None]
@@ -36,14 +36,17 @@ MIGRATIONS: dict[int, Migration] = {1: _count_uses, 2: _remember_files, 3: _reme
 _POSTGRES_LOCK = 7_231_554_190
 
 
-def prepare(connection: Connection, where: str) -> None:
+def prepare(connection: Connection, where: str, *, create: bool = True) -> None:
     """Create the schema, or bring an older one up to date, in the transaction of `connection`.
 
-    Raises SchemaVersionError for a newer schema, and for a SQLite file that belongs to another program.
+    Raises SchemaVersionError for a newer schema, and for a SQLite file that belongs to another program;
+    DatabaseMismatchError where there is no schema and none is to be made.
     """
     if connection.dialect.name == "postgresql":  # SQLite's write transaction excludes other writers anyway
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _POSTGRES_LOCK})
     version = stored_version(connection)
+    if version is None and not create:
+        raise DatabaseMismatchError(f"{where}: holds no ragcache store; name the database that has the documents")
     if version is None:
         _create(connection, where)
         return

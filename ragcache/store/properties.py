@@ -13,6 +13,7 @@ from ragcache.store.schema import properties
 MISMATCHES: dict[str, type[StoreMismatchError]] = {
     "embedder": EmbedderMismatchError,
     "embedding_dim": EmbedderMismatchError,
+    "embedder_probe": EmbedderMismatchError,
     "model": ModelMismatchError,
     "fingerprint": ModelMismatchError,
     "tokenizer": ModelMismatchError,

@@ -139,6 +139,9 @@ class WriteBehind(DurableTier):
         waiting = self._pending.get(key)
         return self.tier.size(key) if waiting is None else waiting.num_bytes
 
+    def written_size(self, key: str) -> int | None:
+        return self.tier.written_size(key)
+
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         wanted, waiting = list(keys), dict(self._pending)
         here = {key: waiting[key].num_bytes for key in wanted if key in waiting}

@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from sqlalchemy import text
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
@@ -24,6 +27,7 @@ from ragcache.retrieval.testing import BagOfWords
 
 QUESTION = "Where do dogs bark at night?"
 SHORT = rc.Sampling(max_tokens=8)
+TEXTS = ("cats", "clubs", "dogs", "rivers")  # ids of the store `kb`
 
 
 def ask(kb, **options):
@@ -58,6 +62,78 @@ def test_another_embedder_is_refused(kb, open_kb):
         open_kb(embedder=BagOfWords(name="other"))
 
 
+class OurEmbedder(BagOfWords):
+    """An application's own: it has one name, whichever model is behind it."""
+
+    def __init__(self, model: int, noise: float = 0.0) -> None:
+        super().__init__("ours", 48)
+        self.model, self.noise = model, noise
+        self.asked = 0
+
+    def _direction(self, word):
+        return np.random.default_rng([self.model, zlib.crc32(word.encode())]).standard_normal(self.dimension)
+
+    def embed_query(self, text):
+        self.asked += 1
+        vector = super().embed_query(text)
+        blur = np.random.default_rng().standard_normal(self.dimension)
+        return (vector + self.noise * blur / np.linalg.norm(blur)).astype(np.float32)
+
+
+def forget_probe(kb):
+    """As an earlier version left the store."""
+    with kb.store.documents.database.write() as connection:
+        done = connection.execute(text("DELETE FROM ragcache_properties WHERE name = 'embedder_probe'"))
+        assert done.rowcount == 1
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_another_model_by_the_same_name_is_refused_before_it_ranks(open_kb, earlier, read_only):
+    kb = open_kb(embedder=OurEmbedder(1))
+    kb.ingest([rc.Document("cats", "# Cats\n\nThe cat sat on the mat.\n", title="About cats")])
+    if earlier:
+        forget_probe(kb)
+    kb.close()
+    config = rc.StoreConfig(read_only=read_only)
+    for other in (OurEmbedder(2), OurEmbedder(1, noise=0.2)):
+        with pytest.raises(EmbedderMismatchError, match=r"'ours' makes another vector of .*use the model that filled"):
+            open_kb(embedder=other, store=config)
+    same = OurEmbedder(1, noise=0.03)
+    again = open_kb(embedder=same, store=config)
+    assert again.retrieve("cat", 1)[0].chunk.document_id == "cats"
+    assert ("embedder_probe" in again.store.documents.properties()) is not (earlier and read_only)
+
+
+def test_an_embedder_is_asked_once_at_an_opening(open_kb):
+    open_kb(embedder=OurEmbedder(1)).close()  # nothing was embedded by it yet, but its name was bound
+    embedder = OurEmbedder(1)
+    open_kb(embedder=embedder)
+    assert embedder.asked == 1
+    with pytest.raises(EmbedderMismatchError):
+        open_kb(embedder=OurEmbedder(2))
+
+
+def test_vectors_of_another_length_are_another_embedders(open_kb):
+    """Scores are inner products: the same directions at twice the length rank otherwise."""
+    embedder = OurEmbedder(1)
+    open_kb(embedder=embedder).close()
+    single = embedder.embed_query
+    embedder.embed_query = lambda text: 2 * single(text)
+    with pytest.raises(EmbedderMismatchError):
+        open_kb(embedder=embedder)
+
+
+def test_a_chunk_whose_headings_cannot_be_told_is_compared_below_its_title(open_kb):
+    kb = open_kb(embedder=OurEmbedder(1))
+    text = "# Animals\n\n## Cats\n\n" + "The cat sat on the mat in the sun and slept there for hours. " * 30
+    kb.ingest([rc.Document("cats", text, title="About cats")], split=True)
+    assert any(chunk.metadata.get("headings") for chunk in kb.chunks_of("cats"))
+    forget_probe(kb)
+    kb.close()
+    assert open_kb(embedder=OurEmbedder(1)).document("cats")
+
+
 def test_the_store_knows_its_model(kb, open_kb, model_directory):
     again = open_kb(model=None)
     assert again.lm.fingerprint == kb.lm.fingerprint
@@ -70,6 +146,25 @@ def test_blocks_of_another_recipe_or_tenant_are_never_served(kb, open_kb, change
     first = ask(open_kb(**change))
     assert {hit.kv for hit in first.hits} == {"computed"}
     assert not before & {hit.handle for hit in first.hits}
+
+
+def test_a_tenant_is_a_salt_of_keys_and_separates_no_documents(kb, open_kb):
+    """Until stores separate tenants, whatever names the option says that it does not."""
+    other = open_kb(tenant="acme")
+    assert [document.id for document in other.documents()] == sorted(TEXTS)
+    assert {hit.chunk.text for hit in other.retrieve(QUESTION, 4)} == {hit.chunk.text for hit in ask(kb).hits}
+    assert other.delete(["cats"]) == ["cats"]
+    assert kb.document("cats") is None
+    root = Path(__file__).parents[2]
+    said = {
+        root / "ragcache/engine/kb.py": "separates nothing else: every tenant sees, reads and deletes all documents",
+        root / "ragcache/cli/options.py": "Separates nothing else: every tenant sees and deletes all documents",
+        root / "docs/cli.md": "It separates no tenants: the documents of a store are seen, read and deleted",
+        root / "docs/langchain.md": "`tenant=` and `RAGCACHE_TENANT` separate no tenants",
+        root / "docs/llama-index.md": "`tenant=` separates none of that",
+    }
+    for file, words in said.items():
+        assert words in " ".join(file.read_text(encoding="utf-8").split()), file
 
 
 def test_a_changed_prefix_changes_prefix_blocks_and_leaves_isolated_ones(kb, open_kb, tmp_path):
@@ -277,3 +372,59 @@ def test_info_counts_over_the_life_of_the_store(kb, open_kb):
     assert info.tokens == tokens
     assert info.bytes_by_tier["memory"] == tokens * again.lm.kv_bytes_per_token
     assert info.bytes_by_tier["disk"] > info.bytes_by_tier["memory"]
+
+
+STAYS = {"club": "The rowing club of Kelbrook meets on Monday.", "river": "The river Arno rises in the Vale hills."}
+
+
+def read_from_elsewhere(kb):
+    """Ask over the texts as passages of the caller's: their KV is in memory then, and nowhere else."""
+    passages = [rc.Passage(text) for text in STAYS.values()]
+    answer = kb.chat([{"role": "user", "content": [*passages, "Who?"]}], sampling=SHORT)
+    handles = [hit.handle for hit in answer.hits]
+    assert {kb.store.kv.locate(handle) for handle in handles} == {"memory"}
+    return set(handles)
+
+
+def on_disk(kb):
+    return {path.stem for path in kb.store.layout.kv.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize("write_behind", [0, 1 << 24])
+def test_what_is_in_memory_alone_is_not_stored(open_kb, write_behind):
+    kb = open_kb(store=rc.StoreConfig(write_behind_bytes=write_behind))
+    handles = read_from_elsewhere(kb)
+    documents = [rc.Document(id, text) for id, text in STAYS.items()]
+    assert kb.ingest(documents, split=False, dry_run=True).computed_tokens > 0
+    report = kb.ingest(documents, split=False)
+    assert (sorted(report.added), report.reused_blocks) == (["club", "river"], 0)
+    assert handles <= on_disk(kb)
+    assert (kb.info().blocks, kb.info().pending) == (len(on_disk(kb)), 0)
+    kb.close()
+    again = open_kb()
+    assert {hit.kv for hit in again.ask("Who?", k=2, sampling=SHORT).hits} == {"disk"}
+    assert again.doctor().sound
+
+
+def test_documents_stored_without_kv_do_not_count_what_is_in_memory(open_kb):
+    kb = open_kb()
+    read_from_elsewhere(kb)
+    documents = [rc.Document(id, text) for id, text in STAYS.items()]
+    kb.ingest(documents, split=False, kv="lazy")
+    assert (kb.info().pending, [d.state for d in kb.documents()]) == (2, ["pending", "pending"])
+    report = kb.ingest(documents, split=False)
+    assert (report.unchanged, kb.info().pending) == (["club", "river"], 0)
+    assert {chunk.handle for id in STAYS for chunk in kb.chunks_of(id)} <= on_disk(kb)
+
+
+def test_a_block_that_is_lost_is_pending_and_missing_though_memory_has_it(kb):
+    ask(kb)
+    handle = kb.chunks_of("dogs")[0].handle
+    block_file(kb, handle).unlink()
+    assert kb.store.kv.locate(handle) == "memory"
+    assert kb.info().pending == 1
+    assert kb.ingest(rc.Document("dogs", "Dogs bark at night in the town of Kelbrook.\n")).unchanged == ["dogs"]
+    assert kb.info().pending == 0
+    block_file(kb, handle).unlink()
+    assert kb.doctor().missing == ["dogs#0"]
+    assert [d.state for d in kb.documents({"document_id": "dogs"})] == ["pending"]

@@ -299,6 +299,7 @@ async def test_searches_in_an_event_loop_find_the_same(filled):
 async def test_an_event_loop_goes_on_while_a_store_works(tmp_path, mini):
     embedder = WatchedEmbedder()
     with RagCacheVectorStore(tmp_path / "kb", embedder, model=mini) as store:
+        embedder.watch.answers.clear()  # opening asks the embedder in the thread that opens
         await store.aadd_documents(registry_documents())
         await store.asimilarity_search(QUESTION)
         await store.asimilarity_search_with_relevance_scores(QUESTION)
@@ -332,6 +333,27 @@ def test_another_embedding_is_refused_for_a_store(tmp_path, mini):
     RagCacheVectorStore.from_texts(["text"], BagOfWords(), kb=tmp_path / "kb", model=mini).close()
     with pytest.raises(EmbedderMismatchError):
         RagCacheVectorStore(tmp_path / "kb", DeterministicFakeEmbedding(size=24), model=mini)
+
+
+class OurEmbeddings(DeterministicFakeEmbedding):
+    """An application's own class: which model it is stands in no attribute that one could know."""
+
+    client: int
+
+    def embed_query(self, text: str) -> list[float]:
+        return super().embed_query(f"{self.client} {text}")
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return [self.embed_query(text) for text in texts]
+
+
+def test_another_model_behind_the_same_class_is_refused(tmp_path, mini):
+    path = tmp_path / "kb"
+    RagCacheVectorStore.from_texts(["text"], OurEmbeddings(size=6, client=1), kb=path, model=mini).close()
+    with pytest.raises(EmbedderMismatchError, match="another vector of the same text"):
+        RagCacheVectorStore(path, OurEmbeddings(size=6, client=2), model=mini)
+    with RagCacheVectorStore(path, OurEmbeddings(size=6, client=1), model=mini) as again:
+        assert again.similarity_search_with_score("text", k=1)[0][1] == pytest.approx(1)
 
 
 def test_a_store_filled_with_langchains_embeddings_wants_them_again(tmp_path, mini):

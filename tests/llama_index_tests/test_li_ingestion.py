@@ -18,7 +18,7 @@ from llama_index.response_synthesizers.ragcache import FusedSynthesizer
 from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
 
 import ragcache as rc
-from ragcache.errors import ConfigError, MetadataError, StoreBusyError
+from ragcache.errors import ConfigError, EmbedderMismatchError, MetadataError, StoreBusyError
 from ragcache.retrieval.testing import BagOfWords
 
 
@@ -72,6 +72,21 @@ def test_the_transform_alone_stores_passages(empty, nodes):
     assert [TextNode(**{**node.to_dict(), "embedding": None}) for node in done] != nodes
     oracle = BagOfWords().embed([f"topic: {n.node_id}\nrank: {rank}\n\n{n.text}" for rank, n in enumerate(nodes)])
     np.testing.assert_allclose([node.embedding for node in done], oracle, atol=1e-6)
+
+
+def test_a_nodes_own_embedding_is_kept_and_the_store_has_its_own(empty, nodes):
+    """Another vector store beside this one holds the vectors of the application's model, as before."""
+    own = [np.full(5, rank, np.float32).tolist() for rank in range(len(nodes))]
+    for node, vector in zip(nodes[1:], own[1:], strict=True):
+        node.embedding = vector
+    done = RagCacheTransform(empty)(nodes)
+    assert [node.embedding for node in done[1:]] == own[1:]
+    stored = empty.vectors([node.node_id for node in nodes])
+    assert done[0].embedding == stored[0].tolist()
+    oracle = BagOfWords().embed([node.get_content(MetadataMode.EMBED) for node in nodes])
+    np.testing.assert_allclose(stored, oracle, atol=1e-6)
+    with pytest.raises(EmbedderMismatchError):
+        RagCacheVectorStore(empty).add(done)
 
 
 async def test_async_is_sync_and_leaves_the_loop_alone(empty, pipeline, slow_model):

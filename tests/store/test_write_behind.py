@@ -53,9 +53,11 @@ def test_put_returns_before_the_disk_has_the_block(gate: Gate) -> None:
     assert got.equal(make_block(0))
     assert behind.unwritten_bytes == ONE
     assert (list(behind.keys()), behind.size(make_key(0))) == ([make_key(0)], ONE)
+    assert behind.written_size(make_key(0)) is None, "a kill would leave nothing of it"
     gate.open.set()
     behind.flush()
     assert make_key(0) in gate
+    assert behind.written_size(make_key(0)) == gate.size(make_key(0))
     assert behind.unwritten_bytes == ONE, "it is in use"
     del got
     assert behind.unwritten_bytes == 0

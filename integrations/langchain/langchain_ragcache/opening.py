@@ -28,7 +28,8 @@ def open_kb(kb: rc.RagCache | str | Path | None = None, **options: Any) -> rc.Ra
     """An open store as it is; a path, opened; None: the store that RAGCACHE_STORE names.
 
     options: of `rc.RagCache.open`; what is not given is taken from RAGCACHE_MODEL, RAGCACHE_METHOD, RAGCACHE_EMBEDDER,
-             RAGCACHE_RERANKER, RAGCACHE_DTYPE, RAGCACHE_DEVICE, RAGCACHE_SYSTEM and RAGCACHE_TENANT
+             RAGCACHE_RERANKER, RAGCACHE_DTYPE, RAGCACHE_DEVICE, RAGCACHE_SYSTEM and RAGCACHE_TENANT (a salt of block
+             keys, which separates no documents)
 
     Raises ConfigError (no path anywhere, or options for a store that is open), EmbedderError (a store filled with
     LangChain's embeddings, opened without them) and what `rc.RagCache.open` raises.

@@ -69,8 +69,8 @@ class KeptTurn(NamedTuple):
 class TurnMemory:
     """Passages and ids of answers, by the conversation up to each. Holds no text. Thread-safe.
 
-    A conversation is known by its tenant, the filter its passages were found under, and the texts of its turns: who can
-    say them and search under that filter could have found the same passages. The oldest are forgotten.
+    A conversation is known by its salt (tenant), the filter its passages were found under, and the texts of its turns:
+    who can say them and search under that filter could have found the same passages. The oldest are forgotten.
     """
 
     def __init__(self, documents: DocumentStore, tenant: str) -> None:

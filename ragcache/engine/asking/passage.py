@@ -66,7 +66,7 @@ def _foreign(passage: Passage, rank: int, texts: WholeTexts) -> Chunk:
             raise PromptError(f"passage {rank} has no text; leave empty passages out")
         raise UnknownHandleError(
             f"passage {rank} has no text, and this store knows no chunk of {' or '.join(names)}: it was deleted, or "
-            "belongs to another store, model or tenant; send the text with it"
+            "belongs to another store, model or salt (tenant); send the text with it"
         )
     ids = texts.encode([passage.text])[0]
     metadata = dict(passage.metadata)

@@ -12,6 +12,7 @@ from ragcache.retrieval.index import VectorIndex
 from ragcache.retrieval.kinds import Stored
 from ragcache.retrieval.pgvector import PgVectorIndex
 from ragcache.store.garbage import collect_garbage
+from ragcache.store.opening import refuse_unproven
 
 OTHER_VECTORS = "rebuilt: it held other vectors than the documents"
 
@@ -22,8 +23,8 @@ class DoctorReport:
 
     blocks:   verified byte by byte
     damaged:  keys of blocks that were dropped; they are computed again on first use
-    missing:  chunks whose block no tier had; likewise. Where a disk budget or a time to live gives blocks up, that is
-              as it should be
+    missing:  chunks whose block was not stored; likewise. Where a disk budget or a time to live gives blocks up, that
+              is as it should be
     orphans:  keys of blocks that no chunk refers to; deleted
     newer:    keys of blocks that a newer version wrote; left alone
     leftovers: temporary files of killed writers; removed
@@ -57,8 +58,10 @@ def doctor(store: Store, *, index_kind: str = "flat", timeout_s: float = 30.0) -
     """Verify every block and the index; drop what is damaged, collect what nobody refers to, rebuild the index.
 
     Nothing that can be computed again is lost: chunks keep their text, and a dropped block is made on first use.
-    Raises StoreBusyError, StoreReadOnlyError, StoreFullError.
+    Raises StoreBusyError, StoreReadOnlyError, StoreFullError; DatabaseMismatchError where the documents of the blocks
+    may be in another database: then nothing was changed.
     """
+    refuse_unproven(store.layout)
     with store.layout.writer(timeout_s):
         collect_garbage(store.documents, store.kv)
         store.kv.flush()
@@ -99,7 +102,7 @@ def _forget_missing(store: Store) -> list[str]:
         chunk.id
         for document in store.documents.documents()
         for chunk in store.documents.chunks_of(document.id)
-        if chunk.handle is not None and chunk.handle not in kept and chunk.handle not in store.kv
+        if chunk.handle is not None and chunk.handle not in kept and not store.kv.stored_bytes(chunk.handle)
     ]
     if missing:
         store.documents.set_handles(dict.fromkeys(missing))

@@ -7,11 +7,18 @@ from typing import Any
 
 from ragcache.engine.care.usage import UsageLog
 from ragcache.engine.store import Store
+from ragcache.errors import StoreUnreachableError
+from ragcache.store.counting import chunks_with
+
+PART = 1000
 
 
 @dataclass(frozen=True)
 class Info:
-    """Counts, bytes by tier, and hits over the life of the store."""
+    """Counts, bytes by tier, and hits over the life of the store.
+
+    pending: chunks without stored KV: not computed yet, or given up by the store, or held in memory alone
+    """
 
     documents: int
     chunks: int
@@ -41,7 +48,7 @@ def info(store: Store, usage: UsageLog) -> Info:
         chunks=counts.chunks,
         tokens=counts.tokens,
         blocks=stats.blocks,
-        pending=sum(document.num_pending for document in store.documents.documents()),
+        pending=_pending(store),
         bytes_by_tier=stats.bytes_by_tier,
         hits_by_tier={name: seen.hits.get(name, 0) for name in stats.bytes_by_tier},
         misses=seen.misses,
@@ -52,3 +59,15 @@ def info(store: Store, usage: UsageLog) -> Info:
         pinned=stats.pinned,
         unwritten_bytes=stats.unwritten_bytes,
     )
+
+
+def _pending(store: Store) -> int:
+    """Where a remote cannot be asked, by what the documents say."""
+    computed_never = sum(document.num_pending for document in store.documents.documents())
+    try:
+        lost = sorted(store.documents.handles() - set(store.kv.keys()))
+    except StoreUnreachableError:
+        return computed_never
+    with store.documents.database.read() as connection:
+        parts = (lost[start : start + PART] for start in range(0, len(lost), PART))
+        return computed_never + sum(chunks_with(connection, part) for part in parts)

@@ -102,6 +102,10 @@ class DurableTier(Tier):
         """Tiers of copies that `get` asks first, fastest first: whoever asks them before knows where a block was."""
         return ()
 
+    def written_size(self, key: str) -> int | None:
+        """`size` of a block that a kill would leave here; None where there is none."""
+        return self.size(key)
+
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         """`size` of several blocks, asked together; those that are not here are left out."""
         return {key: size for key in keys if (size := self.size(key)) is not None}

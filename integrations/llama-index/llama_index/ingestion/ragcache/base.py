@@ -18,6 +18,8 @@ from ragcache.errors import ConfigError
 class RagCacheTransform(TransformComponent):
     """Stores nodes as passages, computes their KV, and gives them back with handle and embedding.
 
+    A node that comes with an embedding keeps it. The store's own index holds a vector of the store's model in any case.
+
     The last step of an IngestionPipeline. With `vector_store=RagCacheVectorStore(kb)` the pipeline then finds the nodes
     in the store already: nothing is embedded or computed twice. With another vector store the nodes carry their
     handles there. A handle that comes out of the pipeline's own cache may be of a block that is gone by then: handles
@@ -71,6 +73,7 @@ class RagCacheTransform(TransformComponent):
 
 
 def _finished(node: BaseNode, handle: str | None, vector: list[float] | None) -> BaseNode:
-    """A copy that shares nothing that is changed."""
-    copy = node.model_copy(update={"metadata": dict(node.metadata), "embedding": vector})
+    """A copy that shares nothing that is changed. vector: for a node without an embedding."""
+    kept = vector if node.embedding is None else node.embedding
+    copy = node.model_copy(update={"metadata": dict(node.metadata), "embedding": kept})
     return with_handle(copy, handle)
