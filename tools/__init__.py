@@ -1,1 +1,1 @@
-"""Programs of the checkout that make what the package ships."""
+"""Programs of the checkout: they make what the package ships, and measure it."""

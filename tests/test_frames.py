@@ -1,0 +1,125 @@
+"""How many of the package's frames a call passes: a number for each way, which the commit that shortens the way lowers.
+
+A frame is a function of `ragcache/` on the stack of one thread; a generator is one. Comprehensions do not count: Python
+3.12 has no frames of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ragcache as rc
+from ragcache.fusion.placing import Placer
+from ragcache.models.scheduler import Scheduler
+from ragcache.retrieval.testing import BagOfWords
+from ragcache.store.kv_store import KVStore
+
+PACKAGE = f"{Path(rc.__file__).parent}/"
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
+ENDS = {"scheduler": (Scheduler, "run"), "placer": (Placer, "place"), "store": (KVStore, "fetch")}
+"""The functions of the package where ways end, themselves counted. One more end is the model's first layer."""
+
+FRAMES = {
+    "question to scheduler": 15,  # on the caller's thread; the plan has 8
+    "question to model": 5,  # on the model's thread, from here on; 3
+    "question to placer": 10,  # 6
+    "question to store": 13,  # a block of a question, on the caller's thread; 6
+    "ingestion to model": 13,  # 8
+}
+"""The longest way of each kind today."""
+
+
+def ours() -> list[str]:
+    """The package's frames on this thread, outermost first, without this module's."""
+    frames, frame = [], sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE) and code.co_name not in COMPREHENSIONS:
+            frames.append(f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_name}")
+        frame = frame.f_back
+    return frames[::-1]
+
+
+class Longest(dict[str, list[str]]):
+    """The longest stack that was seen at each end."""
+
+    def see(self, end: str, frames: list[str]) -> None:
+        if len(frames) > len(self.get(end, ())):
+            self[end] = frames
+
+
+@contextmanager
+def watched(lm: rc.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Longest]:
+    """Looks at the stack whenever a call comes to one of the ends."""
+    found = Longest()
+    with monkeypatch.context() as patch:
+        for end, (owner, name) in ENDS.items():
+            patch.setattr(owner, name, _looking(getattr(owner, name), end, found))
+        handle = lm.model.get_decoder().register_forward_pre_hook(lambda *_: found.see("model", ours()))
+        yield found
+        handle.remove()
+
+
+def _looking(function: Callable[..., Any], end: str, found: Longest) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def look(*args: Any, **options: Any) -> Any:
+        found.see(end, [*ours(), function.__qualname__])
+        return function(*args, **options)
+
+    return look
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory) -> dict[str, list[str]]:
+    """The longest stack of every way, over two passages that are in memory."""
+    lm = rc.load_lm("mini")
+    path = tmp_path_factory.mktemp("frames") / "kb"
+    documents = [rc.Document("a", "Jonas Lansen wears a green hat."), rc.Document("b", "The river Ula is long.")]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        rc.RagCache.open(path, model=lm, embedder=BagOfWords(), method="reposition") as kb,
+    ):
+        with watched(lm, patch) as ingestion:
+            kb.ingest(documents)
+        with watched(lm, patch) as question:
+            answer = kb.ask("Who wears a hat?", k=2, sampling=rc.Sampling(max_tokens=2))
+    assert {source.kv for source in answer.hits} == {"memory"}
+    found = {f"question to {end}": frames for end, frames in question.items()}
+    return found | {"ingestion to model": ingestion["model"]}
+
+
+def test_every_way_is_measured(ways):
+    assert ways.keys() == FRAMES.keys()
+
+
+@pytest.mark.parametrize("way", FRAMES)
+def test_a_way_is_no_longer_than_it_was(ways, way):
+    frames = ways[way]
+    shown = "\n".join(frames)
+    assert len(frames) <= FRAMES[way], f"{way} passes {len(frames)} frames:\n{shown}"
+    assert len(frames) >= FRAMES[way], f"{way} passes {len(frames)} frames only: lower its number\n{shown}"
+
+
+def test_frames_are_counted_once_each():
+    """One function of the package, with this module on both sides of it."""
+    from ragcache.errors import check_choice
+
+    seen = []
+
+    class Name(str):
+        def __eq__(self, other: object) -> bool:
+            seen.append(ours())
+            return True
+
+        __hash__ = str.__hash__
+
+    check_choice("x", "a", [Name("b")])
+    assert seen == [["errors.py:check_choice"]]
+    assert ours() == []

@@ -1,0 +1,247 @@
+"""The yardstick of the package: how large each room is, how large it may be, and what still has to go.
+
+    python -m tools.house
+
+A room is a package of `ragcache/`, its top level, or an annex: a package of its own in the same wheel. Budgets are
+upper bounds, and `tests/test_house.py` holds them. The commit that makes a room smaller lowers its budget; a commit
+that needs a larger one raises it and says why.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+HOUSE = "ragcache"
+
+
+class Room(NamedTuple):
+    """Lines and files that a room may have today, and those that it is to have in the end."""
+
+    lines: int
+    files: int
+    target_lines: int
+    target_files: int
+
+
+ROOMS = {
+    "ragcache": Room(1_014, 7, 1_120, 7),
+    "ragcache/kv": Room(2_154, 14, 1_870, 9),
+    "ragcache/models": Room(4_568, 28, 4_300, 20),
+    "ragcache/codecs": Room(2_501, 21, 2_321, 15),
+    "ragcache/fusion": Room(3_412, 27, 1_863, 15),
+    "ragcache/store": Room(5_984, 53, 5_559, 30),
+    "ragcache/retrieval": Room(1_856, 16, 1_776, 9),
+    "ragcache/ingest": Room(4_153, 34, 3_348, 21),
+    "ragcache/engine": Room(6_930, 47, 5_518, 26),
+    "ragcache/server": Room(4_348, 43, 4_003, 20),
+    "ragcache/cli": Room(2_903, 24, 1_448, 8),
+    "ragcache/training": Room(2_338, 20, 0, 0),
+    "ragcache/evaluation": Room(4_981, 46, 0, 0),
+    "ragcache/planning": Room(1_253, 12, 0, 0),
+    # Annexes. The budget of one that does not exist is the size of what moves into it.
+    "extras/eval/ragcache_eval": Room(5_477, 50, 5_150, 23),
+    "extras/train/ragcache_train": Room(2_522, 21, 2_390, 12),
+    "extras/plan/ragcache_plan": Room(1_615, 15, 1_540, 8),
+    "extras/papers/ragcache_papers": Room(1_322, 10, 1_280, 10),
+    "integrations/ray/ragcache_ray": Room(535, 3, 529, 3),
+    "integrations/vllm/ragcache_vllm": Room(1_197, 9, 2_125, 13),  # today the connector alone
+}
+ANNEXES = tuple(path for path in ROOMS if path.split("/")[0] != HOUSE)
+
+# Still to go. Each list names what is there today; new entries are refused, and so are entries that are gone.
+TWICE = {
+    "a3": 2, "admission": 2, "anchors": 2, "app": 2, "attention": 2, "base": 8, "batches": 2, "cases": 2, "chat": 2,
+    "check": 2, "completion": 2, "contexts": 2, "documents": 5, "embeddings": 2, "encoding": 2, "errors": 3,
+    "layout": 3, "limits": 3, "lora": 2, "memory": 2, "metrics": 2, "neighbours": 2, "opening": 3, "options": 3,
+    "pinning": 2, "plan": 2, "priority": 2, "prompt": 2, "questions": 2, "rates": 2, "reader": 2, "reading": 2,
+    "report": 2, "rerank": 2, "responses": 2, "rows": 2, "ruler": 2, "run": 2, "samkv": 2, "search": 3, "settings": 2,
+    "shape": 2, "simulate": 2, "store": 3, "tools": 2, "vllm": 2, "whole": 2,
+}  # fmt: skip
+"""Names of files of `ragcache/` that occur more than once, and how often."""
+ING = {
+    "cli/asking", "cli/naming", "cli/opening", "cli/pinning", "cli/rating", "codecs/fitting", "codecs/packing",
+    "engine/asking/collecting", "engine/asking/ordering", "engine/asking/reading", "engine/asking/writing",
+    "engine/care/pinning", "engine/opening", "evaluation/reading", "evaluation/registry/wording", "fusion/placing",
+    "ingest/copying", "ingest/watching", "models/decoding", "models/encoding", "models/loading", "models/merging",
+    "models/sampling", "retrieval/opening", "retrieval/testing", "server/adding", "server/answering",
+    "store/accounting", "store/counting", "training/encoding",
+}  # fmt: skip
+"""Files of `ragcache/` whose names end in -ing."""
+CIRCLES = {
+    ("ragcache.engine.loading.blocks", "ragcache.engine.loading.loader"),
+    ("ragcache.ingest.copying", "ragcache.ingest.pipeline", "ragcache.ingest.run"),
+    ("ragcache.models.lm", "ragcache.models.worth"),
+    ("ragcache.planning.configured", "ragcache.planning.shape"),
+}
+"""Modules that import each other, directly or through others."""
+TO_ANNEXES = {"cli/vllm imports ragcache_vllm.command"}
+"""Imports of an annex in `ragcache/`."""
+
+RENAMED: dict[str, str] = {}
+"""The glossary: class names that are gone, and those in their place."""
+SPEAKING = ("ragcache", "integrations", "extras", "apps", "examples", "docs", "README.md")
+"""Where the glossary holds."""
+
+
+def files(path: Path, own: bool = False) -> list[Path]:
+    """Python files below a directory; own: those right in it. None where there is no such directory."""
+    return sorted(path.glob("*.py") if own else path.rglob("*.py"))
+
+
+def size(found: list[Path]) -> tuple[int, int]:
+    """Lines and files."""
+    return sum(file.read_text(encoding="utf-8").count("\n") for file in found), len(found)
+
+
+def measure(root: Path = ROOT) -> dict[str, tuple[int, int]]:
+    """Lines and files of every room, 0 and 0 where it does not exist."""
+    return {path: size(files(root / path, own=path == HOUSE)) for path in ROOMS}
+
+
+def twins(house: Path) -> dict[str, int]:
+    """File names without .py that occur more than once in a package, and how often; `__init__` does not count."""
+    names = Counter(file.stem for file in files(house) if file.stem != "__init__")
+    return {name: count for name, count in names.items() if count > 1}
+
+
+def named_ing(house: Path) -> set[str]:
+    """Files of a package whose names end in -ing, relative to it and without .py."""
+    return {file.relative_to(house).with_suffix("").as_posix() for file in files(house) if file.stem.endswith("ing")}
+
+
+def modules(house: Path) -> dict[str, Path]:
+    """Every module of a package by its dotted name."""
+    found = {file: file.relative_to(house.parent).with_suffix("").parts for file in files(house)}
+    return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): file for file, parts in found.items()}
+
+
+def imported(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import in a file, wherever it stands; the name is "" for `import module`.
+
+    package: what relative imports of the file are relative to
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((module, alias.name) for alias in node.names)
+
+
+def graph(house: Path) -> dict[str, set[str]]:
+    """The modules of a package that each of its modules imports: under TYPE_CHECKING and inside functions too.
+
+    The package's front (`ragcache/__init__.py`) imports a module when one of its names is first used. So
+    `from ragcache import Name` counts as an import of the module that has the name. The front itself imports nothing
+    here, and `import ragcache` alone does not count. A module that is imported by a computed name is not seen.
+    """
+    known, front = modules(house), house.name
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in known.items()}
+    home = {name: module for module, name in imported(trees[front], front)}
+    found: dict[str, set[str]] = {front: set()}
+    for own, tree in trees.items():
+        if own == front:
+            continue
+        package = own if known[own].stem == "__init__" else own.rpartition(".")[0]
+        found[own] = set()
+        for module, name in imported(tree, package):
+            full = f"{module}.{name}"
+            target = full if full in known else home.get(name, module) if module == front else module
+            found[own] |= {target} & (known.keys() - {own, front})
+    return found
+
+
+def circles(imports: Mapping[str, set[str]]) -> set[tuple[str, ...]]:
+    """Groups of modules that reach each other by imports: the strongly connected components of more than one."""
+    reached = {name: _reach(name, imports) for name in imports}
+    groups = {tuple(sorted({other for other in reached[name] if name in reached[other]})) for name in imports}
+    return {group for group in groups if len(group) > 1}
+
+
+def _reach(start: str, imports: Mapping[str, set[str]]) -> set[str]:
+    """The modules that one imports, directly or through others."""
+    seen: set[str] = set()
+    left = [start]
+    while left:
+        new = imports[left.pop()] - seen
+        seen |= new
+        left += new
+    return seen
+
+
+def imports_of_annexes(root: Path = ROOT) -> set[str]:
+    """Imports of an annex in `ragcache/`, as "file imports module"."""
+    annexes = {path.rpartition("/")[2] for path in ANNEXES}
+    return {
+        f"{file.relative_to(root / HOUSE).with_suffix('').as_posix()} imports {module}"
+        for file in files(root / HOUSE)
+        for module, _ in imported(ast.parse(file.read_text(encoding="utf-8")), HOUSE)
+        if module.split(".")[0] in annexes
+    }
+
+
+def old_words(root: Path = ROOT, renamed: Mapping[str, str] | None = None) -> set[str]:
+    """Names of the glossary's left column that are still in use, as "file: old -> new".
+
+    A name is in use where it is an identifier of Python code, or stands in backticks or in an indented line of a page.
+    The front `ragcache/__init__.py` may keep it as an alias.
+    """
+    renamed = RENAMED if renamed is None else renamed
+    found = set()
+    for file in (file for place in SPEAKING if renamed for file in [root / place, *(root / place).rglob("*")]):
+        if file.suffix in (".py", ".md") and file.is_file() and file != root / HOUSE / "__init__.py":
+            text = file.read_text(encoding="utf-8")
+            used = _identifiers(text) if file.suffix == ".py" else set()
+            code = r"`[^`\n]+`" if file.suffix == ".py" else r"```.*?```|`[^`\n]+`|(?m:^ {4}.*$)"
+            used |= {word for part in re.findall(code, text, re.DOTALL) for word in re.findall(r"\w+", part)}
+            found |= {f"{file.relative_to(root)}: {old} -> {renamed[old]}" for old in used & renamed.keys()}
+    return found
+
+
+def _identifiers(text: str) -> set[str]:
+    """Every name, attribute, definition and import of a Python file."""
+    fields = ("id", "attr", "name", "asname", "arg")
+    named = [getattr(node, field, None) for node in ast.walk(ast.parse(text)) for field in fields]
+    return {part for name in named if isinstance(name, str) for part in name.split(".")}
+
+
+def table(root: Path = ROOT) -> str:
+    """The rooms with what they hold, may hold and are to hold, and the totals."""
+    sizes = measure(root)
+    house = [path for path in ROOMS if path not in ANNEXES]
+    there = [path for path in ANNEXES if (root / path).is_dir()]
+    rows: list[tuple[str, ...]] = [("room", "files", "budget", "target", "lines", "budget", "target")]
+    for paths, name in ((house, "all of ragcache/"), (there, "annexes")):
+        rows += [_row(path, sizes[path], ROOMS[path]) for path in paths]
+        lines, number = (sum(sizes[path][column] for path in paths) for column in range(2))
+        total = Room(*(sum(ROOMS[path][column] for path in paths) for column in range(4)))
+        rows.append(_row(name, (lines, number), total))
+    for folder in ("tests", "benchmarks", "tools"):
+        lines, number = size(files(root / folder))
+        rows.append((folder, f"{number:,}", "", "", f"{lines:,}", "", ""))
+    return "\n".join(f"{row[0]:<32}" + "".join(f"{cell:>8}" for cell in row[1:]) for row in rows)
+
+
+def _row(name: str, measured: tuple[int, int], room: Room) -> tuple[str, ...]:
+    lines, number = measured
+    counts = (number, room.files, room.target_files, lines, room.lines, room.target_lines)
+    return (name, *(f"{count:,}" for count in counts))
+
+
+def main() -> None:
+    """Print the table, and how much is still to go."""
+    print(table())
+    house = ROOT / HOUSE
+    names, groups = twins(house), circles(graph(house))
+    print(f"\nstill to go: {len(names)} names twice, {len(named_ing(house))} *ing files, {len(groups)} import circles")
+
+
+if __name__ == "__main__":
+    main()
