@@ -60,6 +60,9 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
     assert {name.split(".")[0] for name in found} == {
         "ragcache",
         "ragcache_chatbot",
+        "ragcache_eval",
+        "ragcache_plan",
+        "ragcache_train",
         "langchain_ragcache",
         "llama_index",
         "ragcache_vllm",

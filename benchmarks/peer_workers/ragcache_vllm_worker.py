@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ragcache_vllm.command import WORKERS, transfer_config
 
 import ragcache as rc
 from benchmarks.peer_workers.channel import Answer, Prompt, serve
@@ -23,6 +22,7 @@ from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.request_layout import RequestLayout, Span
 from ragcache.store.kv_store import KVStore
 from ragcache.store.layout import StoreLayout
+from ragcache_vllm.command import WORKERS, transfer_config
 
 
 class RagCacheVLLMWorker(VLLMWorker):

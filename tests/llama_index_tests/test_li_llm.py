@@ -13,6 +13,8 @@ from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRol
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore, TextNode
+
+import ragcache as rc
 from llama_index.llms.ragcache import (
     FusedPrompt,
     PassageBlock,
@@ -22,8 +24,6 @@ from llama_index.llms.ragcache import (
     RagCachePrefillEvent,
 )
 from llama_index.vector_stores.ragcache import HANDLE_KEY
-
-import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, UnknownHandleError
 
 SAMPLING = rc.Sampling(**SHORT)
