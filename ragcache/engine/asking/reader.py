@@ -16,7 +16,7 @@ from ragcache.engine.asking.prompts import Prompts
 from ragcache.engine.asking.reading import Clock, Kept, OpenQuestion, Reading
 from ragcache.engine.asking.supply import Ready, Supply
 from ragcache.engine.asking.writing import AnswerSoFar, write
-from ragcache.fusion.anchors import Scope
+from ragcache.fusion.base import Scope
 from ragcache.fusion.fuse import Fused, fuse
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_tree import PrefixStats

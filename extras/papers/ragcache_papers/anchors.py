@@ -12,6 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from ragcache.fusion.base import Scope
 from ragcache.kv.block import KVBlock, empty_block
 
 if TYPE_CHECKING:
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
 
     from ragcache.kv.cache import FusedCache
     from ragcache.models.lm import LanguageModel
-
-
-class Scope:
-    """Prompts whose KV a method may keep for one another: those of one tenant, over one state of the documents.
-
-    What is kept of a scope is found by it alone, and goes when the scope does.
-    """
 
 
 @dataclass(frozen=True, eq=False)

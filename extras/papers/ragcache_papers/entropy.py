@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
-from ragcache.fusion.gather import Gather, prefill_selecting
 from ragcache.fusion.layout import Additions
 from ragcache.fusion.recompute import highest
 from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
+from ragcache_papers.gather import Gather, prefill_selecting
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
-from ragcache.fusion.gather import Gather
 from ragcache.fusion.recompute import Context
-from ragcache.fusion.samkv_selection import Pieces, Survey
 from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
+from ragcache_papers.gather import Gather
+from ragcache_papers.samkv_selection import Pieces, Survey
 
 if TYPE_CHECKING:
     from torch import Tensor

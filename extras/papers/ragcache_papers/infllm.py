@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
-from ragcache.fusion.gather import Gather, prefill_selecting
 from ragcache.fusion.recompute import highest
 from ragcache.lazy import torch
+from ragcache_papers.gather import Gather, prefill_selecting
 
 if TYPE_CHECKING:
     from torch import Tensor

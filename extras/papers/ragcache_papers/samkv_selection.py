@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from ragcache.fusion.gather import Gather
 from ragcache.fusion.recompute import Context, highest
 from ragcache.lazy import torch
+from ragcache_papers.gather import Gather
 
 if TYPE_CHECKING:
     from torch import Tensor
