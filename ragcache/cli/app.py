@@ -15,7 +15,6 @@ from ragcache.cli.documents import delete, ingest, list_documents
 from ragcache.cli.pinning import pin, unpin
 from ragcache.cli.reencode import reencode
 from ragcache.cli.serve import serve
-from ragcache.cli.vllm import vllm
 from ragcache.cli.watch import watch
 from ragcache.plugins import Registry
 
@@ -28,7 +27,6 @@ COMMANDS: Registry[Callable[..., None]] = Registry(
         "ask": ask,
         "chat": chat,
         "serve": serve,
-        "vllm": vllm,
         "list": list_documents,
         "delete": delete,
         "pin": pin,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ragcache.engine.asking.admission import UNKNOWN_BYTES, Admission, default_budget
 from ragcache.engine.asking.contexts import Contexts
-from ragcache.engine.asking.engine import Engine
+from ragcache.engine.asking.engine import ENGINES, Connection, Engine
 from ragcache.engine.asking.estimate import PrefillEstimate
 from ragcache.engine.asking.kept import TurnMemory
 from ragcache.engine.asking.prefixes import Prefixes
@@ -26,8 +26,6 @@ from ragcache.engine.asking.whole import WholeStore
 from ragcache.engine.loading.loader import BlockLoader
 from ragcache.engine.loading.policy import ALWAYS
 from ragcache.engine.loading.probe import open_rates
-from ragcache.engine.remote.reader import RemoteReader
-from ragcache.engine.remote.vllm import VllmEngine
 from ragcache.engine.store import Store, StoreConfig, open_kv_to_fill
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.base import FusionMethod
@@ -41,7 +39,6 @@ from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.identity import Recipe
 from ragcache.kv.prefix_tree import PrefixTree
-from ragcache.kv.request_layout import served_name
 from ragcache.models.card import ModelCard
 from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.hub import resolve
@@ -113,7 +110,7 @@ def assemble(
     card: ModelCard,
     retriever: Retriever,
     chosen: Choices,
-    engine: VllmEngine | None = None,
+    engine: Connection | None = None,
 ) -> Parts:
     """engine: where the model runs; None: here, and the card is a LanguageModel
 
@@ -237,14 +234,14 @@ def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Rec
     return asked
 
 
-def _elsewhere(store: Store, card: ModelCard, plan: _Plan, engine: VllmEngine) -> _Made:
+def _elsewhere(store: Store, card: ModelCard, plan: _Plan, engine: Connection) -> _Made:
     if plan.neighbourhood is not None:
         raise ConfigError(
             "this store's blocks are encoded behind neighbours, which a request to another engine does not name; leave "
             "out engine="
         )
     names = BlockNames(card, plan.recipe, plan.first_ids, plan.tenant)
-    reader = RemoteReader(card, Prompts(card, names, plan.text), store.kv, engine)
+    reader = engine.engine(card, Prompts(card, names, plan.text), store.kv)
     return _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate())
 
 
@@ -320,7 +317,7 @@ def _refuse_other(bound: Mapping[str, object], lm: LanguageModel, kind: str) -> 
 
 def open_engine(
     documents: DocumentStore, model: str | Path | LanguageModel | PreTrainedModel | None, url: str, key: str | None
-) -> tuple[ModelCard, VllmEngine]:
+) -> tuple[ModelCard, Connection]:
     """The store's model without its weights, and the engine that has them.
 
     Raises ConfigError (address, or a store that no model is bound to), EngineError, ModelMismatchError, ModelError.
@@ -333,12 +330,21 @@ def open_engine(
             "no model has encoded anything into this store; run `ragcache ingest` without an engine first"
         )
     card = load_card(str(model or bound.get("model_name", DEFAULT_MODEL)), str(bound["fingerprint"]))
-    engine = VllmEngine(url, served_name(card.fingerprint), key)
+    engine = _connection(url, card.fingerprint, key)
     with closing(engine):  # questions open connections of their own
         longest = engine.longest_prompt()
     if longest is not None:
         card.max_positions = min(card.max_positions, longest)
     return card, engine
+
+
+def _connection(url: str, fingerprint: str, key: str | None) -> Connection:
+    """Raises ConfigError for an address whose scheme no engine has."""
+    scheme = url.partition("://")[0]
+    if scheme not in ENGINES:
+        forms = " or ".join(f"{name}://host:port" for name in ENGINES)
+        raise ConfigError(f"engine {url!r} is no address of an engine; give {forms}, or several with commas")
+    return ENGINES[scheme](url, fingerprint, key)
 
 
 def _note(documents: DocumentStore, bound: dict[str, Any], name: str, value: str) -> None:

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import PromptError
-from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, lay_out
+from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Span, lay_out
 from ragcache.fusion.placing import Placement, Placer
 from ragcache.kv.block import KVBlock
 from ragcache.kv.identity import Recipe
-from ragcache.kv.request_layout import Span
 from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Part, Passages, Prompt

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import ragcache as rc
 from ragcache.cli.app import build_app
 from ragcache.errors import StoreNotFoundError
-from ragcache.kv.request_layout import served_name
 from ragcache_vllm.command import EngineSettings, vllm_command
+from ragcache_vllm.request_layout import served_name
 
 
 def options_of(command: list[str]) -> dict[str, str]:

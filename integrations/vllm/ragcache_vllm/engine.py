@@ -14,18 +14,18 @@ from ragcache.engine.asking.supply import UNUSED
 from ragcache.engine.asking.verdict import FULL
 from ragcache.engine.asking.writing import AnswerSoFar, write
 from ragcache.engine.loading.blocks import COMPUTED
-from ragcache.engine.remote.vllm import Completion, VllmEngine
 from ragcache.errors import ConfigError
-from ragcache.fusion.layout import Layout
+from ragcache.fusion.layout import Layout, Span
 from ragcache.kv.identity import digest
 from ragcache.kv.prefix_tree import PrefixStats
-from ragcache.kv.request_layout import RequestLayout, Span
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.sampling import Sampling
 from ragcache.models.scheduler import PassStats
 from ragcache.prompt import PromptEnds
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.kv_store import KVStore
+from ragcache_vllm.client import Completion, VllmEngine
+from ragcache_vllm.request_layout import RequestLayout
 
 log = logging.getLogger(__name__)
 NEVER = -100.0  # the least that OpenAI's protocol has

@@ -38,7 +38,7 @@ def vllm(
     more: Annotated[list[str] | None, typer.Argument(help="Further arguments of vLLM's server, behind --.")] = None,
 ) -> None:
     """Start vLLM with this store's blocks in place of prefill."""
-    from ragcache.models.merging import servable
+    from ragcache_vllm.merged_adapter import servable
 
     if importlib.util.find_spec("ragcache_vllm") is None:
         raise ConfigError("the vLLM connector is not installed: pip install 'ragcache-kv[vllm]'")

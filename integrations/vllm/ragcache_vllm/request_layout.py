@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from ragcache.errors import ConfigError, LayoutError, is_whole
+from ragcache.fusion.layout import Span
 from ragcache.kv.identity import Recipe, digest
 
 PARAMS = "ragcache"
@@ -26,17 +27,6 @@ def served_name(fingerprint: str) -> str:
     """Name under which another engine serves a store's model with this store's blocks. Requests ask for it, so that an
     engine that has another model, or none of our connector, refuses them."""
     return f"ragcache-{fingerprint[:32]}"
-
-
-class Span(NamedTuple):
-    """Tokens [start, stop) of a prompt."""
-
-    start: int
-    stop: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import queue
 import threading
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -25,6 +25,13 @@ from ragcache.errors import ConfigError, EngineError, ModelMismatchError, RagCac
 from ragcache.kv.identity import digest
 from ragcache.models.limits import Limit
 from ragcache.models.sampling import TokenScores
+from ragcache_vllm.request_layout import served_name
+
+if TYPE_CHECKING:
+    from ragcache.engine.asking.engine import Engine
+    from ragcache.engine.asking.prompts import Prompts
+    from ragcache.models.card import ModelCard
+    from ragcache.store.kv_store import KVStore
 
 log = logging.getLogger(__name__)
 CONNECT_S = 5.0
@@ -32,6 +39,11 @@ SILENCE_S = 300.0  # of an engine that works on other requests first
 ERROR_BYTES = 1 << 16
 UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 TIMEOUT = httpx.Timeout(SILENCE_S, connect=CONNECT_S, pool=CONNECT_S)
+
+
+def connect(url: str, fingerprint: str, key: str | None) -> VllmEngine:
+    """The servers at an address, asked for this model. Raises ConfigError for another kind of address."""
+    return VllmEngine(url, served_name(fingerprint), key)
 
 
 class EngineServer(NamedTuple):
@@ -58,6 +70,12 @@ class VllmEngine:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: httpx.AsyncClient | None = None
+
+    def engine(self, card: ModelCard, prompts: Prompts, kv: KVStore) -> Engine:
+        """What answers by these servers, over a store's blocks."""
+        from ragcache_vllm.engine import RemoteReader
+
+        return RemoteReader(card, prompts, kv, self)
 
     def longest_prompt(self) -> int | None:
         """Tokens of prompt and answer that every server takes; None where none of them says.
