@@ -32,11 +32,11 @@ from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.chunker import Chunker, ChunkerConfig
-from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.encoder import BlockNames, ModelEncoder
 from ragcache.ingest.neighbours import NEIGHBOURHOODS, Neighbourhood
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.whole import WholeTexts
+from ragcache.ingest.workbench import Workers, WorkersConfig
 from ragcache.kv.identity import Recipe
 from ragcache.kv.prefix_tree import PrefixTree
 from ragcache.models.card import ModelCard
@@ -267,12 +267,12 @@ def open_retriever(
     return Retriever.open(store.documents, store.layout.index, found, kind=config.index, reranker=reranker)
 
 
-def open_cluster(store: Store, config: StoreConfig, chosen: RayConfig) -> Cluster:
-    """A Ray cluster whose actors write blocks where the store has them."""
+def open_workers(store: Store, config: StoreConfig, chosen: WorkersConfig) -> Workers:
+    """Workers that write blocks where the store has them."""
     bound = store.documents.properties()
     remote = (config.remote or str(bound["remote"])) if "remote" in bound else None
     root, owner = store.layout.kv.absolute(), str(bound.get("database_id", ""))
-    return Cluster(chosen, partial(open_kv_to_fill, root, config, remote, owner, known_basis(store.documents)))
+    return chosen.workers(partial(open_kv_to_fill, root, config, remote, owner, known_basis(store.documents)))
 
 
 def open_model(

@@ -25,12 +25,12 @@ from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 from ragcache.errors import ClusterError, ConfigError, IngestError, RagCacheError, check_least
-from ragcache.ingest.actor import Actor, Computed, Item, ReadRecords, Setup
 from ragcache.ingest.document import Document
 from ragcache.ingest.report import IngestReport
 from ragcache.ingest.workbench import EncodeJob, Record, Say, Source, T, Vectors, Work, Workbench
 from ragcache.models.limits import LIMIT, POLL_S
 from ragcache.store.kv_store import KVStore
+from ragcache_ray.actor import Actor, Computed, Item, ReadRecords, Setup
 
 # A cluster answers within so many seconds, or counts as absent; and so long an actor may wait for a node with room.
 ANSWER_S = 60.0
@@ -71,6 +71,10 @@ class RayConfig:
         if isinstance(given, cls | None):
             return given
         return cls(given) if isinstance(given, str) else cls() if given else None
+
+    def workers(self, open_kv: Callable[[], KVStore]) -> Cluster:
+        """The cluster's actors. open_kv: opens the store's KV in one of them; it is pickled"""
+        return Cluster(self, open_kv)
 
 
 class Cluster:
