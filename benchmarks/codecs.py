@@ -37,13 +37,13 @@ from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Variant, alternate, ratio, summarise
 from ragcache.codecs import CODECS, Bases, Codec, get_codec
 from ragcache.codecs.fitting import fit_basis, stand_in
-from ragcache.evaluation.registry import MAX_ANSWER_TOKENS
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.prompt import prompt_format
 from ragcache.store.kv_store import KVStore
+from ragcache_eval.registry import MAX_ANSWER_TOKENS
 
 LOSSY = [name for name in CODECS if name != "raw"]
 PLACES = ("memory tier", "cold disk")

@@ -26,11 +26,11 @@ from benchmarks.environment import environment
 from benchmarks.options import add_numbers, add_places
 from benchmarks.policies_page import page
 from benchmarks.report import Goal, Result, show, write
-from ragcache.planning.accesses import Accesses, Workload, generated
-from ragcache.planning.rates import MachineRates
-from ragcache.planning.replay import Budgets
-from ragcache.planning.simulate import simulate
 from ragcache.store.eviction import ADMISSIONS, POLICIES
+from ragcache_plan.accesses import Accesses, Workload, generated
+from ragcache_plan.rates import MachineRates
+from ragcache_plan.replay import Budgets
+from ragcache_plan.simulate import simulate
 
 SHARES = (0.01, 0.05, 0.2)
 BYTES_PER_TOKEN = 131072
@@ -82,7 +82,7 @@ STREAMS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One policy and filter on one stream under one budget; see ragcache.planning.simulate.Outcome."""
+    """One policy and filter on one stream under one budget; see ragcache_plan.simulate.Outcome."""
 
     stream: str
     share: float

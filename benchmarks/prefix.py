@@ -32,11 +32,11 @@ from benchmarks.prose import documents, train_tokenizer
 from benchmarks.report import Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Timing
-from ragcache.evaluation.intervals import estimate
-from ragcache.evaluation.registry import MAX_ANSWER_TOKENS
 from ragcache.models.reuse import ReuseSpec
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.testing import BagOfWords
+from ragcache_eval.intervals import estimate
+from ragcache_eval.registry import MAX_ANSWER_TOKENS
 
 VLLM_BLOCK = 16
 LINK_TOKENS = 5

@@ -5,7 +5,7 @@ python -m benchmarks.quality --kinds single two-hop leaning --passages 8 --metho
 python -m benchmarks.quality --checkpoint packet=DIR --checkpoint link0=DIR --name quality-budgets --processes 2
 python -m benchmarks.pages                                       # then put the tables into docs/methods.md
 
-Passages have 150 to 300 tokens (`ragcache.evaluation.registry.pages`). The checkpoint "base" is what the others were
+Passages have 150 to 300 tokens (`ragcache_eval.registry.pages`). The checkpoint "base" is what the others were
 trained from. Every method reads the same prompts, cut into prefix, passages and question. An answer counts when
 its whole text is the expected one; a two-hop answer names the entity in between as well. Answers are kept in
 quality.answers.jsonl: run it again to go on. Rows of a checkpoint that are not read anew stay in the table with --keep
@@ -35,11 +35,11 @@ from benchmarks.quality_units import Answers, Cell, Reads, Unit, answer_all, cas
 from benchmarks.report import RESULTS, Goal, Result, show, write
 from ragcache.engine.asking.verdict import MethodVerdict, Verdict
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Case
-from ragcache.evaluation.intervals import RESAMPLES, estimate
-from ragcache.evaluation.methods import FULL, MethodSpec, parse_methods
-from ragcache.evaluation.registry import PAGE_KINDS
 from ragcache.prompt import prompt_format
+from ragcache_eval.case import Case
+from ragcache_eval.intervals import RESAMPLES, estimate
+from ragcache_eval.methods import FULL, MethodSpec, parse_methods
+from ragcache_eval.registry import PAGE_KINDS
 
 CHECKPOINTS = ("base=mini-long", "link5=mini-long-link")
 PASSAGES = (8, 16)

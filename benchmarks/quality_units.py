@@ -21,13 +21,13 @@ import torch
 
 import ragcache as rc
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Case
-from ragcache.evaluation.methods import FULL, MethodSpec
-from ragcache.evaluation.reading import PromptReader, forced_logits
-from ragcache.evaluation.registry import MAX_ANSWER_TOKENS, PagesSettings, pages_cases
 from ragcache.kv.exact import Exact
 from ragcache.models.card import eos_token_ids
 from ragcache.prompt import encode_text, prompt_format
+from ragcache_eval.case import Case
+from ragcache_eval.methods import FULL, MethodSpec
+from ragcache_eval.reading import PromptReader, forced_logits
+from ragcache_eval.registry import MAX_ANSWER_TOKENS, PagesSettings, pages_cases
 
 UNIT_QUESTIONS = 50
 

@@ -18,7 +18,7 @@ from openai import OpenAI
 import ragcache as rc
 from benchmarks.soak_checks import ANSWERED, CANCELLED, FAILED, OPEN, PASSING, STAYING, Asked, Deleted, write_line
 from ragcache.errors import CancelledError, StoreBusyError
-from ragcache.evaluation.registry import DataSplit, answerable_questions, draw_world, write_document
+from ragcache_eval.registry import DataSplit, answerable_questions, draw_world, write_document
 
 MAX_TOKENS = 48
 TIMEOUT_S = 120.0

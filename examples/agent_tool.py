@@ -14,9 +14,9 @@ from langchain_core.language_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import create_retriever_tool
-from langchain_ragcache import ChatRagCache, RagCacheRetriever, create_fused_documents_chain
 
 import ragcache as rc
+from langchain_ragcache import ChatRagCache, RagCacheRetriever, create_fused_documents_chain
 
 CORPUS = Path(__file__).parent / "corpus"
 PROMPT = ChatPromptTemplate.from_messages([("human", "{context}Question: {input}")])

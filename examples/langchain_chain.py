@@ -9,6 +9,7 @@ from pathlib import Path
 
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
+
 from langchain_ragcache import (
     ChatRagCache,
     RagCacheRetriever,

@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 
 from llama_index.core.query_engine import RetrieverQueryEngine
+
+import ragcache as rc
 from llama_index.llms.ragcache import RagCacheLLM
 from llama_index.response_synthesizers.ragcache import FusedSynthesizer
 from llama_index.retrievers.ragcache import RagCacheRetriever
-
-import ragcache as rc
 
 CORPUS = Path(__file__).parent / "corpus"
 QUESTIONS = ["What town does Petra Elley live in?", "Which river flows past the town that is home to Petra Elley?"]

@@ -20,6 +20,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+
 from langchain_ragcache import (
     ChatRagCache,
     RagCacheEmbeddings,

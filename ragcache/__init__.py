@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ragcache.fusion.layout import Additions
     from ragcache.fusion.recompute import Context, RecomputeMethod
     from ragcache.ingest.chunker import ChunkerConfig
-    from ragcache.ingest.cluster import RayConfig
     from ragcache.ingest.document import Document
     from ragcache.ingest.pipeline import IngestConfig
     from ragcache.ingest.report import IngestReport, ProgressEvent
@@ -104,7 +103,6 @@ _NAMES = {
     "fusion.layout": "Additions",
     "fusion.recompute": "Context RecomputeMethod",
     "ingest.chunker": "ChunkerConfig",
-    "ingest.cluster": "RayConfig",
     "ingest.document": "Document",
     "ingest.pipeline": "IngestConfig",
     "ingest.report": "IngestReport ProgressEvent",
@@ -119,16 +117,22 @@ _NAMES = {
     "retrieval.retriever": "Hit",
     "store.records": "Chunk",
 }
+_WORKERS = {"RayConfig": "ray"}  # brought by plug-ins
 _HOMES = {name: f"ragcache.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOMES and name not in _WORKERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ragcache.foreign import refuse_foreign
 
     refuse_foreign()
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _WORKERS:
+        from ragcache.ingest.workbench import WORKERS
+
+        value: Any = WORKERS[_WORKERS[name]]
+    else:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -14,6 +14,7 @@
     ├── RerankerError                   the reranker is absent, damaged or no cross-encoder
     ├── ForeignPackageError             another project's package `ragcache` is installed beside this one (also an
     │                                   ImportError)
+    ├── PluginError                     a plug-in of another distribution that cannot be loaded
     ├── EngineError                     another engine (vLLM) cannot be reached, refuses, or broke off
     ├── CancelledError                  the caller gave up
     ├── TimedOutError                   the time that the caller allowed is over
@@ -120,6 +121,10 @@ class RerankerError(RagCacheError):
 
 class ForeignPackageError(RagCacheError, ImportError):
     """Another project's package has the same import name and is installed beside this one."""
+
+
+class PluginError(RagCacheError):
+    """A plug-in cannot be loaded: its name, its distribution, the reason."""
 
 
 class EngineError(RagCacheError):

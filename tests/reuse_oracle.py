@@ -1,7 +1,7 @@
 """What KVLink's and TurboRAG's papers say a training sequence looks like and who sees whom in it, token by token.
 
 Written from the papers' text: every token says what it is, and `may_see` is a chain of sentences. Nothing of
-`ragcache.training` is used.
+`ragcache_train` is used.
 """
 
 from __future__ import annotations

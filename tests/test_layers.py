@@ -13,7 +13,7 @@ PACKAGE = Path(ragcache.__file__).parent
 LAYERS = [
     {"lazy"},
     {"errors", "openmp"},
-    {"foreign"},
+    {"foreign", "plugins"},
     {"prompt", "kv"},
     {"models", "codecs"},
     {"fusion", "store"},
@@ -21,7 +21,6 @@ LAYERS = [
     {"ingest"},
     {"engine"},
     {""},  # the package's front: `from ragcache import RagCache`
-    {"training", "evaluation", "planning"},
     {"server"},
     {"cli"},
     {"__main__"},
@@ -63,6 +62,33 @@ def test_imports_point_downwards():
     assert not wrong
 
 
+ANNEXES = {
+    path.parent.name: path.parent
+    for where in ("extras", "integrations")
+    for path in sorted((PACKAGE.parent / where).glob("*/ragcache_*/__init__.py"))
+}
+
+
+def roots(path: Path) -> set[str]:
+    """Top-level packages that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        found |= {name.split(".")[0] for name in names}
+    return found
+
+
+def test_annexes_are_plug_ins():
+    """The package imports no annex: those register as entry points. An annex imports no other one."""
+    assert len(ANNEXES) == 6
+    for path in PACKAGE.rglob("*.py"):
+        assert not roots(path) & set(ANNEXES), path
+    for own, folder in ANNEXES.items():
+        for path in folder.rglob("*.py"):
+            assert not roots(path) & (set(ANNEXES) - {own}), path
+
+
 def test_the_engine_names_no_implementation():
     for path in (PACKAGE / "engine").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -78,11 +104,9 @@ def test_the_engine_names_no_implementation():
 def test_the_package_imports_nothing_of_the_checkout():
     """What is not shipped (see `packages.find` in pyproject.toml) cannot be imported where ragcache is installed."""
     beside = {"tools", "benchmarks", "tests"}
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            assert not beside & {name.split(".")[0] for name in names}, path
+    for folder in (PACKAGE, *ANNEXES.values()):
+        for path in folder.rglob("*.py"):
+            assert not beside & roots(path), path
 
 
 OUTSIDE = [

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ragcache_vllm.command import WORKERS, transfer_config
 
 import ragcache as rc
 from benchmarks.peer_workers.channel import Answer, Prompt, serve
 from benchmarks.peer_workers.vllm_worker import VLLMWorker
+from ragcache.fusion.layout import Span
 from ragcache.ingest.encoder import ModelEncoder
-from ragcache.kv.request_layout import RequestLayout, Span
 from ragcache.store.kv_store import KVStore
 from ragcache.store.layout import StoreLayout
+from ragcache_vllm.command import WORKERS, transfer_config
+from ragcache_vllm.request_layout import RequestLayout
 
 
 class RagCacheVLLMWorker(VLLMWorker):

@@ -1,48 +1,42 @@
-"""The commands, under their names."""
+"""The commands, under their names: ragcache's own, and those of plug-ins."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
+from ragcache import plugins
 from ragcache.cli.asking import ask, chat
 from ragcache.cli.care import doctor, info, methods
-from ragcache.cli.check import check
 from ragcache.cli.demo import demo
 from ragcache.cli.documents import delete, ingest, list_documents
-from ragcache.cli.evaluate import evaluate
 from ragcache.cli.pinning import pin, unpin
-from ragcache.cli.plan import plan
 from ragcache.cli.reencode import reencode
 from ragcache.cli.serve import serve
-from ragcache.cli.simulate import simulate
-from ragcache.cli.train import train
-from ragcache.cli.vllm import vllm
 from ragcache.cli.watch import watch
+from ragcache.plugins import Registry
 
-COMMANDS = {
-    "ingest": ingest,
-    "watch": watch,
-    "reencode": reencode,
-    "ask": ask,
-    "chat": chat,
-    "serve": serve,
-    "vllm": vllm,
-    "list": list_documents,
-    "delete": delete,
-    "pin": pin,
-    "unpin": unpin,
-    "info": info,
-    "doctor": doctor,
-    "methods": methods,
-    "eval": evaluate,
-    "check": check,
-    "train": train,
-    "plan": plan,
-    "simulate": simulate,
-    "demo": demo,
-}
+COMMANDS: Registry[Callable[..., None]] = Registry(
+    plugins.COMMANDS,
+    {
+        "ingest": ingest,
+        "watch": watch,
+        "reencode": reencode,
+        "ask": ask,
+        "chat": chat,
+        "serve": serve,
+        "list": list_documents,
+        "delete": delete,
+        "pin": pin,
+        "unpin": unpin,
+        "info": info,
+        "doctor": doctor,
+        "methods": methods,
+        "demo": demo,
+    },
+)
 
 
 def build_app() -> typer.Typer:

@@ -13,7 +13,6 @@ import typer
 
 from ragcache.engine.options import Context, Order, Overflow, ReadOptions, RetrieveOptions, names
 from ragcache.errors import ConfigError
-from ragcache.evaluation.settings import json_or_text
 from ragcache.retrieval.search import Search
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 
@@ -55,6 +54,14 @@ def json_object(text: str | None) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise ConfigError(f'--filter {text!r} is not a JSON object; write it like {{"year": 2024}}')
     return value
+
+
+def json_or_text(text: str) -> Any:
+    """The value of an option: JSON, or else the text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def method_options(texts: Sequence[str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ragcache.engine.library import Library
 from ragcache.engine.loading.loader import LoadCounts
 from ragcache.engine.loading.rates import RateFigures
 from ragcache.engine.loading.rates_file import machine_key
-from ragcache.engine.opening import Choices, Parts, assemble, open_cluster, open_engine, open_model, open_retriever
+from ragcache.engine.opening import Choices, Parts, assemble, open_engine, open_model, open_retriever, open_workers
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
 from ragcache.engine.store import StoreConfig, open_store
 from ragcache.errors import ConfigError, check_type
@@ -35,13 +35,13 @@ from ragcache.fusion import get_method
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.ingest.chunker import ChunkerConfig
-from ragcache.ingest.cluster import RayConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.pipeline import IngestConfig
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.run import Input
+from ragcache.ingest.workbench import WORKERS, WorkersConfig
 from ragcache.kv.identity import Recipe
 from ragcache.kv.prefix_tree import PrefixStats
 from ragcache.models.card import ModelCard
@@ -194,7 +194,7 @@ class RagCache(Library, AsyncTwins):
         split: bool = True,
         sync: bool = False,
         dry_run: bool = False,
-        ray: RayConfig | str | bool | None = None,
+        ray: WorkersConfig | str | bool | None = None,
         progress: Progress | bool | None = None,
         timeout_s: float = 30.0,
         cancelled: threading.Event | None = None,
@@ -212,7 +212,7 @@ class RagCache(Library, AsyncTwins):
         cancelled: set it to stop
         """
         self._check_open()
-        given, chosen = _listed(inputs), RayConfig.of(ray)
+        given, chosen = _listed(inputs), WORKERS["ray"].of(ray) if ray else None
         run = partial(
             self._parts.ingestor.ingest,
             given,
@@ -221,7 +221,7 @@ class RagCache(Library, AsyncTwins):
             chunker=None if split else self._parts.whole,
             sync=sync,
             dry_run=dry_run,
-            cluster=None if chosen is None else open_cluster(self.store, self.config, chosen),
+            cluster=None if chosen is None else open_workers(self.store, self.config, chosen),
             timeout_s=timeout_s,
             cancelled=cancelled,
         )

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ragcache.engine.asking.admission import UNKNOWN_BYTES, Admission, default_budget
 from ragcache.engine.asking.contexts import Contexts
-from ragcache.engine.asking.engine import Engine
+from ragcache.engine.asking.engine import ENGINES, Connection, Engine
 from ragcache.engine.asking.estimate import PrefillEstimate
 from ragcache.engine.asking.kept import TurnMemory
 from ragcache.engine.asking.prefixes import Prefixes
@@ -26,9 +26,6 @@ from ragcache.engine.asking.whole import WholeStore
 from ragcache.engine.loading.loader import BlockLoader
 from ragcache.engine.loading.policy import ALWAYS
 from ragcache.engine.loading.probe import open_rates, probe_prefill
-from ragcache.engine.remote.reader import RemoteReader
-from ragcache.engine.remote.reader import reads as reads_elsewhere
-from ragcache.engine.remote.vllm import VllmEngine
 from ragcache.engine.same_embedder import refuse_other_embedder
 from ragcache.engine.store import Store, StoreConfig, open_kv_to_fill
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
@@ -36,15 +33,14 @@ from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.chunker import Chunker, ChunkerConfig
-from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.encoder import BlockNames, ModelEncoder
 from ragcache.ingest.neighbours import NEIGHBOURHOODS, Neighbourhood
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.whole import WholeTexts
+from ragcache.ingest.workbench import Workers, WorkersConfig
 from ragcache.kv.identity import Recipe
 from ragcache.kv.prefill import PrefillRate
 from ragcache.kv.prefix_tree import PrefixTree
-from ragcache.kv.request_layout import served_name
 from ragcache.models.card import ModelCard
 from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.hub import resolve
@@ -119,7 +115,7 @@ def assemble(
     card: ModelCard,
     retriever: Retriever,
     chosen: Choices,
-    engine: VllmEngine | None = None,
+    engine: Connection | None = None,
 ) -> Parts:
     """engine: where the model runs; None: here, and the card is a LanguageModel
 
@@ -132,7 +128,7 @@ def assemble(
         chosen.recipe,
         number,
         is_whole,
-        partial(_reads, card, is_whole=is_whole, is_remote=engine is not None),
+        partial(_reads, card, engine, is_whole=is_whole),
     )
     choice = choose_method(card, chosen.method, chosen.method_options, stored)
     method = choice.method
@@ -175,11 +171,11 @@ def _is_whole(documents: DocumentStore, recipe: str | Recipe | None) -> bool:
     return (not isinstance(recipe, Recipe) or recipe.kept == 1) and (not isinstance(bound, list) or bound[0] == 1)
 
 
-def _reads(card: ModelCard, method: FusionMethod, *, is_whole: bool, is_remote: bool) -> bool:
+def _reads(card: ModelCard, engine: Connection | None, method: FusionMethod, *, is_whole: bool) -> bool:
     """Whether blocks can be read by this method, here or in another engine."""
     if not method.reuses_blocks:
         return True
-    return (is_whole or method.takes_sparse) and (not is_remote or reads_elsewhere(card, method))
+    return (is_whole or method.takes_sparse) and (engine is None or engine.reads(card, method))
 
 
 def _with_kept(documents: DocumentStore, recipe: Recipe) -> Recipe:
@@ -271,14 +267,14 @@ def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Rec
     return asked
 
 
-def _elsewhere(store: Store, card: ModelCard, plan: _Plan, engine: VllmEngine) -> _Made:
+def _elsewhere(store: Store, card: ModelCard, plan: _Plan, engine: Connection) -> _Made:
     if plan.neighbourhood is not None:
         raise ConfigError(
             "this store's blocks are encoded behind neighbours, which a request to another engine does not name; leave "
             "out engine="
         )
     names = BlockNames(card, plan.recipe, plan.first_ids, plan.tenant)
-    reader = RemoteReader(card, Prompts(card, names, plan.text), store.kv, engine)
+    reader = engine.engine(card, Prompts(card, names, plan.text), store.kv)
     return _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate())
 
 
@@ -306,12 +302,12 @@ def open_retriever(
     return retriever
 
 
-def open_cluster(store: Store, config: StoreConfig, chosen: RayConfig) -> Cluster:
-    """A Ray cluster whose actors write blocks where the store has them."""
+def open_workers(store: Store, config: StoreConfig, chosen: WorkersConfig) -> Workers:
+    """Workers that write blocks where the store has them."""
     bound = store.documents.properties()
     remote = (config.remote or str(bound["remote"])) if "remote" in bound else None
     root, owner = store.layout.kv.absolute(), str(bound.get("database_id", ""))
-    return Cluster(chosen, partial(open_kv_to_fill, root, config, remote, owner, known_basis(store.documents)))
+    return chosen.workers(partial(open_kv_to_fill, root, config, remote, owner, known_basis(store.documents)))
 
 
 def open_model(
@@ -356,7 +352,7 @@ def _refuse_other(bound: Mapping[str, object], lm: LanguageModel, kind: str) -> 
 
 def open_engine(
     documents: DocumentStore, model: str | Path | LanguageModel | PreTrainedModel | None, url: str, key: str | None
-) -> tuple[ModelCard, VllmEngine]:
+) -> tuple[ModelCard, Connection]:
     """The store's model without its weights, and the engine that has them.
 
     Raises ConfigError (address, or a store that no model is bound to), EngineError, ModelMismatchError, ModelError.
@@ -369,12 +365,21 @@ def open_engine(
             "no model has encoded anything into this store; run `ragcache ingest` without an engine first"
         )
     card = load_card(str(model or bound.get("model_name", DEFAULT_MODEL)), str(bound["fingerprint"]))
-    engine = VllmEngine(url, served_name(card.fingerprint), key)
+    engine = _connection(url, card.fingerprint, key)
     with closing(engine):  # questions open connections of their own
         longest = engine.longest_prompt()
     if longest is not None:
         card.max_positions = min(card.max_positions, longest)
     return card, engine
+
+
+def _connection(url: str, fingerprint: str, key: str | None) -> Connection:
+    """Raises ConfigError for an address whose scheme no engine has."""
+    scheme = url.partition("://")[0]
+    if scheme not in ENGINES:
+        forms = " or ".join(f"{name}://host:port" for name in ENGINES)
+        raise ConfigError(f"engine {url!r} is no address of an engine; give {forms}, or several with commas")
+    return ENGINES[scheme](url, fingerprint, key)
 
 
 def _note(documents: DocumentStore, bound: dict[str, Any], name: str, value: str) -> None:

@@ -1,49 +1,40 @@
-"""Fusion methods by name."""
+"""Fusion methods by name: ragcache's own, and those of plug-ins."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from ragcache import plugins
 from ragcache.errors import ConfigError, blaming
 from ragcache.fusion.a3 import A3
-from ragcache.fusion.ape import Ape
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.cacheblend import CacheBlend
-from ragcache.fusion.cachecraft import CacheCraft
 from ragcache.fusion.concat import Concat
-from ragcache.fusion.entropy import Entropy
 from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
-from ragcache.fusion.infllm import InfLLM
-from ragcache.fusion.kvcomm import KVComm
-from ragcache.fusion.kvshare import KVShare
 from ragcache.fusion.link import Link
 from ragcache.fusion.markers import Markers
 from ragcache.fusion.packet import Packet
 from ragcache.fusion.prophet import Prophet
 from ragcache.fusion.reposition import Reposition
-from ragcache.fusion.samkv import SamKV
+from ragcache.plugins import Registry
 
-METHODS: dict[str, type[FusionMethod]] = {
-    "full": Full,
-    "reposition": Reposition,
-    "concat": Concat,
-    "link": Link,
-    "markers": Markers,
-    "packet": Packet,
-    "cacheblend": CacheBlend,
-    "epic": Epic,
-    "a3": A3,
-    "prophet": Prophet,
-    "cachecraft": CacheCraft,
-    "kvcomm": KVComm,
-    "kvshare": KVShare,
-    "samkv": SamKV,
-    "infllm": InfLLM,
-    "ape": Ape,
-    "entropy": Entropy,
-}
+METHODS: Registry[type[FusionMethod]] = Registry(
+    plugins.METHODS,
+    {
+        "full": Full,
+        "reposition": Reposition,
+        "concat": Concat,
+        "link": Link,
+        "markers": Markers,
+        "packet": Packet,
+        "cacheblend": CacheBlend,
+        "epic": Epic,
+        "a3": A3,
+        "prophet": Prophet,
+    },
+)
 
 
 class MethodInfo(NamedTuple):

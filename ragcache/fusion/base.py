@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import PromptError
-from ragcache.fusion.anchors import Scope
-from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, lay_out
+from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Span, lay_out
 from ragcache.fusion.placing import Placement, Placer
 from ragcache.kv.block import KVBlock
 from ragcache.kv.identity import Recipe
-from ragcache.kv.request_layout import Span
 from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Part, Passages, Prompt
@@ -34,6 +32,13 @@ if TYPE_CHECKING:
 
 Place = Callable[["FusedCache", int], None]
 """Puts one layer's context into a cache."""
+
+
+class Scope:
+    """Prompts whose KV a method may keep for one another: under one salt of keys, over one state of the documents.
+
+    What is kept of a scope is found by it alone, and goes when the scope does.
+    """
 
 
 @dataclass

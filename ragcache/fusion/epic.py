@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.fusion.layout import Layout
+from ragcache.fusion.layout import Layout, Span
 from ragcache.fusion.recompute import Context, RecomputeMethod, check_tokens, edge_spans
-from ragcache.kv.request_layout import Span
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import METHODS, get_method
-from ragcache.fusion.anchors import Scope
-from ragcache.fusion.base import FusionMethod, Job, PhaseTimes, Prefilled
+from ragcache.fusion.base import FusionMethod, Job, PhaseTimes, Prefilled, Scope
 from ragcache.fusion.eviction import Ballot, SnapKV
 from ragcache.fusion.layout import Additions, Layout
 from ragcache.kv.block import KVBlock

@@ -39,6 +39,17 @@ COMPOSITE = "composite"
 _FIRST, _REST = 1 << 32, 2 << 32
 
 
+class Span(NamedTuple):
+    """Tokens [start, stop) of a prompt."""
+
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
 @dataclass(frozen=True)
 class Additions:
     """A method's tokens in each group of passages, and the passages' positions. A prompt without chunks gets no token.

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.layout import Span
 from ragcache.kv.block import KVBlock
-from ragcache.kv.request_layout import Span
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from functools import partial
 
 from ragcache.errors import BasisError, ConfigError, check_choice
 from ragcache.ingest.chunker import Chunker
-from ragcache.ingest.cluster import Cluster
 from ragcache.ingest.copying import CopyRun, StoredCuts
 from ragcache.ingest.encoder import BlockNames, ModelEncoder
 from ragcache.ingest.isolated import IsolatedReader
@@ -26,7 +25,7 @@ from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.run import IngestRun, Input
 from ragcache.ingest.whole import WholeTexts
-from ragcache.ingest.workbench import Workbench, WorkHere
+from ragcache.ingest.workbench import Workbench, Workers, WorkHere
 from ragcache.models.limits import Limit, limited
 from ragcache.retrieval.deletion import delete_documents
 from ragcache.retrieval.retriever import Retriever
@@ -94,7 +93,7 @@ class Ingestor:
         chunker: Chunker | WholeTexts | None = None,
         sync: bool = False,
         dry_run: bool = False,
-        cluster: Cluster | None = None,
+        cluster: Workers | None = None,
         progress: Progress | None = None,
         timeout_s: float = 30.0,
         cancelled: threading.Event | None = None,

@@ -1,6 +1,6 @@
 """The part of an ingestion that needs no stored documents: read, cut, embed, encode.
 
-It runs in the process that commits, or in the actors of a Ray cluster (`cluster.py`): the same code in both.
+It runs in the process that commits, or in the workers of a plug-in (the actors of a Ray cluster): the same code in both.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragcache import plugins
 from ragcache.errors import IngestError, PromptError, ReaderError
 from ragcache.ingest.chunker import Chunker, TextChunk
 from ragcache.ingest.document import Document
@@ -28,6 +30,7 @@ from ragcache.kv.identity import Neighbours
 from ragcache.models.batches import plan_batches
 from ragcache.models.limits import LIMIT, POLL_S, Limit, limited
 from ragcache.openmp import work_alone
+from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder
 from ragcache.store.kv_store import KVStore
 
@@ -91,6 +94,31 @@ class Work(Protocol):
     def is_ahead(self) -> bool:
         """Whether jobs behind the one that was handed out last have begun: they may count on blocks that are stored."""
         ...
+
+
+class Workers(Protocol):
+    """Processes of other machines that do the work of ingestions; each ingestion reaches and leaves them."""
+
+    def work(self, bench: Workbench) -> AbstractContextManager[Callable[[IngestReport, Say], Work]]:
+        """Workers that have loaded what the bench consists of. Raises ClusterError, ConfigError, and what loading
+        raises."""
+        ...
+
+
+class WorkersConfig(Protocol):
+    """Says which workers an ingestion uses."""
+
+    @classmethod
+    def of(cls, given: Self | str | bool | None) -> Self | None:
+        """True: workers that are started for it; text: an address; None and False: none."""
+        ...
+
+    def workers(self, open_kv: Callable[[], KVStore]) -> Workers:
+        """open_kv: opens the store's KV in a worker; it is pickled"""
+        ...
+
+
+WORKERS: Registry[type[WorkersConfig]] = Registry(plugins.WORKERS)
 
 
 class Workbench:

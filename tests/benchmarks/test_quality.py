@@ -17,10 +17,10 @@ from benchmarks.quality import Cell, Row, markdown, relative
 from benchmarks.quality_units import Answers, Reads, Unit, units_of
 from ragcache.engine.asking.verdict import MethodVerdict, Verdict
 from ragcache.errors import ConfigError
-from ragcache.evaluation.methods import MethodSpec, parse_methods
-from ragcache.evaluation.reading import write_answer
-from ragcache.evaluation.registry import PagesSettings, pages_cases
 from ragcache.prompt import prompt_format
+from ragcache_eval.methods import MethodSpec, parse_methods
+from ragcache_eval.reading import write_answer
+from ragcache_eval.registry import PagesSettings, pages_cases
 
 BASE = "mini-long"
 SPECS = (MethodSpec("full", "full"), MethodSpec("reposition", "reposition"))

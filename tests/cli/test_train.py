@@ -10,7 +10,7 @@ from terminal import invoke
 from tiny_model import save_tiny_llama
 
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.options import TrainOptions
+from ragcache_train.options import TrainOptions
 
 LINE = {"type": "qa", "passages": ["Ann lives in Oslo.", "Bob has a boat."], "question": "Where?", "answer": "Oslo"}
 
@@ -81,7 +81,7 @@ def test_options_reach_the_run(base, data, tmp_path, monkeypatch):
         seen.append(options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ragcache.training.trainer.train", caught)
+    monkeypatch.setattr("ragcache_train.trainer.train", caught)
     more = [
         "--mix",
         "qa=0.4",
@@ -131,7 +131,7 @@ def test_what_is_wrong_is_said(base, data, tmp_path, more, reason):
 
 
 def test_without_the_extra_nothing_is_loaded(base, data, tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "ragcache.training.trainer", raising=False)
+    monkeypatch.delitem(sys.modules, "ragcache_train.trainer", raising=False)
     monkeypatch.setitem(sys.modules, "accelerate", None)
     result = run(base, data, tmp_path / "out")
     assert result.exit_code != 0

@@ -17,8 +17,8 @@ import ragcache as rc
 from ragcache.cli.app import build_app
 from ragcache.engine.care.doctor import DoctorReport
 from ragcache.engine.care.info import Info
-from ragcache.planning.shape import KVShape
 from ragcache.store.records import StoredDocument
+from ragcache_plan.shape import KVShape
 
 ROOT = Path(__file__).resolve().parents[2]
 MINI = ROOT / "ragcache" / "mini" / "config.json"

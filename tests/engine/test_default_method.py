@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from ragcache.kv.request_layout import served_name
 from tiny_model import save_tiny_llama
 from vllm_double import VllmDouble, serving
 
@@ -15,7 +16,6 @@ from ragcache.engine.loading.rates import RateFigures
 from ragcache.engine.loading.rates_file import machine_key
 from ragcache.errors import ConfigError
 from ragcache.kv.prefill import PrefillRate
-from ragcache.kv.request_layout import served_name
 from ragcache.models.reuse import ReuseSpec
 
 LINK = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)

@@ -23,8 +23,8 @@ from ragcache.errors import (
     ModelMismatchError,
     TimedOutError,
 )
-from ragcache.kv.request_layout import RequestLayout, served_name
 from ragcache.retrieval.testing import BagOfWords
+from ragcache_vllm.request_layout import RequestLayout, served_name
 
 QUESTION = "When does the rowing club of Kelbrook meet?"
 SAID = "It meets on Monday. Then they row."

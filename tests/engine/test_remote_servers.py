@@ -8,10 +8,10 @@ import pytest
 from vllm_double import VllmDouble, serving
 
 import ragcache as rc
-from ragcache.engine.remote.vllm import VllmEngine
 from ragcache.errors import ConfigError, ContextTooLongError, EngineError
-from ragcache.kv.request_layout import served_name
 from ragcache.models.limits import NO_LIMIT
+from ragcache_vllm.client import VllmEngine
+from ragcache_vllm.request_layout import served_name
 
 QUESTION = "When does the rowing club of Kelbrook meet?"
 SAID = "It meets on Monday. Then they row."

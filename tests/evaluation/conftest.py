@@ -6,8 +6,8 @@ import pytest
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
-from ragcache.evaluation.runner import Runner, RunSettings
 from ragcache.prompt import prompt_format
+from ragcache_eval.runner import Runner, RunSettings
 
 
 @pytest.fixture(scope="session")

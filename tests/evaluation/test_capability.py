@@ -10,7 +10,7 @@ import torch
 from families import oracle_model
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.suites.capability import TASKS, measure
+from ragcache_eval.suites.capability import TASKS, measure
 
 pytest.importorskip("lm_eval", reason="needs ragcache-kv[capability]")
 

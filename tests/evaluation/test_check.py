@@ -12,19 +12,19 @@ import torch
 import ragcache as rc
 from ragcache.engine.asking.verdict import save_verdict
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Case, CasePassage
-from ragcache.evaluation.check import Check, Thresholds
-from ragcache.evaluation.intervals import Estimate
-from ragcache.evaluation.methods import MethodSpec, all_methods
-from ragcache.evaluation.reading import PromptReader
-from ragcache.evaluation.report import Row
-from ragcache.evaluation.runner import Runner, RunSettings
-from ragcache.evaluation.store_cases import asked_of, made_from, neighbours_of, opened
 from ragcache.fusion import METHODS
 from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.reposition import Reposition
 from ragcache.prompt import prompt_format
 from ragcache.retrieval.testing import BagOfWords
+from ragcache_eval.case import Case, CasePassage
+from ragcache_eval.check import Check, Thresholds
+from ragcache_eval.intervals import Estimate
+from ragcache_eval.methods import MethodSpec, all_methods
+from ragcache_eval.reading import PromptReader
+from ragcache_eval.report import Row
+from ragcache_eval.runner import Runner, RunSettings
+from ragcache_eval.store_cases import asked_of, made_from, neighbours_of, opened
 
 TEXTS = {
     "cats": "The cat of the baker sat on the old mat by the door. It was happy there.\n",
@@ -213,7 +213,7 @@ def test_nothing_that_fits_is_an_error(runner):
 
 
 def test_questions_over_a_store_read_what_is_retrieved(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("ragcache.evaluation.store_cases.open_embedder", lambda *given: BagOfWords())
+    monkeypatch.setattr("ragcache_eval.store_cases.open_embedder", lambda *given: BagOfWords())
     file = tmp_path / "q.jsonl"
     rows = [{"question": "Where do dogs bark?"}, {"question": "Own?", "passages": ["Own text."], "answer": "yes"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import CasePassage
-from ragcache.evaluation.completion import completion_cases
-from ragcache.evaluation.needle import NeedleSettings, needle_cases
-from ragcache.evaluation.registry import RegistrySettings, registry_cases
-from ragcache.evaluation.ruler import TASKS, RulerSettings, ruler_cases
-from ragcache.evaluation.sources import load_cases
+from ragcache_eval.case import CasePassage
+from ragcache_eval.completion import completion_cases
+from ragcache_eval.needle import NeedleSettings, needle_cases
+from ragcache_eval.registry import RegistrySettings, registry_cases
+from ragcache_eval.ruler import TASKS, RulerSettings, ruler_cases
+from ragcache_eval.sources import load_cases
 
 
 def words(text: str) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache.evaluation.metrics import (
+from ragcache_eval.metrics import (
     contains_answer,
     exact_match,
     normalise,

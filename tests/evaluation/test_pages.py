@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.registry import (
+from ragcache_eval.registry import (
     PAGE_KINDS,
     DataSplit,
     PagesSettings,
@@ -18,7 +18,7 @@ from ragcache.evaluation.registry import (
     pages_cases,
     wording,
 )
-from ragcache.evaluation.registry.pages import PLACES
+from ragcache_eval.registry.pages import PLACES
 
 SIZES = [2, 3, 4, 7, 8, 16]
 

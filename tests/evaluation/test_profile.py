@@ -10,12 +10,12 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.errors import ConfigError
-from ragcache.evaluation.case import Case, CasePassage
-from ragcache.evaluation.methods import MethodSpec
-from ragcache.evaluation.profile import Profile, can_profile
-from ragcache.evaluation.reading import forced_logits, write_answer
-from ragcache.evaluation.runner import Runner, RunSettings
 from ragcache.prompt import prompt_format
+from ragcache_eval.case import Case, CasePassage
+from ragcache_eval.methods import MethodSpec
+from ragcache_eval.profile import Profile, can_profile
+from ragcache_eval.reading import forced_logits, write_answer
+from ragcache_eval.runner import Runner, RunSettings
 
 SPEC = MethodSpec.parse("prophet:ratio=0.3")
 TEXTS = (

@@ -10,12 +10,12 @@ from families import load_tiny, oracle_model, random_prompt, save_tiny
 import ragcache as rc
 from benchmarks.quality_units import would_write
 from ragcache.errors import ConfigError
-from ragcache.evaluation.methods import MethodSpec
-from ragcache.evaluation.reading import PromptReader, forced_logits
 from ragcache.fusion import get_method
 from ragcache.models.decoding import decode
 from ragcache.models.reuse import ReuseSpec
 from ragcache.models.sampling import Sampling
+from ragcache_eval.methods import MethodSpec
+from ragcache_eval.reading import PromptReader, forced_logits
 
 LENGTH = 6
 

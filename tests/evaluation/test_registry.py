@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.registry import (
+from ragcache_eval.registry import (
     DataSplit,
     answerable_questions,
     draw_leaning,
@@ -22,11 +22,11 @@ from ragcache.evaluation.registry import (
     write_document,
     write_in_two,
 )
-from ragcache.evaluation.registry.world import RELATIONS
+from ragcache_eval.registry.world import RELATIONS
 
 SAMPLE = """
 import random
-from ragcache.evaluation.registry import DataSplit, answerable_questions, draw_world, write_document
+from ragcache_eval.registry import DataSplit, answerable_questions, draw_world, write_document
 rng = random.Random("sample")
 for split in DataSplit:
     world = draw_world(rng, split, 12)
@@ -65,7 +65,7 @@ LINKS = {"town", "club", "river"}
 
 def test_about_one_name_in_five_is_held_out():
     rng = random.Random(0)
-    from ragcache.evaluation.registry import names
+    from ragcache_eval.registry import names
 
     held_out = [is_held_out(names.draw_person_name(rng, True, 0.0)) for _ in range(4000)]
     assert 0.15 < sum(held_out) / len(held_out) < 0.25

@@ -10,12 +10,12 @@ import torch
 from families import block_diagonal, oracle_logits, oracle_model
 
 from ragcache.errors import ConfigError, ContextTooLongError
-from ragcache.evaluation.case import Case, CasePassage
-from ragcache.evaluation.journal import Journal, Ledger, Score
-from ragcache.evaluation.methods import MethodSpec, default_methods, parse_methods
-from ragcache.evaluation.report import markdown, summarise
-from ragcache.evaluation.runner import NO_PASSAGES, Runner, RunSettings
 from ragcache.prompt import Prompt, encode_text
+from ragcache_eval.case import Case, CasePassage
+from ragcache_eval.journal import Journal, Ledger, Score
+from ragcache_eval.methods import MethodSpec, default_methods, parse_methods
+from ragcache_eval.report import markdown, summarise
+from ragcache_eval.runner import NO_PASSAGES, Runner, RunSettings
 
 TEXTS = ("The cat sat on the mat.", "Dogs bark at night.", "The river Arno rises in the hills.")
 CASES = [

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.lexical import BM25
-from ragcache.evaluation.lines import read_entries
-from ragcache.evaluation.public import PublicSettings, public_cases, public_names
+from ragcache_eval.lexical import BM25
+from ragcache_eval.lines import read_entries
+from ragcache_eval.public import PublicSettings, public_cases, public_names
 
 
 def write(path: Path, *rows: object) -> Path:

@@ -11,14 +11,14 @@ from statistics import fmean
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.evaluation.intervals import Estimate
-from ragcache.evaluation.methods import MethodSpec
-from ragcache.evaluation.ruler_qa import filled_cases
-from ragcache.evaluation.suites import SUITES, get_suite
-from ragcache.evaluation.suites.base import Download, QuestionSet
-from ragcache.evaluation.suites.cases import suite_cases
-from ragcache.evaluation.suites.compare import Measured, compare
-from ragcache.evaluation.suites.rows import read_rows
+from ragcache_eval.intervals import Estimate
+from ragcache_eval.methods import MethodSpec
+from ragcache_eval.ruler_qa import filled_cases
+from ragcache_eval.suites import SUITES, get_suite
+from ragcache_eval.suites.base import Download, QuestionSet
+from ragcache_eval.suites.cases import suite_cases
+from ragcache_eval.suites.compare import Measured, compare
+from ragcache_eval.suites.rows import read_rows
 
 
 def words(text: str) -> int:

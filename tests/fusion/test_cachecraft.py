@@ -15,7 +15,7 @@ from families import FAMILIES, assert_same, block_diagonal, oracle_logits, rando
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
-from ragcache.fusion.anchors import Scope
+from ragcache_papers.anchors import Scope
 
 CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
 CHUNKS = (17, 3, 20, 12)

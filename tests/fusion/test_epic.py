@@ -12,8 +12,8 @@ from families import assert_same, load_tiny, oracle_logits, random_prompt, save_
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
-from ragcache.fusion.layout import NO_ADDITIONS, lay_out
-from ragcache.kv.request_layout import RequestLayout, Span
+from ragcache.fusion.layout import NO_ADDITIONS, Span, lay_out
+from ragcache_vllm.request_layout import RequestLayout
 
 EDGES = [(0, 3), (2, 3), (4, 5), (7, 9), (0, 99), (99, 2), (5, 0)]
 

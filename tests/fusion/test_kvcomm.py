@@ -15,9 +15,10 @@ from families import FAMILIES, METHOD_FAMILIES, assert_same, oracle_logits, rand
 
 import ragcache as rc
 from ragcache.errors import ConfigError
-from ragcache.fusion import get_method, kvcomm
-from ragcache.fusion.anchors import Anchor, AnchorPool, Scope
+from ragcache.fusion import get_method
 from ragcache.kv.block import KVBlock
+from ragcache_papers import kvcomm
+from ragcache_papers.anchors import Anchor, AnchorPool, Scope
 
 CHUNKS = (9, 14, 6)
 LAYERS, HEADS, WIDTH = 3, 2, 12  # of the tiny Llama

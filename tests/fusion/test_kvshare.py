@@ -11,9 +11,9 @@ from families import FAMILIES, assert_same, block_diagonal, oracle_logits, rando
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError
-from ragcache.evaluation.reading import forced_logits
 from ragcache.fusion import get_method
 from ragcache.models.decoding import decode
+from ragcache_eval.reading import forced_logits
 
 CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
 ANSWERED_ON = [name for name in CHOSEN_ON if name not in {"mistral-window", "gemma3"}]

@@ -11,7 +11,6 @@ from typing import Self
 import numpy as np
 
 from ragcache.ingest.chunker import Chunker
-from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.neighbours import Similar
@@ -25,6 +24,7 @@ from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.layout import StoreLayout
 from ragcache.store.neighbours import NeighbourChoice
+from ragcache_ray.cluster import Cluster, RayConfig
 
 
 class CountingEmbedder(BagOfWords):

@@ -22,11 +22,11 @@ from kit import DyingEmbedder, Kit
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ClusterError, ConfigError
-from ragcache.ingest.cluster import Cluster, RayConfig
 from ragcache.ingest.document import Document
 from ragcache.retrieval.testing import BagOfWords
 from ragcache.store.kv_store import KVStore
 from ragcache.store.schema import PREFIX
+from ragcache_ray.cluster import Cluster, RayConfig
 
 ray = pytest.importorskip("ray")
 
@@ -184,7 +184,7 @@ def test_a_killed_actor_is_replaced_and_nothing_is_missing(tmp_path, lm, corpus)
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_an_actor_that_always_dies_is_reported(tmp_path, lm, monkeypatch):
-    monkeypatch.setattr("ragcache.ingest.cluster.RETRIES", 1)
+    monkeypatch.setattr("ragcache_ray.cluster.RETRIES", 1)
     with Kit(tmp_path / "kb", lm) as kit:
         kit.retriever.embedder = DyingEmbedder()
         documents = [Document(f"d{n}", text_of(f"Town{n}")) for n in range(6)] + [Document("end", "poison")]
@@ -221,7 +221,7 @@ def test_what_actors_lack_is_named(tmp_path, lm, monkeypatch):
         monkeypatch.syspath_prepend(str(tmp_path))
         import only_here
 
-        monkeypatch.setattr("ragcache.ingest.cluster.Actor", only_here.Actor)
+        monkeypatch.setattr("ragcache_ray.cluster.Actor", only_here.Actor)
         with pytest.raises(ClusterError, match=r"No module named 'only_here'.*install ragcache-kv"):
             kit.ingestor.ingest([Document("a", "A.")], cluster=kit.cluster(1))
         assert kit.ids() == []
@@ -277,7 +277,7 @@ def test_without_ray_the_extra_is_named(tmp_path, lm, monkeypatch):
 
 def test_an_address_that_nobody_answers(tmp_path, lm, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr("ragcache.ingest.cluster.ANSWER_S", 4.0)
+    monkeypatch.setattr("ragcache_ray.cluster.ANSWER_S", 4.0)
     with socket.create_server(("127.0.0.1", 0)) as mute, Kit(tmp_path / "kb", lm) as kit:
         port = mute.getsockname()[1]
         with socket.create_server(("127.0.0.1", 0)) as other:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from langchain_ragcache import RagCacheVectorStore
 from langchain_registry import QUESTION, registry_documents
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from langchain_ragcache import RagCacheVectorStore
 from ragcache.retrieval.testing import BagOfWords
 
 

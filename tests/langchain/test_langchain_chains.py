@@ -14,6 +14,9 @@ from langchain_core.output_parsers import BaseOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_core.tools import create_retriever_tool
+from langchain_registry import QUESTION, REGISTRY, registry_documents
+
+import ragcache as rc
 from langchain_ragcache import (
     ChatRagCache,
     RagCacheRetriever,
@@ -21,9 +24,6 @@ from langchain_ragcache import (
     create_fused_documents_chain,
     create_fused_retrieval_chain,
 )
-from langchain_registry import QUESTION, REGISTRY, registry_documents
-
-import ragcache as rc
 from ragcache.errors import ConfigError, PromptError
 
 # Written as the store itself writes a question behind its passages.

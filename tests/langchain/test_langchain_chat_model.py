@@ -15,11 +15,11 @@ from langchain_core.messages.content import create_image_block, create_text_bloc
 from langchain_core.runnables import ConfigurableField
 from langchain_core.tools import tool
 from langchain_doubles import LoopWatch
-from langchain_ragcache import ChatRagCache, RagCacheRetriever, RagCacheVectorStore, document_block
 from langchain_registry import QUESTION, REGISTRY, is_json, registry_documents
 from pydantic import ValidationError
 
 import ragcache as rc
+from langchain_ragcache import ChatRagCache, RagCacheRetriever, RagCacheVectorStore, document_block
 from ragcache.errors import (
     CancelledError,
     ConfigError,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_doubles import WatchedEmbedder
-from langchain_ragcache import LangChainEmbedder, RagCacheEmbeddings
 from langchain_registry import QUESTION, REGISTRY
 
+from langchain_ragcache import LangChainEmbedder, RagCacheEmbeddings
 from ragcache.errors import ConfigError, EmbedderError
 from ragcache.retrieval.testing import BagOfWords
 

@@ -7,8 +7,9 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.vectorstores import InMemoryVectorStore
-from langchain_ragcache import HANDLE_KEY, RagCacheVectorStore, strip_handles
 from langchain_registry import QUESTION
+
+from langchain_ragcache import HANDLE_KEY, RagCacheVectorStore, strip_handles
 
 CLEANUPS = [None, "incremental", "full", "scoped_full"]
 

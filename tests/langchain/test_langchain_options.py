@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.messages.content import create_text_block
-from langchain_ragcache import ChatRagCache, RagCacheRetriever
 
 import ragcache as rc
+from langchain_ragcache import ChatRagCache, RagCacheRetriever
 from ragcache.errors import ConfigError
 from ragcache.retrieval.testing import BagOfWords
 

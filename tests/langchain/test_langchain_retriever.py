@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_doubles import WatchedEmbedder
-from langchain_ragcache import HANDLE_KEY, RagCacheRetriever, RagCacheVectorStore
 from langchain_registry import QUESTION, is_json, registry_documents
 from pydantic import ValidationError
 
+from langchain_ragcache import HANDLE_KEY, RagCacheRetriever, RagCacheVectorStore
 from ragcache.errors import ConfigError, FilterError
 
 

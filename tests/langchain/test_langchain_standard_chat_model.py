@@ -9,13 +9,13 @@ import pytest
 import torch
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.messages.content import create_text_block
-from langchain_ragcache import ChatRagCache
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 from scripted import script
 from templates import TOOL_TEMPLATES
 
 import ragcache as rc
+from langchain_ragcache import ChatRagCache
 
 STORED = "Jonas Lansen belongs to the Rowing Club Heron."
 UNKNOWN = "Ada Wersen works as a potter."

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_ragcache import RagCacheEmbeddings
 from langchain_tests.integration_tests import EmbeddingsIntegrationTests
 from langchain_tests.unit_tests import EmbeddingsUnitTests
 
 import ragcache as rc
+from langchain_ragcache import RagCacheEmbeddings
 
 
 class _OfAStore:

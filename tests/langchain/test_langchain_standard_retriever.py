@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_ragcache import RagCacheRetriever
 from langchain_tests.integration_tests import RetrieversIntegrationTests
 
 import ragcache as rc
+from langchain_ragcache import RagCacheRetriever
 
 
 class TestStandardRetriever(RetrieversIntegrationTests):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from langchain_ragcache import RagCacheVectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
+
+from langchain_ragcache import RagCacheVectorStore
 
 
 class TestStandardVectorStore(VectorStoreIntegrationTests):

@@ -6,10 +6,10 @@ from typing import TypedDict
 
 import pytest
 from langchain_core.exceptions import OutputParserException
-from langchain_ragcache import ChatRagCache
 from pydantic import BaseModel, Field
 
 import ragcache as rc
+from langchain_ragcache import ChatRagCache
 from ragcache.errors import ConfigError
 from ragcache.retrieval.testing import BagOfWords
 

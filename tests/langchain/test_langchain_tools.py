@@ -7,13 +7,13 @@ import json
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import create_retriever_tool, tool
-from langchain_ragcache import ChatRagCache, RagCacheRetriever, RagCacheVectorStore, document_block
 from pydantic import BaseModel
 from scripted import script
 from templates import TOOL_TEMPLATES
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from langchain_ragcache import ChatRagCache, RagCacheRetriever, RagCacheVectorStore, document_block
 from ragcache.retrieval.testing import BagOfWords
 
 STORED = "Jonas Lansen belongs to the Rowing Club Heron."

@@ -12,10 +12,10 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 from langchain_doubles import BlockedEmbedder, WatchedEmbedder
-from langchain_ragcache import HANDLE_KEY, LangChainEmbedder, RagCacheEmbeddings, RagCacheVectorStore
 from langchain_registry import QUESTION, REGISTRY, registry_documents
 
 import ragcache as rc
+from langchain_ragcache import HANDLE_KEY, LangChainEmbedder, RagCacheEmbeddings, RagCacheVectorStore
 from ragcache.errors import (
     ConfigError,
     ContextTooLongError,

@@ -8,11 +8,11 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers.base import BaseEventHandler
 from llama_index.core.instrumentation.events.base import BaseEvent
 from llama_index.core.schema import TextNode
-from llama_index.llms.ragcache import RagCacheLLM
-from llama_index.vector_stores.ragcache import RagCacheVectorStore
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from llama_index.llms.ragcache import RagCacheLLM
+from llama_index.vector_stores.ragcache import RagCacheVectorStore
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 from li_loop import ticking
 from li_texts import SHORT
-from llama_index.chat_engine.ragcache import RagCacheChatEngine
 from llama_index.core.async_utils import asyncio_run
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.chat_engine import ContextChatEngine
@@ -11,10 +10,11 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.prompts import PromptTemplate
-from llama_index.llms.ragcache import RagCachePrefillEvent
-from llama_index.retrievers.ragcache import RagCacheRetriever
 
 import ragcache as rc
+from llama_index.chat_engine.ragcache import RagCacheChatEngine
+from llama_index.llms.ragcache import RagCachePrefillEvent
+from llama_index.retrievers.ragcache import RagCacheRetriever
 from ragcache.errors import ConfigError
 
 SAMPLING = rc.Sampling(**SHORT)

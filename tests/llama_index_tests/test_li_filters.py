@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
-from llama_index.vector_stores.ragcache import RagCacheVectorStore
-from llama_index.vector_stores.ragcache.filters import all_of, to_filter
 
 import ragcache as rc
+from llama_index.vector_stores.ragcache import RagCacheVectorStore
+from llama_index.vector_stores.ragcache.filters import all_of, to_filter
 from ragcache.errors import FilterError
 from ragcache.retrieval.testing import BagOfWords
 

@@ -11,13 +11,13 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import Document, MetadataMode, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.simple import SimpleVectorStore
+
+import ragcache as rc
 from llama_index.embeddings.ragcache import RagCacheEmbedding
 from llama_index.ingestion.ragcache import RagCacheTransform
 from llama_index.llms.ragcache import RagCacheKVLoadEvent, RagCacheLLM
 from llama_index.response_synthesizers.ragcache import FusedSynthesizer
 from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
-
-import ragcache as rc
 from ragcache.errors import ConfigError, EmbedderMismatchError, MetadataError, StoreBusyError
 from ragcache.retrieval.testing import BagOfWords
 

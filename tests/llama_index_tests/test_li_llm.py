@@ -13,6 +13,8 @@ from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRol
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore, TextNode
+
+import ragcache as rc
 from llama_index.llms.ragcache import (
     FusedPrompt,
     PassageBlock,
@@ -22,8 +24,6 @@ from llama_index.llms.ragcache import (
     RagCachePrefillEvent,
 )
 from llama_index.vector_stores.ragcache import HANDLE_KEY
-
-import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, UnknownHandleError
 
 SAMPLING = rc.Sampling(**SHORT)
@@ -199,7 +199,9 @@ def test_options_of_a_call_win_over_fields(kb, llm):
 def test_metadata_says_what_the_model_is(kb, lm, llm):
     assert llm.metadata.context_window == lm.max_positions == 512
     assert (llm.metadata.model_name, llm.metadata.num_output) == (lm.name, 12)
-    assert (RagCacheLLM(kb).max_tokens, RagCacheLLM(kb).metadata.num_output) == (None, 256), "what the framework assumes"
+    assert (RagCacheLLM(kb).max_tokens, RagCacheLLM(kb).metadata.num_output) == (None, 256), (
+        "what the framework assumes"
+    )
     assert not llm.metadata.is_chat_model  # it has no chat template
     assert not llm.metadata.is_function_calling_model
     lm.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -6,10 +6,10 @@ import inspect
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage
-from llama_index.llms.ragcache import RagCacheLLM
-from llama_index.retrievers.ragcache import RagCacheRetriever
 
 import ragcache as rc
+from llama_index.llms.ragcache import RagCacheLLM
+from llama_index.retrievers.ragcache import RagCacheRetriever
 from ragcache.errors import ConfigError, TimedOutError
 
 # The sampling's fields stand for it, and LlamaIndex cancels a task or closes a stream.

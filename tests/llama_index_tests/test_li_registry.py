@@ -8,15 +8,15 @@ import runpy
 from pathlib import Path
 
 import pytest
-from llama_index.chat_engine.ragcache import RagCacheChatEngine
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.query_engine import RetrieverQueryEngine
+
+import ragcache as rc
+from llama_index.chat_engine.ragcache import RagCacheChatEngine
 from llama_index.llms.ragcache import RagCacheLLM, RagCachePrefillEvent
 from llama_index.response_synthesizers.ragcache import FusedSynthesizer
 from llama_index.retrievers.ragcache import RagCacheRetriever
-
-import ragcache as rc
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SAMPLING = rc.Sampling(max_tokens=48)

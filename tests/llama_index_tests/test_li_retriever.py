@@ -9,9 +9,9 @@ from li_loop import ticking
 from li_texts import QUESTION
 from llama_index.core.schema import MetadataMode, QueryBundle, TextNode
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
+
 from llama_index.retrievers.ragcache import RagCacheRetriever
 from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheRetrievalEvent, RagCacheVectorStore
-
 from ragcache.errors import ConfigError, EmbedderMismatchError, FilterError, PromptError
 from ragcache.retrieval.testing import BagOfWords
 

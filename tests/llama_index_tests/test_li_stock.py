@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from li_texts import QUESTION, SHORT, TEXTS
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
-from llama_index.llms.ragcache import RagCacheKVLoadEvent, RagCacheLLM
-from llama_index.retrievers.ragcache import RagCacheRetriever
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from llama_index.llms.ragcache import RagCacheKVLoadEvent, RagCacheLLM
+from llama_index.retrievers.ragcache import RagCacheRetriever
 from ragcache.retrieval.testing import BagOfWords
 
 

@@ -8,11 +8,11 @@ import pytest
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.types import PydanticProgramMode
-from llama_index.llms.ragcache import RagCacheLLM
 from pydantic import BaseModel, Field, field_validator
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from llama_index.llms.ragcache import RagCacheLLM
 from ragcache.errors import ConfigError
 from ragcache.retrieval.testing import BagOfWords
 

@@ -15,12 +15,12 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate, RichPromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
+
+import ragcache as rc
 from llama_index.llms.ragcache import RagCacheKVLoadEvent, RagCacheLLM, RagCachePrefillEvent
 from llama_index.response_synthesizers.ragcache import FusedSynthesizer
 from llama_index.retrievers.ragcache import RagCacheRetriever
 from llama_index.vector_stores.ragcache import HANDLE_KEY
-
-import ragcache as rc
 from ragcache.errors import ConfigError, UnknownHandleError
 
 SAMPLING = rc.Sampling(**SHORT)

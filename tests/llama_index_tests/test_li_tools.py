@@ -7,13 +7,13 @@ from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, ToolCallBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from llama_index.llms.ragcache import PassageBlock, RagCacheLLM
 from pydantic import BaseModel
 from scripted import script
 from templates import TOOL_TEMPLATES
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from llama_index.llms.ragcache import PassageBlock, RagCacheLLM
 from ragcache.errors import ConfigError
 from ragcache.retrieval.testing import BagOfWords
 

@@ -27,10 +27,10 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
     VectorStoreQueryMode,
 )
-from llama_index.embeddings.ragcache import RagCacheEmbedding
-from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
 
 import ragcache as rc
+from llama_index.embeddings.ragcache import RagCacheEmbedding
+from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
 from ragcache.errors import (
     ConfigError,
     DuplicateDocumentError,

@@ -19,8 +19,8 @@ from ragcache.models.adapter import Adapter
 from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.loading import load_card
 from ragcache.models.reuse import ReuseSpec
-from ragcache.planning.shape import shape_of
 from ragcache.retrieval.testing import BagOfWords
+from ragcache_plan.shape import shape_of
 
 PACKET = ReuseSpec("packet", first_packet_id=VOCAB, header_tokens=3, trailer_tokens=2)
 LINK = ReuseSpec(

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError, ModelMismatchError, ModelNotFoundError
 from ragcache.models.checkpoint import checkpoint_digest
-from ragcache.models.merging import servable
 from ragcache.retrieval.testing import BagOfWords
+from ragcache_vllm.merged_adapter import servable
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 PROMPT = rc.Prompt(IDS[:2], [IDS[2:6], IDS[6:9]], IDS[9:])

@@ -20,8 +20,8 @@ from ragcache.cli.app import build_app
 from ragcache.errors import AdapterError, ModelMismatchError
 from ragcache.models.adapter import Adapter
 from ragcache.models.checkpoint import checkpoint_digest, refuse_other_checkpoint
-from ragcache.models.merging import merge, servable
 from ragcache.models.reuse import ReuseSpec
+from ragcache_vllm.merged_adapter import merge, servable
 
 SPEC = ReuseSpec("packet", first_packet_id=VOCAB, header_tokens=3, trailer_tokens=2)
 SMALL = ReuseSpec("packet", first_packet_id=258, header_tokens=2, trailer_tokens=2)

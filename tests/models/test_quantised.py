@@ -11,9 +11,9 @@ import ragcache as rc
 from benchmarks.prose import train_tokenizer
 from ragcache.errors import AdapterError, ModelMismatchError, ModelNotFoundError, UnsupportedModelError
 from ragcache.models.checkpoint import checkpoint_digest
-from ragcache.models.merging import servable
-from ragcache.planning.shape import shape_of
 from ragcache.retrieval.testing import BagOfWords
+from ragcache_plan.shape import shape_of
+from ragcache_vllm.merged_adapter import servable
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 PROMPT = rc.Prompt(IDS[:2], [IDS[2:6], IDS[6:9]], IDS[9:])

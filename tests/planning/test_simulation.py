@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.errors import ConfigError, TraceError
-from ragcache.planning import accesses
-from ragcache.planning.accesses import Accesses, Workload, from_accesses, generated, recorded
-from ragcache.planning.optimum import next_uses, optimum
-from ragcache.planning.rates import MachineRates
-from ragcache.planning.replay import Budgets, replay
-from ragcache.planning.simulate import simulate
 from ragcache.store.eviction import ADMISSIONS, POLICIES, CountMinSketch
 from ragcache.store.kv_store import KVStore
 from ragcache.store.trace import Access
+from ragcache_plan import accesses
+from ragcache_plan.accesses import Accesses, Workload, from_accesses, generated, recorded
+from ragcache_plan.optimum import next_uses, optimum
+from ragcache_plan.rates import MachineRates
+from ragcache_plan.replay import Budgets, replay
+from ragcache_plan.simulate import simulate
 
 RATES = MachineRates(1000.0, 0.2, 1e4, 1e3)
 REQUESTS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=25)

@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from ragcache.evaluation.registry import PAGE_KINDS, draw_pages
-from ragcache.training.data import read_rows
+from ragcache_eval.registry import PAGE_KINDS, draw_pages
+from ragcache_train.data import read_rows
 from tools.mini import page_data
 from tools.mini.base import save_model, train
 from tools.mini.batches import BatchMaker

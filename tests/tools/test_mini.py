@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
-from ragcache.evaluation.registry import MAX_ANSWER_TOKENS
 from ragcache.models.card import eos_token_ids
 from ragcache.models.decoding import decode
 from ragcache.models.sampling import Sampling
 from ragcache.prompt import prompt_format
+from ragcache_eval.registry import MAX_ANSWER_TOKENS
 from tools.mini.evaluate import MINI, MINI_BASE, draw_cases, exact_matches, load
 from tools.mini.tokenizer import build_tokenizer
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
-from ragcache.evaluation.registry import is_held_out
-from ragcache.training.data import read_rows
-from ragcache.training.encoding import EncodingOptions, RowEncoder
-from ragcache.training.layout import lay_out
+from ragcache_eval.registry import is_held_out
+from ragcache_train.data import read_rows
+from ragcache_train.encoding import EncodingOptions, RowEncoder
+from ragcache_train.layout import lay_out
 from tools.mini.base import train
 from tools.mini.batches import IGNORED
 from tools.mini.evaluate import MINI, MINI_BASE

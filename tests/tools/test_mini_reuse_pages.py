@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
-from ragcache.evaluation.registry import draw_pages
+from ragcache_eval.registry import draw_pages
 from tools.mini.base import train
 from tools.mini.batches import IGNORED
 from tools.mini.long import LEANING_LAYER

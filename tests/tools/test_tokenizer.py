@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from ragcache.evaluation.registry import names
+from ragcache_eval.registry import names
 from tools.mini.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, build_tokenizer, save_tokenizer, token_id
 
 TOKENIZER = build_tokenizer()

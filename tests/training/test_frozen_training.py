@@ -21,15 +21,15 @@ from ragcache.models.adapter import Adapter
 from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import encode_text, prompt_format
-from ragcache.training.attention import NAME, register
-from ragcache.training.collate import Pair, collate, collate_pairs
-from ragcache.training.encoding import passage_text
-from ragcache.training.frozen import FrozenModel, divergence_loss, number_rows
-from ragcache.training.layout import Ask, EncodedRow, lay_out
-from ragcache.training.loss import answer_logits
-from ragcache.training.options import TrainOptions
-from ragcache.training.special_tokens import choose_spec
-from ragcache.training.trainer import train
+from ragcache_train.attention import NAME, register
+from ragcache_train.collate import Pair, collate, collate_pairs
+from ragcache_train.encoding import passage_text
+from ragcache_train.frozen import FrozenModel, divergence_loss, number_rows
+from ragcache_train.layout import Ask, EncodedRow, lay_out
+from ragcache_train.loss import answer_logits
+from ragcache_train.options import TrainOptions
+from ragcache_train.special_tokens import choose_spec
+from ragcache_train.trainer import train
 
 LINK = ReuseSpec("link", "isolated", 2, 4, 199, 207, 208, first_packet_id=209, header_tokens=2)
 PACKET = ReuseSpec("packet", first_packet_id=199, header_tokens=3, trailer_tokens=2)

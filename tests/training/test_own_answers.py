@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.prompt import encode_text, prompt_format
-from ragcache.training.data import Asked, BadLine, DataRow, parse_line, read_rows
-from ragcache.training.encoding import EncodingOptions, passage_text
-from ragcache.training.options import TrainOptions
-from ragcache.training.own_answers import ANSWER_TOKENS, FILE, QUESTIONS, OwnAnswers
-from ragcache.training.store_rows import store_rows
-from ragcache.training.trainer import train
+from ragcache_train.data import Asked, BadLine, DataRow, parse_line, read_rows
+from ragcache_train.encoding import EncodingOptions, passage_text
+from ragcache_train.options import TrainOptions
+from ragcache_train.own_answers import ANSWER_TOKENS, FILE, QUESTIONS, OwnAnswers
+from ragcache_train.store_rows import store_rows
+from ragcache_train.trainer import train
 
 PASSAGES = ("Ann lives in Oslo.", "Bob has a red boat.")
 ASKED = DataRow("qa", "rows:1", None, PASSAGES, (Asked("Where is Ann?", ""), Asked("What has Bob?", "boat")))
@@ -88,7 +88,7 @@ def test_other_processes_wait_for_the_first(lm, tmp_path, monkeypatch):
     first = own(lm, tmp_path / "first").fill([ASKED])
     monkeypatch.setenv("RANK", "1")
     written = (tmp_path / "first").read_text()
-    monkeypatch.setattr("ragcache.training.own_answers.time.sleep", lambda seconds: path.write_text(written))
+    monkeypatch.setattr("ragcache_train.own_answers.time.sleep", lambda seconds: path.write_text(written))
     assert own(lm, path).fill([ASKED]) == first
 
 

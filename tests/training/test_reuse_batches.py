@@ -8,9 +8,9 @@ import pytest
 
 from ragcache.errors import ConfigError
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.batches import BatchOptions, BatchPlan, Draw
-from ragcache.training.collate import DrawnRows, collate
-from ragcache.training.layout import Ask, EncodedRow, lay_out
+from ragcache_train.batches import BatchOptions, BatchPlan, Draw
+from ragcache_train.collate import DrawnRows, collate
+from ragcache_train.layout import Ask, EncodedRow, lay_out
 
 LINK = ReuseSpec("link", "isolated", 2, 16, 500, 600, 601)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.training.data import Asked, BadLine, ChatMessage, DataRow, parse_line, read_rows
+from ragcache_train.data import Asked, BadLine, ChatMessage, DataRow, parse_line, read_rows
 
 QA = {"type": "qa", "passages": ["One.", {"title": "Two", "text": "Second."}], "question": "Which?", "answer": "One"}
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

@@ -11,9 +11,9 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.collate import collate
-from ragcache.training.layout import Ask, EncodedRow, lay_out
-from ragcache.training.mask import PADDING, Visibility
+from ragcache_train.collate import collate
+from ragcache_train.layout import Ask, EncodedRow, lay_out
+from ragcache_train.mask import PADDING, Visibility
 
 LINK = ReuseSpec("link", "isolated", 2, 8, 50, 90, 91)
 ANCHORED = ReuseSpec("link", "isolated", 2, 8, 50, 90, 91, first_anchor_id=92, anchor_tokens=2, anchor_segment=3)

@@ -13,7 +13,7 @@ from transformers import AddedToken, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from ragcache.errors import ConfigError
 from ragcache.models.reuse import ReuseSpec
-from ragcache.training.special_tokens import choose_spec, prepare_model
+from ragcache_train.special_tokens import choose_spec, prepare_model
 
 
 def tokenizer_with(tokens: list[str]):

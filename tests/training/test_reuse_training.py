@@ -16,13 +16,13 @@ from ragcache.errors import ConfigError, ModelNotFoundError
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import encode_text, prompt_format
 from ragcache.retrieval.testing import BagOfWords
-from ragcache.training.attention import NAME
-from ragcache.training.collate import collate
-from ragcache.training.encoding import passage_text
-from ragcache.training.layout import Ask, EncodedRow, lay_out
-from ragcache.training.loss import answer_logits
-from ragcache.training.options import TrainOptions
-from ragcache.training.trainer import train
+from ragcache_train.attention import NAME
+from ragcache_train.collate import collate
+from ragcache_train.encoding import passage_text
+from ragcache_train.layout import Ask, EncodedRow, lay_out
+from ragcache_train.loss import answer_logits
+from ragcache_train.options import TrainOptions
+from ragcache_train.trainer import train
 
 PASSAGES = ["Ann lives in Oslo.", "Bob has a red boat.", "The club meets on Monday."]
 LINES = [

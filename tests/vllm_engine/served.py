@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from ragcache_vllm.command import EngineSettings, vllm_command
 from vllm_world import QUIET
 
 import ragcache as rc
-from ragcache.models.merging import servable
+from ragcache_vllm.command import EngineSettings, vllm_command
+from ragcache_vllm.merged_adapter import servable
 
 START_S = 900.0
 # Two processors are enough for nobody: vLLM's threads are not bound to any.

@@ -8,11 +8,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ragcache_vllm.plan import make_plan
 
 from ragcache.errors import LayoutError
+from ragcache.fusion.layout import Span
 from ragcache.kv.identity import Recipe, block_key
-from ragcache.kv.request_layout import RequestLayout, Span
+from ragcache_vllm.plan import make_plan
+from ragcache_vllm.request_layout import RequestLayout
 
 
 @st.composite

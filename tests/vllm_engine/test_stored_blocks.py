@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 import torch
-from ragcache_vllm.blocks import StoredBlocks
 
 import ragcache as rc
 from ragcache.errors import ConfigError, DamagedBlockError, MissingBlockError, SchemaVersionError, StoreNotFoundError
 from ragcache.store.layout import StoreLayout
+from ragcache_vllm.blocks import StoredBlocks
 
 pytest.importorskip("obstore", reason="needs ragcache-kv[remote]")
 ABSENT = "0" * 64

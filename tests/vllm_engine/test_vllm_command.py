@@ -7,13 +7,13 @@ import shlex
 from itertools import pairwise
 
 import pytest
-from ragcache_vllm.command import EngineSettings, vllm_command
 from typer.testing import CliRunner
 
 import ragcache as rc
 from ragcache.cli.app import build_app
 from ragcache.errors import StoreNotFoundError
-from ragcache.kv.request_layout import served_name
+from ragcache_vllm.command import EngineSettings, vllm_command
+from ragcache_vllm.request_layout import served_name
 
 
 def options_of(command: list[str]) -> dict[str, str]:

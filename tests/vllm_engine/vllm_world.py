@@ -65,7 +65,8 @@ class World:
         self, order: Sequence[int] = (0, 1, 2, 3), *, links: bool = False, first: int = 0, suffix: Sequence[int] = ()
     ) -> Case:
         """Passages in this order, with link tokens behind each, or the first tokens of all but the first run again."""
-        from ragcache.kv.request_layout import RequestLayout, Span
+        from ragcache.fusion.layout import Span
+        from ragcache_vllm.request_layout import RequestLayout
 
         ids, blocks, runs = list(self.prefix), [Span(0, len(self.prefix))], []
         for rank, chunk in enumerate(order):

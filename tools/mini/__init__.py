@@ -1,4 +1,4 @@
-"""Makes the bundled models and the example corpus, over the registry (`ragcache.evaluation.registry`).
+"""Makes the bundled models and the example corpus, over the registry (`ragcache_eval.registry`).
 
 `python -m tools.mini.base` trains mini-base and `python -m tools.mini.reuse` goes on from it to mini;
 `python -m tools.mini.long` grows mini-long from mini-base and `python -m tools.mini.reuse_pages` goes on from that.

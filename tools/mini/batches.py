@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from ragcache.evaluation.registry import (
+from ragcache_eval.registry import (
     Article,
     DataSplit,
     Question,
@@ -21,9 +21,9 @@ from ragcache.evaluation.registry import (
     wording,
     write_document,
 )
-from ragcache.evaluation.registry.contexts import WORLD_A_PASSAGE
-from ragcache.evaluation.registry.documents import capitalised, with_article
-from ragcache.evaluation.registry.world import RELATIONS
+from ragcache_eval.registry.contexts import WORLD_A_PASSAGE
+from ragcache_eval.registry.documents import capitalised, with_article
+from ragcache_eval.registry.world import RELATIONS
 from tools.mini.packed import PackedBatch
 from tools.mini.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, SYSTEM_LINE, token_id
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ragcache.evaluation.registry import Article, DataSplit, Entity, World, answerable_questions, write_document
-from ragcache.evaluation.registry.documents import joined
+from ragcache_eval.registry import Article, DataSplit, Entity, World, answerable_questions, write_document
+from ragcache_eval.registry.documents import joined
 
 SEED = 7
 NUM_RIVERS, TOWNS_A_RIVER, PEOPLE_A_TOWN, PEOPLE_A_CLUB = 20, (2, 3), (2, 2), 2

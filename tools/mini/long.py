@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ragcache.evaluation.registry import PAGE_KINDS, Pages, draw_pages
+from ragcache_eval.registry import PAGE_KINDS, Pages, draw_pages
 from tools.mini.base import Options, Trainer, train
 from tools.mini.batches import BatchMaker, Encoded
 from tools.mini.curriculum import STAGES

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragcache.evaluation.registry import ARTICLES, PAGE_KINDS, PageQuestion, draw_pages
+from ragcache_eval.registry import ARTICLES, PAGE_KINDS, PageQuestion, draw_pages
 
 KIND_SHARES = dict(zip(PAGE_KINDS, (0.25, 0.15, 0.35, 0.1, 0.15), strict=True))
 

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from ragcache.evaluation.registry import (
+from ragcache_eval.registry import (
     Article,
     DataSplit,
     Question,
@@ -28,7 +28,7 @@ from ragcache.evaluation.registry import (
     passage_text,
     write_document,
 )
-from ragcache.evaluation.registry.contexts import WORLD_A_PASSAGE
+from ragcache_eval.registry.contexts import WORLD_A_PASSAGE
 from tools.mini.batches import ALIKE_SHARE, alike
 
 PASSAGES = (2, 16)

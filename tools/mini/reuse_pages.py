@@ -17,8 +17,8 @@ import torch
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
-from ragcache.evaluation.registry import PageQuestion, Pages, draw_pages
-from ragcache.training.layout import Ask, EncodedRow
+from ragcache_eval.registry import PageQuestion, Pages, draw_pages
+from ragcache_train.layout import Ask, EncodedRow
 from tools.mini.base import train
 from tools.mini.batches import suffix_text
 from tools.mini.evaluate import PACKAGE

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from ragcache.evaluation.registry import names, wording
+from ragcache_eval.registry import names, wording
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SPECIAL_TOKENS = (BOS, EOS, PAD, *(f"<|reserved_{index}|>" for index in range(64)))

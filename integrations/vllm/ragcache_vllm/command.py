@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ragcache.errors import StoreNotFoundError
-from ragcache.kv.request_layout import served_name
+from ragcache_vllm.request_layout import served_name
 
 WORKERS = {"cpu": "ragcache_vllm.worker.RagCacheCPUWorker", "cuda": "ragcache_vllm.worker.RagCacheGPUWorker"}
 GRAMMARS = {"backend": "guidance", "disable_any_whitespace": True}

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ragcache.errors import ConfigError, LayoutError
+from ragcache.fusion.layout import Span
 from ragcache.kv.identity import Recipe, block_key
-from ragcache.kv.request_layout import RequestLayout, Span
+from ragcache_vllm.request_layout import RequestLayout
 
 
 class Stretch(NamedTuple):

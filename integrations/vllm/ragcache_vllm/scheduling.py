@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from ragcache.errors import LayoutError, MissingBlockError
-from ragcache.kv.request_layout import PARAMS, RequestLayout, Span
+from ragcache.fusion.layout import Span
 from ragcache_vllm.plan import Plan, Stretch, make_plan
+from ragcache_vllm.request_layout import PARAMS, RequestLayout
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager

@@ -20,7 +20,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from ragcache.errors import ConfigError
-from ragcache.kv.request_layout import Span
+from ragcache.fusion.layout import Span
 from ragcache_vllm.scheduling import Load, Loads
 
 if TYPE_CHECKING:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
+from ragcache import plugins
 from ragcache.engine.answer import Event
 from ragcache.engine.asking.prompts import Prompts
 from ragcache.engine.asking.reading import Clock, Kept, Reading
+from ragcache.fusion.base import FusionMethod
 from ragcache.kv.prefix_tree import PrefixStats
+from ragcache.models.card import ModelCard
 from ragcache.models.scheduler import PassStats
+from ragcache.plugins import Registry
 from ragcache.prompt import PromptEnds
 from ragcache.retrieval.retriever import Hit
+from ragcache.store.kv_store import KVStore
 
 
 class Engine(Protocol):
     """Answers prompts over hits that are already retrieved. Thread-safe.
 
-    `Reader` runs the model in this process, `RemoteReader` has vLLM run it.
+    `Reader` runs the model in this process; those of `ENGINES` have another engine run it.
     """
 
     @property
@@ -44,3 +49,26 @@ class Engine(Protocol):
 
     def pass_stats(self) -> PassStats:
         """Counts of the model's passes in this process."""
+
+
+class Connection(Protocol):
+    """Another engine, reached at an address. Nothing is sent before it is asked."""
+
+    url: str
+
+    def longest_prompt(self) -> int | None:
+        """Tokens of prompt and answer that it takes; None where it does not say. Raises EngineError,
+        ModelMismatchError."""
+
+    def reads(self, card: ModelCard, method: FusionMethod) -> bool:
+        """Whether it can read stored blocks by this method."""
+
+    def engine(self, card: ModelCard, prompts: Prompts, kv: KVStore) -> Engine:
+        """What answers by it, over a store's blocks."""
+
+    def close(self) -> None: ...
+
+
+ENGINES: Registry[Callable[[str, str, str | None], Connection]] = Registry(plugins.ENGINES)
+"""Other engines by the scheme of their addresses; each takes an address, the model's fingerprint and a key, and raises
+ConfigError for an address that is none of its own."""

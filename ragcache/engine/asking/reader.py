@@ -18,7 +18,7 @@ from ragcache.engine.asking.supply import Ready, Supply
 from ragcache.engine.asking.verdict import FULL
 from ragcache.engine.asking.writing import AnswerSoFar, write
 from ragcache.fusion import get_method
-from ragcache.fusion.anchors import Scope
+from ragcache.fusion.base import Scope
 from ragcache.fusion.fuse import Fused, fuse
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_tree import PrefixStats

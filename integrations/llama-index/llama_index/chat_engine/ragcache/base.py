@@ -14,9 +14,9 @@ from llama_index.core.memory import BaseMemory, Memory
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate
 from llama_index.core.settings import Settings
+
 from llama_index.llms.ragcache import RagCacheLLM
 from llama_index.response_synthesizers.ragcache import FusedSynthesizer
-
 from ragcache.errors import ConfigError
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseNode, TransformComponent
-from llama_index.vector_stores.ragcache.adding import raise_failure
-from llama_index.vector_stores.ragcache.nodes import to_document, with_handle
 
 import ragcache as rc
+from llama_index.vector_stores.ragcache.adding import raise_failure
+from llama_index.vector_stores.ragcache.nodes import to_document, with_handle
 from ragcache.errors import ConfigError
 
 

@@ -24,12 +24,12 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import ToolSelection
+
+import ragcache as rc
 from llama_index.llms.ragcache.events import Watch
 from llama_index.llms.ragcache.messages import to_messages
 from llama_index.llms.ragcache.segments import FusedPrompt, as_passages
 from llama_index.llms.ragcache.structured import HeldToSchema
-
-import ragcache as rc
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ToolCallBlock
-from llama_index.llms.ragcache.segments import PassageBlock
 
 import ragcache as rc
+from llama_index.llms.ragcache.segments import PassageBlock
 from ragcache.errors import PromptError
 
 _ROLES = {

@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from llama_index.core.base.llms.types import TextBlock
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
-from llama_index.vector_stores.ragcache.nodes import handle_of
 
 import ragcache as rc
+from llama_index.vector_stores.ragcache.nodes import handle_of
 from ragcache.errors import PromptError
 
 Segment = rc.Passage | rc.Hit | NodeWithScore | BaseNode | Mapping[str, Any] | str

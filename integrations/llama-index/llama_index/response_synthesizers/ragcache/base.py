@@ -14,11 +14,11 @@ from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryType
 from llama_index.core.settings import Settings
 from llama_index.core.types import RESPONSE_TEXT_TYPE
+
+import ragcache as rc
 from llama_index.llms.ragcache import FusedPrompt, RagCacheLLM
 from llama_index.llms.ragcache.segments import as_passage
 from llama_index.response_synthesizers.ragcache.template import as_raw_prompt, check_template, fused_messages
-
-import ragcache as rc
 from ragcache.errors import ConfigError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, ContentBlock, TextBlock
 from llama_index.core.prompts import BasePromptTemplate
-from llama_index.llms.ragcache import FusedPrompt, PassageBlock, RagCacheLLM
 
 import ragcache as rc
+from llama_index.llms.ragcache import FusedPrompt, PassageBlock, RagCacheLLM
 from ragcache.errors import ConfigError
 
 Passages = Sequence[rc.Passage | rc.Hit]

@@ -12,12 +12,12 @@ from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks.base import CallbackManager
 from llama_index.core.schema import IndexNode, NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
+
+import ragcache as rc
 from llama_index.vector_stores.ragcache.adding import check_dimension
 from llama_index.vector_stores.ragcache.events import tell_of_search
 from llama_index.vector_stores.ragcache.filters import Filter, to_filter
 from llama_index.vector_stores.ragcache.nodes import to_scored_node
-
-import ragcache as rc
 
 DEFAULT_K = 5
 

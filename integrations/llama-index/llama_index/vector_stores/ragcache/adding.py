@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from llama_index.core.schema import BaseNode
-from llama_index.vector_stores.ragcache.nodes import embedded_text, to_document
 
 import ragcache as rc
+from llama_index.vector_stores.ragcache.nodes import embedded_text, to_document
 from ragcache.errors import EmbedderMismatchError
 
 # Share of a vector's length: far above what batching and bfloat16 change, far below what another model gives.

@@ -18,12 +18,12 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryMode,
     VectorStoreQueryResult,
 )
+
+import ragcache as rc
 from llama_index.vector_stores.ragcache.adding import check_dimension, raise_failure, to_documents
 from llama_index.vector_stores.ragcache.events import tell_of_search
 from llama_index.vector_stores.ragcache.filters import Filter, all_of, to_filter
 from llama_index.vector_stores.ragcache.nodes import ID_FIELD, REF_FIELD, to_node, to_scored_node
-
-import ragcache as rc
 from ragcache.errors import ConfigError
 
 DEFAULT_MMR = 0.5

@@ -1,0 +1,156 @@
+"""The gate for users of blending: which methods answer as full prefill does, on this model and these passages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from ragcache.engine.asking.verdict import FULL, MethodVerdict, Verdict
+from ragcache.errors import ConfigError, RagCacheError
+from ragcache.fusion.fuse import block_recipe
+from ragcache_eval.case import Case
+from ragcache_eval.journal import Ledger, Score
+from ragcache_eval.methods import MethodSpec
+from ragcache_eval.report import Row, summarise
+from ragcache_eval.runner import NO_PASSAGES, Runner
+
+MEASURED = ("top1_answer", "top1_first", "kl_answer", "kl_first", "same_answer", "accuracy")
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Limits inside which a method is safe; all are means over the questions.
+
+    min_agreement: share of the tokens of full prefill's answer that the method would choose as well
+    max_kl:   KL(full prefill || method) along that answer, nats a token
+    min_same_answer: share of questions with exactly the same answer
+    max_accuracy_drop: of full prefill's accuracy, where gold answers are known: 0.03 lets a method keep 97 % of it
+    """
+
+    min_agreement: float = 0.95
+    max_kl: float = 0.1
+    min_same_answer: float = 0.85
+    max_accuracy_drop: float = 0.03
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value < 0 or (one.name != "max_kl" and value > 1):
+                raise ConfigError(f"{one.name.replace('_', '-')} is {value}; choose a share between 0 and 1")
+
+    def broken_by(self, row: Row, full: Row) -> str:
+        """The thresholds that a method breaks, in words; empty when it keeps them all."""
+        found = {name: estimate.mean for name, estimate in row.quality.items()}
+        least = {"top1_answer": self.min_agreement, "same_answer": self.min_same_answer}
+        wrong = [f"{_WORDS[n]} {found[n]:.3f} is below {limit:g}" for n, limit in least.items() if found[n] < limit]
+        most = {"kl_answer": (found["kl_answer"], self.max_kl)}
+        if "accuracy" in found:
+            whole = full.quality["accuracy"].mean
+            most["accuracy"] = (1 - found["accuracy"] / whole if whole else 0.0, self.max_accuracy_drop)
+        wrong += [f"{_WORDS[n]} {value:.3f} is above {limit:g}" for n, (value, limit) in most.items() if value > limit]
+        return "; ".join(wrong)
+
+
+_WORDS = {
+    "top1_answer": "top-1 agreement",
+    "same_answer": "share of equal answers",
+    "kl_answer": "KL from full prefill",
+    "accuracy": "loss of accuracy",
+}
+
+
+class Checked(NamedTuple):
+    """The verdict, and the table behind it (full prefill and the no-passages baseline among its rows)."""
+
+    verdict: Verdict
+    rows: list[Row]
+
+
+class Check:
+    """One model, some methods, some questions. `scores()` does the work, `finish()` judges."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        source: str,
+        cases: Sequence[Case],
+        specs: Sequence[MethodSpec],
+        thresholds: Thresholds,
+        neighbours: int = 0,
+    ) -> None:
+        """neighbours: passages that each one is read behind: as many as the store has it."""
+        self.runner = Runner(runner.lm, runner.form, replace(runner.settings, reference="full"))
+        evicting = next((spec for spec in specs if spec.evict is not None), None)
+        if evicting is not None:
+            raise ConfigError(f"{evicting.label}: a verdict is about methods, not about eviction; leave evict out")
+        sparse = next((spec for spec in specs if spec.kept < 1), None)
+        if sparse is not None:
+            raise ConfigError(f"{sparse.label}: a verdict is about methods over whole KV; leave kept out")
+        behind = next((spec for spec in specs if spec.neighbours), None)
+        if behind is not None:
+            raise ConfigError(f"{behind.label}: a verdict is about blocks as the store has them; leave neighbours out")
+        self.source = source
+        self.cases = list(cases)
+        self.thresholds = thresholds
+        self.neighbours = neighbours
+        self._probe = next(filter(self._fits, self.cases), None)
+        self.specs = [replace(spec, neighbours=neighbours if spec.method().reuses_blocks else 0) for spec in specs]
+        self.refused = {spec.key: reason for spec in self.specs if (reason := self._refusal(spec))}
+        self._scores: list[Score] = []
+
+    @property
+    def running(self) -> list[MethodSpec]:
+        return [spec for spec in self.specs if spec.key not in self.refused]
+
+    def scores(self) -> Iterator[Score]:
+        for score in self.runner.run(self.cases, self.running, Ledger()):
+            self._scores.append(score)
+            yield score
+
+    def finish(self) -> Checked:
+        """Raises ConfigError when no question could be measured."""
+        labels = {NO_PASSAGES: NO_PASSAGES, **{spec.key: spec.label for spec in self.running}}
+        rows = [row for row in summarise(self._scores, labels) if not row.cell]
+        by_key = dict(zip(labels, rows, strict=True))
+        full = next(by_key[spec.key] for spec in self.running if spec.name == FULL)
+        if not full.questions:
+            raise ConfigError(f"no question could be measured: {full.skipped_because}")
+        judged = [self._judge(spec, by_key.get(spec.key), full) for spec in self.specs if spec.name != FULL]
+        lm = self.runner.lm
+        limits = asdict(self.thresholds)
+        return Checked(
+            Verdict(lm.fingerprint, lm.name, self.source, full.questions, limits, tuple(judged), self.neighbours), rows
+        )
+
+    def _fits(self, case: Case) -> bool:
+        return self.runner.fits(case.prompt(self.runner.lm.tokenizer, self.runner.form))
+
+    def _refusal(self, spec: MethodSpec) -> str:
+        """Why this model cannot do a method at all; empty when it can."""
+        if spec.name == FULL or self._probe is None:
+            return ""
+        try:
+            reader = self.runner.reader(self._probe)
+            fused, _ = reader.read(spec.method(), spec.recipe, neighbours=spec.neighbours)
+        except RagCacheError as error:
+            return str(error)
+        fused.cache.release()
+        return ""
+
+    def _judge(self, spec: MethodSpec, row: Row | None, full: Row) -> MethodVerdict:
+        options = dict(spec.options)
+        if row is None or not row.questions:
+            reason = self.refused.get(spec.key) or f"no question was measured: {row.skipped_because if row else ''}"
+            return MethodVerdict(spec.name, options, spec.recipe or "", safe=False, reason=f"cannot run: {reason}")
+        broken = self.thresholds.broken_by(row, full)
+        figures: dict[str, Any] = {name: row.quality[name].mean for name in MEASURED if name in row.quality}
+        return MethodVerdict(
+            name=spec.name,
+            options=options,
+            recipe=block_recipe(self.runner.lm, spec.method(), spec.recipe).name,
+            safe=not broken,
+            reason=broken,
+            computed_share=row.costs["computed_share"],
+            figures={**figures, "kept_share": row.costs["kept_share"], "ttft_s": row.costs["ttft_s"]},
+        )

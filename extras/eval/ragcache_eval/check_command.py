@@ -1,0 +1,184 @@
+"""check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ragcache.cli.command import FAILED, command
+from ragcache.cli.options import Json, option
+from ragcache.cli.output import print_json, print_table, say
+from ragcache.errors import ConfigError
+from ragcache_eval.measured_model import EvaluatedModel, progress
+
+if TYPE_CHECKING:
+    from ragcache.engine.asking.verdict import Verdict
+    from ragcache_eval.case import Case
+    from ragcache_eval.methods import MethodSpec
+    from ragcache_eval.runner import Runner
+
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """The questions, and the passages below them."""
+
+    store: Annotated[
+        Path | None, option("--store", "Check on this store's passages, and keep the verdict there for method auto.")
+    ] = None
+    database: Annotated[str | None, option("--database", "SQLAlchemy URL of the store's documents.")] = None
+    data: Annotated[
+        str | None, option("--data", "Questions as JSON lines (passages come from the store), or a set as for eval.")
+    ] = None
+    data_dir: Annotated[Path | None, option("--data-dir", "Directory of public question sets.")] = None
+    questions: Annotated[int, option("--questions", "Ask so many.", min=1)] = 50
+    k: Annotated[int, option("--k", "Passages under a question.", min=2)] = 5
+    embedder: Annotated[str | None, option("--embedder", "For --data over a store; the store's own.")] = None
+
+    def stored_model(self) -> tuple[str, str | None]:
+        """Name and dtype of the model that the store was made with; the bundled one where there is no store."""
+        if self.store is None:
+            return "mini", None
+        from ragcache_eval.store_cases import opened
+
+        with opened(self.store, self.database) as found:
+            bound = found.documents.properties()
+        dtype = bound.get("model_dtype")
+        return str(bound.get("model_name", "mini")), None if dtype is None else str(dtype)
+
+    def neighbours(self) -> int:
+        """How many passages the store's are read behind."""
+        if self.store is None:
+            return 0
+        from ragcache_eval.store_cases import neighbours_of, opened
+
+        with opened(self.store, self.database) as found:
+            return neighbours_of(found).number
+
+    def cases(self, runner: Runner, device: str) -> tuple[str, list[Case]]:
+        """The questions, after a description of them in words."""
+        from ragcache_eval.sources import load_cases
+        from ragcache_eval.store_cases import asked_of, made_from, opened
+
+        if self.store is None:
+            source = self.data or f"registry:passages={self.k}"
+            return source, load_cases(source, runner.count_tokens, directory=self.data_dir, limit=self.questions)
+        with opened(self.store, self.database) as found:
+            if self.data is None:
+                cases = made_from(found, questions=self.questions, passages=self.k)
+                return "sentences of the store to be completed", cases
+            file = Path(self.data)
+            if not file.is_file():
+                raise ConfigError(f"{file}: no such file; with --store, --data is a file of questions")
+            cases = asked_of(found, file, passages=self.k, device=device, embedder=self.embedder, limit=self.questions)
+            return f"{file.name} over the store", cases
+
+
+@dataclass(frozen=True)
+class ThresholdOptions:
+    """Limits inside which a method is safe: the fields of Thresholds."""
+
+    min_agreement: Annotated[
+        float, option("--min-agreement", "Least share of full prefill's answer tokens that the method chooses too.")
+    ] = 0.95
+    max_kl: Annotated[float, option("--max-kl", "Largest mean divergence from full prefill, nats a token.")] = 0.1
+    min_same_answer: Annotated[
+        float, option("--min-same-answer", "Least share of questions with full prefill's very answer.")
+    ] = 0.85
+    max_accuracy_drop: Annotated[
+        float,
+        option("--max-accuracy-drop", "Largest share of full prefill's accuracy lost, where gold answers are known."),
+    ] = 0.03
+
+
+@command
+def check(
+    models: EvaluatedModel,
+    asked: QuestionOptions,
+    thresholds: ThresholdOptions,
+    methods: Annotated[list[str] | None, option("--methods", "As for eval; every method if left out.")] = None,
+    profile_layers: Annotated[
+        int,
+        option(
+            "--profile-layers",
+            "Find so many layers for prophet to choose by, on half of the questions; judge on the others.",
+            min=0,
+        ),
+    ] = 0,
+    max_tokens: Annotated[int, option("--max-tokens", "Longest answer, in tokens.", min=1)] = 32,
+    as_json: Json = False,
+) -> None:
+    """Say which fusion methods are safe for a model: they answer as full prefill does.
+
+    Without questions, half sentences of the store's passages are to be completed; without a store, questions about
+    generated text are asked, and so nothing is said about your documents. The exit status is 1 when no method is safe.
+    """
+    from ragcache.engine.asking.verdict import save_verdict
+    from ragcache_eval.check import Check, Thresholds
+    from ragcache_eval.methods import all_methods, parse_methods
+    from ragcache_eval.runner import Runner, RunSettings
+
+    limits = Thresholds(**vars(thresholds))
+    specs = parse_methods(methods) if methods else all_methods()
+    lm = models.load(*asked.stored_model())
+    runner = Runner(lm, models.prompt_format(lm), RunSettings(max_tokens, on_overflow="skip"))
+    source, cases = asked.cases(runner, models.device)
+    near = asked.neighbours()
+    if profile_layers:
+        if len(cases) < 2:
+            raise ConfigError(f"--profile-layers needs 2 questions, one to judge on, and there are {len(cases)}")
+        half = (len(cases) + 1) // 2
+        specs = _profiled(runner, cases[:half], specs, profile_layers, near)
+        cases = cases[half:]
+    checking = Check(runner, source, cases, specs, limits, near)
+    for _ in progress(checking.scores(), len(cases) * (len(checking.running) + 1), "Checking"):
+        pass
+    verdict = checking.finish().verdict
+    written = None if asked.store is None else save_verdict(asked.store, verdict)
+    if as_json:
+        print_json(verdict.to_json())
+    else:
+        _print_verdict(verdict, written)
+    if verdict.best() is None:
+        raise typer.Exit(FAILED)
+
+
+def _profiled(
+    runner: Runner, cases: Sequence[Case], specs: Sequence[MethodSpec], count: int, neighbours: int
+) -> list[MethodSpec]:
+    """The methods, `prophet` with the layers that were found. Raises ConfigError where it is not among them."""
+    from ragcache_eval.profile import Profile, can_profile
+
+    found = []
+    for spec in specs:
+        if can_profile(spec):
+            profile = Profile(runner, cases, replace(spec, neighbours=neighbours), count)
+            for _ in progress(profile.scores(), profile.num_scores, "Profiling layers"):
+                pass
+            spec = replace(profile.spec, neighbours=0)
+        found.append(spec)
+    if found == list(specs):
+        raise ConfigError("--profile-layers finds layers for prophet, which is not among the methods, or names its own")
+    return found
+
+
+def _print_verdict(verdict: Verdict, written: Path | None) -> None:
+    say(f"{verdict.model}: {verdict.questions} questions ({verdict.source}), compared with full prefill")
+    names = ("top1_answer", "kl_answer", "same_answer", "accuracy")
+    rows = []
+    for found in verdict.methods:
+        figures = [f"{found.figures[name]:.3f}" if name in found.figures else "-" for name in names]
+        share = "-" if found.computed_share is None else f"{found.computed_share:.3f}"
+        given = ":".join(f"{name}={value}" for name, value in found.options.items())
+        label = f"{found.name}:{given}" if given else found.name
+        rows.append((label, "safe" if found.safe else "NOT SAFE", *figures, share, found.reason))
+    print_table(
+        ["method", "verdict", *(f">{name.replace('_', ' ')}" for name in names), ">computed share", "why"], rows
+    )
+    best = verdict.best()
+    say(f"auto takes: {best.name if best else 'full prefill, since no method is safe'}")
+    if written is not None:
+        say(f"kept in {written}")

@@ -1,0 +1,112 @@
+"""What the commands that measure a model share: its options, progress on the terminal, one set's results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+from ragcache.cli.options import option
+from ragcache.cli.output import on_terminal
+
+if TYPE_CHECKING:
+    from ragcache import LanguageModel
+    from ragcache.prompt import PromptFormat
+    from ragcache_eval.case import Case
+    from ragcache_eval.methods import MethodSpec
+    from ragcache_eval.report import Row
+    from ragcache_eval.runner import Runner, RunSettings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """The model that is measured."""
+
+    model: Annotated[str | None, option("--model", "Bundled name, directory or hub id; the store's own, or mini.")] = (
+        None
+    )
+    dtype: Annotated[str | None, option("--dtype", "float32, bfloat16, float16 or auto; the weights' own.")] = None
+    device: Annotated[str, option("--device", "Where the model runs: cpu or cuda.")] = "cpu"
+    system: Annotated[str | None, option("--system", "System prompt, before all passages.")] = None
+    question_format: Annotated[
+        str | None, option("--question-format", "Text behind the passages, with {question} in it.")
+    ] = None
+
+    def load(self, default: str = "mini", dtype: str | None = None) -> LanguageModel:
+        """default, dtype: what is loaded where nothing was asked for."""
+        from ragcache import load_lm
+
+        return load_lm(self.model or default, dtype=self.dtype or dtype, device=self.device)
+
+    def prompt_format(self, lm: LanguageModel, question_format: str | None = None) -> PromptFormat:
+        """question_format: where none was asked for."""
+        from ragcache.prompt import prompt_format
+
+        return prompt_format(lm.tokenizer, system=self.system, question_format=self.question_format or question_format)
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Methods, questions, answers and results."""
+
+    methods: Annotated[
+        list[str] | None,
+        option("--methods", "Comma-separated, as in reposition,fast=cacheblend:ratio=0.15; all that the model can."),
+    ] = None
+    data: Annotated[
+        list[str] | None,
+        option(
+            "--data",
+            "File of JSON lines, set of --data-dir, registry, pages, needle or ruler; of a suite, a column.",
+        ),
+    ] = None
+    data_dir: Annotated[Path | None, option("--data-dir", "Directory of public question sets.")] = None
+    out: Annotated[Path, option("--out", "Directory of the results; a rerun goes on there.")] = Path("eval")
+    questions: Annotated[int | None, option("--questions", "Take this many of each set.", min=1)] = None
+    max_tokens: Annotated[
+        int | None, option("--max-tokens", "Longest answer, in tokens; 32, or what a suite's set takes.", min=1)
+    ] = None
+    stop: Annotated[list[str] | None, option("--stop", "End an answer at this string; may be repeated.")] = None
+    on_overflow: Annotated[
+        Literal["error", "skip"], option("--on-overflow", "Questions that do not fit the model: refuse or leave out.")
+    ] = "error"
+    plot: Annotated[bool, option("--plot/--no-plot", "Draw NAME.png beside the tables.")] = True
+
+    def settings(self, longest: int) -> RunSettings:
+        """longest: an answer's tokens where none were asked for."""
+        from ragcache_eval.runner import RunSettings
+
+        return RunSettings(self.max_tokens or longest, tuple(self.stop or ()), self.on_overflow)
+
+    def run_source(
+        self, runner: Runner, source: str, cases: list[Case], specs: list[MethodSpec], name: str
+    ) -> list[Row]:
+        """Measure one set and write its tables."""
+        from ragcache_eval.journal import Journal
+        from ragcache_eval.plots import plot
+        from ragcache_eval.report import summarise, write_report
+        from ragcache_eval.runner import NO_PASSAGES
+
+        with Journal(self.out / f"{name}.results.jsonl", {"data": source, **runner.describe()}) as journal:
+            scores = list(progress(runner.run(cases, specs, journal), len(cases) * (len(specs) + 1), name))
+        labels = {NO_PASSAGES: NO_PASSAGES, **{spec.key: spec.label for spec in specs}}
+        rows = summarise(scores, labels)
+        header = {"data": source, "model": runner.lm.name, "questions": len(cases), **runner.describe()}
+        write_report(self.out, name, header, rows)
+        if self.plot:
+            plot(rows, self.out / f"{name}.png", f"{source}, {runner.lm.name}")
+        return rows
+
+
+def progress(items: Iterable[T], total: int, label: str) -> Iterator[T]:
+    """The items, with a bar on standard error where that is a terminal."""
+    if not on_terminal():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(items, description=label, total=total, console=Console(stderr=True))

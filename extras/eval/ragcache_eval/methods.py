@@ -1,0 +1,144 @@
+"""Fusion methods as the command line writes them: "cacheblend:ratio=0.15", "fast=reposition:recipe=prefix"."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragcache.cli.options import json_or_text
+from ragcache.errors import ConfigError, RagCacheError
+from ragcache.fusion import METHODS, get_method
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.eviction import SnapKV
+from ragcache.fusion.fuse import block_recipe
+from ragcache.kv.identity import Recipe
+from ragcache.models.lm import LanguageModel
+from ragcache.prompt import Prompt
+from ragcache_eval.settings import split_settings
+
+FULL = "full"
+COMMA = re.compile(r",(?![^\[]*\])")
+"""Separates methods; one within brackets, as in "prophet:layers=[4,9]", does not."""
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method with its options.
+
+    label:   what tables call it
+    options: of the method, as given
+    recipe:  name of the recipe that its blocks are encoded under; None for the method's own choice
+    evict:   tokens of the passages that each layer and KV head keeps for decoding; None for all
+    kept:    share of its blocks' KV that the recipe keeps; 1: all
+    neighbours: other passages that each one is encoded behind, of those that the questions name; 0: each alone
+    """
+
+    label: str
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+    recipe: str | None = None
+    evict: int | None = None
+    kept: float = 1.0
+    neighbours: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> MethodSpec:
+        """Read "[LABEL=]NAME[:option=value...]"; `recipe` and `evict` go with every method, `neighbours`
+        with those that move blocks, `kept` with those that only move them.
+
+        Raises ConfigError as `get_method` does.
+        """
+        head, _, tail = text.strip().partition(":")
+        label, equals, name = head.rpartition("=")
+        settings = split_settings(tail, ":")
+        recipe, evict, kept, near = (settings.pop(key, None) for key in ("recipe", "evict", "kept", "neighbours"))
+        options = tuple((key, json_or_text(one)) for key, one in settings.items())
+        spec = cls(
+            label or text.strip(),
+            name,
+            options,
+            recipe,
+            None if evict is None else SnapKV.of(json_or_text(evict)).budget,
+            1.0 if kept is None else Recipe(kept=json_or_text(kept)).kept,
+            0 if near is None else Recipe(neighbours=json_or_text(near)).neighbours,
+        )
+        if equals and not label:
+            raise ConfigError(f"{text!r} has no label before the =; write LABEL=METHOD")
+        spec._check_recipe(spec.method())
+        return spec
+
+    def method(self) -> FusionMethod:
+        """Raises ConfigError for an unknown name or option, or an option out of range."""
+        return get_method(self.name, **dict(self.options))
+
+    @property
+    def key(self) -> str:
+        """The method with its options in one form, however it was written or labelled."""
+        options = dict(sorted(self.options))
+        less = "" if self.evict is None else f"/{self.evict}"
+        less += "" if self.kept == 1 else f"*{self.kept:g}"
+        less += f"<{self.neighbours}" if self.neighbours else ""
+        return f"{self.name}{json.dumps(options, sort_keys=True) if options else ''}@{self.recipe or ''}{less}"
+
+    @property
+    def is_reference(self) -> bool:
+        """Full prefill that forgets nothing: what all others are compared with."""
+        return self.name == FULL and self.evict is None
+
+    def _check_recipe(self, method: FusionMethod) -> None:
+        if self.recipe is not None and self.recipe not in method.recipes:
+            raise ConfigError(f"method {self.name!r} takes recipe {' or '.join(method.recipes)}, not {self.recipe!r}")
+        if self.kept < 1 and not (method.reuses_blocks and method.takes_sparse):
+            raise ConfigError(
+                f"method {self.name!r} needs blocks that hold all of their KV; leave kept={self.kept:g} out"
+            )
+        if self.neighbours and not method.reuses_blocks:
+            raise ConfigError(f"method {self.name!r} reads no blocks; leave neighbours={self.neighbours} out")
+
+
+def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:
+    """Specs from texts, separated by commas; `full` always stands first.
+
+    Raises ConfigError for two specs of one label.
+    """
+    parts = [part for text in texts for part in COMMA.split(text) if part.strip()]
+    specs = [MethodSpec.parse(part) for part in parts]
+    if not any(spec.is_reference for spec in specs):
+        specs = [MethodSpec(FULL, FULL), *specs]
+    labels = [spec.label for spec in specs]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two methods are called {twice!r}; give one a label: LABEL=METHOD:option=value")
+    if len({spec.key for spec in specs}) < len(specs):
+        raise ConfigError("one method is asked for twice with the same options; leave one out")
+    return sorted(specs, key=lambda spec: not spec.is_reference)
+
+
+def all_methods() -> list[MethodSpec]:
+    """Every method with its default options; `full` first."""
+    return sorted((MethodSpec(name, name) for name in METHODS), key=lambda spec: spec.name != FULL)
+
+
+def default_methods(lm: LanguageModel) -> list[MethodSpec]:
+    """Every method that this model can use as it is, with its default options; `full` first."""
+    return usable_methods(all_methods(), lm)
+
+
+def usable_methods(specs: Sequence[MethodSpec], lm: LanguageModel) -> list[MethodSpec]:
+    """Those that this model can use as it is."""
+    prompt = Prompt([], [[0], [0]], [0])
+    return [spec for spec in specs if _is_usable(spec, lm, prompt)]
+
+
+def _is_usable(spec: MethodSpec, lm: LanguageModel, prompt: Prompt) -> bool:
+    """Whether the method wants no training and no options that are not there."""
+    try:
+        method = spec.method()
+        method.check(lm, prompt)
+        block_recipe(lm, method, spec.recipe)
+    except RagCacheError:
+        return False
+    return True

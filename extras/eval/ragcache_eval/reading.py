@@ -1,0 +1,176 @@
+"""One prompt read by several methods: blocks are encoded once a recipe, answers and logits come from the same cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from ragcache.errors import ConfigError
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.fuse import Fused, block_recipe, fuse
+from ragcache.kv.block import KVBlock
+from ragcache.kv.cache import FusedCache, Step
+from ragcache.kv.exact import Exact
+from ragcache.kv.identity import Neighbours, Recipe
+from ragcache.models.card import eos_token_ids
+from ragcache.models.decoding import TextStream, decode
+from ragcache.models.lm import LanguageModel
+from ragcache.models.sampling import Sampling
+from ragcache.prompt import Prompt, PromptFormat
+from ragcache_eval.case import Case
+
+
+class WrittenAnswer(NamedTuple):
+    """A greedy answer: its text, stop strings cut off, and its ids as the model chose them."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+class Encoded(NamedTuple):
+    """blocks: one a chunk; prefix: the KV before them. encode_s: what making the blocks took, paid at ingestion."""
+
+    blocks: list[KVBlock]
+    prefix: Exact | None
+    encode_s: float
+
+
+class PromptReader:
+    """Reads one prompt by any method. Blocks of a recipe are made when first wanted and kept for the other methods."""
+
+    def __init__(
+        self, lm: LanguageModel, prompt: Prompt, reserve_tokens: int, behind: Sequence[Neighbours] = ()
+    ) -> None:
+        """behind: by chunk, ids that it may be encoded behind, in the order of reading; (): not known"""
+        self.lm = lm
+        self.prompt = prompt
+        self.reserve_tokens = reserve_tokens
+        self.behind = behind
+        self._encoded: dict[tuple[Recipe, tuple[int, ...]], Encoded] = {}
+
+    @classmethod
+    def of(cls, lm: LanguageModel, case: Case, form: PromptFormat, reserve_tokens: int) -> Self:
+        """Read a case's prompt, and know what its passages may be encoded behind."""
+        behind = [passage.behind_ids(lm.tokenizer) for passage in case.passages]
+        return cls(lm, case.prompt(lm.tokenizer, form), reserve_tokens, behind)
+
+    def ask(self, suffix_ids: Sequence[int]) -> Self:
+        """A reader of the same passages before another suffix; blocks serve both."""
+        prompt = Prompt(self.prompt.prefix_ids, self.prompt.chunk_ids, suffix_ids)
+        other = type(self)(self.lm, prompt, self.reserve_tokens, self.behind)
+        other._encoded = self._encoded
+        return other
+
+    def read(
+        self,
+        method: FusionMethod,
+        recipe: str | None = None,
+        evict: int | None = None,
+        kept: float = 1.0,
+        neighbours: int = 0,
+    ) -> tuple[Fused, float]:
+        """Fused prefill over blocks that are in memory, and the seconds that making the blocks took.
+
+        evict: passage tokens that each layer and KV head keeps for decoding; None: all
+        kept:  share of their KV that the blocks hold
+        neighbours: how many of `behind` each chunk is encoded behind, at most: the last ones
+
+        Raises what `rc.fuse` raises, and ConfigError for neighbours where none of any chunk are known.
+        """
+        if not method.reuses_blocks:
+            return fuse(self.lm, self.prompt, method, reserve_tokens=self.reserve_tokens, evict=evict), 0.0
+        method.check(self.lm, self.prompt)
+        wanted = block_recipe(self.lm, method, recipe)
+        wanted = block_recipe(self.lm, method, replace(wanted, kept=kept, neighbours=neighbours))
+        found = self._blocks(wanted, tuple(method.prefix_ids(self.lm, self.prompt)))
+        fused = fuse(
+            self.lm,
+            self.prompt,
+            method,
+            found.blocks,
+            recipe=wanted,
+            exact=found.prefix,
+            reserve_tokens=self.reserve_tokens,
+            evict=evict,
+        )
+        return fused, found.encode_s
+
+    def _blocks(self, recipe: Recipe, prefix_ids: tuple[int, ...]) -> Encoded:
+        """Blocks of all chunks, and the prefix's with what a method puts behind it; like blocks are made once."""
+        key = (recipe, prefix_ids)
+        if key not in self._encoded:
+            prefix = self.lm.read(prefix_ids) if prefix_ids else None
+            self._encoded[key] = self._encode(recipe, prefix_ids, prefix)
+        return self._encoded[key]
+
+    def _encode(self, recipe: Recipe, prefix_ids: Sequence[int], prefix: Exact | None) -> Encoded:
+        same = [found for (made, _), found in self._encoded.items() if made == recipe and not recipe.sees_prefix]
+        if same:  # isolated blocks do not depend on what stands before them
+            return Encoded(same[0].blocks, prefix, same[0].encode_s)
+        started = time.perf_counter()
+        near = self._behind(recipe.neighbours) if recipe.neighbours else None
+        blocks = self.lm.encode(self.prompt.chunk_ids, recipe, prefix_ids, prefix=prefix, neighbours=near)
+        return Encoded(blocks, prefix, time.perf_counter() - started)
+
+    def _behind(self, count: int) -> list[Neighbours]:
+        if not any(self.behind):
+            raise ConfigError(
+                f"neighbours={count} reads passages behind others, and these questions name none; leave it out, or set "
+                "CasePassage.behind"
+            )
+        return [near[-count:] for near in self.behind]
+
+
+def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequence[str] = ()) -> WrittenAnswer:
+    """The greedy answer. The cache is left as it was found, but for passages' tokens that its method ran again."""
+    held = list(fused.cache.lengths)
+    sampling = Sampling(max_tokens=max_tokens, stop=tuple(stop))
+    pieces, text, ids = TextStream(lm.tokenizer, sampling.stop), "", []
+    eos = eos_token_ids(lm)
+    never = fused.reserved_ids
+    for token in decode(lm, fused.cache, fused.next_logits, fused.next_position, sampling, eos_ids=eos, never=never):
+        ids.append(token)
+        text += pieces.push(token)
+        if pieces.stopped:
+            break
+    text += pieces.finish()
+    _take_back(fused.cache, held)
+    return WrittenAnswer(text, tuple(ids))
+
+
+@torch.inference_mode()
+def forced_logits(lm: LanguageModel, fused: Fused, ids: Sequence[int]) -> Tensor:
+    """Logits that predict each of `ids` when the ones before it are given: float32 [len(ids), vocab_size].
+
+    Ids that no answer may hold have -inf: a head that shares an adapter's embeddings would choose them first.
+    The cache is left as it was found, but for passages' tokens that its method ran again.
+    """
+    parts = [fused.next_logits[None]]
+    if len(ids) > 1:
+        held = list(fused.cache.lengths)
+        step = fused.cache.step
+        if step is None:
+            parts.append(lm.run(ids[:-1], fused.next_position, fused.cache, num_logits=len(ids) - 1))
+        else:
+            parts.append(_in_steps(fused, step, ids[:-1]))
+        _take_back(fused.cache, held)
+    logits = torch.cat(parts)
+    logits[:, sorted(lm.unsaid_ids)] = -torch.inf
+    return logits
+
+
+def _in_steps(fused: Fused, step: Step, ids: Sequence[int]) -> Tensor:
+    """Logits behind each of these tokens, which run one by one, as those of an answer do."""
+    device = fused.next_logits.device
+    tokens = (torch.tensor([[id], [where]], device=device) for where, id in enumerate(ids, fused.next_position))
+    return torch.stack([step(fused.cache, id, where) for id, where in tokens])
+
+
+def _take_back(cache: FusedCache, lengths: Sequence[int]) -> None:
+    """Forget the tokens that were appended since the layers had these lengths."""
+    cache.lengths[:] = lengths

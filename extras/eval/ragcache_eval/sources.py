@@ -1,0 +1,48 @@
+"""Questions by name ("nq10", "registry:hops=2,passages=8", "pages:kind=leaning"), or a file of JSON lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ragcache.errors import ConfigError
+from ragcache_eval.case import Case
+from ragcache_eval.haystack import CountTokens
+from ragcache_eval.lines import read_entries
+from ragcache_eval.needle import NeedleSettings, needle_cases
+from ragcache_eval.public import PublicSettings, public_cases
+from ragcache_eval.registry import PagesSettings, RegistrySettings, pages_cases, registry_cases
+from ragcache_eval.ruler import RulerSettings, ruler_cases
+from ragcache_eval.settings import make, split_settings
+
+GENERATED = ("registry", "pages", "needle", "ruler")
+
+
+def load_cases(
+    source: str, count_tokens: CountTokens, *, directory: Path | None = None, limit: int | None = None
+) -> list[Case]:
+    """The cases of a source.
+
+    source:       a file; the name of a set in `directory`; or one of GENERATED; with settings behind ":"
+    count_tokens: tokens of a text, for generators that fill a context of a given length
+    limit:        questions to take; of generators with several cells, questions a cell
+
+    Raises ConfigError naming what there is, the setting that is wrong, or the line that is no question.
+    """
+    path = Path(source)
+    if path.is_file():
+        return [entry.case for entry in read_entries(path)[:limit]]
+    name, _, tail = source.partition(":")
+    given = split_settings(tail)
+    if name == "registry":
+        return registry_cases(make(RegistrySettings, given, name), limit)
+    if name == "pages":
+        return pages_cases(make(PagesSettings, given, name), limit)
+    if name == "needle":
+        return needle_cases(make(NeedleSettings, given, name), count_tokens, limit)
+    if name == "ruler":
+        return ruler_cases(make(RulerSettings, given, name), count_tokens, limit)
+    if directory is None:
+        raise ConfigError(
+            f"{source!r} is neither a file nor one of {', '.join(GENERATED)}; name a directory of sets (--data-dir)"
+        )
+    return public_cases(name, directory, make(PublicSettings, given, name), limit)

@@ -1,0 +1,20 @@
+"""Suites by name: the tables of the papers, one command each."""
+
+from __future__ import annotations
+
+from ragcache.errors import check_choice
+from ragcache_eval.suites.a3 import A3
+from ragcache_eval.suites.base import Suite
+from ragcache_eval.suites.capability import CAPABILITY
+from ragcache_eval.suites.kvlink import KVLINK
+from ragcache_eval.suites.longbench import LONGBENCH
+from ragcache_eval.suites.ruler import RULER
+from ragcache_eval.suites.samkv import SAMKV
+
+SUITES: dict[str, Suite] = {suite.name: suite for suite in (KVLINK, A3, SAMKV, LONGBENCH, RULER, CAPABILITY)}
+
+
+def get_suite(name: str) -> Suite:
+    """Raises ConfigError naming the suites that there are."""
+    check_choice("suite", name, SUITES)
+    return SUITES[name]

@@ -1,0 +1,66 @@
+"""The cases of one set of a suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from ragcache.errors import ConfigError
+from ragcache_eval.case import Case
+from ragcache_eval.haystack import CountTokens
+from ragcache_eval.lines import QuestionLine, read_entry
+from ragcache_eval.public import at_positions
+from ragcache_eval.ruler_qa import filled_cases
+from ragcache_eval.sources import load_cases
+from ragcache_eval.suites.base import Cut, QuestionSet
+from ragcache_eval.suites.rows import read_rows
+
+PASSAGES = 8
+CUT_TOKENS = 512
+"""Passages of a generated context, and tokens of a passage of a long text."""
+
+
+def suite_cases(
+    one: QuestionSet,
+    count_tokens: CountTokens,
+    cut: Cut,
+    *,
+    directory: Path | None = None,
+    limit: int | None = None,
+    length: int = 4096,
+) -> list[Case]:
+    """The set's questions in its own words, with its metric.
+
+    cut:    cuts a long text into passages of about CUT_TOKENS tokens
+    limit:  questions; None: all, or as many as the paper takes
+    length: tokens of a generated or filled context
+
+    Raises ConfigError for missing data, saying what to download, and for rows of another form.
+    """
+    count = limit or one.questions
+    if one.generated:
+        source = one.generated.format(length=length, passage=max(64, length // PASSAGES))
+        cases = load_cases(source, count_tokens, limit=count)
+    elif one.filled:
+        cases = filled_cases(list(_lines(one, cut, directory)), length, count_tokens, count)
+    else:
+        lines = islice(_lines(one, cut, directory), count)
+        cases = [case for line in lines for case in at_positions(line, "")]
+    if not cases:
+        raise ConfigError(f"{one.name}: there is no question in it")
+    return [one.ask(case) for case in cases]
+
+
+def _lines(one: QuestionSet, cut: Cut, directory: Path | None) -> Iterator[QuestionLine]:
+    """Rows of the set's own form, or of `lines`."""
+    for row, where in read_rows(one, directory):
+        try:
+            if one.form is None or "documents" in row:
+                yield read_entry(row, where)
+                continue
+            line = one.form(row, where, cut)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{where}: no row of {one.name} ({error!r}); is it another set's file?") from error
+        if line is not None:
+            yield line

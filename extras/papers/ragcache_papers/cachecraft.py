@@ -1,0 +1,189 @@
+"""Cache-Craft: how much of a chunk runs again follows from how much it leans on the chunks before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from numbers import Real
+from operator import methodcaller
+from typing import TYPE_CHECKING, ClassVar
+
+from ragcache.errors import ConfigError, is_whole
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.recompute import Context, Running, highest, open_cache, rerun
+from ragcache.lazy import torch
+from ragcache_papers.anchors import Anchor, AnchorPool, cut, ids_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.kv.cache import FusedCache
+
+SCORE_LAYER = 1
+MOST = 2.0  # no chunk's impact is below a half: all of its tokens run
+
+
+@dataclass(frozen=True, eq=False)
+class Variant(Anchor):
+    """A chunk as a prompt left it, with its repaired tokens.
+
+    before: digests of the chunks that it stood behind, in order
+    about:  attention that it gave to each of them, float32 [chunks]
+    """
+
+    before: tuple[bytes, ...]
+
+    def overlap(self, before: Sequence[bytes]) -> float:
+        """How much of what it saw stands before it now, and in the same order (equations 6 to 8): 0 to 1."""
+        rank_of = {name: rank for rank, name in enumerate(before)}
+        ranks = [rank_of.get(name, -1) for name in self.before]
+        shared = torch.tensor([rank >= 0 for rank in ranks])
+        kept = _share(self.about[shared], self.about)
+        return kept * (1 - _disorder([rank for rank in ranks if rank >= 0]))
+
+
+@dataclass(frozen=True)
+class CacheCraft(FusionMethod):
+    """Per-chunk shares by context impact (Cache-Craft, equations 3, 4, 6 to 12 and 14).
+
+    inter(i, j) is the attention that the tokens of chunk i give to an earlier chunk j, intra(i) what they give to their
+    own. With a = sum over j of inter(i, j) / (|i| |j|) and b = intra(i) / |i|^2, the Cache Context Impact is
+    CCI = 1 / (1 + exp(-a / b)), and alpha * CCI is the share of its tokens that run again (Cache Fix Overhead, of a
+    block that was read behind none of these chunks): those that give most attention to earlier chunks.
+
+    The paper takes a and b from the pass that made the KV, over all layers. A block holds no attention, and one that
+    was read alone gave none to others, so they are measured in this prompt: layer 0 runs in full, as in `cacheblend`,
+    and layer 1's attention, which is then full prefill's own, decides. The first chunk has none before it and keeps
+    what it has. The equations were read in public re-implementations that quote them, not in the paper itself.
+
+    With `max_variants`, what a prompt made of each chunk is kept as a variant of its block. Of a later prompt's chunk
+    that variant is placed which overlaps most: beta is the share of the attention that it gave to chunks that stand
+    before it again, gamma the share of their pairs whose order is another (Kendall's tau distance), and
+    alpha * CCI * (1 - beta * (1 - gamma)) of its tokens run. A chunk that the variant never saw lowers beta as well, by
+    its share of the attention in this prompt. Behind the same chunks as before nothing runs again.
+
+    alpha:        share that runs again of a chunk that leans on others alone; 0 is `reposition`. One that leans on none
+                  has half of it, and 2 runs every chunk but the first
+    max_variants: of one chunk, beside its block; 0: its block alone
+    pool_bytes:   of all variants, in host memory; the least recently used go
+
+    pool: the variants. They last as long as this object, and the scope that they are of (`Job.scope`).
+    """
+
+    alpha: float = 0.3
+    max_variants: int = 0
+    pool_bytes: int = 1 << 30
+
+    name: ClassVar[str] = "cachecraft"
+    paper: ClassVar[str] = "Cache-Craft (arXiv 2502.15734)"
+    summary: ClassVar[str] = "runs more of a chunk again the more it attends to the chunks before it"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, Real) or not 0 <= self.alpha <= MOST:
+            raise ConfigError(f"alpha is {self.alpha!r}; choose a number from 0 (nothing runs again) to {MOST:g}")
+        for name in ("max_variants", "pool_bytes"):
+            value = getattr(self, name)
+            if not is_whole(value) or value < 0:
+                raise ConfigError(f"{name} is {value!r}; choose a whole number, 0 or more")
+        _ = self.pool  # made before threads share this object
+
+    @property
+    def remembers(self) -> bool:
+        return self.max_variants > 0
+
+    @cached_property
+    def pool(self) -> AnchorPool[Variant]:
+        return AnchorPool(self.pool_bytes, self.max_variants)
+
+    def prefill(self, job: Job) -> Prefilled:
+        context = Context.of(job)
+        if not self.alpha or len(context.chunks) < 2 or job.lm.shape.num_layers <= SCORE_LAYER:
+            return job.read()
+        names = [ids_digest(piece.ids) for piece in job.layout.placed(job.known)]
+        found = self._nearest(job, names)
+        blocks = [block if near is None else near.block for block, near in zip(job.blocks, found, strict=True)]
+        job = replace(job, blocks=blocks)
+        new = [rank for rank, near in enumerate(found) if rank and not (near and near.before == tuple(names[:rank]))]
+        if not new:
+            return job.read()
+        given: list[Tensor] = []
+
+        def choose(running: Running) -> Tensor | None:
+            if running.layer != SCORE_LAYER:
+                return None
+            given.extend(torch.split(_given(running, context), list(context.chunk_tokens)))
+            taken = (self._chosen(rank, given[rank], context, names, near) for rank, near in enumerate(found))
+            return torch.cat(list(taken))
+
+        done = rerun(job, context, open_cache(job, context), context.chunk_slots(), choose)
+        if self.remembers:
+            with torch.inference_mode(), job.placing():
+                for rank in new:
+                    self._keep(job, context, done.cache, names[: rank + 1], given[rank])
+        return done
+
+    def _nearest(self, job: Job, names: Sequence[bytes]) -> list[Variant | None]:
+        """The variant of each chunk that overlaps most; None: its block."""
+        scope, found = job.scope or self.pool.scope, list[Variant | None]()
+        for rank, name in enumerate(names):
+            known = self.pool.of(scope, _passage(job, name)) if rank and self.remembers else []
+            overlap = methodcaller("overlap", names[:rank])
+            near = max(filter(overlap, known), key=overlap, default=None)
+            if near is not None:
+                self.pool.put(scope, near)
+            found.append(near)
+        return found
+
+    def _chosen(
+        self, rank: int, given: Tensor, context: Context, names: Sequence[bytes], near: Variant | None
+    ) -> Tensor:
+        """Slots of the chunk's tokens that run: int64, ascending. given: see `_given`"""
+        count, sizes = given.shape[0], torch.tensor(context.chunk_tokens[:rank], device=given.device)
+        inter, intra = given[:, :rank], given[:, rank]
+        a, b = (inter.sum(0) / (count * sizes)).sum(), intra.sum() / count**2
+        share = self.alpha * float(torch.sigmoid(a / b)) if rank else 0.0
+        if near is not None:
+            seen = torch.tensor([name in near.before for name in names[:rank]], device=given.device)
+            share *= 1 - near.overlap(names[:rank]) * _share(inter[:, seen], inter)
+        return context.chunk_starts[rank] + highest(inter.sum(1), min(count, math.ceil(share * count)))
+
+    def _keep(self, job: Job, context: Context, cache: FusedCache, names: Sequence[bytes], given: Tensor) -> None:
+        """Keep what this prompt made of the last of these chunks. given: see `_given`"""
+        *before, name = names
+        start = context.chunk_starts[len(before)]
+        block = cut(job.lm, cache, start, int(context.positions[start]), given.shape[0])
+        about, behind = given[:, : len(before)].sum(0).cpu(), sha256(b"".join(before)).digest()
+        self.pool.put(job.scope or self.pool.scope, Variant(_passage(job, name), behind, about, block, tuple(before)))
+
+
+def _passage(job: Job, name: bytes) -> bytes:
+    """A chunk behind this prompt's prefix."""
+    prefix = job.layout.ids[: job.layout.passages[0].start]
+    return sha256(job.lm.fingerprint.encode() + ids_digest(prefix) + name).digest()
+
+
+def _share(part: Tensor, whole: Tensor) -> float:
+    """The part's sum over the whole's; 0 of nothing."""
+    total = float(whole.sum())
+    return float(part.sum()) / total if total else 0.0
+
+
+def _disorder(ranks: Sequence[int]) -> float:
+    """Share of the pairs whose order is another: Kendall's tau distance, 0 to 1."""
+    order = torch.tensor(ranks)
+    pairs = len(ranks) * (len(ranks) - 1) // 2
+    return int((order[:, None] > order).triu(1).sum()) / pairs if pairs else 0.0
+
+
+def _given(running: Running, context: Context) -> Tensor:
+    """float32 [chunk tokens, chunks]: attention that each chunk token gives to each chunk in this layer, of all that it
+    gives to the context before it."""
+    projected, (placed, _), count = running.probe(), running.placed(), running.slots.shape[0]
+    asking = projected._replace(query=projected.query[:, :, :count], positions=projected.positions[:count])
+    keys = torch.cat([placed[:, :, : context.prefix_tokens], projected.key[:, :, :count]], dim=2)
+    sizes = torch.tensor([context.prefix_tokens, *context.chunk_tokens], device=keys.device)
+    groups = torch.repeat_interleave(torch.arange(len(sizes), device=keys.device), sizes)
+    return asking.attention_given(keys, context.positions[: context.num_tokens], groups)[:, 1:]

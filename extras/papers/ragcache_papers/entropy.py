@@ -1,0 +1,64 @@
+"""Attention entropy: a shared sink, and attention to few of the parallel chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from ragcache.errors import ConfigError
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.layout import Additions
+from ragcache.fusion.recompute import highest
+from ragcache.lazy import torch
+from ragcache.models.card import ModelCard
+from ragcache_papers.gather import Gather, prefill_selecting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.models.attention import Projected
+
+
+@dataclass(frozen=True)
+class Entropy(FusionMethod):
+    """Attention Entropy is a Key Factor: parallel encoding fails where attention spreads too far; two cures.
+
+    Attention sinks: every chunk is encoded behind the shared prefix, so that there is one sink and not one a chunk.
+    Selective attention: each layer attends to the chunks that draw most of the suffix's attention in it, and to no
+    other, now and when decoding goes on.
+
+    Chosen here: chunks share positions, as by `ape`; the whole suffix selects, once a layer, by the attention of all
+    its tokens and heads, so that what is not selected need not be kept.
+
+    top_k: chunks kept in each layer; as many as there are give parallel encoding behind a shared prefix
+    """
+
+    top_k: int = 4
+
+    name: ClassVar[str] = "entropy"
+    paper: ClassVar[str] = "Attention Entropy is a Key Factor (arXiv 2412.16545)"
+    summary: ClassVar[str] = "reads chunks side by side behind one prefix and keeps those that draw most attention"
+    recipes: ClassVar[tuple[str, ...]] = ("prefix",)
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ConfigError(f"top_k is {self.top_k}; choose at least 1 chunk")
+
+    def additions(self, lm: ModelCard) -> Additions:
+        return replace(super().additions(lm), positions="parallel")
+
+    def prefill(self, job: Job) -> Prefilled:
+        if len(job.blocks) <= self.top_k:
+            return job.read()
+        gather = Gather(job)
+        prefix, lengths = job.known, [block.num_tokens for block in job.blocks]
+        owners = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(job.lm.device)
+
+        def select(layer: int, suffix: Projected) -> Tensor:
+            keys = torch.cat([gather.all_keys(layer)[None], suffix.key], dim=2)
+            drawn = suffix.attention_received(keys, torch.cat([gather.positions, suffix.positions]))
+            of_chunks = drawn[prefix : prefix + owners.shape[0]]
+            best = highest(of_chunks.new_zeros(len(lengths)).index_add_(0, owners, of_chunks), self.top_k)
+            return torch.cat([gather.slots[:prefix], prefix + torch.isin(owners, best).nonzero()[:, 0]])
+
+        return prefill_selecting(job, gather, select)

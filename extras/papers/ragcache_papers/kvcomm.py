@@ -1,0 +1,163 @@
+"""KVCOMM: what a passage's KV became under earlier contexts tells what it becomes under this one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from numbers import Real
+from operator import methodcaller
+from typing import TYPE_CHECKING, ClassVar
+
+from ragcache.errors import ConfigError, is_whole
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.layout import Piece
+from ragcache.kv.block import KVBlock, empty_block
+from ragcache.lazy import torch
+from ragcache_papers.anchors import Anchor, AnchorPool, cut, ids_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.kv.cache import FusedCache
+    from ragcache.models.lm import LanguageModel
+
+NEAR_TOKENS = 32  # a token this far before a passage counts 1/e of the one right before it
+FAR_TOKENS = 16 * NEAR_TOKENS  # all beyond counts less than float32 can tell
+FEWEST_ANCHORS = 2
+
+
+@dataclass(frozen=True)
+class KVComm(FusionMethod):
+    """Offsets that were observed under other contexts, kept in a pool, interpolated and added (KVCOMM).
+
+    An anchor is a passage's KV as a full prefill left it behind one context; its offset is the difference from the
+    passage's block, keys before RoPE. For a context that was not seen,
+
+        KV = block + sum_i w_i (anchor_i - block),  w = softmax(-d_i / (temperature * mean(d)))
+
+    with d_i the distance between the new context and that of anchor i, and one more term for the block itself: it is
+    the passage behind no context, and its offset is zero. What is added up is the weighted mean of the block and the
+    anchors. An anchor of exactly this context is taken as it is.
+
+    Where a passage has fewer than two anchors, or the entropy of w is above `threshold` times the highest possible,
+    so that none is clearly nearest, the whole prompt is read in full, and all its passages are observed.
+
+    Facts were read in the authors' program, which keeps anchors of other texts in the same slot of a prompt template,
+    and compares texts; here texts come again and contexts differ, so that anchors are the passage's own, and contexts
+    are compared: by their tokens' embeddings, of which the nearest count most.
+
+    pool_bytes:  of the anchors, in host memory, beside all else that is kept; 0: every prompt is read in full
+    max_anchors: of one passage
+    threshold:   share of the highest entropy, 0 to 1; 1: two anchors are always enough
+    temperature: above 0; towards 0 the nearest anchor alone counts
+
+    pool: the anchors. They last as long as this object, and the scope that they are of (`Job.scope`).
+    """
+
+    pool_bytes: int = 1 << 30
+    max_anchors: int = 20
+    threshold: float = 0.3
+    temperature: float = 0.05
+
+    name: ClassVar[str] = "kvcomm"
+    paper: ClassVar[str] = "KVCOMM (arXiv 2510.12872)"
+    summary: ClassVar[str] = "adds offsets that full prefills of the same passages left under other contexts"
+
+    def __post_init__(self) -> None:
+        for name, least in (("pool_bytes", 0), ("max_anchors", FEWEST_ANCHORS)):
+            value = getattr(self, name)
+            if not is_whole(value) or value < least:
+                raise ConfigError(f"{name} is {value!r}; choose a whole number, {least} or more")
+        if not _is_number(self.threshold) or not 0 <= self.threshold <= 1:
+            raise ConfigError(f"threshold is {self.threshold!r}; choose a share of the entropy, a number from 0 to 1")
+        if not _is_number(self.temperature) or not 0 < self.temperature < math.inf:
+            raise ConfigError(f"temperature is {self.temperature!r}; choose a number above 0")
+        _ = self.pool  # made before threads share this object
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    @cached_property
+    def pool(self) -> AnchorPool[Anchor]:
+        return AnchorPool(self.pool_bytes, self.max_anchors)
+
+    def prefill(self, job: Job) -> Prefilled:
+        with torch.inference_mode(), job.placing():
+            blocks = self._interpolated(job)
+        if blocks is not None:
+            return replace(job, blocks=blocks).read()
+        done = replace(job, layout=replace(job.layout, separate=False), blocks=()).read()
+        with torch.inference_mode(), job.placing():
+            self._observe(job, done.cache)
+        return done
+
+    def _interpolated(self, job: Job) -> list[KVBlock] | None:
+        """Every passage's KV under its context; None where one has no anchors that tell."""
+        blocks = []
+        for piece, block in zip(job.layout.passages, job.blocks, strict=True):
+            found = self._under(job, piece, block)
+            if found is None:
+                return None
+            blocks.append(found)
+        return blocks
+
+    def _under(self, job: Job, piece: Piece, block: KVBlock) -> KVBlock | None:
+        scope, before = job.scope or self.pool.scope, job.layout.ids[: piece.start]
+        anchors, context = self.pool.of(scope, _passage(job.lm, piece)), ids_digest(before)
+        for anchor in anchors:
+            if anchor.context == context:
+                self.pool.put(scope, anchor)
+                return anchor.block
+        if len(anchors) < FEWEST_ANCHORS:
+            return None
+        here = _about(job.lm, before)
+        distances = torch.stack([here, *(here - anchor.about for anchor in anchors)]).norm(dim=1)
+        weights = torch.softmax(-distances / (self.temperature * distances.mean()), dim=0)
+        if _entropy(weights) > self.threshold:
+            return None
+        self.pool.put(scope, anchors[int(distances[1:].argmin())])
+        return _mean(job.lm, [block, *(anchor.block for anchor in anchors)], weights.tolist())
+
+    def _observe(self, job: Job, cache: FusedCache) -> None:
+        """Keep every passage's KV out of a cache that holds the prompt in full, by position."""
+        ids, scope = job.layout.ids, job.scope or self.pool.scope
+        for piece in job.layout.passages:
+            before = ids[: piece.start]
+            block = cut(job.lm, cache, piece.start, piece.start, len(piece.ids))
+            self.pool.put(scope, Anchor(_passage(job.lm, piece), ids_digest(before), _about(job.lm, before), block))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _passage(lm: LanguageModel, piece: Piece) -> bytes:
+    return sha256(lm.fingerprint.encode() + ids_digest(piece.ids)).digest()
+
+
+def _about(lm: LanguageModel, before: Sequence[int]) -> Tensor:
+    """What a passage stands behind: the mean embedding of the ids before it, each weighed by exp(-distance / 32).
+    float32 [hidden_size], on the CPU; zeros for no ids."""
+    ids = torch.tensor(before[-FAR_TOKENS:], dtype=torch.int64, device=lm.device)
+    weights = torch.softmax(torch.arange(ids.shape[0], device=lm.device) / NEAR_TOKENS, dim=0)
+    found: Tensor = lm.model.get_input_embeddings()(ids).float()
+    return (found * weights[:, None]).sum(0).cpu()
+
+
+def _entropy(weights: Tensor) -> float:
+    """As a share of the highest possible, that of equal weights."""
+    return min(1.0, float(torch.special.entr(weights).sum()) / math.log(weights.shape[0]))
+
+
+def _mean(lm: LanguageModel, blocks: Sequence[KVBlock], weights: Sequence[float]) -> KVBlock:
+    """The weighted mean of one passage's blocks, taken in float32 on the model's device."""
+    mean, by_block = empty_block(lm.shape, blocks[0].num_tokens), torch.tensor(weights, device=lm.device)
+    for layer in range(lm.shape.num_layers):
+        for part in (methodcaller("layer_keys", layer), methodcaller("layer_values", layer)):
+            held = torch.stack([part(block).to(lm.device).float() for block in blocks])
+            part(mean).copy_(torch.tensordot(by_block, held, dims=1))
+    return mean

@@ -1,0 +1,214 @@
+"""SamKV: few blocks of every chunk are kept, other ones in each layer, and those that matter run again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from ragcache.errors import ConfigError
+from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.recompute import Context
+from ragcache.lazy import torch
+from ragcache.models.card import ModelCard
+from ragcache.prompt import Prompt
+from ragcache_papers.gather import Gather
+from ragcache_papers.samkv_selection import Pieces, Survey
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragcache.kv.cache import FusedCache
+    from ragcache.models.layerwise import LayerPoint
+
+RECOMPUTE = ("none", "outliers", "all")
+UPDATES = ("overwrite", "fusion")
+NEVER_SEEN = 2**63 - 1  # int64's largest: a position behind every query
+
+
+@dataclass(frozen=True)
+class SamKV(FusionMethod):
+    """Sparse Attention across Multiple-context KV Cache.
+
+    1. The suffix runs over the initial and local blocks of all chunks. Its mean query in each layer is the generic
+       query vector; each document's own adds what the other documents' local queries share with it (eq. 1).
+    2. Block scores give each document the share of middle blocks that surpass its anchor (eq. 2), averaged over the
+       stable layers (eq. 3). In each layer the best of them are compared across documents, and 1/D of them stay.
+    3. Initial and local tokens and outliers of the kept middle run again over what is kept. A token that a layer does
+       not keep but a higher layer needs is padded there with its old KV, which is removed afterwards.
+    4. The suffix runs over the result.
+
+    Where the paper leaves room, or needs what a KV block does not hold:
+
+    - A block holds no queries and no attention of its own encoding (appendix A.1). Local queries are computed in the
+      generic pass, from the same composite cache; the greatest and the least middle block (eq. 2) are those with the
+      greatest and the least score, and outliers are tokens by score, 3 sigma above their chunk's middle (PauTa).
+    - Inner products are made comparable across documents by giving query vectors length 1.
+    - "The total block count divided by the number of contexts" counts the blocks that Top-P retrieved.
+    - theta of eq. 4 is taken by token, over all heads of a layer, for keys and values apart.
+    - A lone chunk is kept whole: there are no other contexts.
+
+    block_size:     tokens a block. The paper's 64 suits documents of 2,000 tokens: with passages of 500, the 3 blocks
+                    that are always kept would be 38 % of them
+    initial_blocks: kept at each chunk's beginning, at least 1
+    local_blocks:   kept at each chunk's end, at least 1
+    stable_layers:  N*, so many of the last layers; None: an eighth of them, as the paper found for Llama 3.1
+    top_p:          share of each document's middle blocks, in place of eq. 2 and 3; 0 keeps no middle, 1 all of it
+    personalized_bias: add the bias of eq. 1
+    cross_filter:   compare across documents and keep 1/D
+    recompute:      "none", "outliers" (with the initial and local tokens) or "all" that is kept
+    update:         "overwrite" old KV by the new, or "fusion" of both (eq. 4)
+
+    top_p=1, cross_filter=False keeps everything: with recompute="none" it is `reposition`, with recompute="all" and
+    update="overwrite" full prefill.
+    """
+
+    block_size: int = 16
+    initial_blocks: int = 1
+    local_blocks: int = 2
+    stable_layers: int | None = None
+    top_p: float | None = None
+    personalized_bias: bool = True
+    cross_filter: bool = True
+    recompute: str = "outliers"
+    update: str = "fusion"
+
+    name: ClassVar[str] = "samkv"
+    paper: ClassVar[str] = "SamKV (Sparse Attention across Multiple-context KV Cache)"
+    summary: ClassVar[str] = "keeps the blocks that matter to the question and runs some of their tokens again"
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "initial_blocks", "local_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; choose at least 1")
+        if self.stable_layers is not None and self.stable_layers < 1:
+            raise ConfigError(f"stable_layers is {self.stable_layers}; choose at least 1 of the last layers")
+        if self.top_p is not None and not 0 <= self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; choose a share from 0 to 1, or None for the paper's own")
+        for name, known in (("recompute", RECOMPUTE), ("update", UPDATES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
+
+    def check(self, lm: ModelCard, prompt: Prompt) -> None:
+        super().check(lm, prompt)
+        if self.stable_layers is not None and self.stable_layers > lm.num_layers:
+            raise ConfigError(f"stable_layers is {self.stable_layers} and {lm.name} has {lm.num_layers} layers")
+
+    def prefill(self, job: Job) -> Prefilled:
+        if len(job.blocks) < 2:
+            return job.read()
+        context, gather = Context.of(job), Gather(job)
+        pieces = Pieces.of(context, self.block_size, self.initial_blocks, self.local_blocks)
+        survey, surveyed = self._survey(job, context, pieces, gather)
+        kept = self._kept(context, pieces, survey)
+        again = self._again(context, pieces, survey, kept)
+        done = _finish(job, context, gather, kept, again, self.update == "fusion")
+        computed = tuple(a + b for a, b in zip(surveyed, done.computed_tokens, strict=True))
+        return replace(done, computed_tokens=computed)
+
+    def _survey(self, job: Job, context: Context, pieces: Pieces, gather: Gather) -> tuple[Survey, tuple[int, ...]]:
+        """Run the suffix, and the local tokens for their queries, over the composite cache (section 3.1).
+
+        Returns the scores and the tokens that ran in each layer.
+        """
+        from ragcache.models.attention import observing
+
+        composite = torch.cat([gather.slots[: context.prefix_tokens], pieces.anchors])
+        rows = pieces.local if self.personalized_bias else pieces.local[:0]
+        text = context.text_slots()
+
+        def place(cache: FusedCache, layer: int) -> None:
+            gather.place(cache, layer, composite)
+            cache.reserve(layer, context.positions[text])
+            _reserve_spare(cache, layer)
+
+        survey = Survey(context, pieces, gather, rows.shape[0])
+        count = composite.shape[0] + text.shape[0]
+        # Local tokens run for their queries alone: their new KV goes where nothing sees it.
+        slots = torch.cat([torch.full_like(rows, count), torch.arange(composite.shape[0], count, device=rows.device)])
+        tokens = torch.cat([rows, text])
+        cache = job.new_cache(place, count + 1)
+        with observing(survey):
+            ran = job.run(cache, context.ids[tokens], context.positions[tokens], slots=slots).computed_tokens
+        cache.release()
+        return survey, ran
+
+    def _stable(self, context: Context) -> range:
+        count = context.lm.shape.num_layers
+        return range(count - (self.stable_layers or -(-count // 8)), count)
+
+    def _kept(self, context: Context, pieces: Pieces, survey: Survey) -> Tensor:
+        """bool [num_layers, context_tokens]: what each layer keeps."""
+        shares = survey.shares(self._stable(context))
+        if self.top_p is not None:
+            shares = [self.top_p] * len(shares)
+        layers = context.lm.shape.num_layers
+        kept = torch.zeros(layers, context.num_tokens, dtype=torch.bool, device=context.lm.device)
+        kept[:, : context.prefix_tokens] = True
+        kept[:, pieces.anchors] = True
+        for layer in range(layers):
+            chosen = survey.select(layer, shares, self.cross_filter)
+            kept[layer, pieces.middle[torch.isin(pieces.middle_block, chosen)]] = True
+        return kept
+
+    def _again(self, context: Context, pieces: Pieces, survey: Survey, kept: Tensor) -> Tensor:
+        """bool [context_tokens]: tokens that run again in the layers that keep them (section 3.3)."""
+        again = kept.any(0)
+        again[: context.prefix_tokens] = False
+        if self.recompute == "none":
+            again[:] = False
+        elif self.recompute == "outliers":
+            wanted = torch.cat([pieces.anchors, survey.outliers(self._stable(context))])
+            again &= torch.zeros_like(again).index_fill_(0, wanted, True)
+        return again
+
+
+def _finish(job: Job, context: Context, gather: Gather, kept: Tensor, again: Tensor, fusion: bool) -> Prefilled:
+    """Pad, recompute, remove the padding (figure 5), and run the suffix."""
+    # A token that runs again in layer n needs its output of all layers below, and none above its last such layer.
+    needed = (kept.flip(0).cumsum(0).flip(0) > 0) & again
+    entries = kept | needed
+
+    def place(cache: FusedCache, layer: int) -> None:
+        gather.place(cache, layer, entries[layer].nonzero()[:, 0])
+        if bool(again.any()):
+            _reserve_spare(cache, layer)
+
+    count = int(entries.sum(1).max()) + context.text_slots().shape[0] + 1
+    cache = job.new_cache(place, count + job.reserve_tokens)
+    if bool(again.any()):
+        with job.running():
+            cache.merge = blend if fusion else None
+            _recompute(context, cache, kept, needed, entries)
+            cache.merge = None
+    return job.run_text(cache)
+
+
+def _recompute(context: Context, cache: FusedCache, kept: Tensor, needed: Tensor, entries: Tensor) -> None:
+    tokens = needed[0].nonzero()[:, 0]
+    slots = []
+    for keeps, holds in zip(kept, entries, strict=True):
+        rank, spare = holds.cumsum(0) - 1, holds.sum()
+        slots.append(torch.where(keeps[tokens], rank[tokens], spare))
+
+    def before_layer(point: LayerPoint) -> Tensor | None:
+        rows = needed[point.layer, tokens].nonzero()[:, 0]
+        return None if rows.shape == point.rows.shape else rows
+
+    positions = context.positions[tokens]
+    context.lm.run(context.ids[tokens], positions, cache, slots=slots, before_layer=before_layer)
+    for layer, (keeps, holds) in enumerate(zip(kept, entries, strict=True)):
+        cache.retain(layer, keeps[holds].nonzero()[:, 0])
+
+
+def blend(old: Tensor, new: Tensor) -> Tensor:
+    """Equation 4: theta new + (1 - theta) old, theta their cosine by token. [1, num_kv_heads, num_tokens, head_dim]"""
+    before, after = (part.float().transpose(1, 2).flatten(2) for part in (old, new))
+    theta = torch.nn.functional.cosine_similarity(before, after, dim=2)[:, None, :, None]
+    return (theta * new.float() + (1 - theta) * old.float()).to(new.dtype)
+
+
+def _reserve_spare(cache: FusedCache, layer: int) -> None:
+    """One entry that nothing ever sees, for keys and values that are not wanted. Not even masked may it hold NaN."""
+    keys, values = cache.reserve(layer, torch.tensor([NEVER_SEEN]))
+    keys.zero_()
+    values.zero_()

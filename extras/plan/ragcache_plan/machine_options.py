@@ -1,0 +1,82 @@
+"""Options of `plan` and `simulate`: how fast the machine is, stated or measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from ragcache.cli.options import option
+from ragcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ragcache_plan.rates import MachineRates
+    from ragcache_plan.shape import KVShape
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """Model whose KV it is."""
+
+    model: Annotated[
+        str | None, option("--model", "Bundled name, directory with a config.json or hub id; no weights are read.")
+    ] = None
+    layers: Annotated[int | None, option("--layers", "In place of --model: layers of the model.")] = None
+    kv_heads: Annotated[int | None, option("--kv-heads", "In place of --model: KV heads.")] = None
+    head_dim: Annotated[int | None, option("--head-dim", "In place of --model: width of a head.")] = None
+    dtype: Annotated[str, option("--dtype", "Of the KV: float32, bfloat16, float16; auto: as config.json says.")] = (
+        "auto"
+    )
+
+    def shape(self) -> KVShape:
+        """Raises ConfigError naming the option, ModelNotFoundError, UnsupportedModelError."""
+        from ragcache_plan.shape import KVShape, shape_of
+
+        stated = {"--layers": self.layers, "--kv-heads": self.kv_heads, "--head-dim": self.head_dim}
+        given = [name for name, value in stated.items() if value is not None]
+        if self.model is not None:
+            if given:
+                raise ConfigError(f"{given[0]} and --model both say what the model is; give one of them")
+            return shape_of(self.model, self.dtype)
+        if self.layers is None or self.kv_heads is None or self.head_dim is None:
+            missing = next(name for name in stated if name not in given)
+            raise ConfigError(f"{missing} is missing: give --model, or --layers, --kv-heads and --head-dim")
+        return KVShape(
+            self.layers, self.kv_heads, self.head_dim, "bfloat16" if self.dtype == "auto" else self.dtype
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RateOptions:
+    """How fast the machine is. Without any: an 8B model on an A100."""
+
+    prefill_rate: Annotated[
+        float | None, option("--prefill-rate", "Tokens that a prefill reads in a second.", show_default="5646")
+    ] = None
+    memory_rate: Annotated[
+        float | None,
+        option("--memory-rate", "Bytes of KV a second from host memory to their place.", show_default="24e9"),
+    ] = None
+    disk_rate: Annotated[float | None, option("--disk-rate", "Bytes of KV a second from disk.", show_default="3e9")] = (
+        None
+    )
+    measure: Annotated[bool, option("--measure", "Measure on this machine what is not given; loads --model.")] = False
+    device: Annotated[str, option("--device", "Where --measure runs the model: cpu or cuda.")] = "cpu"
+
+    def rates(self, model: str | None) -> MachineRates:
+        """Raises ConfigError naming the option."""
+        from ragcache_plan.rates import MachineRates, measure_rates
+
+        found = MachineRates()
+        if self.measure:
+            if model is None:
+                raise ConfigError("--measure runs the model; say which with --model")
+            from ragcache.models.loading import load_lm
+
+            found = measure_rates(load_lm(model, device=self.device), Path())
+        return MachineRates(
+            found.prefill_tokens_s if self.prefill_rate is None else self.prefill_rate,
+            found.attention_share if self.prefill_rate is None else 0.0,
+            found.memory_bytes_s if self.memory_rate is None else self.memory_rate,
+            found.disk_bytes_s if self.disk_rate is None else self.disk_rate,
+        )

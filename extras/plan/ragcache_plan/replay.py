@@ -1,0 +1,151 @@
+"""Replays a trace against tiers without a model: the stores' own policies over numbers instead of tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.store.accounting import ByteLedger
+from ragcache.store.eviction import LRU, PGDSF, Entry, EvictionPolicy, TinyLFU, get_policy
+from ragcache.store.eviction.admission import CountMinSketch
+from ragcache_plan.accesses import Accesses
+from ragcache_plan.rates import MachineRates
+
+
+class SimulatedTier:
+    """Blocks that a tier would hold, by the ledger of a tier in memory. budget_bytes: None keeps everything."""
+
+    def __init__(self, name: str, budget_bytes: int | None, policy: EvictionPolicy) -> None:
+        self.name = name
+        self.ledger = ByteLedger(sys.maxsize, LRU()) if budget_bytes is None else ByteLedger(budget_bytes, policy)
+        self.hits = self.read_bytes = self.written_bytes = 0
+
+    def get(self, entry: Entry) -> bool:
+        self.ledger.touch(entry.key)
+        if entry.key not in self.ledger:
+            return False
+        self.hits += 1
+        self.read_bytes += entry.num_bytes
+        return True
+
+    def put(self, entry: Entry) -> None:
+        """Replace what has the same key, where there is room and the policy finds it worth what has to go."""
+        self.ledger.remove(entry.key)
+        claim = self.ledger.claim(entry)
+        if claim is not None:
+            self.ledger.settle(claim)
+            self.ledger.add(entry)
+            self.written_bytes += entry.num_bytes
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """memory_bytes, and disk_bytes: None keeps every block, as the disk tier does.
+
+    eager: every block is on disk before the first request, as far as they fit; else each is computed when it is asked
+    for first
+    """
+
+    memory_bytes: int
+    disk_bytes: int | None = None
+    eager: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """The outcome of a replay. hits, read_bytes, written_bytes and evictions by tier; ttft_s: [requests]."""
+
+    accesses: int
+    computed: int
+    computed_tokens: int
+    hits: dict[str, int]
+    read_bytes: dict[str, int]
+    written_bytes: dict[str, int]
+    evictions: dict[str, int]
+    ttft_s: NDArray[np.float64] = field(repr=False)
+
+
+def make_policy(name: str, admission: str, rates: MachineRates, blocks_in_budget: int) -> EvictionPolicy:
+    """A store's policy, with the cost of recomputation from the rates and a sketch that fits the number of blocks.
+
+    Raises ConfigError.
+    """
+    policy = get_policy(name)
+    get_policy(name, admission)  # refuses a name that is unknown
+    if isinstance(policy, PGDSF):
+        policy = PGDSF(rates.prefill)
+    return policy if admission == "all" else TinyLFU(policy, CountMinSketch(max(1 << 16, blocks_in_budget)))
+
+
+def replay(
+    trace: Accesses, budgets: Budgets, policy: str, admission: str, rates: MachineRates, question_tokens: int = 30
+) -> Replayed:
+    """Requests one after another, as a store serves them: all lookups, each promoting what it finds to the faster tier,
+    then the blocks that no tier had, which go to the durable tier first."""
+    entries = [
+        Entry(str(number), num_bytes, num_tokens)
+        for number, (num_bytes, num_tokens) in enumerate(
+            zip(trace.num_bytes.tolist(), trace.num_tokens.tolist(), strict=True)
+        )
+    ]
+    count = len(entries)
+    memory = SimulatedTier("memory", budgets.memory_bytes, make_policy(policy, admission, rates, count))
+    disk = SimulatedTier("disk", budgets.disk_bytes, make_policy(policy, admission, rates, count))
+    if budgets.eager:
+        for entry in entries:
+            disk.put(entry)
+        disk.written_bytes = disk.ledger.evictions = 0
+    seconds, computed, tokens = _serve(trace, entries, memory, disk, rates, question_tokens)
+    tiers = (memory, disk)
+    return Replayed(
+        accesses=len(trace),
+        computed=computed,
+        computed_tokens=tokens,
+        hits={tier.name: tier.hits for tier in tiers},
+        read_bytes={tier.name: tier.read_bytes for tier in tiers},
+        written_bytes={tier.name: tier.written_bytes for tier in tiers},
+        evictions={tier.name: tier.ledger.evictions for tier in tiers},
+        ttft_s=seconds,
+    )
+
+
+def _serve(
+    trace: Accesses,
+    entries: Sequence[Entry],
+    memory: SimulatedTier,
+    disk: SimulatedTier,
+    rates: MachineRates,
+    question_tokens: int,
+) -> tuple[NDArray[np.float64], int, int]:
+    """Seconds to the first token of every request; blocks and tokens that were computed."""
+    place_s, read_s = 1 / rates.memory_bytes_s, 1 / rates.disk_bytes_s
+    floor_s = rates.prefill_s(question_tokens)
+    compute_s = {tokens: rates.prefill_s(tokens) for tokens in np.unique(trace.num_tokens).tolist()}
+    blocks, starts = trace.blocks.tolist(), trace.starts.tolist()
+    ttft = np.empty(trace.requests)
+    computed = computed_tokens = 0
+    for request in range(trace.requests):
+        seconds = floor_s
+        missing: dict[str, Entry] = {}
+        for number in blocks[starts[request] : starts[request + 1]]:
+            entry = entries[number]
+            seconds += entry.num_bytes * place_s
+            if memory.get(entry):
+                continue
+            if disk.get(entry):
+                seconds += entry.num_bytes * read_s
+                memory.put(entry)
+            else:
+                computed += 1
+                missing[entry.key] = entry
+        for entry in missing.values():
+            seconds += compute_s[entry.num_tokens]
+            computed_tokens += entry.num_tokens
+            disk.put(entry)
+            memory.put(entry)
+        ttft[request] = seconds
+    return ttft, computed, computed_tokens

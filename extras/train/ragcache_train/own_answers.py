@@ -1,0 +1,146 @@
+"""Questions and answers that the model makes itself, for rows that have none.
+
+A question is made from one passage, an answer is the greedy one of full prefill over all of them. What was made is
+kept in `own_answers.jsonl`, one line a row, so that a run that is resumed trains on the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ragcache.errors import PromptError
+from ragcache.fusion.fuse import fuse
+from ragcache.ingest.tokens import ChunkTokenizer
+from ragcache.kv.buffers import SharedContext
+from ragcache.kv.identity import digest
+from ragcache.models.card import eos_token_ids
+from ragcache.models.decoding import decode
+from ragcache.models.lm import LanguageModel
+from ragcache.models.sampling import Sampling
+from ragcache.prompt import Prompt, PromptFormat, prompt_format
+from ragcache_train.data import Asked, BadLine, DataRow
+from ragcache_train.encoding import EncodingOptions, passage_text
+
+FILE = "own_answers.jsonl"
+INSTRUCTION = "Write one question that the text above answers. Reply with the question alone."
+QUESTIONS = 4
+"""Made for a row, each from another passage; a row of fewer passages gets fewer."""
+QUESTION_TOKENS, ANSWER_TOKENS = 48, 64
+AT_ONCE = 8
+"""Rows at a time: their decoding steps share forward passes."""
+WAIT_S = 1.0
+
+
+class OwnAnswers:
+    """Fills rows with what the model says.
+
+    path: the file that keeps it; options: how prompts are laid out; seed: of the questions
+    """
+
+    def __init__(self, lm: LanguageModel, path: Path, options: EncodingOptions, seed: int) -> None:
+        self.lm, self.path, self.options, self.seed = lm, path, options, seed
+        self._chunks = ChunkTokenizer(lm.tokenizer)
+        self._eos = eos_token_ids(lm)
+
+    def fill(self, rows: Sequence[DataRow]) -> list[DataRow | BadLine]:
+        """The rows, each with an answer to each of its questions, and those that cannot have one.
+
+        Of several processes (torchrun) the first one makes what is missing; the others wait for it.
+        """
+        known = self._read()
+        missing = {self._key(row): row for row in rows if _lacks(row) and self._key(row) not in known}
+        if missing and int(os.environ.get("RANK", 0)) == 0:
+            for key, asked in self._make(missing):
+                known[key] = asked
+        while missing.keys() - known.keys():
+            time.sleep(WAIT_S)
+            known = self._read()
+        return [self._filled(row, known[self._key(row)]) if _lacks(row) else row for row in rows]
+
+    def _make(self, missing: dict[str, DataRow]) -> Iterator[tuple[str, list[Asked]]]:
+        """Make and write down, row by row."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file, ThreadPoolExecutor(AT_ONCE) as pool:
+            for key, asked in zip(missing, pool.map(self._ask_about, missing.values()), strict=True):
+                file.write(json.dumps({"row": key, "asked": [list(one) for one in asked]}) + "\n")
+                file.flush()
+                yield key, asked
+
+    def _read(self) -> dict[str, list[Asked]]:
+        """What was made before, by row. A line that a killed run left unfinished is left out."""
+        if not self.path.exists():
+            return {}
+        found = {}
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                held = json.loads(line)
+            except ValueError:
+                continue
+            found[str(held["row"])] = [Asked(*one) for one in held["asked"]]
+        return found
+
+    def _key(self, row: DataRow) -> str:
+        """Names all that a row's answers depend on."""
+        options = [self.options.system, self.options.question_format, self.seed, INSTRUCTION, QUESTIONS]
+        return digest([self.lm.fingerprint, options, asdict(replace(row, where=""))])
+
+    def _filled(self, row: DataRow, asked: Sequence[Asked]) -> DataRow | BadLine:
+        if asked:
+            return replace(row, asked=tuple(asked))
+        reason = "it does not fit the model, or the model made no question of it; write less text, or a question"
+        return BadLine(row.where, reason)
+
+    def _ask_about(self, row: DataRow) -> list[Asked]:
+        """Questions with answers; none where the row does not fit the model."""
+        form = self._form(row, self.options.question_format)
+        chunks = self._chunks.encode([passage_text(text) for text in row.passages])
+        try:
+            asked = row.asked or [Asked(question, "") for question in self._questions(row, chunks)]
+            context: SharedContext | None = None
+            found = []
+            for one in asked:
+                text = one.answer
+                if not text:
+                    prompt = Prompt(form.prefix_ids, chunks, form.suffix_ids(self.lm.tokenizer, one.question))
+                    text, context = self._answer(prompt, Sampling(ANSWER_TOKENS), context)
+                found.append(Asked(one.question, text))
+        except PromptError:
+            return []
+        return found
+
+    def _questions(self, row: DataRow, chunks: Sequence[Sequence[int]]) -> Iterator[str]:
+        """One question about each of a few passages, sampled with the seed."""
+        form = self._form(row, "{question}")
+        rng = random.Random(f"{self.seed}/{self._key(row)}")
+        suffix = form.suffix_ids(self.lm.tokenizer, INSTRUCTION)
+        for rank in rng.sample(range(len(chunks)), min(QUESTIONS, len(chunks))):
+            sampling = Sampling(QUESTION_TOKENS, temperature=1.0, top_p=0.9, seed=rng.getrandbits(32))
+            text, _ = self._answer(Prompt(form.prefix_ids, [chunks[rank]], suffix), sampling)
+            first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+            if question := first.removeprefix("Question:").strip():
+                yield question
+
+    def _form(self, row: DataRow, question_format: str | None) -> PromptFormat:
+        system = self.options.system if row.system is None else row.system
+        return prompt_format(self.lm.tokenizer, system=system, question_format=question_format)
+
+    def _answer(
+        self, prompt: Prompt, sampling: Sampling, context: SharedContext | None = None
+    ) -> tuple[str, SharedContext]:
+        """What the model says by full prefill, and its context for other questions over the same passages."""
+        fused = fuse(self.lm, prompt, "full", base=context, reserve_tokens=sampling.max_tokens or 0)
+        shared = fused.share() if context is None else context
+        steps = decode(self.lm, fused.cache, fused.next_logits, fused.next_position, sampling, eos_ids=self._eos)
+        text: str = self.lm.tokenizer.decode(list(steps), skip_special_tokens=True)
+        return text.strip(), shared
+
+
+def _lacks(row: DataRow) -> bool:
+    return row.kind == "qa" and (not row.asked or not all(one.answer for one in row.asked))

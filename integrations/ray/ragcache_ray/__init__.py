@@ -1,0 +1,1 @@
+"""Ingestion on a Ray cluster: `kb.ingest(..., ray=...)`, `ragcache ingest --ray`."""

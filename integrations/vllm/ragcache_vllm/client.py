@@ -1,0 +1,363 @@
+"""vLLM's completion servers over HTTP: token ids in, token ids out.
+
+Several servers over one store are one engine: a request goes to the server that its key belongs to, by rendezvous
+hashing (Thaler & Ravishankar, 1998), and to the next one by rank where that does not answer.
+
+One thread runs an event loop for all requests: a request that its caller gives up is a task that is cancelled, its
+connection closes, and vLLM stops computing it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import queue
+import threading
+from collections.abc import Coroutine, Generator, Mapping, Sequence
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+
+from ragcache.errors import ConfigError, EngineError, ModelMismatchError, RagCacheError
+from ragcache.kv.identity import digest
+from ragcache.models.limits import Limit
+from ragcache.models.sampling import TokenScores
+from ragcache_vllm.request_layout import served_name
+
+if TYPE_CHECKING:
+    from ragcache.engine.asking.engine import Engine
+    from ragcache.engine.asking.prompts import Prompts
+    from ragcache.fusion.base import FusionMethod
+    from ragcache.models.card import ModelCard
+    from ragcache.store.kv_store import KVStore
+
+log = logging.getLogger(__name__)
+CONNECT_S = 5.0
+SILENCE_S = 300.0  # of an engine that works on other requests first
+ERROR_BYTES = 1 << 16
+UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
+TIMEOUT = httpx.Timeout(SILENCE_S, connect=CONNECT_S, pool=CONNECT_S)
+
+
+def connect(url: str, fingerprint: str, key: str | None) -> VllmEngine:
+    """The servers at an address, asked for this model. Raises ConfigError for another kind of address."""
+    return VllmEngine(url, served_name(fingerprint), key)
+
+
+class EngineServer(NamedTuple):
+    """A vLLM server: its address as it was given, and in HTTP."""
+
+    url: str
+    base: str
+
+
+class VllmEngine:
+    """vLLM servers of one model. Thread-safe; nothing is sent before it is asked.
+
+    url: "vllm://host:port", or several, separated by commas; name: of the model that they are asked for; key: sent as
+    bearer, never shown
+
+    Raises ConfigError for another kind of address.
+    """
+
+    def __init__(self, url: str, name: str, key: str | None = None) -> None:
+        self.url = url
+        self.name = name
+        self._servers = [EngineServer(one, _http_address(one)) for one in url.split(",")]
+        self._key = key
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: httpx.AsyncClient | None = None
+
+    def reads(self, card: ModelCard, method: FusionMethod) -> bool:
+        """Whether they can read stored blocks by this method."""
+        from ragcache_vllm.engine import reads
+
+        return reads(card, method)
+
+    def engine(self, card: ModelCard, prompts: Prompts, kv: KVStore) -> Engine:
+        """What answers by these servers, over a store's blocks."""
+        from ragcache_vllm.engine import RemoteReader
+
+        return RemoteReader(card, prompts, kv, self)
+
+    def longest_prompt(self) -> int | None:
+        """Tokens of prompt and answer that every server takes; None where none of them says.
+
+        Raises EngineError where none answers, ModelMismatchError where one serves no such model.
+        """
+        lengths, silent = list[int | None](), list[EngineError]()
+        for server in self._servers:
+            try:
+                lengths.append(self._longest_prompt(server))
+            except EngineError as error:
+                silent.append(error)
+        if not lengths:
+            raise silent[0]
+        for one in silent:
+            log.warning("%s", one)
+        return min((length for length in lengths if length is not None), default=None)
+
+    def _longest_prompt(self, server: EngineServer) -> int | None:
+        answer = self._run(server, self._get(server, "/v1/models"))
+        try:
+            served = {str(model["id"]): model.get("max_model_len") for model in json.loads(answer)["data"]}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"{server.url} answers, but not as vLLM does; name the address of `ragcache vllm`"
+            ) from error
+        if self.name not in served:
+            raise _other_model(server, ", ".join(served))
+        return served[self.name] if isinstance(served[self.name], int) else None
+
+    def complete(self, body: Mapping[str, Any], limit: Limit, key: str = "") -> Completion:
+        """Begin a completion, on the server that `key` belongs to while that answers."""
+        return Completion(self, {**body, "model": self.name}, limit, self.ranked(key))
+
+    def ranked(self, key: str) -> list[EngineServer]:
+        """All servers, the one that a key belongs to first: one that comes or goes moves its own keys alone."""
+        return sorted(self._servers, key=lambda server: digest([server.url, key]))
+
+    def close(self) -> None:
+        """Close all connections; a later request opens new ones."""
+        with self._lock:
+            loop, client, self._loop, self._client = self._loop, self._client, None, None
+        if loop is None:
+            return
+        if client is not None:
+            asyncio.run_coroutine_threadsafe(client.aclose(), loop).result(CONNECT_S)
+        loop.call_soon_threadsafe(loop.stop)
+
+    def submit(self, work: Coroutine[Any, Any, None]) -> Any:
+        """Run on the loop's thread, which starts with the first request."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_loop, args=[self._loop], name="ragcache-vllm", daemon=True).start()
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def pump(self, body: Mapping[str, Any], servers: Sequence[EngineServer], out: queue.SimpleQueue[Any]) -> None:
+        """Put each event of a completion's stream into `out`, and None, or the error that ended it, behind them."""
+        for number, server in enumerate(servers):
+            try:
+                await self._pump(body, server, out)
+                return
+            except Exception as error:  # whatever it is: the caller waits for it
+                if not isinstance(error, UNREACHED) or number == len(servers) - 1:
+                    out.put(_translated(server, error))
+                    return
+                log.warning("nothing answers at %s: its question goes to %s", server.url, servers[number + 1].url)
+
+    async def _pump(self, body: Mapping[str, Any], server: EngineServer, out: queue.SimpleQueue[Any]) -> None:
+        async with self._http().stream("POST", f"{server.base}/v1/completions", json=body) as response:
+            await self._check(server, response)
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    out.put(None)
+                    return
+                if line.startswith("data: "):
+                    out.put(json.loads(line[len("data: ") :]))
+        out.put(broken(server.url, "its stream ended early"))
+
+    async def _get(self, server: EngineServer, path: str) -> bytes:
+        async with self._http().stream("GET", server.base + path, timeout=CONNECT_S) as response:
+            await self._check(server, response)
+            return await _beginning(response)
+
+    def _run(self, server: EngineServer, work: Coroutine[Any, Any, bytes]) -> bytes:
+        found: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+        async def run() -> None:
+            try:
+                found.put(await work)
+            except Exception as error:  # whatever it is: the caller waits for it
+                found.put(_translated(server, error))
+
+        self.submit(run())
+        answer = found.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _http(self) -> httpx.AsyncClient:
+        """The client, made on its loop. It heeds no proxy: the engine is named by its address."""
+        if self._client is None:
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            self._client = httpx.AsyncClient(
+                headers=headers,
+                timeout=TIMEOUT,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=16),
+                trust_env=False,
+            )
+        return self._client
+
+    async def _check(self, server: EngineServer, response: httpx.Response) -> None:
+        """Raises EngineError or ModelMismatchError for what is no success."""
+        status = response.status_code
+        if status == 200:
+            return
+        said = _message(await _beginning(response))
+        if status in (401, 403):
+            raise EngineError(
+                f"{server.url} refused the key; set RAGCACHE_ENGINE_KEY to the one that it was started with"
+            )
+        if status == 404:
+            raise _other_model(server, said)
+        raise EngineError(f"{server.url} answered {status}: {said}")
+
+
+class Completion:
+    """One completion that is being computed.
+
+    cached_tokens: of the prompt, those that the engine did not compute; None until it says so
+    """
+
+    def __init__(
+        self, engine: VllmEngine, body: Mapping[str, Any], limit: Limit, servers: Sequence[EngineServer]
+    ) -> None:
+        self.cached_tokens: int | None = None
+        self._limit = limit
+        self._url = engine.url
+        self._likeliest = int(body.get("logprobs") or 0)
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_over = False
+        self._task = engine.submit(engine.pump(body, servers, self._events))
+
+    def tokens(self) -> Generator[tuple[int, TokenScores | None], None, None]:
+        """Token ids as they come, the one that ends the text among them, with their log-probabilities if asked for.
+
+        Raises EngineError, ModelMismatchError, CancelledError, TimedOutError.
+        """
+        while (event := self._next()) is not None:
+            yield from zip(_ids(event), chain(self._scores(event), repeat(None)), strict=False)
+
+    def end(self) -> None:
+        """Take the engine's last words. Where it goes on instead, it is stopped."""
+        while not self._is_over:
+            event = self._next()
+            if event is not None and _ids(event):
+                self.close()
+
+    def close(self) -> None:
+        """Stop the engine where it is not done."""
+        self._is_over = True
+        self._task.cancel()
+
+    def _next(self) -> dict[str, Any] | None:
+        """The next event; None behind the last one."""
+        while not self._is_over:
+            self._limit.check()
+            try:
+                event = self._events.get(timeout=self._limit.poll_s())
+            except queue.Empty:
+                continue
+            if isinstance(event, dict) and "error" not in event:
+                self._note(event)
+                return event
+            self._is_over = True
+            if event is not None:
+                raise event if isinstance(event, RagCacheError) else broken(self._url, _said(event))
+        return None
+
+    def _scores(self, event: Mapping[str, Any]) -> list[TokenScores]:
+        said = next((choice.get("logprobs") for choice in event.get("choices") or ()), None)
+        try:
+            return [] if said is None else _scores(said, self._likeliest)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise broken(self._url, "log-probabilities that are none of vLLM's") from error
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+        if isinstance(cached := details.get("cached_tokens"), int):
+            self.cached_tokens = cached
+
+
+def broken(url: str, why: str) -> EngineError:
+    """The error of an answer that ended too early."""
+    return EngineError(f"{url} broke off ({why}); its log says more. Ask again")
+
+
+def _other_model(server: EngineServer, said: str) -> ModelMismatchError:
+    return ModelMismatchError(
+        f"{server.url} does not serve this store's model with ragcache's connector ({said}); start it with "
+        "`ragcache vllm` over this store"
+    )
+
+
+def _translated(server: EngineServer, error: Exception) -> RagCacheError:
+    if isinstance(error, RagCacheError):
+        return error
+    if isinstance(error, UNREACHED):
+        return EngineError(f"nothing answers at {server.url} ({error or 'timed out'}); start it with `ragcache vllm`")
+    if isinstance(error, httpx.TimeoutException):
+        return EngineError(f"{server.url} was silent for too long; look at its log, or ask when there is less to do")
+    return broken(server.url, str(error) or type(error).__name__)
+
+
+def _http_address(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme != "vllm" or not parts.hostname or port is None or parts.path.strip("/") or parts.username:
+        raise ConfigError(f"engine {url!r} is no address of an engine; give vllm://host:port, or several with commas")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"http://{host}:{port}"
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_ended())
+    finally:
+        loop.close()
+
+
+async def _ended() -> None:
+    """End what is left on the loop: streams that their callers gave up a moment ago."""
+    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+def _ids(event: Mapping[str, Any]) -> list[int]:
+    return [id for choice in event.get("choices") or () for id in choice.get("token_ids") or ()]
+
+
+def _scores(said: Mapping[str, Any], count: int) -> list[TokenScores]:
+    """OpenAI's log-probabilities of completions, with "token_id:7" for texts. The chosen token is among the likeliest,
+    wherever it ranks."""
+    found = []
+    for logprob, near in zip(said["token_logprobs"], said["top_logprobs"], strict=True):
+        ranked = sorted(near.items(), key=lambda one: -one[1])[:count]
+        top = tuple((int(name.removeprefix("token_id:")), float(value)) for name, value in ranked)
+        found.append(TokenScores(float(logprob), top))
+    return found
+
+
+async def _beginning(response: httpx.Response) -> bytes:
+    found = b""
+    async for part in response.aiter_bytes():
+        found += part
+        if len(found) > ERROR_BYTES:
+            break
+    return found[:ERROR_BYTES]
+
+
+def _message(answer: bytes) -> str:
+    """What an error says, in its first words."""
+    try:
+        return _said(json.loads(answer))
+    except ValueError:
+        return answer[:300].decode("utf-8", "replace")
+
+
+def _said(answer: Any) -> str:
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

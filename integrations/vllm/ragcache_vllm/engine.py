@@ -1,0 +1,262 @@
+"""One question whose tokens another engine computes: its prompt, its layout, its answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
+
+from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Usage
+from ragcache.engine.asking.prompts import Prompts
+from ragcache.engine.asking.reading import Clock, Kept, OpenQuestion, Reading
+from ragcache.engine.asking.supply import UNUSED
+from ragcache.engine.asking.verdict import FULL
+from ragcache.engine.asking.writing import AnswerSoFar, write
+from ragcache.engine.loading.blocks import COMPUTED
+from ragcache.errors import ConfigError
+from ragcache.fusion import METHODS
+from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.layout import Layout, Span
+from ragcache.kv.identity import digest
+from ragcache.kv.prefix_tree import PrefixStats
+from ragcache.models.card import ModelCard, eos_token_ids
+from ragcache.models.sampling import Sampling
+from ragcache.models.scheduler import PassStats
+from ragcache.prompt import PromptEnds
+from ragcache.retrieval.retriever import Hit
+from ragcache.store.kv_store import KVStore
+from ragcache_vllm.client import Completion, VllmEngine
+from ragcache_vllm.request_layout import RequestLayout
+
+log = logging.getLogger(__name__)
+NEVER = -100.0  # the least that OpenAI's protocol has
+NO_PREFIXES = PrefixStats(0, 0, 0, 0, 0, 0, 0)
+
+
+class EngineRequest(NamedTuple):
+    """What the engine is asked.
+
+    ids:     the prompt
+    layout:  which of them stored blocks hold; None: none of them
+    sources: the passages, with where their KV is
+    """
+
+    ids: list[int]
+    layout: RequestLayout | None
+    sources: list[Source]
+
+    @property
+    def routing_key(self) -> str:
+        """Sends questions over one best passage to one server: they mostly read the same others, too."""
+        return next((source.handle for source in self.sources if source.handle), "") or digest(self.ids)
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens that the engine need not compute."""
+        if self.layout is None:
+            return 0
+        return len(self.ids) - sum(span.num_tokens for span in self.layout.computed(len(self.ids)))
+
+
+def reads(card: ModelCard, method: FusionMethod) -> bool:
+    """Whether another engine can read by this method: its layout alone says what is placed and what runs."""
+    return method.reruns(Layout(())) is not None and method.additions(card).positions == "global"
+
+
+class RemoteReader:
+    """Answers prompts with a model that another engine runs, over this store's blocks. Thread-safe."""
+
+    def __init__(self, card: ModelCard, prompts: Prompts, kv: KVStore, engine: VllmEngine) -> None:
+        self.card = card
+        self.prompts = prompts
+        self._kv = kv
+        self._engine = engine
+        self._eos = eos_token_ids(card)
+
+    def check(self, reading: Reading) -> None:
+        self.prompts.check(reading.method)
+        reading.sampling.check_ids(self.card.vocab_size, self.card.name)
+        if reading.evict is not None:
+            raise ConfigError(
+                f"evict drops KV by the model's own attention, which {self._engine.url} keeps; leave it out",
+                "evict",
+            )
+        if reading.method.reuses_blocks and not self.prompts.names.recipe.keeps_all:
+            raise ConfigError(
+                f"this store's blocks are of recipe {self.prompts.names.recipe}: they leave out tokens, and "
+                f"{self._engine.url} reads passages whole; leave out the engine, or make a store with all KV"
+            )
+        self._reruns(reading, Layout(()))
+
+    def stream(
+        self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
+    ) -> Generator[Event, None, None]:
+        """Raises EngineError, ModelMismatchError, CancelledError, TimedOutError, and what `Prompts.prompt` raises."""
+        limit = reading.limit(clock.started)
+        if kept is None:
+            reading = self.prompts.settled(ends, hits, reading)
+            ends, hits = self.prompts.ordered(ends, hits, reading)
+        prompt, dropped = self.prompts.prompt(ends, hits, reading)
+        asked = OpenQuestion(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
+        request = self._request(asked)
+        yield Sources(request.sources, reading.method.name, reading.choice.why)
+        limit.check()
+        most = self.prompts.room(len(request.ids), reading)
+        written, answering = AnswerSoFar(), None
+        try:
+            if most:
+                answering = self._engine.complete(self._body(request, reading, most), limit, request.routing_key)
+                yield from write(self.card, asked, self._steps(answering, reading, clock, written), most, written)
+                answering.end()
+        finally:
+            if answering is not None:
+                answering.close()
+        if kept is not None:
+            kept.answered(asked.hits, written.turn, written.said(self.card))
+        yield Done(self._answer(asked, request, answering, written))
+
+    def drop_deleted(self) -> None:
+        """Nothing: the engine looks for every block that it is asked to load."""
+
+    def clear(self) -> None:
+        self._engine.close()
+
+    def warm_up(self) -> None:
+        """Nothing: the engine warms up when it starts."""
+
+    def prefix_stats(self) -> PrefixStats:
+        return NO_PREFIXES
+
+    def pass_stats(self) -> PassStats:
+        return PassStats()
+
+    def _request(self, asked: OpenQuestion) -> EngineRequest:
+        """Raises ConfigError for a layout that no blocks can be placed by."""
+        parts, hits = asked.prompt.parts, list(asked.hits)
+        if asked.kept is not None:
+            parts = (*asked.kept.earlier.prompt_parts(), *parts[1:])
+            hits = [*asked.kept.earlier.hits, *hits]
+        names, method = self.prompts.names, asked.reading.method
+        layout = method.layout(self.card, parts, names.recipe)
+        handles = [names.key(hit.chunk.token_ids) for hit in hits]
+        if not layout.separate or not handles:
+            return EngineRequest(layout.ids, None, _sources(asked, handles, [UNUSED] * len(handles)))
+        reruns = self._reruns(asked.reading, layout)
+        stored = self._kv.sizes(handles)
+        absent = sum(handle not in stored for handle in handles)
+        if absent:
+            log.warning("%d of %d passages have no KV yet: the engine reads the prompt", absent, len(hits))
+            return EngineRequest(layout.ids, None, _sources(asked, handles, [COMPUTED] * len(handles)))
+        sent = self._layout(asked, layout, reruns)
+        return EngineRequest(layout.ids, sent, _sources(asked, handles, [stored[handle].tier for handle in handles]))
+
+    def _reruns(self, reading: Reading, layout: Layout) -> list[Span]:
+        reruns = reading.method.reruns(layout)
+        if reruns is None:
+            plain = [name for name, kind in METHODS.items() if not kind.needs_training and reads(self.card, kind())]
+            own = dict.fromkeys(plain if self.card.reuse is None else [self.card.default_method, FULL])
+            raise ConfigError(
+                f"method {reading.method.name!r} chooses or weighs tokens while the model runs, and {self._engine.url} "
+                f"runs it without; use {' or '.join(map(repr, own))} there, or leave out the engine"
+            )
+        return reruns
+
+    def _layout(self, asked: OpenQuestion, layout: Layout, reruns: Sequence[Span]) -> RequestLayout:
+        names, first = self.prompts.names, self.prompts.names.first_ids
+        blocks = [Span(piece.start, piece.end) for piece in layout.placed()]
+        seen = len(asked.reading.method.prefix_ids(self.card, asked.prompt)) if names.recipe.sees_prefix else 0
+        if seen in (0, len(first)) and self._has_beginning(layout):
+            blocks, seen = [Span(0, len(first)), *blocks], len(first)
+        return RequestLayout(tuple(blocks), tuple(reruns), seen, names.recipe, names.tenant)
+
+    def _has_beginning(self, layout: Layout) -> bool:
+        """Whether the prompt begins as the store's own do, with a text that is stored as a block."""
+        first, key = self.prompts.names.first_ids, self.prompts.names.first_key
+        begins = layout.pieces[0].passage is None and layout.pieces[0].ids[: len(first)] == first
+        return begins and key is not None and self._kv.locate(key) is not None
+
+    def _body(self, request: EngineRequest, reading: Reading, most: int) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "prompt": request.ids,
+            "max_tokens": most,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            **_sampling(reading.sampling),
+            # As the embedded engine ends answers: by these ids, whatever vLLM takes for the end.
+            "ignore_eos": True,
+            "stop_token_ids": [*self._eos, *reading.sampling.stop_token_ids],
+        }
+        biases = {**reading.sampling.logit_bias, **dict.fromkeys(sorted(self.card.unsaid_ids), NEVER)}
+        if biases:
+            body["logit_bias"] = {str(id): bias for id, bias in biases.items()}
+        if request.layout is not None:
+            body["kv_transfer_params"] = request.layout.to_params()
+        if self.prompts.names.tenant:  # vLLM's own prefix cache is one for all tenants
+            body["cache_salt"] = digest({"tenant": self.prompts.names.tenant})
+        return body
+
+    def _steps(
+        self, answering: Completion, reading: Reading, clock: Clock, written: AnswerSoFar
+    ) -> Generator[int, None, None]:
+        """The answer's ids, without the one that ends it; their log-probabilities, if any, go into `written`."""
+        sent = time.perf_counter()
+        ends = {*self._eos, *reading.sampling.stop_token_ids}
+        for rank, (id, scores) in enumerate(answering.tokens()):
+            if not rank:
+                clock.read(prefill_s=time.perf_counter() - sent)
+            if id in ends:
+                return
+            if scores is not None:
+                written.scores.append(scores)
+            yield id
+
+    def _answer(
+        self, asked: OpenQuestion, request: EngineRequest, answering: Completion | None, written: AnswerSoFar
+    ) -> Answer:
+        told = None if answering is None else answering.cached_tokens
+        if told is not None and told < request.stored_tokens:
+            log.warning(
+                "%s computed %d tokens that this store's blocks hold: its log says why; start it over this store",
+                self._engine.url,
+                request.stored_tokens - told,
+            )
+        cached = request.stored_tokens if told is None else told
+        num_tokens = len(request.ids)
+        usage = Usage(num_tokens, cached, len(written.ids), 0, num_tokens - cached)
+        return written.answer(asked, request.sources, usage)
+
+
+def _sampling(sampling: Sampling) -> dict[str, Any]:
+    """All that vLLM would otherwise take from the model's own generation configuration."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "min_p": sampling.min_p or 0.0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "seed": sampling.seed,
+        "stop": list(sampling.stop),
+        **_form(sampling),
+        **({} if sampling.logprobs is None else {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True}),
+    }
+
+
+def _form(sampling: Sampling) -> dict[str, Any]:
+    """vLLM's own name for an answer of a given form."""
+    forms = {"json": sampling.json_schema, "regex": sampling.regex, "choice": sampling.choices}
+    given = {name: form for name, form in forms.items() if form is not None}
+    return {"structured_outputs": given} if given else {}
+
+
+def _sources(asked: OpenQuestion, handles: Sequence[str], origins: Sequence[str]) -> list[Source]:
+    """This turn's passages, and those of them that were read before."""
+    again = asked.kept.earlier.again if asked.kept is not None else ()
+    hits = [*asked.kept.earlier.hits, *asked.hits] if asked.kept is not None else asked.hits
+    found = {
+        tuple(hit.chunk.token_ids): (handle, origin) for hit, handle, origin in zip(hits, handles, origins, strict=True)
+    }
+    return [Source(hit.chunk, hit.score, *found[tuple(hit.chunk.token_ids)]) for hit in (*asked.hits, *again)]

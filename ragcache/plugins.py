@@ -1,0 +1,75 @@
+"""Plug-ins: methods, commands, engines and workers that other packages add through entry points.
+
+A package registers an object under a name in one of the groups below; it is imported at its first use. The annexes that
+ship beside `ragcache` in the same wheel do the same, so nothing in here names one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, MutableMapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from ragcache.errors import PluginError
+
+log = logging.getLogger(__name__)
+METHODS = "ragcache.methods"
+COMMANDS = "ragcache.commands"
+ENGINES = "ragcache.engines"
+WORKERS = "ragcache.workers"
+
+T = TypeVar("T")
+
+
+class Registry(MutableMapping[str, T]):
+    """Objects of one kind by name: ragcache's own, then those of plug-ins, which never replace one of ragcache's own.
+
+    Iteration leaves out a plug-in that cannot be imported, with a warning that names its distribution. Asking for it by
+    name raises PluginError.
+    """
+
+    def __init__(self, group: str, own: Mapping[str, T] | None = None) -> None:
+        self._group = group
+        self._loaded: dict[str, T] = dict(own or {})
+        self._entries: dict[str, EntryPoint] | None = None
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._loaded:
+            self._loaded[name] = _load(self._plugins()[name])
+        return self._loaded[name]
+
+    def __setitem__(self, name: str, value: T) -> None:
+        self._loaded[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        for name in [name for name in self._plugins() if name not in self._loaded]:
+            try:
+                self[name]
+            except PluginError as error:
+                log.warning("%s", error)
+                del self._plugins()[name]  # said once
+        return iter(self._loaded)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _plugins(self) -> dict[str, EntryPoint]:
+        if self._entries is None:
+            self._entries = {entry.name: entry for entry in entry_points(group=self._group)}
+        return self._entries
+
+
+def _load(entry: EntryPoint) -> Any:
+    """Raises PluginError, whatever importing the plug-in raises."""
+    try:
+        return entry.load()
+    except Exception as error:
+        owner = "an unknown distribution" if entry.dist is None else entry.dist.name
+        raise PluginError(
+            f"{owner}: its plug-in {entry.name!r} ({entry.value}) cannot be loaded: {error}; update {owner}, or "
+            "uninstall it"
+        ) from error

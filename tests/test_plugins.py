@@ -1,0 +1,78 @@
+"""Plug-ins: found by entry point, loaded at first use, and named with their distribution where they cannot be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragcache.errors import PluginError
+from ragcache.plugins import Registry
+
+GROUP = "ragcache.made_up"
+
+
+@pytest.fixture
+def distribution(tmp_path, monkeypatch):
+    """Puts a distribution with these entry points and modules on the path."""
+
+    def make(name: str, entries: dict[str, str], **modules: str) -> Path:
+        info = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n")
+        lines = "".join(f"{key} = {value}\n" for key, value in entries.items())
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{lines}")
+        for module, text in modules.items():
+            (tmp_path / f"{module}.py").write_text(text)
+        return tmp_path
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield make
+    for name in ("plug_good", "plug_bad"):
+        sys.modules.pop(name, None)
+
+
+def test_a_plug_in_is_imported_at_its_first_use(distribution):
+    distribution("good-plugs", {"two": "plug_good:TWO", "one": "plug_good:ONE"}, plug_good="ONE, TWO = 1, 2\n")
+    found = Registry(GROUP, {"own": 0})
+    assert "plug_good" not in sys.modules
+    assert found["own"] == 0
+    assert "plug_good" not in sys.modules
+    assert found["one"] == 1
+    assert dict(found) == {"own": 0, "one": 1, "two": 2}
+    assert next(iter(found)) == "own"
+
+
+def test_a_name_of_ones_own_stays(distribution):
+    distribution("good-plugs", {"own": "plug_good:ONE"}, plug_good="ONE = 1\n")
+    found = Registry(GROUP, {"own": 0})
+    assert (found["own"], dict(found), len(found)) == (0, {"own": 0}, 1)
+
+
+def test_a_broken_plug_in_is_named_and_the_rest_works(distribution, caplog):
+    distribution("good-plugs", {"one": "plug_good:ONE"}, plug_good="ONE = 1\n")
+    distribution("broken-plugs", {"bad": "plug_bad:X"}, plug_bad="raise ZeroDivisionError('by design')\n")
+    found = Registry[int](GROUP)
+    with pytest.raises(PluginError, match=r"broken-plugs: its plug-in 'bad' .*by design.*uninstall"):
+        found["bad"]
+    assert dict(found) == {"one": 1}
+    assert dict(found) == {"one": 1}
+    assert [record.message.split(":")[0] for record in caplog.records] == ["broken-plugs"]
+
+
+def test_a_name_that_nobody_has_is_a_key_error():
+    with pytest.raises(KeyError):
+        Registry[int](GROUP)["nobody"]
+
+
+def test_the_command_line_goes_on_without_a_broken_command(tmp_path):
+    info = tmp_path / "broken_plugs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: broken-plugs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ragcache.commands]\nfrobnicate = no_such_module:run\n")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from ragcache.cli import main; main()"
+    ran = subprocess.run([sys.executable, "-c", script, "methods"], capture_output=True, text=True, check=True)
+    assert "reposition" in ran.stdout
+    assert "broken-plugs: its plug-in 'frobnicate'" in ran.stderr
