@@ -1,6 +1,6 @@
 """The part of an ingestion that needs no stored documents: read, cut, embed, encode.
 
-It runs in the process that commits, or in the workers of a plug-in (the actors of a Ray cluster): the same code in both.
+It runs in the process that commits, or in a plug-in's workers (the actors of a Ray cluster): the same code in both.
 """
 
 from __future__ import annotations

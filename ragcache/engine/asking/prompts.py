@@ -20,6 +20,8 @@ from ragcache.retrieval.retriever import Hit
 
 # An answer that may be as long as the context has memory for so many tokens when it begins.
 ANSWER_TOKENS = 256
+# Why a prompt without passages is read by `full`.
+NOTHING_TO_REUSE = "no passages to reuse"
 
 Known = Callable[[FusionMethod, Sequence[int]], int]
 
@@ -150,7 +152,7 @@ class Prompts:
         if not choice.gives_way:
             return reading
         if not hits:
-            return reading.exactly("no passages to reuse")
+            return reading.exactly(NOTHING_TO_REUSE)
         if ends.label_ids and not reading.method.keeps_context:
             return reading.exactly(f"text stands between the passages, which {reading.method.name} cannot read")
         if not choice.is_open:

@@ -12,12 +12,10 @@ from ragcache.engine.asking.admission import Size, kv_bytes, tokens_within
 from ragcache.engine.asking.contexts import Contexts, Need, Seat
 from ragcache.engine.asking.estimate import PrefillEstimate
 from ragcache.engine.asking.prefixes import Prefixes
-from ragcache.engine.asking.prompts import ANSWER_TOKENS, Prompts
+from ragcache.engine.asking.prompts import ANSWER_TOKENS, NOTHING_TO_REUSE, Prompts
 from ragcache.engine.asking.reading import Clock, Kept, OpenQuestion, Reading
 from ragcache.engine.asking.supply import Ready, Supply
-from ragcache.engine.asking.verdict import FULL
 from ragcache.engine.asking.writing import AnswerSoFar, write
-from ragcache.fusion import get_method
 from ragcache.fusion.base import Scope
 from ragcache.fusion.fuse import Fused, fuse
 from ragcache.kv.buffers import SharedContext
@@ -232,7 +230,7 @@ class Reader:
 def _as_text(reading: Reading) -> Reading:
     """How a prompt without passages is read: in full, on from what earlier prompts have in common with it, since no
     method places, weighs or evicts anything there."""
-    return replace(reading, method=get_method(FULL), evict=None) if reading.method.reuses_blocks else reading
+    return replace(reading.exactly(NOTHING_TO_REUSE), evict=None) if reading.method.reuses_blocks else reading
 
 
 def _answer(asked: OpenQuestion, ready: Ready, fused: Fused, written: AnswerSoFar) -> Answer:
