@@ -13,7 +13,7 @@ PACKAGE = Path(ragcache.__file__).parent
 LAYERS = [
     {"lazy"},
     {"errors", "openmp"},
-    {"foreign"},
+    {"foreign", "forks"},
     {"prompt", "kv"},
     {"models", "codecs"},
     {"fusion", "store"},
