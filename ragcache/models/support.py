@@ -338,7 +338,9 @@ def _tolerance(ours: Tensor) -> float:
 
 def _distances(ours: Tensor, theirs: Tensor) -> Tensor:
     """By token, relative to the token's own norm."""
-    return (ours.float() - theirs.float()).norm(dim=(0, 2)) / theirs.float().norm(dim=(0, 2)).clamp_min(1e-12)
+    apart, own = (ours.float() - theirs.float()).norm(dim=(0, 2)), theirs.float().norm(dim=(0, 2))
+    distances: Tensor = apart / own.clamp_min(1e-12)
+    return distances
 
 
 def describe_config(config: PreTrainedConfig) -> dict[str, Any]:

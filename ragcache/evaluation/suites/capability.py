@@ -14,6 +14,7 @@ from ragcache.evaluation.intervals import Estimate, Z
 from ragcache.evaluation.suites.base import Column, PaperRow, Suite
 from ragcache.evaluation.suites.rows import UNREADABLE
 from ragcache.models.loading import base_of
+from ragcache.models.machine import find_device
 
 SMALL, MIDDLE, LARGE = "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B"
 
@@ -81,7 +82,7 @@ def measure(
     model: str | Path,
     *,
     dtype: str = "float32",
-    device: str = "cpu",
+    device: str = "auto",
     limit: int | None = None,
     directory: Path | None = None,
 ) -> dict[str, Estimate]:
@@ -125,7 +126,7 @@ def _evaluate(
             model_args={"pretrained": base_of(model), "dtype": dtype},
             tasks=tasks,
             num_fewshot=shots,
-            device=device,
+            device=str(find_device(device)),
             limit=limit,
             log_samples=False,
             task_manager=known,
