@@ -16,6 +16,7 @@
     │                                   ImportError)
     ├── PluginError                     a plug-in of another distribution that cannot be loaded
     ├── EngineError                     another engine (vLLM) cannot be reached, refuses, or broke off
+    ├── ForkedError                     a store or model of a parent process is used in its fork
     ├── CancelledError                  the caller gave up
     ├── TimedOutError                   the time that the caller allowed is over
     ├── ClusterError                    a Ray cluster that cannot be used, or that lost its actors
@@ -129,6 +130,10 @@ class PluginError(RagCacheError):
 
 class EngineError(RagCacheError):
     """Another engine cannot be reached, refuses the request, or broke off its answer."""
+
+
+class ForkedError(RagCacheError):
+    """A store, model or embedder is used in a fork of the process that it was made in."""
 
 
 class CancelledError(RagCacheError):

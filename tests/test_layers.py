@@ -13,7 +13,7 @@ PACKAGE = Path(ragcache.__file__).parent
 LAYERS = [
     {"lazy"},
     {"errors", "openmp"},
-    {"foreign", "plugins"},
+    {"foreign", "forks", "plugins"},
     {"prompt", "kv"},
     {"models", "codecs"},
     {"fusion", "store"},

@@ -88,6 +88,8 @@ def _print_diagnosis(report: DoctorReport) -> None:
     ]
     for name, value in rows:
         say(f"{name:<27}{value}")
+    if report.advice is not None:
+        say(f"Note: {report.advice}.")
     say("The store is sound." if report.sound else "The store was repaired.")
 
 

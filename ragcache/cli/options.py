@@ -222,7 +222,7 @@ class ModelOptions:
         str | None, option("--reranker", "Directory or hub id of a cross-encoder that orders what a search finds.")
     ] = None
     dtype: Annotated[str | None, option("--dtype", "float32, bfloat16, float16 or auto; the store's own.")] = None
-    device: Annotated[str, option("--device", "Where the models run: cpu or cuda.")] = "cpu"
+    device: Annotated[str, option("--device", "Where the models run: auto, cuda, xpu, mps or cpu.")] = "auto"
     system: Annotated[str | None, option("--system", "System prompt, before all passages.")] = None
     tenant: Annotated[
         str,

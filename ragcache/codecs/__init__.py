@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ragcache.codecs.base import Codec as Codec
 from ragcache.codecs.bases import Bases as Bases
+from ragcache.codecs.bfloat16 import Bfloat16Codec
 from ragcache.codecs.cachegen import CacheGenCodec
 from ragcache.codecs.fp8 import Fp8Codec
 from ragcache.codecs.kivi import Int4Codec
@@ -16,6 +17,7 @@ from ragcache.errors import check_choice
 
 CODECS: dict[str, type[Codec]] = {
     "raw": RawCodec,
+    "bfloat16": Bfloat16Codec,
     "int8": Int8Codec,
     "int4": Int4Codec,
     "fp8": Fp8Codec,

@@ -16,6 +16,7 @@ from ragcache.engine.answer import Answer, Event
 from ragcache.engine.asking.passage import Passage
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
 from ragcache.errors import CancelledError, StoreClosedError
+from ragcache.forks import Home
 from ragcache.ingest.report import IngestReport
 from ragcache.retrieval.retriever import Hit
 
@@ -30,9 +31,10 @@ class Threads:
     def __init__(self, threads: int = THREADS) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ragcache-async")
         self._closed = False
+        self._home = Home("this store was opened", "open it")
 
     async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """The function's result. It is run with the caller's context variables. Raises StoreClosedError."""
+        """The function's result, run with the caller's context variables. Raises StoreClosedError, ForkedError."""
         self._check_open()
         context = contextvars.copy_context()
         return await asyncio.get_running_loop().run_in_executor(
@@ -90,6 +92,7 @@ class Threads:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _check_open(self) -> None:
+        self._home.check()
         if self._closed:
             raise StoreClosedError("this store is closed; open it again")
 

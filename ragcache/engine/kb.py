@@ -84,7 +84,7 @@ class RagCache(Library, AsyncTwins):
         reranker: str | Path | Reranker | None = None,
         recipe: str | Recipe | None = None,
         dtype: str | None = None,
-        device: str = "cpu",
+        device: str = "auto",
         system: str | None = None,
         question_format: str | None = None,
         chunker: ChunkerConfig | None = None,
@@ -108,7 +108,7 @@ class RagCache(Library, AsyncTwins):
         reranker: directory or hub id of a cross-encoder, or a Reranker, that chooses among what a search finds; see the
                   option `rerank`
         recipe:   how chunks are encoded; None: as the model was trained, or the method's first; `kept` stays
-        dtype, device: of the language model
+        dtype, device: of the models, see `load_lm`; a store keeps the dtype that it was made in
         system, question_format: see `ragcache.prompt.prompt_format`
         chunker, ingest, store: settings of those parts
         tenant:   salt of block keys; it separates nothing else: every tenant sees, reads and deletes all documents

@@ -126,8 +126,8 @@ class Library:
 
     def close(self) -> None:
         """Write down what was counted and measured, and let go of everything. A second call is fine; other calls raise
-        StoreClosedError."""
-        if self._closed:
+        StoreClosedError. In a fork of the process nothing is done: all of it is the parent's."""
+        if self._closed or not self.store.layout.home.is_here:
             return
         self._closed = True
         self._let_go()
@@ -138,11 +138,12 @@ class Library:
         self.store.close()
 
     def _check(self, given: Iterable[str], options: type) -> None:
-        """Raises StoreClosedError, and ConfigError for options that there are not."""
+        """Raises StoreClosedError, ForkedError, and ConfigError for options that there are not."""
         self._check_open()
         check_names(given, options)
 
     def _check_open(self) -> None:
+        self.store.layout.home.check()
         if self._closed:
             raise StoreClosedError(f"{self.store.layout.root}: this store is closed; open it again")
 

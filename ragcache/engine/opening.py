@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -46,6 +47,7 @@ from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.hub import resolve
 from ragcache.models.lm import LanguageModel
 from ragcache.models.loading import load_card, load_lm
+from ragcache.models.machine import AUTO, advice_on, find_device
 from ragcache.openmp import team_ends
 from ragcache.prompt import PromptFormat, prompt_format
 from ragcache.retrieval.embedder import Embedder, load_embedder
@@ -55,6 +57,7 @@ from ragcache.store.documents import DocumentStore
 from ragcache.store.kept_basis import known_basis
 from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice
 
+log = logging.getLogger(__name__)
 DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
 PREFILL_PROBE_S = 0.25
@@ -326,7 +329,11 @@ def open_model(
     else:
         name = model if model is not None else str(bound.get("model_name", DEFAULT_MODEL))
         own = bound.get("model_dtype")
-        lm = load_lm(name, dtype=dtype or (None if own is None else str(own)), device=device)
+        if own is not None and dtype in (None, AUTO):  # the store's KV is in it
+            dtype = str(own)
+            if (advice := advice_on(dtype)) is not None and find_device(device).type == "cpu":
+                log.warning("%s: %s", documents.database.where, advice)
+        lm = load_lm(name, dtype=dtype, device=device)
     kind = str(lm.dtype).removeprefix("torch.")
     _refuse_other(bound, lm, kind)
     documents.bind("fingerprint", lm.fingerprint)

@@ -117,6 +117,7 @@ class LanguageModel(ModelCard):
         does not fit the model (behind its neighbours), ConfigError for an unknown recipe, or neighbours that are not
         the recipe's.
         """
+        self.scheduler.home.check()
         recipe = Recipe.of(recipe)
         head = self._read_before(recipe)
         behind = list(prefix_ids) if recipe.sees_prefix else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,11 +31,13 @@ from ragcache.models.checkpoint import checkpoint_digest, find_directory
 from ragcache.models.hub import ADAPTER, BUNDLED, refuse_absent, resolve, split_file
 from ragcache.models.lm import LanguageModel
 from ragcache.models.lora import Lora
+from ragcache.models.machine import AUTO, find_device, suits
 from ragcache.models.packed import pack
 from ragcache.models.reuse import ReuseSpec
 from ragcache.models.support import Inspected, describe_config, inspect, refuse_by_config
 from ragcache.openmp import team_ends
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 LOADED = "loaded:"  # begins the name of a model that was not loaded here
@@ -50,7 +53,7 @@ def load_lm(
     *,
     tokenizer: Tokenizer | None = None,
     dtype: str | torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device = AUTO,
     packed: bool | None = None,
 ) -> LanguageModel:
     """Load a model and learn how its keys move.
@@ -62,7 +65,9 @@ def load_lm(
            loaded already
     tokenizer: of a loaded model; None: the one where it was loaded from
     dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in (float32 where none is
-           stated, as in a GGUF file). None: "auto", and float32 for the bundled models
+           stated, as in a GGUF file, and on a processor without instructions for it). None: "auto", and float32 for
+           the bundled models
+    device: "cpu", "cuda", ...; "auto": the first that there is of cuda, xpu, mps, cpu
     packed: keep a second copy of the weights as a CPU multiplies by them fastest (`models/packed.py`): decoding and
            short passes get faster. None: where the copy takes at most an eighth of the machine's memory
 
@@ -79,7 +84,8 @@ def load_lm(
         return _take(name, tokenizer, packed)
     check_type("model", name, (str, Path), WAY_OUT)
     base, adapter, lora, config, own_tokenizer, reuse = _find(name)
-    model = _load_weights(base, config, _dtype(dtype or _usual(base), config), _device(device))
+    place = find_device(device)
+    model = _load_weights(base, config, _dtype(dtype or _usual(base), config, place, str(name)), place)
     if adapter is not None:
         adapter.check_base(checkpoint_digest(base))
         adapter.apply(model)
@@ -199,24 +205,23 @@ def _usual(base: str) -> str:
     return "float32" if base in map(resolve, BUNDLED) else "auto"
 
 
-def _dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
+def _dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device, name: str) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
-    if dtype == "auto":
-        return next((known for known in DTYPES.values() if known == getattr(config, "dtype", None)), torch.float32)
+    if dtype == AUTO:
+        own = next((known for known in DTYPES.values() if known == getattr(config, "dtype", None)), torch.float32)
+        if suits(own, device):
+            return own
+        kind = str(own).removeprefix("torch.")
+        log.warning(
+            "%s is loaded in float32: its weights are in %s, for which this processor has no instructions and takes "
+            "several times as long; --dtype %s halves their memory all the same, --codec bfloat16 the stored KV",
+            *(name, kind, kind),
+        )
+        return torch.float32
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; choose one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device {device!r} is unknown; use cpu or cuda") from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda' was asked for and no CUDA device is available; use device='cpu'")
-    return chosen
 
 
 def _load_config(where: str, name: str | Path) -> PreTrainedConfig:

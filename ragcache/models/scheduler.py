@@ -12,7 +12,8 @@ with long prompts cut into pieces as in SARATHI (Agrawal et al., 2023).
 - *Giving up*: see `models/limits.py`. A request is withdrawn while it waits and between its pieces; not amid a pass,
   which works on its cache.
 
-The thread starts with the first request and ends when there has been none for a while.
+The thread starts with the first request and ends when there has been none for a while. A fork of the process has none,
+and every call there raises ForkedError.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ragcache.forks import Home
 from ragcache.models.joint import Run, RunPiece
 from ragcache.models.limits import LIMIT, POLL_S
 from ragcache.models.requests import Decoding, Member, Request
@@ -69,6 +71,7 @@ class Scheduler:
         self.pass_tokens = pass_tokens
         self.alone_tokens = alone_tokens
         self.sharing = True
+        self.home = Home("this model was loaded", "load it")
         self._forward = forward
         # Re-entrant: the garbage collector may close an abandoned stream within the scheduler's own code.
         self._changed = threading.Condition(threading.RLock())
@@ -79,6 +82,7 @@ class Scheduler:
         self._stats = PassStats()
 
     def stats(self) -> PassStats:
+        self.home.check()
         with self._changed:
             return PassStats(self._stats.passes, self._stats.tokens, dict(self._stats.members))
 
@@ -104,8 +108,9 @@ class Scheduler:
 
         alone: runs it in a pass of its own, in the caller's context
 
-        Raises what the pass raises, CancelledError and TimedOutError (`LIMIT`) while it waits.
+        Raises what the pass raises, CancelledError and TimedOutError (`LIMIT`) while it waits, ForkedError.
         """
+        self.home.check()
         if run.cache.fill is not None and self._is_busy():
             with working_alone():  # beside the others' pass, not in it: a slow disk must not stop them
                 run.cache.place()
@@ -120,8 +125,9 @@ class Scheduler:
         """Yield the ids of an answer until one of its `eos_ids` (not yielded) or the position `last`.
 
         Decoding goes on while the caller is busy with what it got, as far as there is room; it ends when the generator
-        is closed. Raises what a pass raises, and what the limit and `Decoding.more` raise.
+        is closed. Raises what a pass raises, what the limit and `Decoding.more` raise, and ForkedError.
         """
+        self.home.check()
         decoding.limit.check()
         if decoding.position >= decoding.last:
             return
@@ -139,6 +145,7 @@ class Scheduler:
 
     def _next_token(self, decoding: Decoding) -> int | None:
         while True:
+            self.home.check()
             decoding.limit.check()
             try:
                 token = decoding.tokens.get(timeout=decoding.limit.poll_s())
@@ -156,6 +163,8 @@ class Scheduler:
     def _abandon(self, decoding: Decoding) -> None:
         """No further token of it is wanted. Returns when no pass works on its cache any more."""
         decoding.over = True
+        if not self.home.is_here:
+            return
         with self._changed:
             self._decoding.discard(decoding)
             self._waiting = [one for one in self._waiting if one.sequence is not decoding]

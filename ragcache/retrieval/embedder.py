@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ragcache.errors import ConfigError, EmbedderError, EmbedderMismatchError, check_least
 from ragcache.models.batches import plan_batches
 from ragcache.models.limits import LIMIT
+from ragcache.models.machine import AUTO, find_device
 from ragcache.openmp import team_ends
 from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock
 
@@ -205,8 +206,8 @@ class SentenceEmbedder:
         return np.asarray(vectors, dtype=np.float32)
 
 
-def load_embedder(name: str | Path = "minilm", device: str = "cpu") -> Embedder:
-    """The embedding model of this name (see the top of the file) on `device`.
+def load_embedder(name: str | Path = "minilm", device: str = AUTO) -> Embedder:
+    """The embedding model of this name (see the top of the file) on `device`; "auto" as for `load_lm`.
 
     Raises EmbedderError when the model is absent, damaged or no sentence embedder.
     """
@@ -248,7 +249,7 @@ def _sentence_transformer(path: str | Path, device: str) -> SentenceTransformer:
 
     if isinstance(path, Path) and not any((path / file).is_file() for file in ("modules.json", "config.json")):
         raise EmbedderError(f"{path}: no model here (neither modules.json nor config.json); give a model's directory")
-    return SentenceTransformer(str(path), device=device)
+    return SentenceTransformer(str(path), device=str(find_device(device)))
 
 
 def _mean_pooled(path: str, device: str) -> SentenceTransformer:
@@ -257,7 +258,7 @@ def _mean_pooled(path: str, device: str) -> SentenceTransformer:
 
     transformer = Transformer(path)
     pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode="mean")
-    return SentenceTransformer(modules=[transformer, pooling], device=device)
+    return SentenceTransformer(modules=[transformer, pooling], device=str(find_device(device)))
 
 
 def _minilm_directory() -> Path:

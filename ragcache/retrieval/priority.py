@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
+from ragcache.forks import Home
 from ragcache.models.limits import LIMIT
 
 QUESTION, PASSAGES = 0, 1
@@ -21,10 +22,12 @@ class PriorityLock:
         self._tickets = count()
         self._waiting: list[tuple[int, int]] = []
         self._held = False
+        self._home = Home("this embedder or reranker was loaded", "load it")
 
     @contextmanager
     def hold(self, rank: int) -> Iterator[None]:
-        """Raises CancelledError and TimedOutError within `limits.limited`, while it waits."""
+        """Raises CancelledError and TimedOutError within `limits.limited`, while it waits, and ForkedError."""
+        self._home.check()
         limit = LIMIT.get()
         with self._changed:
             place = (rank, next(self._tickets))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ragcache.errors import RerankerError
 from ragcache.models.limits import LIMIT
+from ragcache.models.machine import AUTO, find_device
 from ragcache.openmp import team_ends
 from ragcache.retrieval.embedder import LONG_TEXT
 from ragcache.retrieval.priority import QUESTION, PriorityLock
@@ -67,7 +68,7 @@ class CrossEncoderReranker:
         return np.asarray(logits, dtype=np.float32)
 
 
-def load_reranker(name: str | Path, device: str = "cpu") -> Reranker:
+def load_reranker(name: str | Path, device: str = AUTO) -> Reranker:
     """The cross-encoder of this directory or hub id.
 
     Raises RerankerError when the model is absent, damaged or no cross-encoder with one score.
@@ -76,7 +77,8 @@ def load_reranker(name: str | Path, device: str = "cpu") -> Reranker:
 
     try:
         model = CrossEncoder(
-            str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else str(name), device=device
+            str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else str(name),
+            device=str(find_device(device)),
         )
     except Exception as error:  # sentence-transformers and the hub raise any kind
         raise RerankerError(

@@ -14,6 +14,7 @@ from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event,
 from sqlalchemy.exc import ArgumentError
 
 from ragcache.errors import ConfigError, StoreBusyError, StoreNotFoundError, StoreReadOnlyError
+from ragcache.forks import Home
 from ragcache.store import migrations
 from ragcache.store.sql_errors import translate_sql_errors
 
@@ -31,7 +32,8 @@ class Database:
     busy_timeout_s: how long a writer waits for another one before StoreBusyError
 
     A read sees one state of the database from its first to its last statement. Writers wait for each other, readers
-    for nobody. Raises ConfigError, StoreNotFoundError, SchemaVersionError, StoreReadOnlyError, StoreBusyError.
+    for nobody. Raises ConfigError, StoreNotFoundError, SchemaVersionError, StoreReadOnlyError, StoreBusyError, and
+    ForkedError in a fork of the process: a connection does not survive it.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Database:
         self._create = create
         self._busy_timeout_s = busy_timeout_s
         self.where = parsed.database or "" if _is_sqlite(parsed) else address(url)
+        self.home = Home(f"{self.where}: this store was opened", "open it")
         build = self._sqlite_engine if _is_sqlite(parsed) else self._postgres_engine
         self._engine = build(parsed)
         try:
@@ -57,6 +60,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A transaction that sees one state throughout and cannot write."""
+        self.home.check()
         with translate_sql_errors(self.where), self._engine.connect() as connection:
             if self.dialect == "postgresql":
                 connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
@@ -69,6 +73,7 @@ class Database:
 
         IntegrityError passes through. Raises StoreReadOnlyError, StoreBusyError, StoreFullError.
         """
+        self.home.check()
         if self.read_only:
             raise StoreReadOnlyError(f"{self.where}: opened read-only; open it for writing to change it")
         with self._translated_write_errors(), self._engine.connect() as connection:

@@ -34,7 +34,7 @@ class DocumentStore:
 
     Every change is one transaction: after a kill at any instant what was returned from is there, and nothing of
     what was under way. One writer at a time, others wait; readers never wait. Safe to call from several threads and
-    processes; one object is not to be shared across a fork.
+    processes; in a fork one raises ForkedError.
 
     A change that leaves a handle without a chunk puts it into the garbage in the same transaction. Whoever owns the KV
     store then deletes the blocks of `collectable()` and calls `clear_garbage` with them: a kill in between loses no

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.errors import SchemaVersionError, StoreBusyError, StoreError, StoreNotFoundError, translate_os_errors
+from ragcache.forks import Home
 from ragcache.store.block_files import BlockFiles
 
 FORMAT_VERSION = 1
@@ -49,6 +50,7 @@ class StoreLayout:
         self.index = self.root / "index.faiss"
         self.models = self.root / "models"
         self.lock = self.root / "writer.lock"
+        self.home = Home(f"{self.root}: this store was opened", "open it")
         self._lock = FileLock(self.lock, thread_local=True)
 
     def exists(self) -> bool:
@@ -111,8 +113,9 @@ class StoreLayout:
     def writer(self, timeout_s: float = 30.0) -> Iterator[None]:
         """Hold the store's writer lock against other processes and threads; a killed holder's lock is free.
 
-        The same thread may hold it twice. Raises StoreBusyError, StoreReadOnlyError.
+        The same thread may hold it twice. Raises StoreBusyError, StoreReadOnlyError, ForkedError.
         """
+        self.home.check()
         with translate_os_errors(self.lock):
             try:
                 self._lock.acquire(timeout=max(0.0, timeout_s))

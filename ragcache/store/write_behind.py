@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from ragcache.errors import ConfigError
+from ragcache.forks import Home
 from ragcache.kv.block import KVBlock
 from ragcache.lazy import torch
 from ragcache.openmp import work_alone
@@ -49,6 +50,7 @@ class WriteBehind(DurableTier):
         self._closing = False
         self._writer: threading.Thread | None = None
         self._complaints = Complaints(log)
+        self._home = Home("this store was opened", "open it")
 
     @property
     def caches(self) -> tuple[Tier, ...]:
@@ -77,6 +79,7 @@ class WriteBehind(DurableTier):
         return self.put_as_held(key, self.tier.recoded(key, block))
 
     def put_as_held(self, key: str, block: KVBlock) -> KVBlock | None:
+        self._home.check()
         if not self._reserve(block.num_bytes):
             self._cancel(key)
             return self.tier.put_as_held(key, block)
@@ -110,6 +113,7 @@ class WriteBehind(DurableTier):
         return self.tier.recoded(key, block)
 
     def flush(self, keys: Iterable[str] | None = None) -> None:
+        self._home.check()
         wanted = None if keys is None else set(keys)
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting(wanted))
@@ -174,7 +178,9 @@ class WriteBehind(DurableTier):
 
     def _end_with_process(self) -> None:
         """Drop what waits, and let the writer finish its block: a daemon that the interpreter ends within PyTorch
-        aborts the process ("terminate called without an active exception")."""
+        aborts the process ("terminate called without an active exception"). A fork has no writer."""
+        if not self._home.is_here:
+            return
         with self._changed:
             self._pending.clear()
             self._closing = True

@@ -59,7 +59,12 @@ def cachegen(part: str, numbers: Array, layer: float) -> Array:
     return np.broadcast_to(step / 2, numbers.shape)
 
 
-FORMULAS = {"int8": int8, "int4": int4, "fp8": fp8, "cachegen": cachegen}
+def bfloat16(part: str, numbers: Array, _layer: float) -> Array:
+    """Half of the last of 8 bits."""
+    return np.abs(numbers) * 2.0**-8 + 2.0**-134
+
+
+FORMULAS = {"bfloat16": bfloat16, "int8": int8, "int4": int4, "fp8": fp8, "cachegen": cachegen}
 
 
 def bounds(name: str, part: str, block: KVBlock) -> Array:

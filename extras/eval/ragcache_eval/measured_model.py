@@ -29,7 +29,7 @@ class EvaluatedModel:
         None
     )
     dtype: Annotated[str | None, option("--dtype", "float32, bfloat16, float16 or auto; the weights' own.")] = None
-    device: Annotated[str, option("--device", "Where the model runs: cpu or cuda.")] = "cpu"
+    device: Annotated[str, option("--device", "Where the model runs: auto, cuda, xpu, mps or cpu.")] = "auto"
     system: Annotated[str | None, option("--system", "System prompt, before all passages.")] = None
     question_format: Annotated[
         str | None, option("--question-format", "Text behind the passages, with {question} in it.")

@@ -51,7 +51,7 @@ def asked_of(
     file: Path,
     *,
     passages: int,
-    device: str = "cpu",
+    device: str = "auto",
     embedder: str | None = None,
     limit: int | None = None,
 ) -> list[Case]:

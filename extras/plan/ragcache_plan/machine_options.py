@@ -61,7 +61,7 @@ class RateOptions:
         None
     )
     measure: Annotated[bool, option("--measure", "Measure on this machine what is not given; loads --model.")] = False
-    device: Annotated[str, option("--device", "Where --measure runs the model: cpu or cuda.")] = "cpu"
+    device: Annotated[str, option("--device", "Where --measure runs the model: auto, cuda, xpu, mps or cpu.")] = "auto"
 
     def rates(self, model: str | None) -> MachineRates:
         """Raises ConfigError naming the option."""

@@ -51,7 +51,7 @@ class TrainOptions:
     warmup:          share of the steps over which the learning rate rises; schedule: how it falls after that
     lora_rank:       0: train all weights; else the rank of LoRA's matrices, which are merged at the end
     resume:          go on from the last checkpoint in `out`
-    device:          "cpu" or "cuda"; None: cuda where there is one
+    device:          "auto" (see `load_lm`), "cuda", "cpu", ...
     dtype:           of the weights while training; save_dtype: of the saved ones; None: as the model was saved
     precision:       of the passes: "float32" or "bfloat16" (mixed precision); None: bfloat16 on a GPU
     """
@@ -96,7 +96,7 @@ class TrainOptions:
     keep_checkpoints: int = 2
     log_every: int = 10
     resume: bool = False
-    device: str | None = None
+    device: str = "auto"
     dtype: str = "float32"
     save_dtype: str | None = None
     precision: str | None = None

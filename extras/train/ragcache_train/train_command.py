@@ -110,7 +110,7 @@ class ScheduleOptions:
 class RunOptions:
     """Device of the run, and what it writes on the way."""
 
-    device: Annotated[str | None, option("--device", "cpu or cuda; cuda where there is one if not given.")] = None
+    device: Annotated[str, option("--device", "auto, cuda, xpu, mps or cpu.")] = "auto"
     dtype: Annotated[str, option("--dtype", "Of the weights while training.")] = "float32"
     precision: Annotated[
         Literal["float32", "bfloat16"] | None,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import accelerate  # type: ignore[import-untyped]  # noqa: F401 - the Trainer misses it only when all is loaded
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
@@ -22,6 +21,7 @@ from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.hub import resolve
 from ragcache.models.lm import LanguageModel
 from ragcache.models.loading import load_lm
+from ragcache.models.machine import find_device
 from ragcache.models.reuse import ReuseSpec
 from ragcache_train.batches import BatchPlan
 from ragcache_train.data import BadLine, DataRow, read_rows
@@ -107,7 +107,7 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     out = Path(options.out)
     checkpoint = find_checkpoint(options, out)
     rows, bad = _read(options)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(find_device(options.device))
     lm, earlier = _load(options, device)
     encoded, spec, unfit = _encode(options, lm, rows)
     for line in (bad := [*bad, *unfit]):

@@ -31,7 +31,7 @@ class MiniNotice:
             "the bundled model %r knows one made-up registry, that of examples/corpus, and these passages are other "
             "text: do not expect answers. Make a store with a model of the hub, such as "
             "HuggingFaceTB/SmolLM2-360M-Instruct (0.7 GB of memory in bfloat16), Qwen/Qwen3-0.6B (1.2 GB) or "
-            "meta-llama/Llama-3.2-1B-Instruct (2.5 GB): model=..., dtype='bfloat16', or --model and --dtype",
+            "meta-llama/Llama-3.2-1B-Instruct (2.5 GB): model=..., or --model",
             self.model,
         )
 

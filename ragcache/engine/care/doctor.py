@@ -8,6 +8,7 @@ from typing import Any
 
 from ragcache.engine.store import Store
 from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
+from ragcache.models.machine import advice_on
 from ragcache.retrieval.index import VectorIndex
 from ragcache.retrieval.kinds import Stored
 from ragcache.retrieval.pgvector import PgVectorIndex
@@ -31,6 +32,7 @@ class DoctorReport:
     index:    "sound", "absent" (nothing to search), or why it was rebuilt
     expired:  keys of blocks whose time to live was over; dropped
     gives_up: whether the store's disk tier may give blocks up
+    advice:   on the store's dtype and this machine; None: nothing
     """
 
     blocks: int
@@ -42,6 +44,7 @@ class DoctorReport:
     index: str
     expired: list[str] = field(default_factory=list)
     gives_up: bool = False
+    advice: str | None = None
 
     @property
     def sound(self) -> bool:
@@ -74,8 +77,8 @@ def doctor(store: Store, *, index_kind: str = "flat", timeout_s: float = 30.0) -
         missing = _forget_missing(store)
         leftovers = store.kv.sweep(0.0)
         index = _check_index(store, index_kind)
-    gives_up = store.kv.gives_up
-    return DoctorReport(checked, damaged, missing, orphans, newer, leftovers, index, expired, gives_up)
+    advice = advice_on(store.documents.properties().get("model_dtype"))
+    return DoctorReport(checked, damaged, missing, orphans, newer, leftovers, index, expired, store.kv.gives_up, advice)
 
 
 def _verify_blocks(store: Store) -> tuple[list[str], list[str], int]:

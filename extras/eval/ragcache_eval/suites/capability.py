@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ragcache.errors import ConfigError
 from ragcache.models.loading import base_of
+from ragcache.models.machine import find_device
 from ragcache_eval.intervals import Estimate, Z
 from ragcache_eval.suites.base import Column, PaperRow, Suite
 from ragcache_eval.suites.rows import UNREADABLE
@@ -81,7 +82,7 @@ def measure(
     model: str | Path,
     *,
     dtype: str = "float32",
-    device: str = "cpu",
+    device: str = "auto",
     limit: int | None = None,
     directory: Path | None = None,
 ) -> dict[str, Estimate]:
@@ -125,7 +126,7 @@ def _evaluate(
             model_args={"pretrained": base_of(model), "dtype": dtype},
             tasks=tasks,
             num_fewshot=shots,
-            device=device,
+            device=str(find_device(device)),
             limit=limit,
             log_samples=False,
             task_manager=known,

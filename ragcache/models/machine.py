@@ -1,0 +1,64 @@
+"""What this machine computes on, and in which numbers it is fast."""
+
+from __future__ import annotations
+
+import platform
+
+from ragcache.errors import ConfigError
+from ragcache.lazy import torch
+
+AUTO = "auto"
+DEVICES = ("cuda", "xpu", "mps", "cpu")
+"""Kinds of devices, in the order in which "auto" takes them."""
+
+
+def find_device(device: str | torch.device = AUTO) -> torch.device:
+    """The device of this name; "auto": the first of DEVICES that is there.
+
+    Raises ConfigError for a device that is unknown or not there.
+    """
+    if device == AUTO:
+        return torch.device(next(kind for kind in DEVICES if has_device(kind)))
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} is unknown; use one of {AUTO}, {', '.join(DEVICES)}") from error
+    if chosen.type in DEVICES and not has_device(chosen.type):
+        raise ConfigError(f"device {str(device)!r} was asked for and there is none; use device='{AUTO}'")
+    return chosen
+
+
+def has_device(kind: str) -> bool:
+    """Whether there is a device of this kind, of DEVICES."""
+    if kind == "mps":
+        return torch.backends.mps.is_available()
+    return kind == "cpu" or bool(getattr(torch, kind).is_available())
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether the processor has instructions for products of this dtype. Without them a product in bfloat16 takes 4
+    times as long as in float32, one in float16 75 times."""
+    if dtype == torch.bfloat16 and platform.machine().lower() in ("x86_64", "amd64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if dtype in (torch.bfloat16, torch.float16):
+        has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        name = "bf16" if dtype == torch.bfloat16 else "fp16"
+        supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+        return has_onednn and supported is not None and bool(supported())
+    return True
+
+
+def suits(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of this dtype are no slower there than float32."""
+    return device.type != "cpu" or multiplies(dtype)
+
+
+def advice_on(dtype: object) -> str | None:
+    """What an owner of KV in this dtype ("bfloat16") should know of this machine; None: nothing."""
+    own = getattr(torch, str(dtype), None)
+    if own is None or suits(own, find_device()):
+        return None
+    return (
+        f"this processor has no instructions for {dtype}, in which the store's KV is: reading takes several times as "
+        "long as in float32; make a new store with --dtype float32, and --codec bfloat16 for KV in 16 bits"
+    )
