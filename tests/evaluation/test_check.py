@@ -213,7 +213,7 @@ def test_nothing_that_fits_is_an_error(runner):
 
 
 def test_questions_over_a_store_read_what_is_retrieved(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("ragcache_eval.store_cases.open_embedder", lambda *given: BagOfWords())
+    monkeypatch.setattr("ragcache.engine.opening.open_embedder", lambda *given: BagOfWords())
     file = tmp_path / "q.jsonl"
     rows = [{"question": "Where do dogs bark?"}, {"question": "Own?", "passages": ["Own text."], "answer": "yes"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
