@@ -28,7 +28,7 @@ from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused, block_recipe, encode, fuse
 from ragcache.kv.block import KVBlock
-from ragcache.kv.identity import Recipe
+from ragcache.kv.block_key import Recipe
 from ragcache.models.loading import DTYPES
 
 LINK_TOKENS = 5

@@ -21,7 +21,7 @@ from ragcache.fusion.fuse import Fused, fuse
 from ragcache.fusion.placing import Placement, Placer
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import FusedCache
+from ragcache.kv.fused_cache import FusedCache
 from ragcache.prompt import Prompt
 from ragcache.store.access_counts import Loaded
 

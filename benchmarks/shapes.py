@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ragcache.kv.identity import digest
+from ragcache.kv.block_key import digest
 from ragcache.models.attention import NAME, register
 from ragcache.models.lm import LanguageModel
 from ragcache.models.loading import DTYPES

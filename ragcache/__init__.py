@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ragcache.ingest.pipeline import IngestConfig
     from ragcache.ingest.report import IngestReport, ProgressEvent
     from ragcache.kv.block import KVBlock
-    from ragcache.kv.identity import Recipe
+    from ragcache.kv.block_key import Recipe
     from ragcache.models.lm import LanguageModel
     from ragcache.models.loading import load_lm
     from ragcache.models.sampling import Sampling
@@ -107,7 +107,7 @@ _NAMES = {
     "ingest.pipeline": "IngestConfig",
     "ingest.report": "IngestReport ProgressEvent",
     "kv.block": "KVBlock",
-    "kv.identity": "Recipe",
+    "kv.block_key": "Recipe",
     "models.lm": "LanguageModel",
     "models.loading": "load_lm",
     "models.sampling": "Sampling",

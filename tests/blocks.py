@@ -7,8 +7,7 @@ import math
 
 import torch
 
-from ragcache.kv.block import KVBlock, MixedBlock
-from ragcache.kv.sparse import keep
+from ragcache.kv.block import KVBlock, MixedBlock, keep
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -23,8 +23,7 @@ from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.exact import read_cache
-from ragcache.kv.prefix_tree import PrefixTree
+from ragcache.kv.prefix_cache import PrefixTree, read_cache
 from ragcache.models.decoding import decode
 from ragcache.models.limits import NO_LIMIT
 from ragcache.models.sampling import Sampling

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.bases import Bases
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
-from ragcache.kv.block import KVBlock, MixedBlock
-from ragcache.kv.shape import LayerShape
-from ragcache.kv.sparse import SparseBlock
+from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock
+from ragcache.kv.cache_shape import LayerShape
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from ragcache.codecs.container import (
 from ragcache.codecs.layered import EncodedBlock
 from ragcache.codecs.raw import RawCodec
 from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
-from ragcache.kv.block import KVBlock, MixedBlock
-from ragcache.kv.sparse import SparseBlock
+from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock
 
 if TYPE_CHECKING:
     from torch import Tensor

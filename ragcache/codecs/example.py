@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ragcache.kv.block import KVBlock, empty_block
-from ragcache.kv.shape import CacheShape, LayerShape
+from ragcache.kv.cache_shape import CacheShape, LayerShape
 
 
 def example_block(layers: Sequence[LayerShape], num_tokens: int, dtype: torch.dtype) -> KVBlock:

@@ -36,8 +36,7 @@ from ragcache.codecs.transform import (
     reach,
 )
 from ragcache.errors import BasisError, check_least
-from ragcache.kv.block import KVBlock, MixedBlock
-from ragcache.kv.sparse import SparseBlock
+from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:

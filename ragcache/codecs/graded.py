@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.codecs.kivi import KiviCodec
 from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect
 from ragcache.errors import DamagedBlockError
-from ragcache.kv.sparse import pack_mask, unpack_mask
+from ragcache.kv.block import pack_mask, unpack_mask
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:

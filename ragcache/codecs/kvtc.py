@@ -15,7 +15,7 @@ from ragcache.codecs.raw import RawCodec
 from ragcache.codecs.transform import FIRST_TOKENS, WIDTHS, Group
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
-from ragcache.kv.shape import LayerShape
+from ragcache.kv.cache_shape import LayerShape
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:

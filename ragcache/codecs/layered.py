@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 from ragcache.codecs.base import Codec
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
-from ragcache.kv.shape import LayerShape
+from ragcache.kv.cache_shape import LayerShape
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.codecs.base import Codec
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock
-from ragcache.kv.shape import LayerShape
+from ragcache.kv.cache_shape import LayerShape
 
 if TYPE_CHECKING:
     from torch import Tensor

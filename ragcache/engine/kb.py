@@ -42,8 +42,8 @@ from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.run import Input
 from ragcache.ingest.workbench import WORKERS, WorkersConfig
-from ragcache.kv.identity import Recipe
-from ragcache.kv.prefix_tree import PrefixStats
+from ragcache.kv.block_key import Recipe
+from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard
 from ragcache.models.lm import LanguageModel
 from ragcache.models.scheduler import PassStats

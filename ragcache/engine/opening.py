@@ -39,9 +39,9 @@ from ragcache.ingest.neighbours import NEIGHBOURHOODS, Neighbourhood
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.whole import WholeTexts
 from ragcache.ingest.workbench import Workers, WorkersConfig
-from ragcache.kv.identity import Recipe
+from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefill import PrefillRate
-from ragcache.kv.prefix_tree import PrefixTree
+from ragcache.kv.prefix_cache import PrefixTree
 from ragcache.models.card import ModelCard
 from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.hub import resolve

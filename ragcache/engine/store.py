@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ragcache.engine.loading.policy import AUTO, LOADS
 from ragcache.engine.loading.rates_file import RatesFile
 from ragcache.errors import ConfigError, StoreNotFoundError, check_choice
-from ragcache.kv.identity import Recipe
+from ragcache.kv.block_key import Recipe
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kept_basis import known_basis
 from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore

@@ -16,7 +16,7 @@ from ragcache.errors import PromptError
 from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Span, lay_out
 from ragcache.fusion.placing import Placement, Placer
 from ragcache.kv.block import KVBlock
-from ragcache.kv.identity import Recipe
+from ragcache.kv.block_key import Recipe
 from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Part, Passages, Prompt
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ragcache.kv.buffers import SharedContext
-    from ragcache.kv.cache import Adjust, FusedCache
-    from ragcache.kv.exact import Exact
+    from ragcache.kv.fused_cache import Adjust, FusedCache
+    from ragcache.kv.prefix_cache import Exact
     from ragcache.models.layerwise import BeforeLayer
     from ragcache.models.lm import LanguageModel
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.kv.cache import FusedCache
+from ragcache.kv.fused_cache import FusedCache
 from ragcache.models.attention import Attended
 
 POOLINGS = ("avg", "max")

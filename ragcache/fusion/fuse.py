@@ -15,10 +15,10 @@ from ragcache.fusion.base import FusionMethod, Job, PhaseTimes, Prefilled, Scope
 from ragcache.fusion.eviction import Ballot, SnapKV
 from ragcache.fusion.layout import Additions, Layout
 from ragcache.kv.block import KVBlock
+from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.cache import FusedCache
-from ragcache.kv.exact import Exact, ExactBlock
-from ragcache.kv.identity import Neighbours, Recipe
+from ragcache.kv.fused_cache import FusedCache
+from ragcache.kv.prefix_cache import Exact, ExactBlock
 from ragcache.models.attention import observing
 from ragcache.models.card import ModelCard
 from ragcache.models.lm import LanguageModel

@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.kv.anchors import Anchors
-from ragcache.kv.identity import Around, Recipe, around, sides
+from ragcache.kv.anchor_tokens import Anchors
+from ragcache.kv.block_key import Around, Recipe, around, sides
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import Part, Text
 

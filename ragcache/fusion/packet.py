@@ -9,7 +9,7 @@ from typing import ClassVar
 from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.layout import Additions
-from ragcache.kv.identity import sides
+from ragcache.kv.block_key import sides
 from ragcache.models.card import ModelCard
 
 

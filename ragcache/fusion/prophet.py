@@ -27,7 +27,7 @@ from ragcache.prompt import Prompt
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragcache.kv.cache import FusedCache
+    from ragcache.kv.fused_cache import FusedCache
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ragcache.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragcache.kv.cache import FusedCache
+    from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.attention import Projected
     from ragcache.models.layerwise import LayerPoint
     from ragcache.models.lm import LanguageModel

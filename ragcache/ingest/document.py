@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragcache.errors import IngestError, ReaderError
-from ragcache.kv.identity import digest
+from ragcache.kv.block_key import digest
 from ragcache.store.json_values import check_metadata, text_problem
 
 

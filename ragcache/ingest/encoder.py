@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
-from ragcache.kv.exact import Exact
-from ragcache.kv.identity import Neighbours, Recipe
+from ragcache.kv.block_key import Neighbours, Recipe
+from ragcache.kv.prefix_cache import Exact
 from ragcache.models.card import ModelCard
 from ragcache.models.encoding import AbandonedSignal
 from ragcache.models.limits import LIMIT

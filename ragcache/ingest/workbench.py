@@ -26,7 +26,7 @@ from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, IngestSeconds
 from ragcache.ingest.whole import WholeTexts
 from ragcache.kv.block import KVBlock
-from ragcache.kv.identity import Neighbours
+from ragcache.kv.block_key import Neighbours
 from ragcache.models.batches import plan_batches
 from ragcache.models.limits import LIMIT, POLL_S, Limit, limited
 from ragcache.openmp import work_alone

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ragcache.kv.block import empty_block
-from ragcache.kv.shape import CacheShape
+from ragcache.kv.cache_shape import CacheShape
 
 # Buffers come in few sizes, so that idle ones fit later requests. A question over a shared context needs a few dozen
 # tokens of its own: in steps of 256, eight askers over 2,000 shared tokens held 1.8 times what one holds.

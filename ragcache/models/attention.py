@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from ragcache.kv.anchors import OPEN, sees_within
+from ragcache.kv.anchor_tokens import OPEN, sees_within
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.cache import FusedCache
+from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Rope
 from ragcache.models.attend import (
     PartialAttention,
@@ -57,7 +57,7 @@ class EncodePass:
 
     rope:   None in a plain pass, where the model rotates its keys itself
     prefix: rotated keys and values of the prefix by layer, [1, num_kv_heads, prefix_tokens, head_dim]; empty for none
-    numbers: int64 [batch, num_tokens] that say who sees whom of chunks with anchors; see `kv/anchors.py`
+    numbers: int64 [batch, num_tokens] that say who sees whom of chunks with anchors; see `kv/anchor_tokens.py`
     angles: cos and sin by layer type, as the model computed them; filled by the rotary hook
     windows: the sliding window that each layer asked for; None where it sees everything
     received: keys and values that each layer last attended to, in a plain pass alone

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
-from ragcache.kv.identity import Neighbours, Recipe, block_key
+from ragcache.kv.block_key import Neighbours, Recipe, block_key
 from ragcache.models.reuse import ReuseSpec
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from ragcache.errors import ModelMismatchError
-from ragcache.kv.identity import digest
+from ragcache.kv.block_key import digest
 from ragcache.models.adapter import ROWS_FILE, Adapter
 from ragcache.models.hub import split_file
 from ragcache.models.lora import Lora

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ragcache.kv.cache import FusedCache
+from ragcache.kv.fused_cache import FusedCache
 from ragcache.models.limits import Limit
 from ragcache.models.lm import LanguageModel
 from ragcache.models.requests import Decoding

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from ragcache.kv.anchors import OPEN, Anchors
+from ragcache.kv.anchor_tokens import OPEN, Anchors
 from ragcache.kv.block import KVBlock, empty_block
+from ragcache.kv.cache_shape import CacheShape
 from ragcache.kv.rope import Rope
-from ragcache.kv.shape import CacheShape
 from ragcache.models.attention import CURRENT, EncodePass, FusedPass
 from ragcache.models.layerwise import BeforeLayer, walking
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from ragcache.kv.cache import CacheMark, FusedCache
+from ragcache.kv.fused_cache import CacheMark, FusedCache
 from ragcache.models.attention import CURRENT, FusedPass, JointPass
 
 

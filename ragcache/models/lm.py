@@ -9,15 +9,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError, PromptError
-from ragcache.kv.anchors import gives_way
-from ragcache.kv.block import KVBlock
+from ragcache.kv.anchor_tokens import gives_way
+from ragcache.kv.block import KVBlock, keep
+from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import BufferPool, SharedContext
-from ragcache.kv.cache import FusedCache
-from ragcache.kv.exact import Exact
-from ragcache.kv.identity import Neighbours, Recipe
+from ragcache.kv.cache_shape import CacheShape
+from ragcache.kv.fused_cache import FusedCache
+from ragcache.kv.prefix_cache import Exact
 from ragcache.kv.rope import Rope
-from ragcache.kv.shape import CacheShape
-from ragcache.kv.sparse import keep
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
 from ragcache.models.batches import plan_batches
 from ragcache.models.card import ModelCard

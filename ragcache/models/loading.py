@@ -23,7 +23,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ragcache.errors import AdapterError, ConfigError, ModelNotFoundError, UnsupportedModelError, check_type, first_line
-from ragcache.kv.identity import digest
+from ragcache.kv.block_key import digest
 from ragcache.models.adapter import Adapter
 from ragcache.models.attention import NAME, register
 from ragcache.models.card import ModelCard

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragcache.kv.cache import FusedCache
+from ragcache.kv.fused_cache import FusedCache
 from ragcache.models.joint import Run, RunPiece
 from ragcache.models.limits import NO_LIMIT, Limit
 

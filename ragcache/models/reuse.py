@@ -24,8 +24,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import ConfigError, PromptError, is_whole
-from ragcache.kv.anchors import Anchors
-from ragcache.kv.identity import RECIPE_NAMES, Sides
+from ragcache.kv.anchor_tokens import Anchors
+from ragcache.kv.block_key import RECIPE_NAMES, Sides
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

@@ -24,9 +24,9 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from ragcache.errors import UnsupportedModelError
 from ragcache.kv.buffers import BufferPool
-from ragcache.kv.cache import FusedCache
+from ragcache.kv.cache_shape import ATTENTION_LAYERS, CacheShape, LayerKind, LayerShape, refuse_unbuilt
+from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Apply, Rope, takes_layer_type
-from ragcache.kv.shape import ATTENTION_LAYERS, CacheShape, LayerKind, LayerShape, refuse_unbuilt
 from ragcache.models.attention import EncodePass, FusedPass, hook_rotary
 from ragcache.models.encoding import encode_batch, run_decoder
 from ragcache.models.layerwise import decoder_layers, hook_layers

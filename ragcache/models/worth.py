@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ragcache.kv.block import KVBlock
-from ragcache.kv.identity import Recipe
-from ragcache.kv.sparse import keep
+from ragcache.kv.block import KVBlock, keep
+from ragcache.kv.block_key import Recipe
 from ragcache.models.attention import Attended, FusedPass, observing
 from ragcache.models.card import ModelCard
 from ragcache.models.encoding import AbandonedSignal, run_decoder

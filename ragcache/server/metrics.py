@@ -14,7 +14,7 @@ from ragcache.engine.asking.admission import Admission
 from ragcache.engine.care.info import Info
 from ragcache.engine.loading.loader import LoadCounts
 from ragcache.engine.loading.rates import RateFigures
-from ragcache.kv.prefix_tree import PrefixStats
+from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.scheduler import PassStats
 from ragcache.server.limits import Slots
 

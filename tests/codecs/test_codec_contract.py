@@ -17,7 +17,7 @@ from ragcache.codecs.container import read_container, write_container
 from ragcache.codecs.example import example_block
 from ragcache.errors import ConfigError, DamagedBlockError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
-from ragcache.kv.shape import LayerShape
+from ragcache.kv.cache_shape import LayerShape
 
 LOSSY = sorted(set(CODECS) - {"raw"})
 

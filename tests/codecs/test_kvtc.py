@@ -20,8 +20,7 @@ from ragcache.codecs.block_file import read_block, write_block
 from ragcache.codecs.fitting import STATES, allot, fit_basis
 from ragcache.codecs.kvtc import KvtcCodec
 from ragcache.errors import BasisError, ConfigError, DamagedBlockError, PinError, UnencodableBlockError
-from ragcache.kv.block import KVBlock, MixedBlock
-from ragcache.kv.sparse import keep
+from ragcache.kv.block import KVBlock, MixedBlock, keep
 from ragcache.store.kv_store import KVStore
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -17,8 +17,8 @@ from ragcache.codecs.block_file import codec_of, read_block, write_block
 from ragcache.codecs.container import read_container, write_container
 from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, empty_block
-from ragcache.kv.identity import Recipe
-from ragcache.kv.shape import CacheShape, LayerShape
+from ragcache.kv.block_key import Recipe
+from ragcache.kv.cache_shape import CacheShape, LayerShape
 
 
 @pytest.fixture(params=sorted(CODECS))

@@ -12,10 +12,9 @@ from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.codecs.block_file import codec_of, read_block, write_block
 from ragcache.codecs.example import example_block
 from ragcache.errors import DamagedBlockError
-from ragcache.kv.block import KVBlock, MixedBlock
-from ragcache.kv.identity import Recipe
-from ragcache.kv.shape import LayerShape
-from ragcache.kv.sparse import SparseBlock, keep, pack_mask, unpack_mask
+from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock, keep, pack_mask, unpack_mask
+from ragcache.kv.block_key import Recipe
+from ragcache.kv.cache_shape import LayerShape
 
 MAKERS = [make_block, make_mixed_block]
 

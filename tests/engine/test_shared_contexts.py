@@ -16,7 +16,7 @@ from ragcache.engine.asking.admission import Admission, Size
 from ragcache.engine.asking.contexts import Contexts, Need, Seat
 from ragcache.errors import CancelledError
 from ragcache.kv.buffers import KVBuffers, Loan, SharedContext
-from ragcache.kv.prefix_tree import PrefixTree
+from ragcache.kv.prefix_cache import PrefixTree
 from ragcache.models.limits import NO_LIMIT, Limit
 
 QUESTIONS = [

@@ -10,8 +10,8 @@ from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_lo
 import ragcache as rc
 from ragcache.engine.asking.prefixes import Prefixes
 from ragcache.fusion.fuse import fuse
-from ragcache.kv.identity import Recipe
-from ragcache.kv.prefix_tree import PrefixTree
+from ragcache.kv.block_key import Recipe
+from ragcache.kv.prefix_cache import PrefixTree
 
 
 class NoDocuments:

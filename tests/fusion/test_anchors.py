@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
-from ragcache.kv.anchors import Anchors
-from ragcache.kv.identity import Recipe, block_key
+from ragcache.kv.anchor_tokens import Anchors
+from ragcache.kv.block_key import Recipe, block_key
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import Passages, Text
 

@@ -11,8 +11,7 @@ from families import assert_same, load_tiny, oracle_logits_of, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
-from ragcache.kv.exact import read_cache
-from ragcache.kv.prefix_tree import PrefixTree
+from ragcache.kv.prefix_cache import PrefixTree, read_cache
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import get_method
 from ragcache.fusion.layout import lay_out
-from ragcache.kv.exact import read_cache
-from ragcache.kv.prefix_tree import PrefixTree
+from ragcache.kv.prefix_cache import PrefixTree, read_cache
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import Passages, Text
 

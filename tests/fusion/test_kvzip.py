@@ -23,7 +23,7 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, StaleBlockError
-from ragcache.kv.identity import Recipe, block_key
+from ragcache.kv.block_key import Recipe, block_key
 from ragcache.models.encoding import AbandonedSignal
 
 ANSWER = [5, 77, 31, 8]

@@ -7,8 +7,7 @@ import torch
 from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
 
 import ragcache as rc
-from ragcache.kv.exact import read_cache
-from ragcache.kv.prefix_tree import PrefixTree
+from ragcache.kv.prefix_cache import PrefixTree, read_cache
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

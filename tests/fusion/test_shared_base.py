@@ -9,9 +9,8 @@ from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_lo
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS, get_method
-from ragcache.kv.cache import FusedCache
-from ragcache.kv.exact import read_cache
-from ragcache.kv.prefix_tree import PrefixTree
+from ragcache.kv.fused_cache import FusedCache
+from ragcache.kv.prefix_cache import PrefixTree, read_cache
 from ragcache.models.decoding import decode
 from ragcache.models.sampling import Sampling
 

@@ -16,7 +16,7 @@ from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.neighbours import Similar
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.kv.block import KVBlock
-from ragcache.kv.identity import Neighbours, Recipe
+from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.models.lm import LanguageModel
 from ragcache.retrieval.retriever import Retriever
 from ragcache.retrieval.testing import BagOfWords

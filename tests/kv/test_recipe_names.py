@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.kv.identity import Recipe, block_key
+from ragcache.kv.block_key import Recipe, block_key
 
 # sha256sum of the canonical JSON, written by hand; all but the last three are of the format before packets.
 KEYS = [

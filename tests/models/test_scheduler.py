@@ -13,8 +13,8 @@ import waiting
 
 from ragcache.errors import CancelledError, TimedOutError
 from ragcache.kv.buffers import BufferPool
-from ragcache.kv.cache import FusedCache
-from ragcache.kv.shape import CacheShape, LayerShape
+from ragcache.kv.cache_shape import CacheShape, LayerShape
+from ragcache.kv.fused_cache import FusedCache
 from ragcache.models import scheduler as scheduler_module
 from ragcache.models.joint import Run
 from ragcache.models.limits import NO_LIMIT, Limit, limited

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ragcache.errors import LayoutError
 from ragcache.fusion.layout import Span
-from ragcache.kv.identity import Recipe, block_key
+from ragcache.kv.block_key import Recipe, block_key
 from ragcache_vllm.plan import make_plan
 from ragcache_vllm.request_layout import RequestLayout
 

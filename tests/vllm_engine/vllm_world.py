@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ragcache.kv.identity import Recipe
+from ragcache.kv.block_key import Recipe
 from ragcache.store.kv_store import KVStore
 from ragcache.store.layout import StoreLayout
 

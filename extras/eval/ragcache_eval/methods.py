@@ -14,7 +14,7 @@ from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import block_recipe
-from ragcache.kv.identity import Recipe
+from ragcache.kv.block_key import Recipe
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt
 from ragcache_eval.settings import split_settings

@@ -14,9 +14,9 @@ from ragcache.errors import ConfigError
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.kv.block import KVBlock
-from ragcache.kv.cache import FusedCache, Step
-from ragcache.kv.exact import Exact
-from ragcache.kv.identity import Neighbours, Recipe
+from ragcache.kv.block_key import Neighbours, Recipe
+from ragcache.kv.fused_cache import FusedCache, Step
+from ragcache.kv.prefix_cache import Exact
 from ragcache.models.card import eos_token_ids
 from ragcache.models.decoding import TextStream, decode
 from ragcache.models.lm import LanguageModel

@@ -11,7 +11,7 @@ from torch import Tensor
 from ragcache.errors import ContextTooLongError, check_choice, check_least
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
-from ragcache.kv.identity import digest
+from ragcache.kv.block_key import digest
 from ragcache.models.card import eos_token_ids
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt, PromptFormat, encode_text

@@ -18,7 +18,7 @@ from ragcache.kv.block import KVBlock, empty_block
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragcache.kv.cache import FusedCache
+    from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.lm import LanguageModel
 
 

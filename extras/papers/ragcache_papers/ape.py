@@ -15,7 +15,7 @@ from ragcache.models.card import ModelCard
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragcache.kv.cache import Adjust
+    from ragcache.kv.fused_cache import Adjust
 
 UNSEEN = -1e30  # scores below are masked: no key that is seen scores as low
 

@@ -20,7 +20,7 @@ from ragcache_papers.anchors import Anchor, AnchorPool, cut, ids_digest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragcache.kv.cache import FusedCache
+    from ragcache.kv.fused_cache import FusedCache
 
 SCORE_LAYER = 1
 MOST = 2.0  # no chunk's impact is below a half: all of its tokens run

@@ -21,7 +21,7 @@ from ragcache_papers.anchors import Anchor, AnchorPool, cut, ids_digest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragcache.kv.cache import FusedCache
+    from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.lm import LanguageModel
 
 NEAR_TOKENS = 32  # a token this far before a passage counts 1/e of the one right before it

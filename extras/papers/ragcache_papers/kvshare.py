@@ -12,7 +12,7 @@ from ragcache.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragcache.kv.cache import FusedCache
+    from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.lm import LanguageModel
 
 CHECK_LAYER = 1

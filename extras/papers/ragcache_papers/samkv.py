@@ -17,7 +17,7 @@ from ragcache_papers.samkv_selection import Pieces, Survey
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragcache.kv.cache import FusedCache
+    from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.layerwise import LayerPoint
 
 RECOMPUTE = ("none", "outliers", "all")

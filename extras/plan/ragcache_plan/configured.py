@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line
-from ragcache.kv.shape import LayerShape
+from ragcache.kv.cache_shape import LayerShape
 from ragcache.models.hub import CONFIG, split_file
 from ragcache.models.loading import base_of
 from ragcache.models.support import refuse_by_config

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache.errors import ConfigError, check_least
-from ragcache.kv.shape import ATTENTION_LAYERS, LayerShape
+from ragcache.kv.cache_shape import ATTENTION_LAYERS, LayerShape
 from ragcache.models.hub import ADAPTER, CONFIG, resolve
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from ragcache.errors import ConfigError
 from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Piece
 from ragcache.fusion.layout import lay_out as lay_out_parts
-from ragcache.kv.anchors import OPEN
-from ragcache.kv.identity import Recipe
+from ragcache.kv.anchor_tokens import OPEN
+from ragcache.kv.block_key import Recipe
 from ragcache.models.reuse import ReuseSpec
 from ragcache.prompt import Passages, Text
 

@@ -10,7 +10,7 @@ anchors of the chunk before it, and all else anchors but no such text.
 
 The number is the token's segment:
 
-    > 0            its chunk, read alone; with anchors, the segment too, and whether it is text (`kv/anchors.py`)
+    > 0            its chunk, read alone; with anchors, the segment too, and whether it is text (`kv/anchor_tokens.py`)
     0              the open part of the context: prefix, link tokens, KV-START and KV-END
     < 0            its question
     PADDING        no token; nothing else sees it, and it sees itself, since no row of a mask may be empty
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ragcache.kv.anchors import OPEN, gives_way, sees_within
+from ragcache.kv.anchor_tokens import OPEN, gives_way, sees_within
 from ragcache.models.attend import additive
 
 PADDING = -(1 << 30)

@@ -18,8 +18,8 @@ from pathlib import Path
 from ragcache.errors import PromptError
 from ragcache.fusion.fuse import fuse
 from ragcache.ingest.tokens import ChunkTokenizer
+from ragcache.kv.block_key import digest
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.identity import digest
 from ragcache.models.card import eos_token_ids
 from ragcache.models.decoding import decode
 from ragcache.models.lm import LanguageModel

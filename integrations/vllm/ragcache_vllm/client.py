@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from ragcache.errors import ConfigError, EngineError, ModelMismatchError, RagCacheError
-from ragcache.kv.identity import digest
+from ragcache.kv.block_key import digest
 from ragcache.models.limits import Limit
 from ragcache.models.sampling import TokenScores
 from ragcache_vllm.request_layout import served_name

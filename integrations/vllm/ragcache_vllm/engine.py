@@ -18,8 +18,8 @@ from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.layout import Layout, Span
-from ragcache.kv.identity import digest
-from ragcache.kv.prefix_tree import PrefixStats
+from ragcache.kv.block_key import digest
+from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.sampling import Sampling
 from ragcache.models.scheduler import PassStats

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ragcache.errors import ConfigError, LayoutError
 from ragcache.fusion.layout import Span
-from ragcache.kv.identity import Recipe, block_key
+from ragcache.kv.block_key import Recipe, block_key
 from ragcache_vllm.request_layout import RequestLayout
 
 

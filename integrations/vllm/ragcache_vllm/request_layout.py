@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from ragcache.errors import ConfigError, LayoutError, is_whole
 from ragcache.fusion.layout import Span
-from ragcache.kv.identity import Recipe, digest
+from ragcache.kv.block_key import Recipe, digest
 
 PARAMS = "ragcache"
 """Name of the layout among a request's `kv_transfer_params`."""

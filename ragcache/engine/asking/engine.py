@@ -10,7 +10,7 @@ from ragcache.engine.answer import Event
 from ragcache.engine.asking.prompts import Prompts
 from ragcache.engine.asking.reading import Clock, Kept, Reading
 from ragcache.fusion.base import FusionMethod
-from ragcache.kv.prefix_tree import PrefixStats
+from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard
 from ragcache.models.scheduler import PassStats
 from ragcache.plugins import Registry

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ragcache.engine.asking.conversation import Conversation, Given, Said, Slot
 from ragcache.errors import PromptError
-from ragcache.kv.identity import digest
+from ragcache.kv.block_key import digest
 from ragcache.prompt import Part, Passages, Text, encode_rendered, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore

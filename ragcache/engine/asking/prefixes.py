@@ -12,12 +12,10 @@ from typing import NamedTuple
 from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
 from ragcache.fusion.layout import Layout, Piece
+from ragcache.kv.block_key import Recipe, digest
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.cache import FusedCache
-from ragcache.kv.exact import Exact, read_cache
-from ragcache.kv.identity import Recipe, digest
-from ragcache.kv.prefix_nodes import Owned
-from ragcache.kv.prefix_tree import Lease, PrefixStats, PrefixTree
+from ragcache.kv.fused_cache import FusedCache
+from ragcache.kv.prefix_cache import Exact, Lease, Owned, PrefixStats, PrefixTree, read_cache
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Part
 from ragcache.retrieval.retriever import Hit

@@ -19,7 +19,7 @@ from ragcache.engine.asking.writing import AnswerSoFar, write
 from ragcache.fusion.base import Scope
 from ragcache.fusion.fuse import Fused, fuse
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.prefix_tree import PrefixStats
+from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import eos_token_ids
 from ragcache.models.decoding import decode
 from ragcache.models.limits import limited

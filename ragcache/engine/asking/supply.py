@@ -16,7 +16,7 @@ from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.prefix_tree import Lease
+from ragcache.kv.prefix_cache import Lease
 from ragcache.models.lm import LanguageModel
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore

@@ -13,7 +13,7 @@ from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.errors import ConfigError, RagCacheError
 from ragcache.fusion import get_method
 from ragcache.fusion.base import FusionMethod
-from ragcache.kv.identity import Recipe
+from ragcache.kv.block_key import Recipe
 from ragcache.models.card import ModelCard
 
 log = logging.getLogger(__name__)

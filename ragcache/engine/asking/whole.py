@@ -20,8 +20,8 @@ from ragcache.errors import ConfigError, ContextTooLongError, UnencodableBlockEr
 from ragcache.fusion.base import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder, OnEncoded
 from ragcache.kv.block import KVBlock
-from ragcache.kv.exact import ExactBlock
-from ragcache.kv.identity import digest
+from ragcache.kv.block_key import digest
+from ragcache.kv.prefix_cache import ExactBlock
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import PromptEnds
 from ragcache.retrieval.retriever import Hit

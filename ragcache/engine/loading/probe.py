@@ -18,7 +18,7 @@ from ragcache.codecs import Codec
 from ragcache.codecs.example import example_block
 from ragcache.engine.loading.rates import Rates
 from ragcache.engine.loading.rates_file import RatesFile, machine_key
-from ragcache.kv.identity import Recipe
+from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefill import PrefillRate
 from ragcache.models.lm import LanguageModel
 from ragcache.models.worth import read_behind

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.engine.loading.rates import RateFigures, TierFigures
 from ragcache.errors import StoreError
-from ragcache.kv.identity import digest
+from ragcache.kv.block_key import digest
 from ragcache.kv.prefill import PrefillRate
 from ragcache.lazy import torch
 

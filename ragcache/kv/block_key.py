@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.kv.anchors import Anchors
+from ragcache.kv.anchor_tokens import Anchors
 
 RECIPE_NAMES = ("isolated", "prefix")
 
@@ -59,7 +59,7 @@ class Recipe:
           model has read the chunk again (KVzip; see `models/worth.py`)
     task: what the model reads behind the chunk instead of repeating it, for kept below 1: a task or examples
     anchors: trained ids behind every segment of the chunk, whose KV alone is kept, and the text tokens of a segment
-             (KVLink's compressed caches; see `kv/anchors.py`)
+             (KVLink's compressed caches; see `kv/anchor_tokens.py`)
     """
 
     name: str = "isolated"

@@ -13,30 +13,22 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ragcache.errors import ConfigError
-from ragcache.kv.block import empty_block
-from ragcache.kv.exact import Read
-from ragcache.kv.prefix_nodes import (
-    Elements,
-    Node,
-    Owned,
-    Page,
-    Slice,
-    clip,
-    common_length,
-    first_tokens,
-    reaching,
-    rest_of,
-)
-from ragcache.kv.shape import CacheShape
+from ragcache.kv.block import KVBlock, empty_block
+from ragcache.kv.buffers import SharedContext
+from ragcache.kv.cache_shape import CacheShape
+from ragcache.kv.fused_cache import FusedCache
+from ragcache.kv.rope import Rope
 
 PAGE_TOKENS = 128
 
@@ -384,3 +376,157 @@ class PrefixTree:
             parent.children[int(above.elements[0])] = above
         self._order[above] = None
         return above
+
+
+# Nodes of a prefix tree, and the pages that their edges share.
+
+
+Elements = NDArray[np.int64]
+
+
+class Owned(NamedTuple):
+    """Elements [start, stop) of a sequence belong to something that may be deleted: `owner` names it."""
+
+    start: int
+    stop: int
+    owner: int
+
+
+@dataclass(eq=False)
+class Page:
+    """Rotated keys and values of some tokens in all layers. Never written to once it is in the tree.
+
+    uses: slices of it that nodes and leases hold; its bytes are free when there are none
+    """
+
+    held: KVBlock
+    uses: int = 0
+
+
+class Slice(NamedTuple):
+    """Tokens [start, stop) of a page. A node that is split shares the page of the cut between its halves."""
+
+    page: Page
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(eq=False)
+class Node:
+    """An edge and what hangs below it.
+
+    elements: of the edge, int64 [n]; slices: their KV, in order; owned: within the edge
+    leases:   askers that are reading down to here
+    """
+
+    elements: Elements
+    slices: list[Slice]
+    owned: list[Owned]
+    parent: Node | None
+    children: dict[int, Node] = field(default_factory=dict)
+    leases: int = 0
+
+
+def common_length(one: Elements, other: Elements) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(one), len(other))
+    differing = np.flatnonzero(one[:length] != other[:length])
+    return int(differing[0]) if len(differing) else length
+
+
+def first_tokens(slices: Sequence[Slice], count: int) -> list[Slice]:
+    """The first `count` tokens."""
+    found = []
+    for page, start, stop in slices:
+        if count <= 0:
+            break
+        found.append(Slice(page, start, min(stop, start + count)))
+        count -= stop - start
+    return found
+
+
+def rest_of(slices: Sequence[Slice], skip: int) -> list[Slice]:
+    """All but the first `skip` tokens."""
+    found = []
+    for page, start, stop in slices:
+        if skip < stop - start:
+            found.append(Slice(page, start + max(0, skip), stop))
+        skip -= stop - start
+    return found
+
+
+def reaching(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
+    """Like `clip`, and what ends before `start` owns the first element: all was computed over it, and the tokens above
+    may be known as another owner's alone."""
+    return clip([Owned(one.start, max(one.stop, start + 1), one.owner) for one in owned], start, stop)
+
+
+def clip(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
+    """The part in [start, stop), counted from start."""
+    parts = (Owned(max(one.start, start) - start, min(one.stop, stop) - start, one.owner) for one in owned)
+    return [part for part in parts if part.start < part.stop]
+
+
+# KV of a prompt's first tokens, as a plain pass over them leaves it.
+
+
+Read = Callable[[int, int, int], tuple[Tensor, Tensor]]
+"""Gives a layer's rotated keys and values of tokens [start, stop): [num_kv_heads, stop - start, head_dim] each."""
+
+
+class Exact(Protocol):
+    """The KV that earlier passes left of the prompt's first `num_tokens` tokens, keys rotated to 0, 1, ..."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write one layer's to [num_kv_heads, num_tokens, head_dim] each."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExactBlock:
+    """The isolated block of these tokens, rotated as it is copied."""
+
+    block: KVBlock
+    rope: Rope
+
+    @property
+    def num_tokens(self) -> int:
+        return self.block.num_tokens
+
+    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.rope.rotate(self.block.layer_keys(layer).to(keys.device, keys.dtype), layer, 0, out=keys)
+        self.block.copy_values(layer, values)
+
+
+def read_cache(cache: FusedCache | SharedContext) -> Read:
+    """Give what `PrefixTree.insert` reads, from a cache whose layers hold positions 0 to n - 1, in any order.
+
+    What the cache stands on is read where it is: joined with its own tokens it would be copied for every page.
+    """
+    order: dict[int, Tensor] = {}
+
+    def read(layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        parts = [cache.layer_state(layer)] if isinstance(cache, SharedContext) else cache.parts(layer)
+        if layer not in order:
+            order[layer] = torch.cat([positions for _, _, positions in parts]).argsort()
+        index = order[layer][start:stop]
+        return _gathered([keys[0] for keys, _, _ in parts], index), _gathered([v[0] for _, v, _ in parts], index)
+
+    return read
+
+
+def _gathered(parts: Sequence[Tensor], index: Tensor) -> Tensor:
+    """Tokens by index into parts that stand one behind the other, each [num_kv_heads, num_tokens, head_dim]."""
+    out = parts[-1].new_empty(parts[-1].shape[0], index.shape[0], parts[-1].shape[2])
+    start = 0
+    for part in parts:
+        here = (index >= start) & (index < start + part.shape[1])
+        out[:, here] = part.index_select(1, index[here] - start)
+        start += part.shape[1]
+    return out
