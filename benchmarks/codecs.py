@@ -36,7 +36,7 @@ from benchmarks.report import RESULTS, Goal, Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Variant, alternate, ratio, summarise
 from ragcache.codecs import CODECS, Bases, Codec, get_codec
-from ragcache.codecs.fitting import fit_basis, stand_in
+from ragcache.codecs.basis import fit_basis, stand_in
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.encoder import ModelEncoder

@@ -23,7 +23,7 @@ from benchmarks.report import Goal, Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Timing, Variant, alternate, ratio, summarise
 from ragcache.codecs import get_codec
-from ragcache.codecs.example import example_block
+from ragcache.codecs.base import example_block
 from ragcache.models.lm import LanguageModel
 from ragcache.openmp import end_team, work_alone
 

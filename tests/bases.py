@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache.codecs import Bases, Codec
-from ragcache.codecs.bases import Basis
-from ragcache.codecs.fitting import stand_in
+from ragcache.codecs.basis import Basis, stand_in
 from ragcache.codecs.transform import Group
 from ragcache.kv.block import KVBlock
 from ragcache.store.kv_store import KVStore

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ragcache.codecs.base import Codec as Codec
-from ragcache.codecs.bases import Bases as Bases
+from ragcache.codecs.base import RawCodec as RawCodec
+from ragcache.codecs.basis import Bases as Bases
 from ragcache.codecs.bfloat16 import Bfloat16Codec
 from ragcache.codecs.cachegen import CacheGenCodec
 from ragcache.codecs.fp8 import Fp8Codec
 from ragcache.codecs.kivi import Int4Codec
 from ragcache.codecs.kivi import Int8Codec as Int8Codec
 from ragcache.codecs.kvtc import KvtcCodec
-from ragcache.codecs.mikv import MikvCodec
+from ragcache.codecs.mixed_bits import MikvCodec
 from ragcache.codecs.qaq import QaqCodec
-from ragcache.codecs.raw import RawCodec as RawCodec
 from ragcache.errors import check_choice
 
 CODECS: dict[str, type[Codec]] = {

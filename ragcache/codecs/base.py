@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.codecs.bases import Bases
+from ragcache.codecs.basis import Bases
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
-from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock
-from ragcache.kv.cache_shape import LayerShape
+from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock, empty_block
+from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 _PART_OF = "part_of"
 _INT64 = 8  # bytes
@@ -146,3 +147,39 @@ class Codec(ABC):
             raise DamagedBlockError("a block whose heads hold some of its tokens says by an int64 how many it has")
         held = self.decode_alike({name: one for name, one in tensors.items() if name not in (_KEPT, _TOKENS)})
         return SparseBlock(held, tensors[_KEPT], int(number))
+
+
+# The codec that changes nothing.
+
+
+class RawCodec(Codec):
+    """Keys and values as they are, in their own dtype. Decoding copies nothing."""
+
+    name: ClassVar[str] = "raw"
+    version: ClassVar[int] = 1
+    lossless: ClassVar[bool] = True
+
+    def encode_alike(self, block: KVBlock) -> dict[str, Tensor]:
+        return {"keys": block.keys, "values": block.values}
+
+    def decode_alike(self, tensors: Mapping[str, Tensor]) -> KVBlock:
+        if tensors.keys() != {"keys", "values"}:
+            raise DamagedBlockError(f"a raw block holds the tensors keys and values, not {sorted(tensors)}")
+        return KVBlock(tensors["keys"], tensors["values"])
+
+    def bound_alike(self, block: KVBlock) -> float:
+        return 0.0
+
+    def expected_bytes_alike(self, num_layers: int, layer: LayerShape, num_tokens: int, itemsize: int) -> float:
+        return num_layers * num_tokens * layer.numbers * itemsize
+
+
+# A block to try codecs on, before there are passages.
+
+
+def example_block(layers: Sequence[LayerShape], num_tokens: int, dtype: torch.dtype) -> KVBlock:
+    """A block of normally distributed numbers, always the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    shape = CacheShape(tuple(layers), dtype, torch.device("cpu"))
+    # Drawn in float32: some dtypes have no generator of their own, and all are to hold the same numbers.
+    return empty_block(shape, num_tokens).map(lambda held: torch.randn(held.shape, generator=generator).to(dtype))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragcache.codecs import CODECS, Bases, Codec, get_codec
+from ragcache.codecs.base import RawCodec
 from ragcache.codecs.container import (
     Claim,
     Container,
@@ -16,7 +17,6 @@ from ragcache.codecs.container import (
     write_container,
 )
 from ragcache.codecs.layered import EncodedBlock
-from ragcache.codecs.raw import RawCodec
 from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock
 

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.codecs.base import Codec
-from ragcache.codecs.bases import Bases
-from ragcache.codecs.fitting import FEATURES, layer_groups, stand_in, usual_ratio
+from ragcache.codecs.base import Codec, RawCodec
+from ragcache.codecs.basis import FEATURES, Bases, layer_groups, stand_in, usual_ratio
 from ragcache.codecs.frames import check_frames, pack_frames
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
-from ragcache.codecs.raw import RawCodec
 from ragcache.codecs.transform import FIRST_TOKENS, WIDTHS, Group
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock

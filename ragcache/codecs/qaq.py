@@ -18,9 +18,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.codecs.graded import GradedCodec, Int2
 from ragcache.codecs.kivi import Int4Codec, KiviCodec
 from ragcache.codecs.layered import BlockSpec, Part, PartShape, expect
+from ragcache.codecs.mixed_bits import GradedCodec, Int2
 from ragcache.errors import DamagedBlockError
 from ragcache.lazy import torch
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from ragcache.codecs.affine import pack, unpack
 from ragcache.codecs.frames import read_frame
-from ragcache.codecs.packing import pack, unpack
 from ragcache.errors import DamagedBlockError
 from ragcache.lazy import torch
 

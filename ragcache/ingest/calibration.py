@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragcache.codecs.fitting import fit_basis
+from ragcache.codecs.basis import fit_basis
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.batches import plan_batches

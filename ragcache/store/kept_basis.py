@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ragcache.codecs import Codec
-from ragcache.codecs.bases import basis_name
+from ragcache.codecs.basis import basis_name
 from ragcache.errors import BasisError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
 from ragcache.store.tiers import DurableTier

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.codecs import CODECS, Codec, get_codec
+from ragcache.codecs.base import example_block
 from ragcache.codecs.block_file import read_block, write_block
 from ragcache.codecs.container import read_container, write_container
-from ragcache.codecs.example import example_block
 from ragcache.errors import ConfigError, DamagedBlockError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache_shape import LayerShape

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.codecs import Bases
-from ragcache.codecs.bases import Recent, basis_name
+from ragcache.codecs.basis import STATES, Recent, allot, basis_name, fit_basis
 from ragcache.codecs.block_file import read_block, write_block
-from ragcache.codecs.fitting import STATES, allot, fit_basis
 from ragcache.codecs.kvtc import KvtcCodec
 from ragcache.errors import BasisError, ConfigError, DamagedBlockError, PinError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, keep

@@ -9,8 +9,8 @@ import torch
 from blocks import DTYPES, make_block, make_key, make_masks, make_mixed_block, make_sparse, make_unequal, with_first
 
 from ragcache.codecs import CODECS, Codec, get_codec
+from ragcache.codecs.base import example_block
 from ragcache.codecs.block_file import codec_of, read_block, write_block
-from ragcache.codecs.example import example_block
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock, keep, pack_mask, unpack_mask
 from ragcache.kv.block_key import Recipe

@@ -13,7 +13,7 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from ragcache.cli.options import StoreOptions
 from ragcache.codecs import CODECS, get_codec
-from ragcache.codecs.fitting import stand_in
+from ragcache.codecs.basis import stand_in
 from ragcache.errors import UnencodableBlockError
 from ragcache.fusion import METHODS
 from ragcache.kv.block import KVBlock

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.codecs import CODECS
-from ragcache.codecs.example import example_block
+from ragcache.codecs.base import example_block
 from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from ragcache.store.kv_store import KVStore
 from ragcache_plan.advice import advise_policy

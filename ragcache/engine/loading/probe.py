@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ragcache.codecs import Codec
-from ragcache.codecs.example import example_block
+from ragcache.codecs.base import example_block
 from ragcache.engine.loading.rates import Rates
 from ragcache.engine.loading.rates_file import RatesFile, machine_key
 from ragcache.kv.block_key import Recipe

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.codecs.kivi import KiviCodec
+from ragcache.codecs.kivi import Int8Codec, KiviCodec
 from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import pack_mask, unpack_mask
@@ -19,6 +19,7 @@ from ragcache.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 SINKS = 4
 GRADES = ("high", "low")
@@ -126,3 +127,22 @@ def important(keys: Tensor, count: int) -> Tensor:
 def _of(grade: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     start = f"{grade}."
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+# More bits for the tokens that matter, few for all others, none thrown away: MiKV (2402.18096).
+# Eviction loses what a later question may ask for; MiKV keeps the tokens that it would have evicted in low precision,
+# and the important ones in high precision. Two things differ here, since a stored block has seen no query:
+# - Importance. MiKV accumulates attention scores while it generates. Here it is read off the keys; see `graded.py`.
+# - Outliers. MiKV scales channels by sqrt(max |Q| / max |K|) before it quantises keys by token, so that channels with
+#   large keys do not use up the range of the others. There is no Q here, and none is needed: keys are quantised by
+#   channel, as KIVI does it, where a channel has a range of its own.
+
+
+class MikvCodec(GradedCodec):
+    """A fifth of each head's tokens in 8 bits, the others in 2: `int8` over the former, KIVI with 2 bits in groups of
+    32 over the latter. Tensors and bound: see GradedCodec."""
+
+    name: ClassVar[str] = "mikv"
+    version: ClassVar[int] = 1
+    precisions: ClassVar[Mapping[str, KiviCodec]] = {"high": Int8Codec(), "low": Int2()}
+    one_in: ClassVar[Mapping[Part, int]] = {"keys": 5, "values": 5}
