@@ -25,8 +25,8 @@ from benchmarks.shapes import SHAPES, Built, build
 from benchmarks.timing import Ratio, Variant, alternate, ratio, summarise
 from ragcache.errors import RagCacheError
 from ragcache.fusion import METHODS, get_method
-from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused, block_recipe, encode, fuse
+from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe
 from ragcache.models.loading import DTYPES

@@ -18,7 +18,7 @@ from benchmarks.files import device_read_bytes, drop_page_cache, fresh_kv_store
 from benchmarks.shapes import Built
 from ragcache.errors import MissingBlockError, RagCacheError
 from ragcache.fusion.fuse import Fused, fuse
-from ragcache.fusion.placing import Placement, Placer
+from ragcache.fusion.placement import Placement, Placer
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.fused_cache import FusedCache

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ragcache.engine.store import StoreConfig
     from ragcache.errors import RagCacheError, UnknownHandleError, UnsupportedModelError
     from ragcache.fusion import METHODS, MethodInfo, methods
-    from ragcache.fusion.base import FusionMethod, Job, Prefilled
-    from ragcache.fusion.eviction import SnapKV
     from ragcache.fusion.fuse import Fused, encode, fuse
     from ragcache.fusion.layout import Additions
+    from ragcache.fusion.method import FusionMethod, Job, Prefilled
     from ragcache.fusion.recompute import Context, RecomputeMethod
+    from ragcache.fusion.snapkv import SnapKV
     from ragcache.ingest.chunker import ChunkerConfig
     from ragcache.ingest.document import Document
     from ragcache.ingest.pipeline import IngestConfig
@@ -97,8 +97,8 @@ _NAMES = {
     "engine.options": "ReadOptions RetrieveOptions",
     "errors": "RagCacheError UnknownHandleError UnsupportedModelError",
     "fusion": "METHODS MethodInfo methods",
-    "fusion.base": "FusionMethod Job Prefilled",
-    "fusion.eviction": "SnapKV",
+    "fusion.method": "FusionMethod Job Prefilled",
+    "fusion.snapkv": "SnapKV",
     "fusion.fuse": "Fused encode fuse",
     "fusion.layout": "Additions",
     "fusion.recompute": "Context RecomputeMethod",

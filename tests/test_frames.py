@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import ragcache as rc
-from ragcache.fusion.placing import Placer
+from ragcache.fusion.placement import Placer
 from ragcache.models.scheduler import Scheduler
 from ragcache.retrieval.testing import BagOfWords
 from ragcache.store.kv_store import KVStore

@@ -18,8 +18,8 @@ from benchmarks.peer_workers.channel import Answer, Prompt, serve
 from ragcache.engine.asking.admission import Admission, Size, default_budget, kv_bytes
 from ragcache.engine.asking.contexts import Contexts, Need
 from ragcache.fusion import get_method
-from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
+from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import SharedContext

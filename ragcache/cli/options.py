@@ -18,7 +18,7 @@ from ragcache.store.eviction import ADMISSIONS, POLICIES
 
 if TYPE_CHECKING:
     from ragcache import ChunkerConfig, IngestConfig, Recipe, Sampling, StoreConfig
-    from ragcache.fusion.base import FusionMethod
+    from ragcache.fusion.method import FusionMethod
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

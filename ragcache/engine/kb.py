@@ -32,8 +32,8 @@ from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOpti
 from ragcache.engine.store import StoreConfig, open_store
 from ragcache.errors import ConfigError, check_type
 from ragcache.fusion import get_method
-from ragcache.fusion.base import FusionMethod
-from ragcache.fusion.eviction import SnapKV
+from ragcache.fusion.method import FusionMethod
+from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder

@@ -30,9 +30,9 @@ from ragcache.engine.loading.probe import open_rates, probe_prefill
 from ragcache.engine.same_embedder import refuse_other_embedder
 from ragcache.engine.store import Store, StoreConfig, open_kv_to_fill
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
-from ragcache.fusion.base import FusionMethod
-from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import block_recipe
+from ragcache.fusion.method import FusionMethod
+from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.encoder import BlockNames, ModelEncoder
 from ragcache.ingest.neighbours import NEIGHBOURHOODS, Neighbourhood

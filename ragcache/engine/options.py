@@ -15,8 +15,8 @@ from ragcache.retrieval.search import Search
 
 if TYPE_CHECKING:  # heavy ones: `ragcache --help` reads this file too
     from ragcache.engine.asking.passage import Passage
-    from ragcache.fusion.base import FusionMethod
-    from ragcache.fusion.eviction import SnapKV
+    from ragcache.fusion.method import FusionMethod
+    from ragcache.fusion.snapkv import SnapKV
     from ragcache.models.sampling import Sampling
     from ragcache.retrieval.retriever import Hit
     from ragcache.store.filters import Filter

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.method import FusionMethod
 
 
 @dataclass(frozen=True)

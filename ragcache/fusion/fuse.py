@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import METHODS, get_method
-from ragcache.fusion.base import FusionMethod, Job, PhaseTimes, Prefilled, Scope
-from ragcache.fusion.eviction import Ballot, SnapKV
 from ragcache.fusion.layout import Additions, Layout
+from ragcache.fusion.method import FusionMethod, Job, PhaseTimes, Prefilled, Scope
+from ragcache.fusion.snapkv import Ballot, SnapKV
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import SharedContext

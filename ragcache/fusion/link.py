@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.layout import Additions
+from ragcache.fusion.method import FusionMethod
 from ragcache.models.card import ModelCard
 from ragcache.models.reuse import LLAMA3_VOCABULARY, ReuseSpec
 from ragcache.prompt import Prompt

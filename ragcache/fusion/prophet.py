@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.fusion.recompute import (
     Context,
     Running,

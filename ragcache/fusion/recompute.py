@@ -14,8 +14,8 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.layout import Span
+from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.kv.block import KVBlock
 from ragcache.lazy import torch
 

@@ -13,7 +13,7 @@ import ragcache as rc
 from ragcache.engine.asking.verdict import save_verdict
 from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
-from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.fusion.reposition import Reposition
 from ragcache.prompt import prompt_format
 from ragcache.retrieval.testing import BagOfWords

@@ -15,9 +15,9 @@ from families import FAMILIES, assert_same, block_diagonal, masks_of, oracle_log
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method, prophet
-from ragcache.fusion.base import Job
 from ragcache.fusion.layout import Layout
-from ragcache.fusion.placing import Placer
+from ragcache.fusion.method import Job
+from ragcache.fusion.placement import Placer
 
 CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
 CHUNKS = (17, 3, 20, 12)

@@ -11,9 +11,9 @@ from typing import Any
 from ragcache.cli.options import json_or_text
 from ragcache.errors import ConfigError, RagCacheError
 from ragcache.fusion import METHODS, get_method
-from ragcache.fusion.base import FusionMethod
-from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.fuse import block_recipe
+from ragcache.fusion.method import FusionMethod
+from ragcache.fusion.snapkv import SnapKV
 from ragcache.kv.block_key import Recipe
 from ragcache.models.lm import LanguageModel
 from ragcache.prompt import Prompt

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
+from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.fused_cache import FusedCache, Step

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ragcache.errors import ContextTooLongError, check_choice, check_least
-from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
+from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block_key import digest
 from ragcache.models.card import eos_token_ids
 from ragcache.models.lm import LanguageModel

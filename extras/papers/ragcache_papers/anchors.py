@@ -12,7 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from ragcache.fusion.base import Scope
+from ragcache.fusion.method import Scope
 from ragcache.kv.block import KVBlock, empty_block
 
 if TYPE_CHECKING:

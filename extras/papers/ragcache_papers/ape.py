@@ -7,8 +7,8 @@ from math import isfinite
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.layout import Additions
+from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
 

@@ -12,7 +12,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.fusion.recompute import Context, Running, highest, open_cache, rerun
 from ragcache.lazy import torch
 from ragcache_papers.anchors import Anchor, AnchorPool, cut, ids_digest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ragcache.fusion.base import Job, Prefilled
+from ragcache.fusion.method import Job, Prefilled
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.fusion.recompute import highest
 from ragcache.lazy import torch
 from ragcache_papers.gather import Gather, prefill_selecting

@@ -12,8 +12,8 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.base import FusionMethod, Job, Prefilled
 from ragcache.fusion.layout import Piece
+from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.kv.block import KVBlock, empty_block
 from ragcache.lazy import torch
 from ragcache_papers.anchors import Anchor, AnchorPool, cut, ids_digest

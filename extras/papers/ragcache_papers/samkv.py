@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod, Job, Prefilled
+from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.fusion.recompute import Context
 from ragcache.lazy import torch
 from ragcache.models.card import ModelCard

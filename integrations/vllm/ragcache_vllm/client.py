@@ -30,7 +30,7 @@ from ragcache_vllm.request_layout import served_name
 if TYPE_CHECKING:
     from ragcache.engine.asking.engine import Engine
     from ragcache.engine.asking.prompts import Prompts
-    from ragcache.fusion.base import FusionMethod
+    from ragcache.fusion.method import FusionMethod
     from ragcache.models.card import ModelCard
     from ragcache.store.kv_store import KVStore
 

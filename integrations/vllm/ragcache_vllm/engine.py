@@ -16,8 +16,8 @@ from ragcache.engine.asking.writing import AnswerSoFar, write
 from ragcache.engine.loading.blocks import COMPUTED
 from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
-from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.layout import Layout, Span
+from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block_key import digest
 from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard, eos_token_ids

@@ -9,7 +9,7 @@ from ragcache import plugins
 from ragcache.engine.answer import Event
 from ragcache.engine.asking.prompts import Prompts
 from ragcache.engine.asking.reading import Clock, Kept, Reading
-from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.method import FusionMethod
 from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard
 from ragcache.models.scheduler import PassStats

@@ -10,9 +10,9 @@ from ragcache.engine.asking.kept import Earlier
 from ragcache.engine.asking.ordering import ReadCounts, relevance_hint, shared_order
 from ragcache.engine.asking.reading import Reading
 from ragcache.errors import ConfigError, ContextTooLongError
-from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.layout import Additions
+from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import BlockNames
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt, PromptEnds, PromptFormat, encode_text, prompt_format

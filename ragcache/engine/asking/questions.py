@@ -26,9 +26,9 @@ from ragcache.engine.loading.loader import Ahead
 from ragcache.engine.opening import Parts
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, Context, ReadOptions, retrieval
 from ragcache.errors import ConfigError, blaming, check_type
-from ragcache.fusion.base import FusionMethod
-from ragcache.fusion.eviction import SnapKV
 from ragcache.fusion.layout import NO_ADDITIONS
+from ragcache.fusion.method import FusionMethod
+from ragcache.fusion.snapkv import SnapKV
 from ragcache.models.sampling import Sampling
 from ragcache.openmp import end_team
 from ragcache.prompt import PromptEnds, control_tokens

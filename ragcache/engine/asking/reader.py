@@ -16,8 +16,8 @@ from ragcache.engine.asking.prompts import ANSWER_TOKENS, NOTHING_TO_REUSE, Prom
 from ragcache.engine.asking.reading import Clock, Kept, OpenQuestion, Reading
 from ragcache.engine.asking.supply import Ready, Supply
 from ragcache.engine.asking.writing import AnswerSoFar, write
-from ragcache.fusion.base import Scope
 from ragcache.fusion.fuse import Fused, fuse
+from ragcache.fusion.method import Scope
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import eos_token_ids

@@ -16,8 +16,8 @@ from ragcache.engine.asking.verdict import Choice
 from ragcache.engine.loading.loader import Ahead
 from ragcache.engine.options import Order, Overflow
 from ragcache.errors import ConfigError
-from ragcache.fusion.base import FusionMethod
-from ragcache.fusion.eviction import SnapKV
+from ragcache.fusion.method import FusionMethod
+from ragcache.fusion.snapkv import SnapKV
 from ragcache.models.limits import Limit
 from ragcache.models.sampling import Sampling
 from ragcache.prompt import Prompt

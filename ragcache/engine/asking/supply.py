@@ -12,8 +12,8 @@ from ragcache.engine.asking.reading import OpenQuestion
 from ragcache.engine.asking.whole import WholeStore
 from ragcache.engine.loading.blocks import COMPUTED, LoadedBlocks, load_or_compute
 from ragcache.engine.loading.loader import BlockLoader
-from ragcache.fusion.base import FusionMethod
 from ragcache.fusion.fuse import Fused
+from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import Lease

@@ -12,7 +12,7 @@ from typing import Any
 from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.errors import ConfigError, RagCacheError
 from ragcache.fusion import get_method
-from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block_key import Recipe
 from ragcache.models.card import ModelCard
 

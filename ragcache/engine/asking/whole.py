@@ -17,7 +17,7 @@ from ragcache.engine.asking.prompts import Prompts
 from ragcache.engine.loading.blocks import NOT_KEPT
 from ragcache.engine.options import RetrieveOptions, names
 from ragcache.errors import ConfigError, ContextTooLongError, UnencodableBlockError
-from ragcache.fusion.base import FusionMethod
+from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder, OnEncoded
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import digest

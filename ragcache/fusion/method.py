@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import PromptError
 from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Span, lay_out
-from ragcache.fusion.placing import Placement, Placer
+from ragcache.fusion.placement import Placement, Placer
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe
 from ragcache.lazy import torch
