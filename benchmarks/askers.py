@@ -35,8 +35,8 @@ from ragcache.engine.kb import RagCache
 from ragcache.engine.store import StoreConfig
 from ragcache.errors import ConfigError
 from ragcache.ingest.document import Document
-from ragcache.models.loading import DTYPES
-from ragcache.models.sampling import Sampling
+from ragcache.models.load import DTYPES
+from ragcache.models.sampler import Sampling
 from ragcache.models.scheduler import PassStats
 from ragcache.retrieval.embedder import Embedder, load_embedder
 

@@ -34,8 +34,8 @@ from ragcache.engine.kb import RagCache
 from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.document import Document
-from ragcache.models.lm import LanguageModel
-from ragcache.models.loading import DTYPES, load_lm
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.load import DTYPES, load_lm
 from ragcache.retrieval.embedder import Embedder, load_embedder
 from ragcache.retrieval.search import SEARCHES, Search
 

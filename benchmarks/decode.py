@@ -27,9 +27,9 @@ from benchmarks.report import Goal, Result, show, write
 from benchmarks.shapes import SHAPES, Built, build
 from benchmarks.timing import Ratio, Timing, Variant, alternate, ratio
 from ragcache.fusion.fuse import fuse
-from ragcache.models.decoding import decode
-from ragcache.models.loading import DTYPES
-from ragcache.models.sampling import Sampling
+from ragcache.models.generate import decode
+from ragcache.models.load import DTYPES
+from ragcache.models.sampler import Sampling
 
 OURS = "ragcache"
 THEIRS = "transformers: generate"

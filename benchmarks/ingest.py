@@ -32,7 +32,7 @@ from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.pipeline import IngestConfig
 from ragcache.ingest.report import IngestReport
-from ragcache.models.loading import DTYPES
+from ragcache.models.load import DTYPES
 from ragcache.retrieval.embedder import Embedder, load_embedder
 
 WHOLE = "ingestion"

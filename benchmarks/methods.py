@@ -29,7 +29,7 @@ from ragcache.fusion.fuse import Fused, block_recipe, encode, fuse
 from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe
-from ragcache.models.loading import DTYPES
+from ragcache.models.load import DTYPES
 
 LINK_TOKENS = 5
 FULL = "transformers: full prefill"

@@ -37,7 +37,7 @@ from benchmarks.peers_streams import SCRIPTED_ANSWER_TOKENS, Sizes, Streams, pre
 from benchmarks.report import Goal, Result, write
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import Ratio, Samples, Theft, Timing, ratio
-from ragcache.models.loading import DTYPES
+from ragcache.models.load import DTYPES
 
 LONG_STREAM = 10_000
 LARGE_POOL = 1_000

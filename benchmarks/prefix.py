@@ -32,7 +32,7 @@ from benchmarks.prose import documents, train_tokenizer
 from benchmarks.report import Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Timing
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.testing import BagOfWords
 from ragcache_eval.intervals import estimate

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.prose import train_tokenizer
 from benchmarks.shapes import SHAPES, build
-from ragcache.models.loading import DTYPES
+from ragcache.models.load import DTYPES
 
 VOCABULARY = 16384
 

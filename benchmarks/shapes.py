@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Pre
 
 from ragcache.kv.block_key import digest
 from ragcache.models.attention import NAME, register
-from ragcache.models.lm import LanguageModel
-from ragcache.models.loading import DTYPES
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.load import DTYPES
 from ragcache.models.packed import pack
 from ragcache.models.support import inspect
 

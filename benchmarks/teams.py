@@ -24,7 +24,7 @@ from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Timing, Variant, alternate, ratio, summarise
 from ragcache.codecs import get_codec
 from ragcache.codecs.base import example_block
-from ragcache.models.lm import LanguageModel
+from ragcache.models.language_model import LanguageModel
 from ragcache.openmp import end_team, work_alone
 
 NONE, LEFT, ENDED, ALONE = "no other thread", "teams left alive", "teams ended", "others work alone"

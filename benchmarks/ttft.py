@@ -22,7 +22,7 @@ from benchmarks.reading import Bench, agreement
 from benchmarks.report import Goal, Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Ratio, Samples, Variant, alternate, ratio, summarise
-from ragcache.models.loading import DTYPES
+from ragcache.models.load import DTYPES
 from ragcache.retrieval.embedder import Embedder, load_embedder
 
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from ragcache.ingest.report import IngestReport, ProgressEvent
     from ragcache.kv.block import KVBlock
     from ragcache.kv.block_key import Recipe
-    from ragcache.models.lm import LanguageModel
-    from ragcache.models.loading import load_lm
-    from ragcache.models.sampling import Sampling
-    from ragcache.models.tools import ToolCall
+    from ragcache.models.language_model import LanguageModel
+    from ragcache.models.load import load_lm
+    from ragcache.models.sampler import Sampling
+    from ragcache.models.tool_calls import ToolCall
     from ragcache.prompt import Prompt, prompt_format
     from ragcache.retrieval.embedder import Embedder, load_embedder
     from ragcache.retrieval.retriever import Hit
@@ -108,10 +108,10 @@ _NAMES = {
     "ingest.report": "IngestReport ProgressEvent",
     "kv.block": "KVBlock",
     "kv.block_key": "Recipe",
-    "models.lm": "LanguageModel",
-    "models.loading": "load_lm",
-    "models.sampling": "Sampling",
-    "models.tools": "ToolCall",
+    "models.language_model": "LanguageModel",
+    "models.load": "load_lm",
+    "models.sampler": "Sampling",
+    "models.tool_calls": "ToolCall",
     "prompt": "Prompt prompt_format",
     "retrieval.embedder": "Embedder load_embedder",
     "retrieval.retriever": "Hit",

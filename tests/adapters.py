@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from ragcache.models.adapter import Base, write_adapter
-from ragcache.models.checkpoint import checkpoint_digest
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.load import checkpoint_digest
+from ragcache.models.trained_tokens import ReuseSpec
 
 
 def save_adapter(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ragcache as rc
-from ragcache.models.lm import LanguageModel
+from ragcache.models.language_model import LanguageModel
 
 VOCAB = 199
 SMALL: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragcache.models.card import ModelCard, eos_token_ids
-from ragcache.models.sampling import Chooser
+from ragcache.models.sampler import Chooser
 
 
 def script(monkeypatch: pytest.MonkeyPatch, card: ModelCard, *answers: str) -> None:

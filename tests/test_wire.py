@@ -27,7 +27,7 @@ from ragcache.cli.app import build_app
 from ragcache.codecs import CODECS
 from ragcache.engine.asking.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.kv.block_key import block_key
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.retrieval.testing import BagOfWords
 from ragcache.server.app import create_app
 

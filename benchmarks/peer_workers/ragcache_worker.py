@@ -24,9 +24,9 @@ from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import PrefixTree, read_cache
-from ragcache.models.decoding import decode
-from ragcache.models.limits import NO_LIMIT
-from ragcache.models.sampling import Sampling
+from ragcache.models.deadline import NO_LIMIT
+from ragcache.models.generate import decode
+from ragcache.models.sampler import Sampling
 from ragcache.openmp import team_ends
 from ragcache.store.kv_store import KVStore
 

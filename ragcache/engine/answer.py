@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ragcache.models.tools import ToolCall
+from ragcache.models.tool_calls import ToolCall
 from ragcache.store.records import Chunk
 
 

@@ -45,7 +45,7 @@ from ragcache.ingest.workbench import WORKERS, WorkersConfig
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard
-from ragcache.models.lm import LanguageModel
+from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
 from ragcache.openmp import team_ends
 from ragcache.prompt import encode_text

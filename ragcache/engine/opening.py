@@ -43,10 +43,9 @@ from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefill import PrefillRate
 from ragcache.kv.prefix_cache import PrefixTree
 from ragcache.models.card import ModelCard
-from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.hub import resolve
-from ragcache.models.lm import LanguageModel
-from ragcache.models.loading import load_card, load_lm
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.load import checkpoint_digest, load_card, load_lm
 from ragcache.models.machine import AUTO, advice_on, find_device
 from ragcache.openmp import team_ends
 from ragcache.prompt import PromptFormat, prompt_format

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # heavy ones: `ragcache --help` reads this file too
     from ragcache.engine.asking.passage import Passage
     from ragcache.fusion.method import FusionMethod
     from ragcache.fusion.snapkv import SnapKV
-    from ragcache.models.sampling import Sampling
+    from ragcache.models.sampler import Sampling
     from ragcache.retrieval.retriever import Hit
     from ragcache.store.filters import Filter
 
@@ -104,7 +104,7 @@ class ChatOptions(RetrieveOptions, ReadOptions, total=False):
     tool_choice: "auto", "none", "required" (one call at least), or the name of the function to call. The last two hold
               the answer to JSON of the tools' schemas; they need the extra "structured"
     parallel_tool_calls: False: one call at most
-    tool_format: how the model writes calls, a name in `ragcache.models.tools.FORMATS`; None: as its chat template says
+    tool_format: how the model writes calls, a name in `ragcache.models.tool_calls.FORMATS`; None: as its chat template says
     """
 
     passages: Sequence[Hit | Passage] | None
@@ -128,7 +128,7 @@ def check_names(given: Iterable[str], options: type) -> None:
     unknown = [name for name in given if name not in known]
     if not unknown:
         return
-    from ragcache.models.sampling import Sampling
+    from ragcache.models.sampler import Sampling
 
     fields = [name for name in unknown if name in Sampling.__dataclass_fields__]
     way_out = f"the options are {', '.join(known)}"

@@ -21,8 +21,8 @@ from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.prefix_cache import Exact, ExactBlock
 from ragcache.models.attention import observing
 from ragcache.models.card import ModelCard
-from ragcache.models.lm import LanguageModel
-from ragcache.models.worth import num_kept
+from ragcache.models.kvzip import num_kept
+from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Part, Passages, Prompt, Text
 
 

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from ragcache.errors import ConfigError
 from ragcache.kv.anchor_tokens import Anchors
 from ragcache.kv.block_key import Around, Recipe, around, sides
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.prompt import Part, Text
 
 Positions = Literal["global", "parallel", "encoded"]

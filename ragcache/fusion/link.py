@@ -10,7 +10,7 @@ from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.layout import Additions
 from ragcache.fusion.method import FusionMethod
 from ragcache.models.card import ModelCard
-from ragcache.models.reuse import LLAMA3_VOCABULARY, ReuseSpec
+from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, ReuseSpec
 from ragcache.prompt import Prompt
 
 

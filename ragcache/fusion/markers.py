@@ -11,7 +11,7 @@ from ragcache.fusion.layout import COMPOSITE, Additions
 from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block_key import sides
 from ragcache.models.card import ModelCard
-from ragcache.models.reuse import POSITIONS
+from ragcache.models.trained_tokens import POSITIONS
 
 
 @dataclass(frozen=True)

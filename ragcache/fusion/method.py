@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ragcache.kv.buffers import SharedContext
     from ragcache.kv.fused_cache import Adjust, FusedCache
     from ragcache.kv.prefix_cache import Exact
+    from ragcache.models.language_model import LanguageModel
     from ragcache.models.layerwise import BeforeLayer
-    from ragcache.models.lm import LanguageModel
 
 Place = Callable[["FusedCache", int], None]
 """Puts one layer's context into a cache."""

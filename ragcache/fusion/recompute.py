@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.attention import Projected
+    from ragcache.models.language_model import LanguageModel
     from ragcache.models.layerwise import LayerPoint
-    from ragcache.models.lm import LanguageModel
 
 
 @dataclass(frozen=True)

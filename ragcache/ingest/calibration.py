@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ragcache.codecs.basis import fit_basis
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
-from ragcache.models.batches import plan_batches
+from ragcache.models.encode import plan_batches
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kept_basis import hold_basis, known_basis
 from ragcache.store.kv_store import KVStore

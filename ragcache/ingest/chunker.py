@@ -19,7 +19,7 @@ from ragcache.errors import ConfigError, check_least
 from ragcache.ingest.sentences import split_sentences
 from ragcache.ingest.structure import MAX_TITLE, Block, split_blocks
 from ragcache.ingest.tokens import ChunkTokenizer
-from ragcache.models.limits import LIMIT
+from ragcache.models.deadline import LIMIT
 
 if TYPE_CHECKING:
     from ragcache.ingest.compression import Compressor

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line
-from ragcache.models.checkpoint import checkpoint_digest
+from ragcache.models.deadline import LIMIT
 from ragcache.models.hub import refuse_absent
-from ragcache.models.limits import LIMIT
+from ragcache.models.load import checkpoint_digest
 from ragcache.openmp import team_ends
 
 if TYPE_CHECKING:

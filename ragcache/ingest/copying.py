@@ -12,7 +12,7 @@ from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.run import IngestRun, Input, Prepared
 from ragcache.ingest.whole import WholeTexts
 from ragcache.ingest.workbench import Say, Work, Workbench
-from ragcache.models.limits import LIMIT
+from ragcache.models.deadline import LIMIT
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import Chunk, StoredDocument, StoredVersion
 

@@ -14,10 +14,10 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.prefix_cache import Exact
 from ragcache.models.card import ModelCard
-from ragcache.models.encoding import AbandonedSignal
-from ragcache.models.limits import LIMIT
-from ragcache.models.lm import LanguageModel
-from ragcache.models.worth import check_read_behind
+from ragcache.models.deadline import LIMIT
+from ragcache.models.encode import AbandonedSignal
+from ragcache.models.kvzip import check_read_behind
+from ragcache.models.language_model import LanguageModel
 from ragcache.store.records import Chunk
 
 if TYPE_CHECKING:  # FAISS comes with it

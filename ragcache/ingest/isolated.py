@@ -21,7 +21,7 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.worker import OVER_MEMORY
-from ragcache.models.limits import LIMIT, POLL_S
+from ragcache.models.deadline import LIMIT, POLL_S
 
 # Starting an interpreter does not count as reading; on a busy machine it takes a while.
 START_S = 60.0

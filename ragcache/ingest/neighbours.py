@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ragcache.errors import StoreBusyError, StoreFullError, StoreReadOnlyError
-from ragcache.models.limits import LIMIT
+from ragcache.models.deadline import LIMIT
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
 from ragcache.store.neighbours import DOCUMENT, SIMILARITY, KnownNeighbours, Near, NeighbourChoice, NeighbourTable

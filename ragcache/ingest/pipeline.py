@@ -26,7 +26,7 @@ from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.run import IngestRun, Input
 from ragcache.ingest.whole import WholeTexts
 from ragcache.ingest.workbench import Workbench, Workers, WorkHere
-from ragcache.models.limits import Limit, limited
+from ragcache.models.deadline import Limit, limited
 from ragcache.retrieval.deletion import delete_documents
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore

@@ -18,7 +18,7 @@ from ragcache.ingest.known import KnownDocuments, sync_roots
 from ragcache.ingest.readers import SourceFile, find_files
 from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, ProgressEvent
 from ragcache.ingest.workbench import EncodeJob, Record, Say, Source, Vectors, Work, Workbench
-from ragcache.models.limits import LIMIT
+from ragcache.models.deadline import LIMIT
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
 
 if TYPE_CHECKING:

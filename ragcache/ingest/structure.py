@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
-from ragcache.models.limits import LIMIT
+from ragcache.models.deadline import LIMIT
 
 # Characters that are parsed together, and where one block alone is longer than that.
 WINDOW = 1 << 17

@@ -8,7 +8,7 @@ from typing import Any
 from ragcache.errors import ContextTooLongError
 from ragcache.ingest.chunker import TextChunk
 from ragcache.ingest.tokens import ChunkTokenizer
-from ragcache.models.limits import LIMIT
+from ragcache.models.deadline import LIMIT
 
 # Characters of a long text that are counted at once.
 PART = 1 << 16

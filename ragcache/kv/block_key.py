@@ -56,7 +56,7 @@ class Recipe:
     neighbours: most other chunks that each chunk is read behind, as one running text (the offline stage of FusionRAG,
           arXiv 2601.12904); their KV is dropped. Which ones and in what order, the key says by their ids
     kept: share of its tokens that each KV head of a block holds, above 0; 1: all. The others are dropped once the
-          model has read the chunk again (KVzip; see `models/worth.py`)
+          model has read the chunk again (KVzip; see `models/kvzip.py`)
     task: what the model reads behind the chunk instead of repeating it, for kept below 1: a task or examples
     anchors: trained ids behind every segment of the chunk, whose KV alone is kept, and the text tokens of a segment
              (KVLink's compressed caches; see `kv/anchor_tokens.py`)

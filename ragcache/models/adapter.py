@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from safetensors import SafetensorError
@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ragcache.errors import AdapterError
+from ragcache.errors import AdapterError, ConfigError
 from ragcache.models.hub import ADAPTER
-from ragcache.models.reuse import SECTION, ReuseSpec, grown
+from ragcache.models.trained_tokens import SECTION, ReuseSpec, grown
 
 ROWS_FILE, VERSION = "adapter.safetensors", 1
 
@@ -33,7 +33,7 @@ class Base:
     """The model that an adapter belongs to.
 
     name:       bundled name, absolute path or hub id
-    checkpoint: digest of its weights and configuration (`models/checkpoint.py`)
+    checkpoint: digest of its weights and configuration (`models/load.py`)
     num_layers, hidden_size, vocab_size: of its configuration
     num_tokens: of the tokenizer with the added tokens; 0 for none
     """
@@ -158,3 +158,56 @@ def write_adapter(out: Path, base: Base, spec: ReuseSpec, rows: dict[int, Tensor
 
 def _damaged(path: Path, reason: Exception | str) -> AdapterError:
     return AdapterError(f"{path} is missing or damaged ({reason}); get the adapter again")
+
+
+# A LoRA adapter as peft saves it: a directory beside a base model, into whose weights it is merged (Hu et al., 2021).
+# The fingerprint is that of the merged weights, so blocks of the base are never served for it, nor the other way
+# round.
+
+
+@dataclass(frozen=True)
+class Lora:
+    """directory: where the adapter stands; base: directory or hub id of the model that it belongs to"""
+
+    FILE: ClassVar[str] = "adapter_config.json"
+    BASE: ClassVar[str] = "base_model_name_or_path"
+
+    directory: Path
+    base: str
+
+    @classmethod
+    def find(cls, where: str | Path) -> Lora | None:
+        """The adapter in a directory; None where there is none, or where there is a whole model beside it. Raises
+        AdapterError for one that cannot be read, or of another kind."""
+        path = Path(where) / cls.FILE
+        if not path.is_file() or (path.parent / "config.json").is_file():
+            return None
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            base, kind = found[cls.BASE], found["peft_type"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _damaged_lora(path.parent, error) from error
+        if kind != "LORA" or not isinstance(base, str) or not base:
+            raise AdapterError(
+                f"{path}: a {kind} adapter of {base!r}; only LoRA adapters that name their base are merged"
+            )
+        return cls(path.parent, base)
+
+    def merge(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The base with the adapter added to its weights. Raises AdapterError for one that does not fit, ConfigError
+        when peft is not installed."""
+        try:
+            from peft import PeftModel
+        except ImportError as error:
+            raise ConfigError("LoRA adapters need peft; install ragcache-kv[train]") from error
+        try:
+            adapted: Any = PeftModel.from_pretrained(model, str(self.directory))
+            merged: PreTrainedModel = adapted.merge_and_unload()
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+            raise _damaged_lora(self.directory, error) from error
+        return merged.eval().requires_grad_(False)
+
+
+def _damaged_lora(directory: Path, error: Exception) -> AdapterError:
+    reason = str(error).strip().split("\n")[0]
+    return AdapterError(f"{directory}: the LoRA adapter is damaged, or of another base ({reason}); get it again")

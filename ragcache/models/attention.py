@@ -9,7 +9,7 @@ Two kinds of pass run through it:
   not rotated; they are recorded, and rotated here with the family's own function.
 - a *fused* pass runs tokens over a FusedCache. The model rotates them itself; placed keys are already rotated.
 
-Several fused passes may run as one (`models/joint.py`): a *joint* pass, whose rows are split by request here.
+Several fused passes may run as one (`models/batch.py`): a *joint* pass, whose rows are split by request here.
 
 The current pass travels in a ContextVar: one model serves several threads at once.
 """
@@ -31,7 +31,7 @@ from ragcache.kv.anchor_tokens import OPEN, sees_within
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Rope
-from ragcache.models.attend import (
+from ragcache.models.attention_kernels import (
     PartialAttention,
     Scoring,
     additive,

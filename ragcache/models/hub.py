@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -80,3 +81,13 @@ def _beside(name: str) -> Iterator[str]:
     """Model directories where this one was looked for."""
     for config in Path(name).parent.glob(f"*/{CONFIG}"):
         yield str(config.parent)
+
+
+# How much memory there is.
+
+
+def machine_bytes() -> int | None:
+    """Memory of the machine; None where the system does not say."""
+    if not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -9,7 +9,7 @@ with long prompts cut into pieces as in SARATHI (Agrawal et al., 2023).
 - *Order*: first in, first out. A prompt that has waited longest takes other short prompts along and no next tokens:
   somebody waits for a first token. A run too long for a pass is cut, and goes to the end of the queue after each piece.
 - *Errors*: where a shared pass fails, each of its members is tried alone, so that only the faulty one fails.
-- *Giving up*: see `models/limits.py`. A request is withdrawn while it waits and between its pieces; not amid a pass,
+- *Giving up*: see `models/deadline.py`. A request is withdrawn while it waits and between its pieces; not amid a pass,
   which works on its cache.
 
 The thread starts with the first request and ends when there has been none for a while. A fork of the process has none,
@@ -22,16 +22,18 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ragcache.forks import Home
-from ragcache.models.joint import Run, RunPiece
-from ragcache.models.limits import LIMIT, POLL_S
-from ragcache.models.requests import Decoding, Member, Request
+from ragcache.kv.fused_cache import FusedCache
+from ragcache.models.batch import Run, RunPiece
+from ragcache.models.deadline import LIMIT, NO_LIMIT, POLL_S, Limit
 from ragcache.openmp import end_team, working_alone
 
 # Without requests for so long, the thread ends; the next request starts another.
@@ -358,3 +360,101 @@ def _in_context(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """The same function, run with what the calling thread's context variables are now (observers)."""
     context = contextvars.copy_context()
     return lambda: context.run(function)
+
+
+# Requests that wait for the model and run in its passes: the tokens of callers, and the sequences that are decoded.
+
+
+@dataclass(eq=False)
+class Request:
+    """Tokens that wait for a pass.
+
+    alone:    runs them in a pass of its own; None for a run that may share one
+    sequence: what they are the next token of; None where a caller waits for the logits
+    finished: is set once there is a result, which is `logits` or `error`
+    """
+
+    run: Run
+    alone: Callable[[], Tensor] | None = None
+    sequence: Decoding | None = None
+    limit: Limit = NO_LIMIT
+    finished: threading.Event = field(default_factory=threading.Event)
+    logits: Tensor | None = None
+    error: BaseException | None = None
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.run.left > 1
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self.sequence is not None and self.sequence.over
+
+    def result(self) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        if self.logits is None:
+            raise RuntimeError("a run ended without logits")
+        return self.logits
+
+
+class Member(NamedTuple):
+    """A request in a pass, and the tokens of it that run there."""
+
+    request: Request
+    piece: RunPiece
+
+
+@dataclass(eq=False)
+class Decoding:
+    """A sequence that is being decoded.
+
+    choose:   picks a token from logits, float32 [vocab_size]
+    position: of the next token; `last`: the first one that is not decoded any more
+    granted:  the first one that there is no room for yet; None: for all of them
+    more:     gives further room, in the reader's thread: returns for how many tokens
+    tokens:   what the reader gets: ids, then None, or an exception in its place; where there is no room for the next
+              one, the request that brings it
+    over:     nobody reads it any more, or it has ended
+    """
+
+    cache: FusedCache
+    choose: Callable[[Tensor], int]
+    position: int
+    last: int
+    eos_ids: Collection[int]
+    limit: Limit
+    granted: int | None = None
+    more: Callable[[], int] | None = None
+    tokens: queue.SimpleQueue[int | Request | BaseException | None] = field(default_factory=queue.SimpleQueue)
+    over: bool = False
+
+    def advance(self, logits: Tensor) -> Request | None:
+        """Choose the next token and hand it out; the request that brings the one after it, None at the end."""
+        token = self.choose(logits)
+        if token in self.eos_ids:
+            self.end(None)
+            return None
+        self.tokens.put(token)
+        self.position += 1
+        if self.position >= self.last:
+            self.end(None)
+            return None
+        device = logits.device
+        ids = torch.tensor([token], device=device)
+        positions = torch.tensor([self.position - 1], device=device)
+        run, step = Run(ids, positions, self.cache, ordered=True), self.cache.step
+        alone = None if step is None else partial(step, self.cache, ids, positions)
+        following = Request(run, alone, sequence=self, limit=self.limit)
+        if self.granted is None or self.position <= self.granted:
+            return following
+        self.tokens.put(following)  # the reader submits it, when it has found room
+        return None
+
+    def widen(self) -> None:
+        """Find room for the next tokens. Raises what `more` raises."""
+        self.granted = None if self.more is None else self.position - 1 + self.more()
+
+    def end(self, error: BaseException | None) -> None:
+        self.over = True
+        self.tokens.put(error)

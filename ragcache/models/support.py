@@ -28,9 +28,9 @@ from ragcache.kv.cache_shape import ATTENTION_LAYERS, CacheShape, LayerKind, Lay
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Apply, Rope, takes_layer_type
 from ragcache.models.attention import EncodePass, FusedPass, hook_rotary
-from ragcache.models.encoding import encode_batch, run_decoder
+from ragcache.models.encode import encode_batch, run_decoder
 from ragcache.models.layerwise import decoder_layers, hook_layers
-from ragcache.models.watch import Call, KeptCache, Watch
+from ragcache.models.pass_watch import Call, KeptCache, Watch
 
 MOVING_ROPE = {
     "dynamic": "dynamic NTK scaling changes the rotary frequencies with the length of the prompt",

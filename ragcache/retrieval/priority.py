@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import count
 
 from ragcache.forks import Home
-from ragcache.models.limits import LIMIT
+from ragcache.models.deadline import LIMIT
 
 QUESTION, PASSAGES = 0, 1
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import RerankerError
-from ragcache.models.limits import LIMIT
+from ragcache.models.deadline import LIMIT
 from ragcache.models.machine import AUTO, find_device
 from ragcache.openmp import team_ends
 from ragcache.retrieval.embedder import LONG_TEXT

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragcache.errors import ConfigError, blaming
-from ragcache.models.limits import LIMIT, Limit, limited
+from ragcache.models.deadline import LIMIT, Limit, limited
 from ragcache.retrieval.embedder import BoundedEmbedder, Embedder, NestedEmbedder, TokenEmbedder
 from ragcache.server.body import JSON, read_json, request_body
 from ragcache.server.errors import ApiError

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragcache.models.limits import Limit, limited
+from ragcache.models.deadline import Limit, limited
 from ragcache.retrieval.reranker import Reranker
 from ragcache.server.body import JSON, read_json, request_body
 from ragcache.server.errors import ApiError

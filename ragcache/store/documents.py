@@ -14,7 +14,7 @@ from sqlalchemy import Column, Connection, RowMapping, bindparam, delete, func, 
 from sqlalchemy.exc import IntegrityError
 
 from ragcache.errors import DuplicateDocumentError, NoSuchDocumentError
-from ragcache.models.limits import LIMIT
+from ragcache.models.deadline import LIMIT
 from ragcache.store import properties, rows, text_search
 from ragcache.store.counting import advance, current
 from ragcache.store.database import Database

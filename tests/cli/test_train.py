@@ -9,7 +9,7 @@ import pytest
 from terminal import invoke
 from tiny_model import save_tiny_llama
 
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_train.options import TrainOptions
 
 LINE = {"type": "qa", "passages": ["Ann lives in Oslo.", "Bob has a boat."], "question": "Where?", "answer": "Oslo"}

@@ -14,7 +14,7 @@ from ragcache.codecs import get_codec
 from ragcache.engine.asking.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.engine.loading.probe import probe_prefill
 from ragcache.errors import ConfigError, ContextTooLongError
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_eval.methods import default_methods
 from ragcache_vllm.request_layout import served_name
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError, ContextTooLongError, PromptError
-from ragcache.models.decoding import decode
+from ragcache.models.generate import decode
 
 QUESTIONS = [
     "Where do dogs bark?",

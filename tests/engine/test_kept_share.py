@@ -8,7 +8,7 @@ from vllm_double import VllmDouble, serving
 import ragcache as rc
 from ragcache.engine.asking.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.errors import ConfigError, IngestError, PromptError, StoreMismatchError
-from ragcache.models.decoding import decode
+from ragcache.models.generate import decode
 from ragcache_vllm.request_layout import served_name
 
 IDS = ("cats", "dogs", "rivers", "clubs")

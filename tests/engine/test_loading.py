@@ -22,8 +22,8 @@ from ragcache.errors import CancelledError, ConfigError, SchemaVersionError, Tim
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.prefill import PrefillRate
-from ragcache.models.encoding import AbandonedSignal
-from ragcache.models.limits import Limit, limited
+from ragcache.models.deadline import Limit, limited
+from ragcache.models.encode import AbandonedSignal
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk, NewChunk, NewDocument

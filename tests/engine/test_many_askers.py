@@ -17,8 +17,8 @@ import ragcache as rc
 from ragcache.engine.asking.admission import Admission, Size, default_budget, kv_bytes
 from ragcache.errors import AnswerTooLargeError, CancelledError, ConfigError, PromptError, TimedOutError
 from ragcache.kv.buffers import KVBuffers
-from ragcache.models.encoding import AbandonedSignal
-from ragcache.models.limits import NO_LIMIT, Limit
+from ragcache.models.deadline import NO_LIMIT, Limit
+from ragcache.models.encode import AbandonedSignal
 
 QUESTIONS = [
     "Where do dogs bark?",

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ragcache as rc
 from ragcache.engine.asking import plain_text
 from ragcache.errors import ContextTooLongError
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.retrieval.testing import BagOfWords
 
 QUESTION = "Who meets on Monday?"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ragcache as rc
 from ragcache.engine.asking import prefixes
 from ragcache.errors import ConfigError
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 
 SHORT = rc.Sampling(max_tokens=6)
 QUESTIONS = (

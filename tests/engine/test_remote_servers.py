@@ -9,7 +9,7 @@ from vllm_double import VllmDouble, serving
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, EngineError
-from ragcache.models.limits import NO_LIMIT
+from ragcache.models.deadline import NO_LIMIT
 from ragcache_vllm.client import VllmEngine
 from ragcache_vllm.request_layout import served_name
 

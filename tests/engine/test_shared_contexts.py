@@ -17,7 +17,7 @@ from ragcache.engine.asking.contexts import Contexts, Need, Seat
 from ragcache.errors import CancelledError
 from ragcache.kv.buffers import KVBuffers, Loan, SharedContext
 from ragcache.kv.prefix_cache import PrefixTree
-from ragcache.models.limits import NO_LIMIT, Limit
+from ragcache.models.deadline import NO_LIMIT, Limit
 
 QUESTIONS = [
     "Where do dogs bark?",

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import ragcache as rc
 from ragcache.engine.asking.conversation import Conversation
 from ragcache.errors import ConfigError, PromptError
-from ragcache.models.sampling import Sampling
+from ragcache.models.sampler import Sampling
 from ragcache.retrieval.testing import BagOfWords
 
 CATS = "The cat sat on the mat. It was happy there.\n"

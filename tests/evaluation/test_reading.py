@@ -11,9 +11,9 @@ import ragcache as rc
 from benchmarks.quality_units import would_write
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
-from ragcache.models.decoding import decode
-from ragcache.models.reuse import ReuseSpec
-from ragcache.models.sampling import Sampling
+from ragcache.models.generate import decode
+from ragcache.models.sampler import Sampling
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_eval.methods import MethodSpec
 from ragcache_eval.reading import PromptReader, forced_logits
 

@@ -23,7 +23,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
 from ragcache.kv.anchor_tokens import Anchors
 from ragcache.kv.block_key import Recipe, block_key
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.prompt import Passages, Text
 
 IDS, SEGMENT = (170, 171, 172), 5

@@ -12,7 +12,7 @@ from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import get_method
 from ragcache.fusion.layout import lay_out
 from ragcache.kv.prefix_cache import PrefixTree, read_cache
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.prompt import Passages, Text
 
 TRAINED = ReuseSpec("link", link_tokens=2, link_slots=4, first_link_id=150, kv_start_id=160, kv_end_id=161)

@@ -12,7 +12,7 @@ from families import FAMILIES, assert_same, block_diagonal, oracle_logits, rando
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError
 from ragcache.fusion import get_method
-from ragcache.models.decoding import decode
+from ragcache.models.generate import decode
 from ragcache_eval.reading import forced_logits
 
 CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]

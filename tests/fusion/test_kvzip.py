@@ -24,7 +24,7 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, StaleBlockError
 from ragcache.kv.block_key import Recipe, block_key
-from ragcache.models.encoding import AbandonedSignal
+from ragcache.models.encode import AbandonedSignal
 
 ANSWER = [5, 77, 31, 8]
 CHUNKS = (17, 3, 20, 12)
@@ -278,7 +278,7 @@ def test_a_task_takes_the_place_of_the_repetition(tmp_path):
 
 def test_long_chunks_are_repeated_in_pieces(llama):
     chunk = [3 + rank * 7 % 190 for rank in range(200)]
-    import ragcache.models.worth as worth
+    import ragcache.models.kvzip as worth
 
     (whole,) = llama.lm.encode([chunk], Recipe(kept=0.2))
     rows, worth.ROWS = worth.ROWS, 33

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, StaleBlockError
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 
 START, END = 170, 171
 GIVEN = {"doc_start_id": START, "doc_end_id": END}

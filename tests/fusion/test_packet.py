@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.errors import ConfigError, StaleBlockError
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.prompt import Passages, Text
 
 HEADER, TRAILER = [170, 171, 172], [173, 174]

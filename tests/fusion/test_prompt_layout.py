@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import ragcache as rc
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import block_recipe
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.prompt import Passages, Text
 from ragcache_train.layout import Ask, EncodedRow, lay_out
 

@@ -11,8 +11,8 @@ from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS, get_method
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.prefix_cache import PrefixTree, read_cache
-from ragcache.models.decoding import decode
-from ragcache.models.sampling import Sampling
+from ragcache.models.generate import decode
+from ragcache.models.sampler import Sampling
 
 LINKS = [[20, 21], [], [22], [23, 24, 25]]
 SHARING = {

@@ -16,9 +16,9 @@ from families import (
 
 import ragcache as rc
 from ragcache.errors import RagCacheError
-from ragcache.models.decoding import decode
-from ragcache.models.joint import Run, RunPiece, run_pieces
-from ragcache.models.sampling import Sampling
+from ragcache.models.batch import Run, RunPiece, run_pieces
+from ragcache.models.generate import decode
+from ragcache.models.sampler import Sampling
 
 pytestmark = pytest.mark.gpu
 SOME = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "smollm3", "mistral-window", "gpt_neox", "cohere2")

@@ -5,8 +5,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ragcache.models.lm import LanguageModel
-from ragcache.models.loading import load_lm
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.load import load_lm
 
 CORPUS = """# Tolvik
 

@@ -16,7 +16,7 @@ import torch
 from kit import Kit
 
 from ragcache.ingest.document import Document
-from ragcache.models.loading import load_lm
+from ragcache.models.load import load_lm
 from ragcache.store.database import Database
 from ragcache.store.kv_store import KVStore
 

@@ -17,7 +17,7 @@ from ragcache.ingest.neighbours import Similar
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
-from ragcache.models.lm import LanguageModel
+from ragcache.models.language_model import LanguageModel
 from ragcache.retrieval.retriever import Retriever
 from ragcache.retrieval.testing import BagOfWords
 from ragcache.store.documents import DocumentStore

@@ -21,7 +21,7 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.isolated import IsolatedReader
 from ragcache.ingest.limits import MIB, ReadLimits
 from ragcache.ingest.readers import SourceFile
-from ragcache.models.limits import Limit, limited
+from ragcache.models.deadline import Limit, limited
 
 GOOD = {"good.md": b"# Alna\n\nA river.\n", "z.txt": b"Osby is a town.\n"}
 # A machine that is busy may start a process late; no limit here is as long as that.
@@ -237,7 +237,7 @@ class SlowEmbedder:
         self._embed = kit.embedder.embed
 
     def embed(self, texts, *, batch_size=32):
-        from ragcache.models.limits import LIMIT
+        from ragcache.models.deadline import LIMIT
 
         self.begun.set()
         for _ in range(2000):

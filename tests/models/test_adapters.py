@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ragcache as rc
 from ragcache.errors import AdapterError
 from ragcache.models.adapter import Adapter
-from ragcache.models.checkpoint import checkpoint_digest
-from ragcache.models.loading import load_card
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.load import checkpoint_digest, load_card
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.retrieval.testing import BagOfWords
 from ragcache_plan.shape import shape_of
 

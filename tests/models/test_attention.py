@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from ragcache.models.attend import Scoring, additive, attend, attend_explicitly, attend_last, attend_part, visible
+from ragcache.models.attention_kernels import (
+    Scoring,
+    additive,
+    attend,
+    attend_explicitly,
+    attend_last,
+    attend_part,
+    visible,
+)
 
 
 def by_hand(query, key, value, allowed, scaling, softcap=None, sinks=None):
@@ -134,7 +142,7 @@ def test_parts_of_the_keys_merge_to_the_whole(width, softcap):
 @pytest.mark.parametrize(("rows", "length"), [(1, 20), (5, 21), (40, 47), (2, 3)])
 def test_keys_are_cut_so_that_all_threads_have_as_much_to_do(rows, length, threads, monkeypatch):
     """Three KV heads are no multiple of two or eight threads; lengths are none of the pieces."""
-    monkeypatch.setattr("ragcache.models.attend.LEAST_PIECE", 2)
+    monkeypatch.setattr("ragcache.models.attention_kernels.LEAST_PIECE", 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query, key, value = (one[:1] for one in inputs(rows, length, heads=6, kv_heads=3))
     expected = by_hand(query, key, value, np.ones((rows, length), dtype=bool), 0.5)

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError
-from ragcache.models.decoding import TextStream, decode
-from ragcache.models.sampling import Chooser, Sampling
+from ragcache.models.generate import TextStream, decode
+from ragcache.models.sampler import Chooser, Sampling
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ from waiting import WAIT_S, until
 
 import ragcache as rc
 from ragcache.models.attention import CURRENT
-from ragcache.models.decoding import decode
-from ragcache.models.joint import Run, RunPiece, run_pieces
-from ragcache.models.sampling import Sampling
+from ragcache.models.batch import Run, RunPiece, run_pieces
+from ragcache.models.generate import decode
+from ragcache.models.sampler import Sampling
 
 DIVERSE = (
     "llama",

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError, ModelMismatchError, ModelNotFoundError
-from ragcache.models.checkpoint import checkpoint_digest
+from ragcache.models.load import checkpoint_digest
 from ragcache.retrieval.testing import BagOfWords
 from ragcache_vllm.merged_adapter import servable
 

@@ -19,8 +19,8 @@ import ragcache as rc
 from ragcache.cli.app import build_app
 from ragcache.errors import AdapterError, ModelMismatchError
 from ragcache.models.adapter import Adapter
-from ragcache.models.checkpoint import checkpoint_digest, refuse_other_checkpoint
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.load import checkpoint_digest, refuse_other_checkpoint
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_vllm.merged_adapter import merge, servable
 
 SPEC = ReuseSpec("packet", first_packet_id=VOCAB, header_tokens=3, trailer_tokens=2)

@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ModelNotFoundError, PromptError
-from ragcache.models.decoding import decode
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.generate import decode
+from ragcache.models.trained_tokens import ReuseSpec
 
 LINK = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=100, kv_start_id=106, kv_end_id=107)
 ANCHORS = {"first_anchor_id": 110, "anchor_tokens": 3, "anchor_segment": 8}

@@ -10,8 +10,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import ragcache as rc
 from ragcache.errors import ConfigError
-from ragcache.models.decoding import decode
-from ragcache.models.sampling import Chooser, Sampling
+from ragcache.models.generate import decode
+from ragcache.models.sampler import Chooser, Sampling
 
 PROMPT = random_prompt(1)
 CPU = torch.device("cpu")

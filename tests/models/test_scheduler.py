@@ -16,10 +16,9 @@ from ragcache.kv.buffers import BufferPool
 from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.models import scheduler as scheduler_module
-from ragcache.models.joint import Run
-from ragcache.models.limits import NO_LIMIT, Limit, limited
-from ragcache.models.requests import Decoding
-from ragcache.models.scheduler import Scheduler
+from ragcache.models.batch import Run
+from ragcache.models.deadline import NO_LIMIT, Limit, limited
+from ragcache.models.scheduler import Decoding, Scheduler
 
 SHAPE = CacheShape((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 WAIT_S = 20.0  # for what must happen; nothing is measured

@@ -12,7 +12,7 @@ import ragcache as rc
 from ragcache.kv.buffers import BufferPool
 from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.models.joint import Run, RunPiece, run_pieces
+from ragcache.models.batch import Run, RunPiece, run_pieces
 
 FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt_neox", "smollm3", "mistral-window", "cohere2")
 CONTEXT = 31

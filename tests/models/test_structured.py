@@ -14,7 +14,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
 from ragcache.models.card import eos_token_ids
-from ragcache.models.decoding import decode
+from ragcache.models.generate import decode
 from ragcache.retrieval.testing import BagOfWords
 
 SCHEMA = {

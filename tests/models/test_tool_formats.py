@@ -8,9 +8,8 @@ import pytest
 from templates import FAMILIES, TOOL_TEMPLATES, template_tokenizer
 
 from ragcache.errors import ConfigError
-from ragcache.models.decoding import TextStream
-from ragcache.models.tool_parser import ToolParser
-from ragcache.models.tools import FORMATS, format_of
+from ragcache.models.generate import TextStream
+from ragcache.models.tool_calls import FORMATS, ToolParser, format_of
 
 F, G = ("f", {"a": 1}), ("g", {})
 XML = "<tool_call>\n<function=f>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>"

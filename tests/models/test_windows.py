@@ -15,7 +15,7 @@ from families import (
 )
 
 import ragcache as rc
-from ragcache.models.joint import Run, RunPiece, run_pieces
+from ragcache.models.batch import Run, RunPiece, run_pieces
 
 WINDOWED = ("mistral-window", "gemma2", "gpt_oss")
 EDGE = (-1, 0, 1, 2)  # tokens that a context has more than the window

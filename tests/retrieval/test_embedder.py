@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from ragcache.errors import CancelledError, ConfigError, EmbedderError, EmbedderMismatchError
-from ragcache.models.batches import plan_batches
-from ragcache.models.limits import Limit, limited
+from ragcache.models.deadline import Limit, limited
+from ragcache.models.encode import plan_batches
 from ragcache.retrieval import embedder as embedders
 from ragcache.retrieval.embedder import BoundedEmbedder, TokenEmbedder, load_embedder
 from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, B
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError, RerankerError
-from ragcache.models.limits import Limit, limited
+from ragcache.models.deadline import Limit, limited
 from ragcache.retrieval.reranker import load_reranker
 from ragcache.retrieval.testing import BagOfWords
 

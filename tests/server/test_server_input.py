@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from serving import Served, wait_for
 
-from ragcache.models.limits import LIMIT
+from ragcache.models.deadline import LIMIT
 from ragcache.server.uploads import UploadFolder
 
 DOCUMENTS, EMBEDDINGS = "/v1/documents", "/v1/embeddings"

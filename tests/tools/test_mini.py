@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
 from ragcache.models.card import eos_token_ids
-from ragcache.models.decoding import decode
-from ragcache.models.sampling import Sampling
+from ragcache.models.generate import decode
+from ragcache.models.sampler import Sampling
 from ragcache.prompt import prompt_format
 from ragcache_eval.registry import MAX_ANSWER_TOKENS
 from tools.mini.evaluate import MINI, MINI_BASE, draw_cases, exact_matches, load

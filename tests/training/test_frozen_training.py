@@ -18,8 +18,8 @@ from tiny_model import byte_tokenizer, save_tiny_llama
 import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError
 from ragcache.models.adapter import Adapter
-from ragcache.models.checkpoint import checkpoint_digest
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.load import checkpoint_digest
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.attention import NAME, register
 from ragcache_train.collate import Pair, collate, collate_pairs

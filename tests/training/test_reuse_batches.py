@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_train.batches import BatchOptions, BatchPlan, Draw
 from ragcache_train.collate import DrawnRows, collate
 from ragcache_train.layout import Ask, EncodedRow, lay_out

@@ -12,7 +12,7 @@ from families import FAMILIES, oracle_logits_of, oracle_model, random_prompt, sa
 from transformers import AutoConfig
 
 import ragcache as rc
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_train.attention import NAME, register
 from ragcache_train.collate import collate
 from ragcache_train.layout import Ask, EncodedRow, lay_out

@@ -8,7 +8,7 @@ import pytest
 import reuse_oracle as oracle
 
 from ragcache.errors import ConfigError
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_train.layout import Ask, EncodedRow, context_tokens, lay_out, layout_tokens
 
 LINK = ReuseSpec("link", "isolated", 2, 4, 50, 90, 91)

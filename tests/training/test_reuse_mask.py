@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_train.collate import collate
 from ragcache_train.layout import Ask, EncodedRow, lay_out
 from ragcache_train.mask import PADDING, Visibility

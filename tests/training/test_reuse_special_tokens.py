@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import AddedToken, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ragcache.errors import ConfigError
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_train.special_tokens import choose_spec, prepare_model
 
 

@@ -13,7 +13,7 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ModelNotFoundError
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.prompt import encode_text, prompt_format
 from ragcache.retrieval.testing import BagOfWords
 from ragcache_train.attention import NAME

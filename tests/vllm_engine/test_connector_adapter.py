@@ -11,9 +11,9 @@ import torch
 
 import ragcache as rc
 from ragcache.models.adapter import Base, write_adapter
-from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.hub import resolve
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.load import checkpoint_digest
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.retrieval.testing import BagOfWords
 
 pytest.importorskip("vllm", reason="runs in vLLM's own environment")

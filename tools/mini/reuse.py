@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_train.layout import Ask, EncodedRow, context_tokens, lay_out
 from ragcache_train.special_tokens import choose_spec, prepare_model
 from tools.mini.base import Options, Trainer, below, train

@@ -15,7 +15,7 @@ from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.kv.block_key import Recipe
-from ragcache.models.lm import LanguageModel
+from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Prompt
 from ragcache_eval.settings import split_settings
 

@@ -18,9 +18,9 @@ from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.fused_cache import FusedCache, Step
 from ragcache.kv.prefix_cache import Exact
 from ragcache.models.card import eos_token_ids
-from ragcache.models.decoding import TextStream, decode
-from ragcache.models.lm import LanguageModel
-from ragcache.models.sampling import Sampling
+from ragcache.models.generate import TextStream, decode
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.sampler import Sampling
 from ragcache.prompt import Prompt, PromptFormat
 from ragcache_eval.case import Case
 

@@ -13,7 +13,7 @@ from ragcache.fusion.fuse import Fused
 from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block_key import digest
 from ragcache.models.card import eos_token_ids
-from ragcache.models.lm import LanguageModel
+from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Prompt, PromptFormat, encode_text
 from ragcache_eval.case import Case
 from ragcache_eval.divergence import kl_divergence, top1_agrees

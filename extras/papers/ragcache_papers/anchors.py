@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ragcache.kv.fused_cache import FusedCache
-    from ragcache.models.lm import LanguageModel
+    from ragcache.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True, eq=False)

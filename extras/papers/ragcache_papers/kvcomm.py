@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ragcache.kv.fused_cache import FusedCache
-    from ragcache.models.lm import LanguageModel
+    from ragcache.models.language_model import LanguageModel
 
 NEAR_TOKENS = 32  # a token this far before a passage counts 1/e of the one right before it
 FAR_TOKENS = 16 * NEAR_TOKENS  # all beyond counts less than float32 can tell

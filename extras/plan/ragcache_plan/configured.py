@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line
 from ragcache.kv.cache_shape import LayerShape
 from ragcache.models.hub import CONFIG, split_file
-from ragcache.models.loading import base_of
+from ragcache.models.load import base_of
 from ragcache.models.support import refuse_by_config
 from ragcache_plan.shape import KVShape
 

@@ -71,7 +71,7 @@ class RateOptions:
         if self.measure:
             if model is None:
                 raise ConfigError("--measure runs the model; say which with --model")
-            from ragcache.models.loading import load_lm
+            from ragcache.models.load import load_lm
 
             found = measure_rates(load_lm(model, device=self.device), Path())
         return MachineRates(

@@ -12,7 +12,7 @@ from ragcache.errors import ConfigError, translate_os_errors
 from ragcache.kv.prefill import PrefillRate
 
 if TYPE_CHECKING:
-    from ragcache.models.lm import LanguageModel
+    from ragcache.models.language_model import LanguageModel
 
 # Size of the file that is read, and the time spent on reading it.
 PROBE_BYTES, PROBE_S = 16 << 20, 1.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_train.layout import EncodedRow, layout_tokens
 
 POOL_BATCHES = 50  # batches' worth of shuffled rows within which rows of like length are put together

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_train.batches import Draw
 from ragcache_train.layout import IGNORED, EncodedRow, Sample, lay_out
 from ragcache_train.mask import PADDING

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from ragcache.errors import ConfigError
 from ragcache.models.adapter import Adapter, Base, write_adapter
-from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.hub import resolve
-from ragcache.models.lm import LanguageModel
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.load import checkpoint_digest
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.prompt import encode_text
 from ragcache_train.data import BadLine
 from ragcache_train.layout import EncodedRow

@@ -20,7 +20,7 @@ from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Piece
 from ragcache.fusion.layout import lay_out as lay_out_parts
 from ragcache.kv.anchor_tokens import OPEN
 from ragcache.kv.block_key import Recipe
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.prompt import Passages, Text
 
 IGNORED = -100

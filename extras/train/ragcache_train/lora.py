@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ragcache.errors import ConfigError
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 
 
 def add_lora(model: PreTrainedModel, spec: ReuseSpec | None, rank: int, alpha: int | None) -> nn.Module:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ragcache.kv.anchor_tokens import OPEN, gives_way, sees_within
-from ragcache.models.attend import additive
+from ragcache.models.attention_kernels import additive
 
 PADDING = -(1 << 30)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache.errors import ConfigError, check_least
-from ragcache.models.loading import DTYPES
+from ragcache.models.load import DTYPES
 from ragcache_train.batches import BatchOptions
 from ragcache_train.encoding import EncodingOptions
 

@@ -21,9 +21,9 @@ from ragcache.ingest.tokens import ChunkTokenizer
 from ragcache.kv.block_key import digest
 from ragcache.kv.buffers import SharedContext
 from ragcache.models.card import eos_token_ids
-from ragcache.models.decoding import decode
-from ragcache.models.lm import LanguageModel
-from ragcache.models.sampling import Sampling
+from ragcache.models.generate import decode
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.sampler import Sampling
 from ragcache.prompt import Prompt, PromptFormat, prompt_format
 from ragcache_train.data import Asked, BadLine, DataRow
 from ragcache_train.encoding import EncodingOptions, passage_text

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
-from ragcache.models.reuse import LLAMA3_VOCABULARY, SECTION, ReuseSpec, grown
+from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, SECTION, ReuseSpec, grown
 from ragcache.prompt import list_controls
 
 REUSES = ("link", "markers", "none", "packet")

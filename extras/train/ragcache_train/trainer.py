@@ -17,12 +17,11 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from ragcache.errors import ConfigError
 from ragcache.models.adapter import Adapter
-from ragcache.models.checkpoint import checkpoint_digest
 from ragcache.models.hub import resolve
-from ragcache.models.lm import LanguageModel
-from ragcache.models.loading import load_lm
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.load import checkpoint_digest, load_lm
 from ragcache.models.machine import find_device
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_train.batches import BatchPlan
 from ragcache_train.data import BadLine, DataRow, read_rows
 from ragcache_train.encoding import RowEncoder

@@ -13,9 +13,9 @@ from transformers import AutoConfig, set_seed
 
 from ragcache.errors import ConfigError
 from ragcache.models.adapter import Adapter
-from ragcache.models.lm import LanguageModel
-from ragcache.models.loading import DTYPES, base_of
-from ragcache.models.reuse import ReuseSpec
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.load import DTYPES, base_of
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_train.attention import NAME, register
 from ragcache_train.collate import DrawnPairs, DrawnRows, collate, collate_pairs
 from ragcache_train.frozen import divergence_loss, freeze, save_frozen

@@ -22,7 +22,7 @@ from ragcache.ingest.report import IngestReport, IngestSeconds
 from ragcache.ingest.whole import WholeTexts
 from ragcache.ingest.workbench import CutResult, EncodeJob, Record, Source, Vectors, Workbench
 from ragcache.kv.block_key import Recipe
-from ragcache.models.loading import load_lm
+from ragcache.models.load import load_lm
 from ragcache.retrieval.embedder import Embedder
 from ragcache.store.kv_store import KVStore
 

@@ -28,7 +28,7 @@ from ragcache.errors import ClusterError, ConfigError, IngestError, RagCacheErro
 from ragcache.ingest.document import Document
 from ragcache.ingest.report import IngestReport
 from ragcache.ingest.workbench import EncodeJob, Record, Say, Source, T, Vectors, Work, Workbench
-from ragcache.models.limits import LIMIT, POLL_S
+from ragcache.models.deadline import LIMIT, POLL_S
 from ragcache.store.kv_store import KVStore
 from ragcache_ray.actor import Actor, Computed, Item, ReadRecords, Setup
 

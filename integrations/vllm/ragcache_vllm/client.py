@@ -23,8 +23,8 @@ import httpx
 
 from ragcache.errors import ConfigError, EngineError, ModelMismatchError, RagCacheError
 from ragcache.kv.block_key import digest
-from ragcache.models.limits import Limit
-from ragcache.models.sampling import TokenScores
+from ragcache.models.deadline import Limit
+from ragcache.models.sampler import TokenScores
 from ragcache_vllm.request_layout import served_name
 
 if TYPE_CHECKING:

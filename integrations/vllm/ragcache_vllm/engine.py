@@ -21,7 +21,7 @@ from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block_key import digest
 from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard, eos_token_ids
-from ragcache.models.sampling import Sampling
+from ragcache.models.sampler import Sampling
 from ragcache.models.scheduler import PassStats
 from ragcache.prompt import PromptEnds
 from ragcache.retrieval.retriever import Hit

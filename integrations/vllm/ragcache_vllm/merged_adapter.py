@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ragcache.errors import AdapterError, translate_os_errors
-from ragcache.models.adapter import Adapter
-from ragcache.models.checkpoint import checkpoint_digest, find_directory, refuse_other_checkpoint
+from ragcache.models.adapter import Adapter, Lora
 from ragcache.models.hub import resolve, split_file
-from ragcache.models.loading import LOADED
-from ragcache.models.lora import Lora
-from ragcache.models.reuse import SECTION
+from ragcache.models.load import LOADED, checkpoint_digest, find_directory, refuse_other_checkpoint
+from ragcache.models.trained_tokens import SECTION
 
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "chat_template*")
 

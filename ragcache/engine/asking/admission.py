@@ -12,9 +12,9 @@ import torch
 
 from ragcache.errors import AnswerTooLargeError
 from ragcache.kv.buffers import LARGEST_STEP, capacity_for
-from ragcache.models.limits import Limit
-from ragcache.models.lm import LanguageModel
-from ragcache.models.memory import machine_bytes
+from ragcache.models.deadline import Limit
+from ragcache.models.hub import machine_bytes
+from ragcache.models.language_model import LanguageModel
 
 # Without a figure of the user's: the share of the device's memory that all answers may take together.
 DEFAULT_SHARE = 2

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ragcache.engine.asking.admission import Admission, Claim, Size
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import PrefixTree
-from ragcache.models.limits import Limit
+from ragcache.models.deadline import Limit
 
 
 class Need(NamedTuple):

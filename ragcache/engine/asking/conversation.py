@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ragcache.engine.asking.passage import Passage
 from ragcache.errors import PromptError, check_type
-from ragcache.models.tools import ToolCall
+from ragcache.models.tool_calls import ToolCall
 from ragcache.prompt import (
     CONTEXT_MARK,
     MARK,

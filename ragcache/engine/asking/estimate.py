@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ragcache.kv.prefill import PrefillRate
-from ragcache.models.lm import LanguageModel
+from ragcache.models.language_model import LanguageModel
 
 PROBE_TOKENS = (128, 512)
 PROBE_REPEATS = 3

@@ -16,7 +16,7 @@ from ragcache.kv.block_key import Recipe, digest
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.prefix_cache import Exact, Lease, Owned, PrefixStats, PrefixTree, read_cache
-from ragcache.models.lm import LanguageModel
+from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Part
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore

@@ -29,7 +29,7 @@ from ragcache.errors import ConfigError, blaming, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
-from ragcache.models.sampling import Sampling
+from ragcache.models.sampler import Sampling
 from ragcache.openmp import end_team
 from ragcache.prompt import PromptEnds, control_tokens
 from ragcache.retrieval.retriever import Hit

@@ -21,9 +21,9 @@ from ragcache.fusion.method import Scope
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import eos_token_ids
-from ragcache.models.decoding import decode
-from ragcache.models.limits import limited
-from ragcache.models.lm import LanguageModel
+from ragcache.models.deadline import limited
+from ragcache.models.generate import decode
+from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
 from ragcache.prompt import Prompt, PromptEnds
 from ragcache.retrieval.retriever import Hit

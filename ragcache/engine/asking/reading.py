@@ -18,8 +18,8 @@ from ragcache.engine.options import Order, Overflow
 from ragcache.errors import ConfigError
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
-from ragcache.models.limits import Limit
-from ragcache.models.sampling import Sampling
+from ragcache.models.deadline import Limit
+from ragcache.models.sampler import Sampling
 from ragcache.prompt import Prompt
 from ragcache.retrieval.retriever import Hit
 

@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ragcache.engine.options import ChatOptions
 from ragcache.errors import ConfigError
-from ragcache.models.sampling import Sampling
-from ragcache.models.tool_parser import ToolParser
-from ragcache.models.tools import ToolFormat, Written, format_of, read_json
+from ragcache.models.sampler import Sampling
+from ragcache.models.tool_calls import ToolFormat, ToolParser, Written, format_of, read_json
 
 EXAMPLE = '{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}'
 CHOICES = ("auto", "none", "required")

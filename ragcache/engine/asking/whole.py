@@ -22,7 +22,7 @@ from ragcache.ingest.encoder import ModelEncoder, OnEncoded
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import digest
 from ragcache.kv.prefix_cache import ExactBlock
-from ragcache.models.lm import LanguageModel
+from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import PromptEnds
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore

@@ -10,10 +10,9 @@ from ragcache.engine.answer import Answer, Event, Source, Token, TokenLogprob, U
 from ragcache.engine.asking.conversation import said
 from ragcache.engine.asking.reading import OpenQuestion
 from ragcache.models.card import ModelCard
-from ragcache.models.decoding import TextStream
-from ragcache.models.sampling import TokenScores
-from ragcache.models.tool_parser import ToolParser
-from ragcache.models.tools import ToolCall
+from ragcache.models.generate import TextStream
+from ragcache.models.sampler import TokenScores
+from ragcache.models.tool_calls import ToolCall, ToolParser
 from ragcache.prompt import control_tokens, encode_text
 
 

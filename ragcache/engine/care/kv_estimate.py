@@ -14,7 +14,7 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.readers import READERS, SourceFile, find_files
 from ragcache.ingest.report import bytes_text
 from ragcache.ingest.run import Input
-from ragcache.models.lm import LanguageModel
+from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
 
 # Their text is compressed, or pictures lie beside it: the size of the file says nothing.

@@ -18,7 +18,7 @@ from ragcache.errors import (
 )
 from ragcache.ingest.encoder import BlockNames, ModelEncoder
 from ragcache.kv.block import KVBlock
-from ragcache.models.batches import plan_batches
+from ragcache.models.encode import plan_batches
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk

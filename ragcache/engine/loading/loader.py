@@ -19,7 +19,7 @@ from ragcache.engine.loading.split import BlockSize, Split
 from ragcache.errors import ConfigError
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
-from ragcache.models.limits import LIMIT
+from ragcache.models.deadline import LIMIT
 from ragcache.openmp import work_alone
 from ragcache.store.access_counts import Loaded
 from ragcache.store.kv_store import KVStore

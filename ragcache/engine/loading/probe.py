@@ -20,8 +20,8 @@ from ragcache.engine.loading.rates import Rates
 from ragcache.engine.loading.rates_file import RatesFile, machine_key
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefill import PrefillRate
-from ragcache.models.lm import LanguageModel
-from ragcache.models.worth import read_behind
+from ragcache.models.kvzip import read_behind
+from ragcache.models.language_model import LanguageModel
 
 WHOLE = Recipe()
 WARM_TOKENS = 16

@@ -18,7 +18,7 @@ from ragcache.kv.prefill import PrefillRate
 from ragcache.lazy import torch
 
 if TYPE_CHECKING:  # a store without models reads this file too
-    from ragcache.models.lm import LanguageModel
+    from ragcache.models.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 CHANGED = 1.5

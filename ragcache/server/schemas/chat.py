@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from ragcache.engine.options import Context, Order, Overflow
-from ragcache.models.sampling import MAX_LOGPROBS
+from ragcache.models.sampler import MAX_LOGPROBS
 from ragcache.retrieval.search import Search
 from ragcache.server.schemas.base import JsonObject, Name, RequestModel, Text
 

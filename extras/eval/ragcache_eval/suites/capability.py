@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.models.loading import base_of
+from ragcache.models.load import base_of
 from ragcache.models.machine import find_device
 from ragcache_eval.intervals import Estimate, Z
 from ragcache_eval.suites.base import Column, PaperRow, Suite

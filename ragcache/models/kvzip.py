@@ -26,11 +26,11 @@ from ragcache.kv.block import KVBlock, keep
 from ragcache.kv.block_key import Recipe
 from ragcache.models.attention import Attended, FusedPass, observing
 from ragcache.models.card import ModelCard
-from ragcache.models.encoding import AbandonedSignal, run_decoder
+from ragcache.models.encode import AbandonedSignal, run_decoder
 from ragcache.prompt import encode_text
 
 if TYPE_CHECKING:
-    from ragcache.models.lm import LanguageModel
+    from ragcache.models.language_model import LanguageModel
 
 REPEAT = "\n\nRepeat the previous text exactly.\n\n"
 FIRST_TOKENS = 4  # attention sinks where a chunk is read alone

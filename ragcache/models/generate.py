@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.models.limits import Limit
-from ragcache.models.lm import LanguageModel
-from ragcache.models.requests import Decoding
-from ragcache.models.sampling import Chooser, Sampling, TokenScores
+from ragcache.models.deadline import Limit
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.sampler import Chooser, Sampling, TokenScores
+from ragcache.models.scheduler import Decoding
 from ragcache.models.structured import Constraint
 from ragcache.prompt import control_tokens
 

@@ -18,15 +18,14 @@ from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.prefix_cache import Exact
 from ragcache.kv.rope import Rope
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
-from ragcache.models.batches import plan_batches
+from ragcache.models.batch import Run, run_pieces
 from ragcache.models.card import ModelCard
-from ragcache.models.encoding import encode_batch
-from ragcache.models.joint import Run, run_pieces
+from ragcache.models.encode import encode_batch, plan_batches
+from ragcache.models.kvzip import check_read_behind, drop_least, measure_worth, num_kept, read_behind
 from ragcache.models.layerwise import BeforeLayer, walking
-from ragcache.models.reuse import ReuseSpec
 from ragcache.models.scheduler import Scheduler
 from ragcache.models.support import text_config
-from ragcache.models.worth import check_read_behind, drop_least, measure_worth, num_kept, read_behind
+from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.openmp import team_ends
 
 # Padded tokens that are encoded together. On a CPU more only leaves its caches: 792 tokens/s at 512 against 723 at
