@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ragcache.store.directory import StoreLayout
 from ragcache.store.kv_store import KVStore
-from ragcache.store.layout import StoreLayout
 
 
 def drop_page_cache(directory: Path) -> None:

@@ -38,7 +38,7 @@ from ragcache.engine.loading.probe import probe_disk, probe_prefill
 from ragcache.engine.loading.rates import Rates
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
-from ragcache.store.access_counts import Loaded
+from ragcache.store.counters import Loaded
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk

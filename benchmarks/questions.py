@@ -11,8 +11,8 @@ import numpy as np
 from benchmarks.timing import Variant
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.retriever import Retriever
+from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
-from ragcache.store.layout import StoreLayout
 from ragcache.store.records import NewChunk, NewDocument
 
 QUESTION = "Which port does the server listen on when the configuration file does not say anything about it?"

@@ -23,7 +23,7 @@ from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.prompt import Prompt
-from ragcache.store.access_counts import Loaded
+from ragcache.store.counters import Loaded
 
 
 def random_prompt(vocab_size: int, passages: int, tokens: int, suffix: int, seed: int) -> Prompt:

@@ -20,8 +20,8 @@ from benchmarks.peer_workers.channel import Answer, Prompt, serve
 from benchmarks.peer_workers.vllm_worker import VLLMWorker
 from ragcache.fusion.layout import Span
 from ragcache.ingest.encoder import ModelEncoder
+from ragcache.store.directory import StoreLayout
 from ragcache.store.kv_store import KVStore
-from ragcache.store.layout import StoreLayout
 from ragcache_vllm.command import WORKERS, transfer_config
 from ragcache_vllm.request_layout import RequestLayout
 

@@ -40,7 +40,6 @@ from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.whole import WholeTexts
 from ragcache.ingest.workbench import Workers, WorkersConfig
 from ragcache.kv.block_key import Recipe
-from ragcache.kv.prefill import PrefillRate
 from ragcache.kv.prefix_cache import PrefixTree
 from ragcache.models.card import ModelCard
 from ragcache.models.hub import resolve
@@ -52,8 +51,9 @@ from ragcache.prompt import PromptFormat, prompt_format
 from ragcache.retrieval.embedder import Embedder, load_embedder
 from ragcache.retrieval.reranker import Reranker, load_reranker
 from ragcache.retrieval.retriever import Retriever
+from ragcache.store.codec_basis import known_basis
 from ragcache.store.documents import DocumentStore
-from ragcache.store.kept_basis import known_basis
+from ragcache.store.eviction import PrefillRate
 from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice
 
 log = logging.getLogger(__name__)

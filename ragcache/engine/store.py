@@ -12,12 +12,12 @@ from ragcache.engine.loading.policy import AUTO, LOADS
 from ragcache.engine.loading.rates_file import RatesFile
 from ragcache.errors import ConfigError, StoreNotFoundError, check_choice
 from ragcache.kv.block_key import Recipe
+from ragcache.store.codec_basis import known_basis
+from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
-from ragcache.store.kept_basis import known_basis
+from ragcache.store.folder import database_id, open_documents
 from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
-from ragcache.store.layout import StoreLayout
 from ragcache.store.neighbours import NEIGHBOURS_FROM
-from ragcache.store.opening import database_id, open_documents
 from ragcache.store.remote import Connection, connect, open_blobs
 
 DEFAULT_PREFIX_BYTES = 512 << 20

@@ -8,8 +8,8 @@ from ragcache.codecs.basis import fit_basis
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.encode import plan_batches
+from ragcache.store.codec_basis import hold_basis, known_basis
 from ragcache.store.documents import DocumentStore
-from ragcache.store.kept_basis import hold_basis, known_basis
 from ragcache.store.kv_store import KVStore
 
 SAMPLE_TOKENS = 8192

@@ -29,10 +29,9 @@ from ragcache.ingest.workbench import Workbench, Workers, WorkHere
 from ragcache.models.deadline import Limit, limited
 from ragcache.retrieval.deletion import delete_documents
 from ragcache.retrieval.retriever import Retriever
-from ragcache.store.documents import DocumentStore
-from ragcache.store.garbage import collect_garbage
+from ragcache.store.directory import StoreLayout
+from ragcache.store.documents import DocumentStore, collect_garbage
 from ragcache.store.kv_store import KVStore
-from ragcache.store.layout import StoreLayout
 
 KV_MODES = ("eager", "lazy", "hot")
 HOT_AFTER = 2

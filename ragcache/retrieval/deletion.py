@@ -7,10 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from ragcache.retrieval.retriever import Retriever
-from ragcache.store.documents import DocumentStore
-from ragcache.store.garbage import collect_garbage
+from ragcache.store.directory import StoreLayout
+from ragcache.store.documents import DocumentStore, collect_garbage
 from ragcache.store.kv_store import KVStore
-from ragcache.store.layout import StoreLayout
 
 
 def delete_documents(

@@ -36,8 +36,7 @@ from ragcache.retrieval.kinds import HNSW_EF_CONSTRUCTION, HNSW_EF_SEARCH, HNSW_
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
-from ragcache.store.records import VectorBatch
-from ragcache.store.rows import select_vector_ids, vector_batch
+from ragcache.store.records import VectorBatch, select_vector_ids, vector_batch
 from ragcache.store.schema import PREFIX, chunks, counters
 
 EXTENSION = "vector"

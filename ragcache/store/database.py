@@ -11,12 +11,20 @@ from functools import partial
 from pathlib import Path
 
 from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event, make_url, text
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from ragcache.errors import ConfigError, StoreBusyError, StoreNotFoundError, StoreReadOnlyError
+from ragcache.errors import (
+    ConfigError,
+    SchemaVersionError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+    StoreNotFoundError,
+    StoreReadOnlyError,
+)
 from ragcache.forks import Home
-from ragcache.store import migrations
-from ragcache.store.sql_errors import translate_sql_errors
+from ragcache.store import schema as migrations
 
 # What a PostgreSQL URL may say of the place in its query; a password may stand there, too.
 _PLACE = ("host", "port", "dbname", "user", "service")
@@ -218,3 +226,64 @@ def _is_frozen(path: Path, uri: str) -> bool:
     except sqlite3.DatabaseError:  # no database at all: the error comes up where it is read
         return False
     return False
+
+
+# Database errors, translated where they enter.
+
+
+_Translation = tuple[type[StoreError], str]
+
+_BUSY: _Translation = (StoreBusyError, "another process is writing to it; try again when it has finished")
+_FULL: _Translation = (StoreFullError, "no space left on the device; free some space and run again")
+_READ_ONLY: _Translation = (StoreReadOnlyError, "cannot be written; check its permissions, or open it read-only")
+_UNREACHABLE: _Translation = (StoreNotFoundError, "cannot be opened; check that it exists and can be reached")
+
+# Primary result codes, https://www.sqlite.org/rescode.html
+_SQLITE: dict[int, _Translation] = {
+    sqlite3.SQLITE_BUSY: _BUSY,
+    sqlite3.SQLITE_LOCKED: _BUSY,
+    sqlite3.SQLITE_FULL: _FULL,
+    sqlite3.SQLITE_READONLY: _READ_ONLY,
+    sqlite3.SQLITE_PERM: _READ_ONLY,
+    sqlite3.SQLITE_CANTOPEN: _UNREACHABLE,
+    sqlite3.SQLITE_NOTADB: (SchemaVersionError, "not a database of ragcache; name another file"),
+    sqlite3.SQLITE_CORRUPT: (StoreError, "the database is damaged; restore it from a copy, or ingest again"),
+}
+# SQLSTATE values or classes, https://www.postgresql.org/docs/current/errcodes-appendix.html
+_POSTGRES: dict[str, _Translation] = {
+    "53100": _FULL,
+    "25006": _READ_ONLY,
+    "42501": _READ_ONLY,
+    "55P03": _BUSY,
+    "40": _BUSY,
+    "53": _BUSY,
+    "08": _UNREACHABLE,
+    "3D": _UNREACHABLE,
+    "28": (StoreError, "the server refuses the login; check user and password"),
+}
+
+
+@contextmanager
+def translate_sql_errors(where: str) -> Iterator[None]:
+    """Translate the SQL engine's errors into store errors that name `where`. IntegrityError passes through: the
+    writer knows what collides."""
+    try:
+        yield
+    except IntegrityError:
+        raise
+    except PoolTimeoutError as error:
+        raise StoreBusyError(f"{where}: all connections are in use; try again later") from error
+    except (DBAPIError, sqlite3.Error) as error:
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        kind, advice = _translation(cause)
+        raise kind(f"{where}: {advice} ({cause})") from error
+
+
+def _translation(error: BaseException | None) -> _Translation:
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is not None:
+        return _SQLITE.get(code & 0xFF, (StoreError, "the database reports an error"))
+    state = getattr(error, "sqlstate", None)
+    if state is None:  # the server never answered
+        return _UNREACHABLE
+    return _POSTGRES.get(state) or _POSTGRES.get(state[:2]) or (StoreError, "the database reports an error")

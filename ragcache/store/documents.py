@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -10,19 +11,33 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Column, Connection, RowMapping, bindparam, delete, func, insert, select, update
+from sqlalchemy import Column, Connection, RowMapping, bindparam, delete, exists, func, insert, literal, select, update
 from sqlalchemy.exc import IntegrityError
 
-from ragcache.errors import DuplicateDocumentError, NoSuchDocumentError
+from ragcache.errors import (
+    DuplicateDocumentError,
+    EmbedderMismatchError,
+    ModelMismatchError,
+    NoSuchDocumentError,
+    StoreMismatchError,
+)
 from ragcache.models.deadline import LIMIT
-from ragcache.store import properties, rows, text_search
-from ragcache.store.counting import advance, current
+from ragcache.store import records as rows
+from ragcache.store import text_search
 from ragcache.store.database import Database
 from ragcache.store.filters import OWN_FIELDS, Filter, compile_filter, field_names, fields_of
-from ragcache.store.records import Chunk, Counts, NewChunk, NewDocument, StoredDocument, StoredVersion, VectorBatch
-from ragcache.store.schema import chunks, documents, garbage
-from ragcache.store.unreferenced import discard_chunks, is_referenced, rescue, to_garbage
-from ragcache.store.validation import check_document
+from ragcache.store.kv_store import KVStore
+from ragcache.store.records import (
+    Chunk,
+    Counts,
+    NewChunk,
+    NewDocument,
+    StoredDocument,
+    StoredVersion,
+    VectorBatch,
+    check_document,
+)
+from ragcache.store.schema import advance, chunks, current, documents, garbage, neighbours, properties
 
 ROWS = 1000  # inserted together
 _IN_LIMIT = 1000  # values in one IN list
@@ -70,7 +85,7 @@ class DocumentStore:
     def properties(self) -> dict[str, object]:
         """Every bound property, and schema_version."""
         with self._db.read() as connection:
-            return properties.read_all(connection)
+            return read_properties(connection)
 
     def bind(self, name: str, value: object) -> None:
         """Record a property (JSON) at its first use; from then on only the same value passes.
@@ -80,7 +95,7 @@ class DocumentStore:
         """
         bound = self.properties()
         if name in bound or self._db.read_only:
-            properties.refuse_other(bound.get(name, value), name, value, self._db.where)
+            refuse_other(bound.get(name, value), name, value, self._db.where)
             return
         with self._db.write() as connection:
             advance(connection, "generation", 0)
@@ -88,7 +103,7 @@ class DocumentStore:
 
     def hold(self, handle: str) -> None:
         """Count a handle as referenced from now on though no chunk is: that of the prompts' beginning."""
-        self.bind(properties.HELD + handle, True)
+        self.bind(HELD + handle, True)
 
     def hold_over_all(self, handle: str, generation: int) -> bool:
         """`hold` what was made over all documents of this generation, until one of them changes: the handle is garbage
@@ -96,7 +111,7 @@ class DocumentStore:
         with self._db.write() as connection:
             if advance(connection, "generation", 0) != generation:
                 return False
-            self._bind(connection, properties.HELD_OVER_ALL + handle, True)
+            self._bind(connection, HELD_OVER_ALL + handle, True)
             return True
 
     # Changes
@@ -294,13 +309,13 @@ class DocumentStore:
         """Every handle that a chunk refers to, or that is held."""
         with self._db.read() as connection:
             found = connection.scalars(select(chunks.c.handle).where(chunks.c.handle.is_not(None)).distinct())
-            return {*found, *properties.held(connection)}
+            return {*found, *held_handles(connection)}
 
     def referenced(self, handles: Iterable[str]) -> set[str]:
         """The handles among these that a chunk refers to, or that are held."""
         wanted = set(handles)
         with self._db.read() as connection:
-            return (wanted & properties.held(connection)) | {
+            return (wanted & held_handles(connection)) | {
                 handle
                 for part in _parts(list(wanted))
                 for handle in connection.scalars(select(chunks.c.handle).where(chunks.c.handle.in_(part)).distinct())
@@ -350,11 +365,11 @@ class DocumentStore:
             return [row for part in parts for row in part]
 
     def _bind(self, connection: Connection, name: str, value: object) -> None:
-        bound = properties.read_all(connection)
+        bound = read_properties(connection)
         if name in bound:
-            properties.refuse_other(bound[name], name, value, self._db.where)
+            refuse_other(bound[name], name, value, self._db.where)
         else:
-            properties.record(connection, name, value)
+            record_property(connection, name, value)
 
     def _replace(
         self, connection: Connection, document: NewDocument, new_chunks: Sequence[NewChunk], now: float
@@ -398,3 +413,109 @@ class DocumentStore:
 
 def _parts(values: Sequence[_T]) -> Iterator[Sequence[_T]]:
     return (values[start : start + _IN_LIMIT] for start in range(0, len(values), _IN_LIMIT))
+
+
+# Properties of a store: bound at first use, and held to from then on.
+
+
+# Which error says that a property does not agree; StoreMismatchError for names that are not here.
+MISMATCHES: dict[str, type[StoreMismatchError]] = {
+    "embedder": EmbedderMismatchError,
+    "embedding_dim": EmbedderMismatchError,
+    "embedder_probe": EmbedderMismatchError,
+    "model": ModelMismatchError,
+    "fingerprint": ModelMismatchError,
+    "tokenizer": ModelMismatchError,
+}
+
+HELD = "held:"  # begins the names of properties that hold a handle
+HELD_OVER_ALL = "held over all:"  # likewise, of what was made over all documents: until one of them changes
+
+
+def read_properties(connection: Connection) -> dict[str, object]:
+    """Every property, `schema_version` included."""
+    rows = connection.execute(select(properties.c.name, properties.c.value)).mappings()
+    return {row["name"]: json.loads(row["value"]) for row in rows}
+
+
+def held_handles(connection: Connection) -> set[str]:
+    """Handles that are referenced though no chunk has them."""
+    return {name.partition(":")[2] for name in read_properties(connection) if name.startswith((HELD, HELD_OVER_ALL))}
+
+
+def record_property(connection: Connection, name: str, value: object) -> None:
+    """Bind a property that is not bound yet. `value` is JSON."""
+    connection.execute(insert(properties), {"name": name, "value": json.dumps(value)})
+
+
+def refuse_other(bound: object, name: str, value: object, where: str) -> None:
+    """Raises the mismatch error of `name` when `value` is not what is bound."""
+    if bound != json.loads(json.dumps(value)):
+        raise MISMATCHES.get(name, StoreMismatchError)(
+            f"{where}: made with {name} {bound!r}, not {value!r}; use that one again, or make a new store"
+        )
+
+
+# Handles that a change of the documents leaves without a chunk: noted in the change's own transaction.
+
+
+def discard_chunks(connection: Connection, document_ids: Sequence[str]) -> None:
+    """What was made over all documents goes with any of them, and KV that was read behind a chunk goes with that."""
+    discard_made_over_all(connection)
+    discard_read_behind(connection, document_ids)
+    to_garbage(connection, chunks.c.document_id.in_(document_ids))
+    connection.execute(delete(chunks).where(chunks.c.document_id.in_(document_ids)))
+
+
+def discard_read_behind(connection: Connection, document_ids: Sequence[str]) -> None:
+    """Discard the KV of chunks that have a neighbour in these documents: it can be turned back into its text. The
+    chunks are left without neighbours, which are found anew."""
+    own, other = chunks.alias(), neighbours.alias()  # else SQL would take them for the tables that are changed
+    gone = select(own.c.vector_id).where(own.c.document_id.in_(document_ids))
+    readers = select(other.c.vector_id).where(other.c.neighbour.in_(gone))
+    to_garbage(connection, chunks.c.vector_id.in_(readers))
+    connection.execute(update(chunks).where(chunks.c.vector_id.in_(readers)).values(handle=None))
+    connection.execute(delete(neighbours).where(neighbours.c.vector_id.in_(gone) | neighbours.c.vector_id.in_(readers)))
+
+
+def discard_made_over_all(connection: Connection) -> None:
+    own = properties.c.name.startswith(HELD_OVER_ALL)
+    handles = {name.removeprefix(HELD_OVER_ALL) for name in connection.scalars(select(properties.c.name).where(own))}
+    if not handles:
+        return
+    known = set(connection.scalars(select(garbage.c.handle).where(garbage.c.handle.in_(handles))))
+    for handle in handles - known:
+        connection.execute(insert(garbage), {"handle": handle, "created_at": time.time()})
+    connection.execute(delete(properties).where(own))
+
+
+def to_garbage(connection: Connection, condition: Any) -> None:
+    """Put the handles of these chunks into the garbage; `_rescue` takes back those that are still in use."""
+    known = exists().where(garbage.c.handle == chunks.c.handle)
+    handles = select(chunks.c.handle, literal(time.time())).where(condition, chunks.c.handle.is_not(None), ~known)
+    connection.execute(insert(garbage).from_select(["handle", "created_at"], handles.distinct()))
+
+
+def rescue(connection: Connection) -> None:
+    connection.execute(delete(garbage).where(is_referenced()))
+
+
+def is_referenced() -> Any:
+    return exists().where(chunks.c.handle == garbage.c.handle)
+
+
+# Delete the KV bytes that no chunk refers to any more.
+
+
+def collect_garbage(documents: DocumentStore, kv: KVStore) -> int:
+    """Delete the blocks on the documents' list of garbage from every tier; returns how many.
+
+    The list is cleared last: a kill in between loses no deletion, it is only done again. The caller holds the store's
+    writer lock.
+    """
+    handles = documents.collectable()
+    for handle in handles:
+        kv.delete(handle)
+    if handles:
+        documents.clear_garbage(handles)
+    return len(handles)

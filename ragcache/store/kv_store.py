@@ -15,19 +15,15 @@ from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError, St
 from ragcache.kv.block import KVBlock
 from ragcache.lazy import torch
 from ragcache.openmp import work_alone
-from ragcache.store.access_counts import AccessCounts, KVStats, Loaded
-from ragcache.store.complaints import Complaints
-from ragcache.store.demotion import Demotion
+from ragcache.store.codec_basis import KeptBasis
+from ragcache.store.counters import AccessCounts, Complaints, KVStats, Loaded
 from ragcache.store.eviction import EvictionPolicy, get_policy
-from ragcache.store.expiry import Expiry
-from ragcache.store.kept_basis import KeptBasis
-from ragcache.store.key_locks import KeyLocks
-from ragcache.store.pins import Pins
 from ragcache.store.remote import Connection
-from ragcache.store.tier_stack import Stored, TierStack
+from ragcache.store.retention import Expiry, Pins
 from ragcache.store.tiers import CachedTier, DeviceTier, DurableTier, MemoryTier, RemoteTier, Tier, get_durable
+from ragcache.store.tiers.stack import Demotion, KeyLocks, Stored, TierStack
+from ragcache.store.tiers.write_behind import WriteBehind
 from ragcache.store.trace import TraceWriter
-from ragcache.store.write_behind import WriteBehind
 
 DEFAULT_MEMORY_BYTES = 2 * 1024**3
 LEFTOVER_AGE_S = 3600.0

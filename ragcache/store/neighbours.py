@@ -7,10 +7,9 @@ from typing import NamedTuple, Self, TypeVar
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 
-from ragcache.store.counting import advance
 from ragcache.store.database import Database
-from ragcache.store.schema import chunks, counters, neighbours
-from ragcache.store.unreferenced import rescue, to_garbage
+from ragcache.store.documents import rescue, to_garbage
+from ragcache.store.schema import advance, chunks, counters, neighbours
 
 _T = TypeVar("_T")
 

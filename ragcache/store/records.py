@@ -8,6 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from sqlalchemy import RowMapping, Select, func, select
+
+from ragcache.errors import ConfigError, DuplicateDocumentError, IngestError
+from ragcache.store.filters import Filter, compile_filter
+from ragcache.store.json_values import check_metadata, text_problem
+from ragcache.store.schema import chunks, documents
 
 NOT_STORED = -1
 
@@ -124,3 +130,122 @@ class Counts(NamedTuple):
     documents: int
     chunks: int
     tokens: int
+
+
+# Between rows and records.
+
+
+# Little endian, whatever the machine: a database may be copied to another one.
+_TOKEN = np.dtype("<i4")
+_COMPONENT = np.dtype("<f4")
+
+
+def select_documents() -> Select[Any]:
+    """Documents with sums over their chunks."""
+    sums = (
+        select(
+            chunks.c.document_id,
+            func.count().label("num_chunks"),
+            func.sum(chunks.c.num_tokens).label("num_tokens"),
+            (func.count() - func.count(chunks.c.handle)).label("num_pending"),
+        )
+        .group_by(chunks.c.document_id)
+        .subquery()
+    )
+    totals = (func.coalesce(sums.c[name], 0).label(name) for name in ("num_chunks", "num_tokens", "num_pending"))
+    return select(documents, *totals).outerjoin(sums, sums.c.document_id == documents.c.id)
+
+
+def document(row: RowMapping) -> StoredDocument:
+    return StoredDocument(**{**row, "num_tokens": int(row["num_tokens"])})
+
+
+def select_chunks() -> Select[Any]:
+    """Chunks without their embeddings, with source and title of their documents."""
+    columns = [column for column in chunks.c if column.name not in ("embedding", "num_tokens")]
+    return select(*columns, documents.c.source, documents.c.title).join_from(chunks, documents)
+
+
+def select_ids_among(ids: Sequence[str]) -> Select[Any]:
+    """Those of these documents' ids that are there."""
+    return select(documents.c.id).where(documents.c.id.in_(ids))
+
+
+def select_vectors_above(vector_id: int, limit: int) -> Select[Any]:
+    """Embeddings of the chunks with higher vector ids, by rising id."""
+    query = select(chunks.c.vector_id, chunks.c.embedding).where(chunks.c.vector_id > vector_id)
+    return query.order_by(chunks.c.vector_id).limit(limit)
+
+
+def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
+    """Vector ids of the chunks whose metadata (their document's included) pass the filter. Raises FilterError."""
+    query = select(chunks.c.vector_id)
+    if not where:
+        return query
+    source = select(documents.c.source).where(documents.c.id == chunks.c.document_id).scalar_subquery()
+    own = {"source": source, "document_id": chunks.c.document_id}
+    return query.where(compile_filter(where, chunks.c.metadata, dialect, own))
+
+
+def chunk(row: RowMapping) -> Chunk:
+    return Chunk(**{**row, "token_ids": np.frombuffer(row["token_ids"], _TOKEN).tolist()})
+
+
+def document_values(new: NewDocument, now: float) -> dict[str, Any]:
+    return {**vars(new), "updated_at": now}
+
+
+def chunk_values(document: NewDocument, new: NewChunk, ordinal: int, vector_id: int, now: float) -> dict[str, Any]:
+    return {
+        **vars(new),
+        "document_id": document.id,
+        "ordinal": ordinal,
+        "token_ids": np.asarray(new.token_ids, dtype=_TOKEN).tobytes(),
+        "num_tokens": len(new.token_ids),
+        "metadata": {**document.metadata, **new.metadata},
+        "embedding": np.ascontiguousarray(new.embedding, dtype=_COMPONENT).tobytes(),
+        "vector_id": vector_id,
+        "created_at": now,
+    }
+
+
+def vector_batch(rows: Sequence[RowMapping]) -> VectorBatch:
+    """rows: at least one, with vector_id and embedding."""
+    ids: NDArray[np.int64] = np.array([row["vector_id"] for row in rows], dtype=np.int64)
+    joined = np.frombuffer(b"".join(row["embedding"] for row in rows), _COMPONENT)
+    return VectorBatch(ids, joined.reshape(len(rows), -1).astype(np.float32))
+
+
+# Checks that both databases can hold a document, before either sees it.
+
+
+def check_document(document: NewDocument, chunks: Sequence[NewChunk]) -> None:
+    """Raises IngestError (text), MetadataError, DuplicateDocumentError (chunk ids) or ConfigError (embeddings)."""
+    if not document.id:
+        raise IngestError("a document without an id; give it one")
+    for text in (document.id, document.source, document.title, document.content_hash, document.file):
+        _check_text(document.id, text)
+    check_metadata(f"document {document.id!r}", document.metadata)
+    seen: set[str] = set()
+    for chunk in chunks:
+        if not chunk.id or chunk.id in seen:
+            raise DuplicateDocumentError(f"document {document.id!r}: two chunks with the id {chunk.id!r}")
+        seen.add(chunk.id)
+        _check_chunk(document.id, chunk)
+    if len({len(chunk.embedding) for chunk in chunks}) > 1:
+        raise ConfigError(f"document {document.id!r}: its embeddings differ in length")
+
+
+def _check_chunk(document_id: str, chunk: NewChunk) -> None:
+    _check_text(document_id, chunk.id)
+    _check_text(document_id, chunk.text)
+    _check_text(document_id, chunk.handle or "")
+    check_metadata(f"document {document_id!r}", chunk.metadata)
+    if chunk.embedding.ndim != 1 or not len(chunk.embedding) or not np.isfinite(chunk.embedding).all():
+        raise ConfigError(f"chunk {chunk.id!r}: its embedding is not a vector of finite numbers")
+
+
+def _check_text(document_id: str, text: str) -> None:
+    problem = text_problem(text)
+    if problem:
+        raise IngestError(f"document {document_id!r}: its text holds {problem}; remove it before it is stored")

@@ -12,11 +12,10 @@ from typing import Any
 from sqlalchemy import Connection, Select, bindparam, column, func, literal_column, select, table, text
 
 from ragcache.errors import StoreReadOnlyError
-from ragcache.store import rows
-from ragcache.store.counting import advance
+from ragcache.store import records as rows
 from ragcache.store.database import Database
 from ragcache.store.filters import Filter
-from ragcache.store.schema import PREFIX, chunks
+from ragcache.store.schema import PREFIX, advance, chunks
 
 WORDS = 64
 """Words of a question that are looked for, the first ones: no question takes unbounded time."""

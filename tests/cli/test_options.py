@@ -122,7 +122,7 @@ def test_the_error_tree_becomes_exit_statuses():
 
 
 def test_writers_wait_as_long_as_they_are_told(store):
-    from ragcache.store.layout import StoreLayout
+    from ragcache.store.directory import StoreLayout
 
     with StoreLayout(store).writer():
         started = time.monotonic()

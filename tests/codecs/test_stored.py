@@ -18,7 +18,7 @@ from ragcache.errors import UnencodableBlockError
 from ragcache.fusion import METHODS
 from ragcache.kv.block import KVBlock
 from ragcache.retrieval.testing import BagOfWords
-from ragcache.store.kept_basis import hold_basis
+from ragcache.store.codec_basis import hold_basis
 from ragcache.store.kv_store import KVStore
 
 KEY = make_key(1)

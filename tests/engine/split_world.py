@@ -10,7 +10,7 @@ from itertools import product
 
 from ragcache.engine.loading.rates import Rates
 from ragcache.engine.loading.split import BlockSize, Split
-from ragcache.kv.prefill import PrefillRate
+from ragcache.store.eviction import PrefillRate
 
 TIER = "disk"
 POLL_S = 0.02

@@ -15,8 +15,8 @@ from ragcache.engine.asking.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.engine.loading.rates import RateFigures
 from ragcache.engine.loading.rates_file import machine_key
 from ragcache.errors import ConfigError
-from ragcache.kv.prefill import PrefillRate
 from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.store.eviction import PrefillRate
 
 LINK = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
 QUESTION = "Where do dogs bark?"

@@ -10,7 +10,7 @@ import pytest
 import ragcache as rc
 from ragcache.engine.asking import estimate as estimate_module
 from ragcache.engine.asking.estimate import LEAST_TOKENS, PrefillEstimate, measure_prefill
-from ragcache.kv.prefill import PrefillRate
+from ragcache.store.eviction import PrefillRate
 
 SHORT = rc.Sampling(max_tokens=1)
 LONG = " ".join(f"word{number}" for number in range(30))

@@ -11,7 +11,7 @@ from ragcache.engine.loading.probe import open_rates, probe_disk
 from ragcache.engine.loading.rates import RateFigures, Rates, TierFigures
 from ragcache.engine.loading.rates_file import RatesFile, machine_key
 from ragcache.errors import ConfigError
-from ragcache.kv.prefill import PrefillRate
+from ragcache.store.eviction import PrefillRate
 
 SHORT = rc.Sampling(max_tokens=6)
 QUESTION = "Where do dogs bark?"

@@ -21,10 +21,10 @@ from ragcache.engine.loading.rates import Rates
 from ragcache.errors import CancelledError, ConfigError, SchemaVersionError, TimedOutError
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
-from ragcache.kv.prefill import PrefillRate
 from ragcache.models.deadline import Limit, limited
 from ragcache.models.encode import AbandonedSignal
 from ragcache.store.documents import DocumentStore
+from ragcache.store.eviction import PrefillRate
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk, NewChunk, NewDocument
 from ragcache.store.trace import read_trace

@@ -15,7 +15,7 @@ from ragcache.codecs import get_codec
 from ragcache.engine.loading.rates import Rates
 from ragcache.engine.loading.split import MIN_GAIN_S, BlockSize, Split
 from ragcache.kv.block import KVBlock
-from ragcache.kv.prefill import PrefillRate
+from ragcache.store.eviction import PrefillRate
 
 MB = 10**6
 TEN = [BlockSize(500, 23 * MB)] * 10

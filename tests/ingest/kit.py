@@ -20,9 +20,9 @@ from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.models.language_model import LanguageModel
 from ragcache.retrieval.retriever import Retriever
 from ragcache.retrieval.testing import BagOfWords
+from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
-from ragcache.store.layout import StoreLayout
 from ragcache.store.neighbours import NeighbourChoice
 from ragcache_ray.cluster import Cluster, RayConfig
 

@@ -21,7 +21,7 @@ from ragcache.errors import (
 )
 from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.document import Document
-from ragcache.store.layout import StoreLayout
+from ragcache.store.directory import StoreLayout
 
 SENTENCE = "The river Alna rises near Osby and ends in the lake of Tolvik."
 

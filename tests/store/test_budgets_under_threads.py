@@ -21,10 +21,11 @@ from test_disk_budget import all_bytes
 
 from ragcache.errors import MissingBlockError, PinError
 from ragcache.kv.block import KVBlock
-from ragcache.store.access_counts import Loaded
+from ragcache.store.counters import Loaded
 from ragcache.store.eviction import POLICIES
 from ragcache.store.kv_store import KVStore
-from ragcache.store.tiers import device, memory
+from ragcache.store.tiers import memory
+from ragcache.store.tiers import memory as device
 
 BYTES_PER_TOKEN = make_block(0, num_tokens=1).num_bytes
 NUMBERS = st.integers(0, 7)  # block n has n + 1 tokens

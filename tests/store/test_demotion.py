@@ -16,7 +16,7 @@ from blocks import make_block, make_key
 from ragcache.codecs import CODECS
 from ragcache.errors import ConfigError, MissingBlockError, PinError, StoreFullError, StoreReadOnlyError
 from ragcache.store.kv_store import KVStore
-from ragcache.store.tiers import device as device_tier
+from ragcache.store.tiers import memory as device_tier
 
 ONE = make_block(0).num_bytes
 CPU = torch.device("cpu")

@@ -21,11 +21,11 @@ from tiny_disk import TESTS, run_on_tiny_disk
 
 from ragcache.codecs import RawCodec
 from ragcache.errors import ConfigError, StoreFullError
-from ragcache.store import block_files, disk_budget
-from ragcache.store.block_files import BlockFiles
 from ragcache.store.eviction import get_policy
 from ragcache.store.kv_store import KVStore
-from ragcache.store.tiers import DiskTier
+from ragcache.store.tiers import DiskTier, disk_budget
+from ragcache.store.tiers import disk_budget as block_files
+from ragcache.store.tiers.disk_budget import BlockFiles
 
 
 def file_bytes(tmp_path: Path, num_tokens: int = 5) -> int:

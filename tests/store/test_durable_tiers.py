@@ -21,7 +21,7 @@ from ragcache.store.eviction import LRU
 from ragcache.store.kv_store import KVStore
 from ragcache.store.remote import Connection, open_blobs
 from ragcache.store.tiers import CachedTier, DiskTier, DurableTier, RemoteTier
-from ragcache.store.write_behind import WriteBehind
+from ragcache.store.tiers.write_behind import WriteBehind
 
 ROOMY = 1 << 20
 Open = Callable[[Path], DurableTier]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ragcache.errors import ConfigError
-from ragcache.kv.prefill import PrefillRate
 from ragcache.store.eviction import (
     ADMISSIONS,
     GDSF,
@@ -24,10 +23,11 @@ from ragcache.store.eviction import (
     CountMinSketch,
     Entry,
     EvictionPolicy,
+    PrefillRate,
+    PriorityOrder,
     TinyLFU,
     get_policy,
 )
-from ragcache.store.eviction.priority import PriorityOrder
 from ragcache.store.tiers import MemoryTier
 
 KEYS = st.sampled_from([f"key{number}" for number in range(12)])
@@ -134,7 +134,7 @@ def test_the_heap_stays_as_small_as_what_is_held() -> None:
 
 def test_finding_a_victim_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in heap operations, not in seconds: n uses and n evictions among n entries."""
-    from ragcache.store.eviction import priority
+    from ragcache.store import eviction as priority
 
     count = 0
 

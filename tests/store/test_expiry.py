@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from blocks import make_block, make_key
 
-from ragcache.store.expiry import Expiry
 from ragcache.store.kv_store import KVStore
+from ragcache.store.retention import Expiry
 
 KEY = make_key(0)
 

@@ -23,7 +23,7 @@ from ragcache.errors import (
     SchemaVersionError,
     StoreReadOnlyError,
 )
-from ragcache.store.access_counts import KVStats
+from ragcache.store.counters import KVStats
 from ragcache.store.kv_store import KVStore
 
 KEY = make_key(1)

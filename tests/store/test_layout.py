@@ -16,7 +16,7 @@ from flushes import needs_proc, record_calls, unflushed
 from tiny_disk import run_on_tiny_disk
 
 from ragcache.errors import SchemaVersionError, StoreBusyError, StoreNotFoundError
-from ragcache.store.layout import StoreLayout
+from ragcache.store.directory import StoreLayout
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -128,7 +128,7 @@ def test_a_second_layout_of_the_same_store_waits_too(tmp_path: Path) -> None:
 
 HOLDER = """
 import sys, time
-from ragcache.store.layout import StoreLayout
+from ragcache.store.directory import StoreLayout
 with StoreLayout(sys.argv[1]).writer(0):
     print("held", flush=True)
     time.sleep(60)
@@ -153,7 +153,7 @@ def test_another_process_holds_the_lock_until_it_is_killed(tmp_path: Path) -> No
 READ_ONLY = """
 import subprocess, sys
 from ragcache.errors import StoreReadOnlyError
-from ragcache.store.layout import StoreLayout
+from ragcache.store.directory import StoreLayout
 layout, new = StoreLayout(sys.argv[1] + "/kb"), StoreLayout(sys.argv[1] + "/new")
 layout.create()
 subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)

@@ -13,7 +13,8 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, text
 
 from ragcache.errors import SchemaVersionError
-from ragcache.store import migrations, schema
+from ragcache.store import schema
+from ragcache.store import schema as migrations
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import Chunk, NewChunk, NewDocument
 

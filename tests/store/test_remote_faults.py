@@ -26,7 +26,7 @@ from ragcache.errors import (
 )
 from ragcache.store.kv_store import KVStore
 from ragcache.store.remote import Blobs, Connection, open_blobs
-from ragcache.store.remote.connection import RETRY_AFTER_S
+from ragcache.store.remote.blobs import RETRY_AFTER_S
 from ragcache.store.tiers import RemoteTier
 
 KEY = make_key(1)
@@ -36,7 +36,7 @@ Serve = Callable[[int, str], str]
 def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """For services that never answer. Those that do have their time, as this machine may be busy."""
     for name, seconds in (("CONNECT_S", 0.5), ("READ_S", 0.5), ("WRITE_S", 0.5)):
-        monkeypatch.setattr(f"ragcache.store.remote.objects.{name}", seconds)
+        monkeypatch.setattr(f"ragcache.store.remote.object_store.{name}", seconds)
         monkeypatch.setattr(f"ragcache.store.remote.redis.{name}", seconds, raising=False)
 
 

@@ -16,7 +16,7 @@ from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.kv.block import KVBlock
 from ragcache.store.eviction import POLICIES, EvictionPolicy, get_policy
 from ragcache.store.tiers import BudgetedTier, DeviceTier, DiskTier, DurableTier, MemoryTier, Tier
-from ragcache.store.write_behind import WriteBehind
+from ragcache.store.tiers.write_behind import WriteBehind
 
 Make = Callable[[Path, Codec, int, EvictionPolicy], Tier]
 TIERS: dict[str, Make] = {

@@ -29,7 +29,7 @@ from ragcache.store.tiers import (
     Tier,
     TierUsage,
 )
-from ragcache.store.write_behind import WriteBehind
+from ragcache.store.tiers.write_behind import WriteBehind
 
 
 def open_remote(kind: str, path: Path) -> RemoteTier:

@@ -19,7 +19,7 @@ from ragcache.errors import StoreFullError
 from ragcache.kv.block import KVBlock
 from ragcache.store.kv_store import KVStore
 from ragcache.store.tiers import DiskTier
-from ragcache.store.write_behind import WriteBehind
+from ragcache.store.tiers.write_behind import WriteBehind
 
 ONE = make_block(0).num_bytes
 
@@ -173,7 +173,7 @@ from pathlib import Path
 from blocks import make_block, make_key
 from ragcache.codecs import RawCodec
 from ragcache.store.tiers import DiskTier
-from ragcache.store.write_behind import WriteBehind
+from ragcache.store.tiers.write_behind import WriteBehind
 
 class Busy(DiskTier):
     def put_as_held(self, key, block):

@@ -10,7 +10,7 @@ import torch
 
 import ragcache as rc
 from ragcache.errors import ConfigError, DamagedBlockError, MissingBlockError, SchemaVersionError, StoreNotFoundError
-from ragcache.store.layout import StoreLayout
+from ragcache.store.directory import StoreLayout
 from ragcache_vllm.blocks import StoredBlocks
 
 pytest.importorskip("obstore", reason="needs ragcache-kv[remote]")

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ragcache.kv.block_key import Recipe
+from ragcache.store.directory import StoreLayout
 from ragcache.store.kv_store import KVStore
-from ragcache.store.layout import StoreLayout
 
 VOCAB = 512
 CHUNKS = (45, 70, 33, 101)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError, translate_os_errors
-from ragcache.kv.prefill import PrefillRate
+from ragcache.store.eviction import PrefillRate
 
 if TYPE_CHECKING:
     from ragcache.models.language_model import LanguageModel

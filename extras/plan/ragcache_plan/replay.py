@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.store.accounting import ByteLedger
-from ragcache.store.eviction import LRU, PGDSF, Entry, EvictionPolicy, TinyLFU, get_policy
-from ragcache.store.eviction.admission import CountMinSketch
+from ragcache.store.eviction import LRU, PGDSF, CountMinSketch, Entry, EvictionPolicy, TinyLFU, get_policy
+from ragcache.store.ledger import ByteLedger
 from ragcache_plan.accesses import Accesses
 from ragcache_plan.rates import MachineRates
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ragcache.kv.prefill import PrefillRate
 from ragcache.models.language_model import LanguageModel
+from ragcache.store.eviction import PrefillRate
 
 PROBE_TOKENS = (128, 512)
 PROBE_REPEATS = 3

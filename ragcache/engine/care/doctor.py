@@ -12,8 +12,8 @@ from ragcache.models.machine import advice_on
 from ragcache.retrieval.index import VectorIndex
 from ragcache.retrieval.kinds import Stored
 from ragcache.retrieval.pgvector import PgVectorIndex
-from ragcache.store.garbage import collect_garbage
-from ragcache.store.opening import refuse_unproven
+from ragcache.store.documents import collect_garbage
+from ragcache.store.folder import refuse_unproven
 
 OTHER_VECTORS = "rebuilt: it held other vectors than the documents"
 

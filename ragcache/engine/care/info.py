@@ -8,7 +8,7 @@ from typing import Any
 from ragcache.engine.care.usage import UsageLog
 from ragcache.engine.store import Store
 from ragcache.errors import StoreUnreachableError
-from ragcache.store.counting import chunks_with
+from ragcache.store.schema import chunks_with
 
 PART = 1000
 

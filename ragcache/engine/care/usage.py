@@ -11,7 +11,7 @@ from typing import NamedTuple
 from filelock import FileLock, Timeout
 
 from ragcache.codecs.atomic import atomic_write, write_all
-from ragcache.store.access_counts import KVStats
+from ragcache.store.counters import KVStats
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.deadline import LIMIT
 from ragcache.openmp import work_alone
-from ragcache.store.access_counts import Loaded
+from ragcache.store.counters import Loaded
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
-from ragcache.store.tier_stack import Stored
+from ragcache.store.tiers.stack import Stored
 
 # Reads on their way at once: a solid-state disk wants a deep queue, and threads that wait for it take no core.
 READERS = 8

@@ -19,9 +19,9 @@ from ragcache.codecs.base import example_block
 from ragcache.engine.loading.rates import Rates
 from ragcache.engine.loading.rates_file import RatesFile, machine_key
 from ragcache.kv.block_key import Recipe
-from ragcache.kv.prefill import PrefillRate
 from ragcache.models.kvzip import read_behind
 from ragcache.models.language_model import LanguageModel
+from ragcache.store.eviction import PrefillRate
 
 WHOLE = Recipe()
 WARM_TOKENS = 16

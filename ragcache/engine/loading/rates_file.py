@@ -14,8 +14,8 @@ from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.engine.loading.rates import RateFigures, TierFigures
 from ragcache.errors import StoreError
 from ragcache.kv.block_key import digest
-from ragcache.kv.prefill import PrefillRate
 from ragcache.lazy import torch
+from ragcache.store.eviction import PrefillRate
 
 if TYPE_CHECKING:  # a store without models reads this file too
     from ragcache.models.language_model import LanguageModel

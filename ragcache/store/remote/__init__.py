@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 
 from ragcache.errors import ConfigError, check_choice
-from ragcache.store.remote.base import Blob as Blob
-from ragcache.store.remote.base import Blobs as Blobs
-from ragcache.store.remote.connection import Connection as Connection
-from ragcache.store.remote.objects import open_objects
+from ragcache.store.remote.blobs import Blob as Blob
+from ragcache.store.remote.blobs import Blobs as Blobs
+from ragcache.store.remote.blobs import Connection as Connection
+from ragcache.store.remote.object_store import open_objects
 from ragcache.store.remote.redis import open_redis
 
 SCHEMES: dict[str, Callable[[str], Blobs]] = {

@@ -8,15 +8,15 @@ from pathlib import Path
 from ragcache.codecs import Codec
 from ragcache.errors import check_choice
 from ragcache.store.eviction import EvictionPolicy
-from ragcache.store.tiers.base import DurableTier as DurableTier
-from ragcache.store.tiers.base import Tier as Tier
-from ragcache.store.tiers.base import TierUsage as TierUsage
-from ragcache.store.tiers.budgeted import BudgetedTier as BudgetedTier
-from ragcache.store.tiers.cached import CachedTier as CachedTier
-from ragcache.store.tiers.device import DeviceTier as DeviceTier
 from ragcache.store.tiers.disk import DiskTier as DiskTier
+from ragcache.store.tiers.memory import BudgetedTier as BudgetedTier
+from ragcache.store.tiers.memory import DeviceTier as DeviceTier
 from ragcache.store.tiers.memory import MemoryTier as MemoryTier
+from ragcache.store.tiers.remote import CachedTier as CachedTier
 from ragcache.store.tiers.remote import RemoteTier as RemoteTier
+from ragcache.store.tiers.tier import DurableTier as DurableTier
+from ragcache.store.tiers.tier import Tier as Tier
+from ragcache.store.tiers.tier import TierUsage as TierUsage
 
 # root, codec, budget_bytes, policy, is_pinned: the store's directory, how new blocks are encoded, the most bytes (None:
 # no bound), which block goes for another, and which keys never do.

@@ -14,12 +14,10 @@ from ragcache.codecs.atomic import flush_directory, is_leftover
 from ragcache.codecs.block_file import codec_of, encode_block, read_block, write_block
 from ragcache.errors import MissingBlockError, translate_os_errors
 from ragcache.kv.block import KVBlock
-from ragcache.store.accounting import never
-from ragcache.store.block_files import BlockFiles
-from ragcache.store.disk_budget import BOOKS, Claimed, DiskBudget, NoRoomError
 from ragcache.store.eviction import LRU, Entry, EvictionPolicy
-from ragcache.store.leases import leased
-from ragcache.store.tiers.base import DurableTier, TierUsage
+from ragcache.store.ledger import leased, never
+from ragcache.store.tiers.disk_budget import BOOKS, BlockFiles, Claimed, DiskBudget, NoRoomError
+from ragcache.store.tiers.tier import DurableTier, TierUsage
 
 
 class DiskTier(DurableTier):

@@ -13,10 +13,10 @@ from ragcache.forks import Home
 from ragcache.kv.block import KVBlock
 from ragcache.lazy import torch
 from ragcache.openmp import work_alone
-from ragcache.store.complaints import Complaints
-from ragcache.store.leases import leased
-from ragcache.store.tiers.base import DurableTier, Tier, TierUsage
+from ragcache.store.counters import Complaints
+from ragcache.store.ledger import leased
 from ragcache.store.tiers.memory import private_copy
+from ragcache.store.tiers.tier import DurableTier, Tier, TierUsage
 
 log = logging.getLogger(__name__)
 _MOST_FAILED = 1024

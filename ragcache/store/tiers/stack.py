@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from ragcache.errors import DamagedBlockError, PinError
+from ragcache.errors import DamagedBlockError, PinError, StoreError
 from ragcache.kv.block import KVBlock
 from ragcache.lazy import torch
-from ragcache.store.access_counts import Loaded
-from ragcache.store.demotion import Demotion
+from ragcache.store.counters import Complaints, Loaded
 from ragcache.store.tiers import BudgetedTier, DurableTier, Tier
 
 
@@ -121,3 +123,148 @@ class TierStack:
                     f"{len(pinned)} pinned blocks of {sum(sizes):,} bytes would fill the {tier.name} tier of "
                     f"{budget:,} bytes; pin fewer, or give the tier more"
                 )
+
+
+# Demotion of blocks that a tier gives up.
+
+
+log = logging.getLogger(__name__)
+
+
+class Demotion:
+    """Hands what a tier evicts to the next slower one, and sees that nothing comes to the durable tier which does not
+    belong there: a passing block is never written, and one that was written late, when its document had been deleted by
+    another process, is deleted again (law 10). Thread-safe.
+
+    referenced: which of some keys chunks refer to; None: all of them
+    """
+
+    def __init__(
+        self,
+        durable: DurableTier,
+        key_locks: KeyLocks,
+        *,
+        read_only: bool,
+        referenced: Callable[[Iterable[str]], set[str]] | None,
+    ) -> None:
+        self._durable = durable
+        self._key_locks = key_locks
+        self._read_only = read_only
+        self._referenced = referenced
+        self._passing: set[str] = set()  # held in memory for a moment, and never to be written
+        self._late: set[str] = set()  # written since the last look at what is referenced
+        self._complaints = Complaints(log)
+        self._lock = threading.Lock()
+
+    @property
+    def knows_references(self) -> bool:
+        return self._referenced is not None
+
+    def demote(self, above: BudgetedTier, below: Tier, key: str, block: KVBlock) -> None:
+        """Hand a block down, unless the slower tier has it or somebody works on the key: reads, makes or deletes it."""
+        if key in below or (below is self._durable and not self._is_to_be_written(key)):
+            return
+        with self._key_locks.try_hold(key) as free:
+            if not free or not above.is_leaving(key):
+                return
+            try:
+                if below is self._durable:
+                    self._write(key, block)
+                else:
+                    below.put(key, block)
+            except (StoreError, OSError) as error:
+                self._complaints.failed(f"block {key} is not written, and is computed again when it is needed", error)
+
+    def passes(self, key: str) -> None:
+        """The block is held for a moment."""
+        with self._lock:
+            self._passing.add(key)
+
+    def stays(self, key: str, *, late: bool = False) -> None:
+        """The block is written, or deleted. late: it is written after the caller has gone on."""
+        with self._lock:
+            self._passing.discard(key)
+            if late:
+                self._late.add(key)
+
+    def wanted(self, keys: Iterable[str]) -> set[str]:
+        """Blocks in memory that may stay there although the durable tier has them no more."""
+        with self._lock:
+            known = set(keys) - self._passing
+        return self._referenced(known) if self._referenced is not None and known else set()
+
+    def delete_late(self) -> None:
+        """Delete what was written after its document was deleted by another process, which did not find it."""
+        with self._lock:
+            late, self._late = self._late, set()
+        if self._referenced is None or not late:
+            return
+        try:
+            for key in late - self._referenced(late):
+                with self._key_locks.hold(key):
+                    self._durable.delete(key)
+        except (StoreError, OSError) as error:
+            with self._lock:
+                self._late |= late
+            log.warning("blocks of deleted documents may be left; `ragcache doctor` collects them: %s", error)
+
+    def _write(self, key: str, block: KVBlock) -> None:
+        if self._referenced is None or self._referenced([key]):
+            self._durable.put_as_held(key, block)
+            with self._lock:
+                self._late.add(key)
+        self._complaints.worked()
+
+    def _is_to_be_written(self, key: str) -> bool:
+        with self._lock:
+            passing = key in self._passing
+            self._passing.discard(key)
+        return not (passing or self._read_only)
+
+
+# One lock a key, there only while somebody wants it.
+
+
+class KeyLocks:
+    """Work on one key excludes other work on it; different keys do not wait for each other."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._locks: dict[str, tuple[threading.Lock, int]] = {}
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        """Not reentrant."""
+        with self._guard:
+            lock, waiting = self._locks.get(key, (threading.Lock(), 0))
+            self._locks[key] = (lock, waiting + 1)
+        try:
+            with lock:
+                yield
+        finally:
+            self._leave(key)
+
+    @contextmanager
+    def try_hold(self, key: str) -> Iterator[bool]:
+        """Same as `hold` where nobody works on the key; False, at once, where somebody does."""
+        with self._guard:
+            free = key not in self._locks
+            if free:
+                lock = threading.Lock()
+                lock.acquire()
+                self._locks[key] = (lock, 1)
+        try:
+            yield free
+        finally:
+            if free:
+                lock.release()
+                self._leave(key)
+
+    def _leave(self, key: str) -> None:
+        with self._guard:
+            lock, waiting = self._locks.pop(key)
+            if waiting > 1:
+                self._locks[key] = (lock, waiting - 1)
+
+    def __len__(self) -> int:
+        return len(self._locks)

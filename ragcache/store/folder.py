@@ -22,8 +22,8 @@ from ragcache.errors import (
     StoreReadOnlyError,
 )
 from ragcache.store.database import Database, address
+from ragcache.store.directory import NamedDatabase, StoreLayout
 from ragcache.store.documents import DocumentStore
-from ragcache.store.layout import NamedDatabase, StoreLayout
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -106,3 +107,22 @@ class AccessCounts:
                 self._misses += 1
             else:
                 self._hits[loaded.tier] += 1
+
+
+# Warn of a trouble once, not for every block that meets it.
+
+
+class Complaints:
+    """Logs the first error of each type, and again when things had worked in between."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._known: set[type[BaseException]] = set()
+
+    def failed(self, what: str, error: BaseException) -> None:
+        level = logging.DEBUG if type(error) in self._known else logging.WARNING
+        self._known.add(type(error))
+        self._log.log(level, "%s: %s: %s", what, type(error).__name__, error)
+
+    def worked(self) -> None:
+        self._known.clear()

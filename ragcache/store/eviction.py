@@ -1,0 +1,404 @@
+"""Eviction policies and admission filters by name."""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, Self
+
+import xxhash
+
+from ragcache.errors import ConfigError, check_choice
+
+# The eviction contract: which block a full tier gives up. A policy knows names and sizes, no tensors and no files.
+
+
+class Entry(NamedTuple):
+    """An entry as a policy weighs it: bytes held, and tokens, which a recomputation would cost."""
+
+    key: str
+    num_bytes: int
+    num_tokens: int
+
+
+class EvictionPolicy(ABC):
+    """Orders the entries of one tier. Called under the tier's lock: an implementation needs none of its own.
+
+    weighs_tokens: whether `Entry.num_tokens` matters; where it has to be looked up, it else need not be
+    """
+
+    name: ClassVar[str]
+    weighs_tokens: bool = False
+
+    @abstractmethod
+    def insert(self, entry: Entry) -> None:
+        """An entry came in. Its key is not held at this time."""
+
+    @abstractmethod
+    def touch(self, key: str) -> None:
+        """An entry was asked for. A key that is not held changes no order (an admission filter counts it)."""
+
+    @abstractmethod
+    def remove(self, key: str) -> None:
+        """An entry left, evicted or deleted. An unknown key is ignored."""
+
+    @abstractmethod
+    def victims(self) -> Iterator[str]:
+        """All keys held, the one least worth keeping first. Changes nothing: the tier takes as many as it needs (and
+        may pass over some), then calls `evict` for each."""
+
+    def evict(self, key: str) -> None:
+        """An entry left to make room: `remove`, and what the policy learns from it."""
+        self.remove(key)
+
+    def admits(self, key: str, victims: Sequence[str]) -> bool:
+        """Whether a newcomer is worth these entries, which would have to go for it. Changes nothing."""
+        return True
+
+
+# Least recently used.
+
+
+class LRU(EvictionPolicy):
+    """The entry that was not used for the longest time goes first."""
+
+    name: ClassVar[str] = "lru"
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[str, None] = OrderedDict()
+
+    def insert(self, entry: Entry) -> None:
+        self._order[entry.key] = None
+
+    def touch(self, key: str) -> None:
+        if key in self._order:
+            self._order.move_to_end(key)
+
+    def remove(self, key: str) -> None:
+        self._order.pop(key, None)
+
+    def victims(self) -> Iterator[str]:
+        return iter(self._order)
+
+
+# Least frequently used.
+
+
+class LFU(EvictionPolicy):
+    """The entry with the fewest uses since it came in goes first; of equals, the one not used for the longest time.
+
+    Without ageing: what was hot once stays. `gdsf` and `pgdsf` age.
+    """
+
+    name: ClassVar[str] = "lfu"
+
+    def __init__(self) -> None:
+        self._order = PriorityOrder()
+
+    def insert(self, entry: Entry) -> None:
+        self._order.add(entry.key, 1)
+
+    def touch(self, key: str) -> None:
+        if key in self._order:
+            self._order.raise_to(key, self._order[key] + 1)
+
+    def remove(self, key: str) -> None:
+        self._order.remove(key)
+
+    def victims(self) -> Iterator[str]:
+        return self._order.ascending()
+
+
+# Keys by a priority that only grows while a key is held.
+
+
+@dataclass(slots=True)
+class _Held:
+    """priority, used: what the order is by; used counts the calls, so that of equals the least recently used is first
+    mark: which element of the heap stands for this key"""
+
+    priority: float
+    used: int
+    mark: int = field(default=0)
+
+
+class PriorityOrder:
+    """A heap whose elements are allowed to be out of date.
+
+    Raising a priority does not move the key: its element stays where it is, as a lower bound, until it comes up, and is
+    put in its right place then. So `raise_to` is O(1), the lowest key is found in O(log n) amortised over the calls,
+    and the k lowest in O(k log n). A removed key's element is dropped when it comes up, or when such are the majority.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+        self._heap: list[tuple[float, int, int, str]] = []  # priority, used, mark, key
+        self._clock = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._held
+
+    def __getitem__(self, key: str) -> float:
+        return self._held[key].priority
+
+    def add(self, key: str, priority: float) -> None:
+        """The key is not held at this time."""
+        self._clock += 1
+        held = self._held[key] = _Held(priority, self._clock, self._clock)
+        heapq.heappush(self._heap, (priority, held.used, held.mark, key))
+
+    def raise_to(self, key: str, priority: float) -> None:
+        """Count a use of a key that is held. The priority must not be lower than the one it has."""
+        self._clock += 1
+        held = self._held[key]
+        held.priority, held.used = priority, self._clock
+
+    def remove(self, key: str) -> None:
+        """An unknown key is ignored."""
+        if self._held.pop(key, None) is not None and len(self._heap) > 2 * len(self._held) + 8:
+            self._heap = [(held.priority, held.used, held.mark, name) for name, held in self._held.items()]
+            heapq.heapify(self._heap)
+
+    def ascending(self) -> Iterator[str]:
+        """All keys, lowest first; nothing may be changed while this is iterated."""
+        self._settle()
+        # Best first over the heap as a tree: nothing is popped. An element that is out of date comes up again, without
+        # children, at its true place, which is never before its lower bound.
+        front = [(*self._heap[0], 0)] if self._heap else []
+        while front:
+            _, used, mark, key, index = heapq.heappop(front)
+            if index >= 0:
+                for child in (2 * index + 1, 2 * index + 2):
+                    if child < len(self._heap):
+                        heapq.heappush(front, (*self._heap[child], child))
+            held = self._held.get(key)
+            if held is None or held.mark != mark:
+                continue
+            if held.used == used:
+                yield key
+            else:
+                heapq.heappush(front, (held.priority, held.used, mark, key, -1))
+
+    def _settle(self) -> None:
+        """Bring the true lowest key to the top. Every step of it was paid for by a use or a removal."""
+        while self._heap:
+            _, used, mark, key = self._heap[0]
+            held = self._held.get(key)
+            if held is None or held.mark != mark:
+                heapq.heappop(self._heap)
+            elif held.used != used:
+                heapq.heapreplace(self._heap, (held.priority, held.used, mark, key))
+            else:
+                return
+
+
+# Admission: whether a newcomer is worth what would have to go for it.
+
+
+HIGHEST = 15
+
+
+class CountMinSketch:
+    """How often keys were seen, never too low but for ageing (Cormode and Muthukrishnan 2005).
+
+    width:  counters in each of the four rows, rounded up to a power of two. A counter stops at 15, as in TinyLFU
+    sample: after so many keys all counters are halved, so that what was seen long ago counts less (TinyLFU, "reset")
+
+    Conservative: only the lowest of a key's counters grow.
+    """
+
+    def __init__(self, width: int = 1 << 16, sample: int | None = None) -> None:
+        if width < 1 or (sample is not None and sample < 1):
+            raise ConfigError(f"a sketch of width {width} with a sample of {sample}: both are 1 or more")
+        self._mask = (1 << (width - 1).bit_length()) - 1
+        self._rows = [array("B", bytes(self._mask + 1)) for _ in range(4)]
+        self._sample = sample or 10 * (self._mask + 1)
+        self._seen = 0
+
+    def add(self, key: str) -> None:
+        one, two, three, four = self._cells(key)
+        first, second, third, fourth = self._rows
+        lowest = min(first[one], second[two], third[three], fourth[four])
+        if lowest < HIGHEST:
+            for row, cell in ((first, one), (second, two), (third, three), (fourth, four)):
+                if row[cell] == lowest:
+                    row[cell] += 1
+        self._seen += 1
+        if self._seen >= self._sample:
+            self._halve()
+
+    def estimate(self, key: str) -> int:
+        one, two, three, four = self._cells(key)
+        first, second, third, fourth = self._rows
+        return min(first[one], second[two], third[three], fourth[four])
+
+    def _cells(self, key: str) -> tuple[int, int, int, int]:
+        digest = xxhash.xxh3_128_intdigest(key.encode())
+        mask = self._mask
+        return digest & mask, (digest >> 32) & mask, (digest >> 64) & mask, (digest >> 96) & mask
+
+    def _halve(self) -> None:
+        self._rows = [array("B", (count >> 1 for count in row)) for row in self._rows]
+        self._seen //= 2
+
+
+class TinyLFU(EvictionPolicy):
+    """An admission filter before another policy (Einziger, Friedman and Manes 2017).
+
+    Every request is counted in a sketch, also for keys that are not held. A newcomer takes the place of entries only
+    when it was asked for more often than they; where several would have to go, more often than all of them together,
+    as entries differ in size (Einziger et al. 2021, "aggregated victims"). While there is room, all come in.
+    """
+
+    name: ClassVar[str] = "tinylfu"
+
+    def __init__(self, policy: EvictionPolicy, sketch: CountMinSketch | None = None) -> None:
+        self.weighs_tokens = policy.weighs_tokens
+        self._policy = policy
+        self._sketch = sketch or CountMinSketch()
+
+    def insert(self, entry: Entry) -> None:
+        self._policy.insert(entry)
+
+    def touch(self, key: str) -> None:
+        self._sketch.add(key)
+        self._policy.touch(key)
+
+    def remove(self, key: str) -> None:
+        self._policy.remove(key)
+
+    def evict(self, key: str) -> None:
+        self._policy.evict(key)
+
+    def victims(self) -> Iterator[str]:
+        return self._policy.victims()
+
+    def admits(self, key: str, victims: Sequence[str]) -> bool:
+        if not victims:
+            return True
+        return self._sketch.estimate(key) > sum(self._sketch.estimate(victim) for victim in victims)
+
+
+# How the cost of a prefill grows with its length.
+
+
+@dataclass(frozen=True)
+class PrefillRate:
+    """Cost of a prefill of n tokens: linear * n (matrix products) + quadratic * n * n (attention).
+
+    In seconds where rates were measured; where costs are only compared, the unit is free.
+    """
+
+    linear: float
+    quadratic: float
+
+    @classmethod
+    def of(cls, tokens_s: float, attention_share: float = 0.0) -> Self:
+        """Make a rate from tokens per second, of which a share at 1,000 tokens grows with the square of the length."""
+        return cls((1 - attention_share) / tokens_s, attention_share / tokens_s / 1000)
+
+    def seconds(self, num_tokens: float) -> float:
+        return self.linear * num_tokens + self.quadratic * num_tokens * num_tokens
+
+    def scaled(self, factor: float) -> Self:
+        """The rate of a machine that takes `factor` times as long."""
+        return type(self)(self.linear * factor, self.quadratic * factor)
+
+
+# Greedy-dual-size-frequency, and RAGCache's form of it.
+
+
+class GDSF(EvictionPolicy):
+    """Greedy-dual-size-frequency (Cherkasova 1998, after Cao and Irani's greedy-dual-size).
+
+        priority = clock + frequency * cost / size
+
+    frequency: uses since the entry came in
+    size:      bytes held
+    cost:      1 here, which favours small entries and so the share of hits; `pgdsf` weighs recomputation
+    clock:     the highest priority that was given up so far, so that what is not used any more ages
+
+    The clock is taken when the entry is used. Of equals, the one not used for the longest time goes first.
+    """
+
+    name: ClassVar[str] = "gdsf"
+
+    def __init__(self) -> None:
+        self._order = PriorityOrder()
+        self._clock = 0.0
+        self._uses: dict[str, int] = {}
+        self._worth: dict[str, float] = {}  # cost / size
+
+    def cost(self, entry: Entry) -> float:
+        """Cost of having the entry again."""
+        return 1.0
+
+    def insert(self, entry: Entry) -> None:
+        self._uses[entry.key] = 1
+        self._worth[entry.key] = self.cost(entry) / max(1, entry.num_bytes)
+        self._order.add(entry.key, self._priority(entry.key))
+
+    def touch(self, key: str) -> None:
+        if key in self._uses:
+            self._uses[key] += 1
+            self._order.raise_to(key, self._priority(key))
+
+    def remove(self, key: str) -> None:
+        self._order.remove(key)
+        self._uses.pop(key, None)
+        self._worth.pop(key, None)
+
+    def evict(self, key: str) -> None:
+        if key in self._order:
+            self._clock = max(self._clock, self._order[key])
+        self.remove(key)
+
+    def victims(self) -> Iterator[str]:
+        return self._order.ascending()
+
+    def _priority(self, key: str) -> float:
+        return self._clock + self._uses[key] * self._worth[key]
+
+
+# An 8B model by operations; only the ratio matters to a policy. A token takes 2 * parameters in the products and
+# 2 * num_layers * hidden_size for each token that it attends to, half of them on average: 32 * 4096 / 8.0e9.
+PREFILL_8B = PrefillRate(1.0, 1.6e-5)
+
+
+class PGDSF(GDSF):
+    """RAGCache's prefix-aware greedy-dual-size-frequency (Jin et al. 2024, section 5.1, equations 1 to 3).
+
+        priority = clock + frequency * cost / size
+
+    with the cost of computing the entry's KV. The paper profiles a document's cost behind the prefixes that it was seen
+    behind and takes the mean; a block here is encoded alone, behind no passage, so its cost depends on its own length.
+    With one codec, bytes are as tokens: equal costs a token would leave frequency and age, and longer chunks gain by
+    what attention costs them.
+    """
+
+    name: ClassVar[str] = "pgdsf"
+    weighs_tokens = True
+
+    def __init__(self, prefill: PrefillRate = PREFILL_8B) -> None:
+        super().__init__()
+        self._prefill = prefill
+
+    def cost(self, entry: Entry) -> float:
+        return self._prefill.seconds(entry.num_tokens)
+
+
+POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "lfu": LFU, "gdsf": GDSF, "pgdsf": PGDSF}
+ADMISSIONS: dict[str, type[TinyLFU] | None] = {"all": None, "tinylfu": TinyLFU}
+
+
+def get_policy(name: str, admission: str = "all") -> EvictionPolicy:
+    """A fresh policy, behind an admission filter unless all are admitted. Raises ConfigError that names those there
+    are."""
+    check_choice("eviction policy", name, sorted(POLICIES))
+    check_choice("admission filter", admission, ADMISSIONS)
+    policy, admit = POLICIES[name](), ADMISSIONS[admission]
+    return policy if admit is None else admit(policy)
