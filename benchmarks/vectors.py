@@ -32,7 +32,7 @@ from benchmarks.malloc import allocated_bytes
 from benchmarks.options import add_numbers, add_places, settings_from
 from benchmarks.report import Goal, Result, show, write
 from benchmarks.timing import Timing
-from ragcache.retrieval.index import VectorIndex
+from ragcache.retrieval.vector_index import VectorIndex
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NewChunk, NewDocument
 

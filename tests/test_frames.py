@@ -18,7 +18,7 @@ import pytest
 import ragcache as rc
 from ragcache.fusion.placement import Placer
 from ragcache.models.scheduler import Scheduler
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.store.kv_store import KVStore
 
 PACKAGE = f"{Path(rc.__file__).parent}/"

@@ -82,7 +82,7 @@ import tempfile
 from pathlib import Path
 import ragcache as rc
 from ragcache.engine.store import StoreConfig
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 from transformers import GenerationMixin  # what it imports starts threads of its own
 more += teams()
 

@@ -28,7 +28,7 @@ from ragcache.codecs import CODECS
 from ragcache.engine.asking.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.kv.block_key import block_key
 from ragcache.models.trained_tokens import ReuseSpec
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.app import create_app
 
 FILE = Path(__file__).with_name("wire.json")

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -20,15 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import ConfigError, EmbedderError, EmbedderMismatchError, check_least
+from ragcache.forks import Home
 from ragcache.models.deadline import LIMIT
 from ragcache.models.encode import plan_batches
 from ragcache.models.machine import AUTO, find_device
 from ragcache.openmp import team_ends
-from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
     from tokenizers import Tokenizer
+
 
 Vectors = NDArray[np.float32]
 
@@ -334,3 +338,44 @@ def _dimensions(model: SentenceTransformer, whole: int) -> Sequence[int]:
     if stated := getattr(config, "matryoshka_dimensions", None):
         return sorted({*stated, whole})
     return range(1, whole + 1) if getattr(config, "is_matryoshka", False) else (whole,)
+
+
+# A lock that questions get before everything else.
+
+
+QUESTION, PASSAGES = 0, 1
+
+
+class PriorityLock:
+    """Goes to the lowest rank that waits, and among equals to whoever came first. A plain lock goes to whoever happens
+    to wake up, which is most often the one that has just released it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tickets = count()
+        self._waiting: list[tuple[int, int]] = []
+        self._held = False
+        self._home = Home("this embedder or reranker was loaded", "load it")
+
+    @contextmanager
+    def hold(self, rank: int) -> Iterator[None]:
+        """Raises CancelledError and TimedOutError within `limits.limited`, while it waits, and ForkedError."""
+        self._home.check()
+        limit = LIMIT.get()
+        with self._changed:
+            place = (rank, next(self._tickets))
+            self._waiting.append(place)
+            try:
+                while self._held or min(self._waiting) != place:
+                    limit.check()
+                    self._changed.wait(limit.poll_s())
+                self._held = True
+            finally:
+                self._waiting.remove(place)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held = False
+                self._changed.notify_all()

@@ -30,9 +30,8 @@ from sqlalchemy import (
 from sqlalchemy.types import Double, UserDefinedType
 
 from ragcache.errors import ConfigError, StoreNotFoundError, StoreReadOnlyError, check_least
-from ragcache.retrieval.id_set import Ids
-from ragcache.retrieval.index import SearchResult, ranked, rows_among
-from ragcache.retrieval.kinds import HNSW_EF_CONSTRUCTION, HNSW_EF_SEARCH, HNSW_NEIGHBOURS, Stored, Vectors
+from ragcache.retrieval.faiss_kinds import HNSW_EF_CONSTRUCTION, HNSW_EF_SEARCH, HNSW_NEIGHBOURS, Ids, Stored, Vectors
+from ragcache.retrieval.vector_index import SearchResult, ranked, rows_among
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter

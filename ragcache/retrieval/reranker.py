@@ -17,8 +17,7 @@ from ragcache.errors import RerankerError
 from ragcache.models.deadline import LIMIT
 from ragcache.models.machine import AUTO, find_device
 from ragcache.openmp import team_ends
-from ragcache.retrieval.embedder import LONG_TEXT
-from ragcache.retrieval.priority import QUESTION, PriorityLock
+from ragcache.retrieval.embedder import LONG_TEXT, QUESTION, PriorityLock
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import ConfigError, FilterError, PromptError, check_choice, check_least
+from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError, check_choice, check_least
 from ragcache.retrieval.embedder import Embedder
-from ragcache.retrieval.index import SearchIndex, SearchResult
-from ragcache.retrieval.mmr import maximal_marginal_relevance
-from ragcache.retrieval.opening import open_index
+from ragcache.retrieval.faiss_kinds import Stored
+from ragcache.retrieval.pgvector import PgVectorIndex
 from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.search import SEARCHES, Search
+from ragcache.retrieval.vector_index import KINDS, SearchIndex, SearchResult, VectorIndex
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk
@@ -298,3 +300,59 @@ def _check_options(k: int, mmr_lambda: float | None, fetch_k: int | None) -> Non
         raise ConfigError(f"mmr_lambda is {mmr_lambda}; it must lie in 0..1", "mmr_lambda")
     if fetch_k is not None and fetch_k < k:
         raise ConfigError(f"fetch_k is {fetch_k}; it must be at least k ({k})", "fetch_k")
+
+
+# Maximal marginal relevance: relevant passages that do not repeat each other.
+
+
+def maximal_marginal_relevance(
+    scores: NDArray[np.float32], vectors: NDArray[np.float32], k: int, mmr_lambda: float
+) -> list[int]:
+    """Positions of at most k candidates, in the order chosen (Carbonell and Goldstein, 1998, equation 1).
+
+    scores: [n], inner products with the question. vectors: [n, dimension]. The next candidate maximises
+    mmr_lambda * score - (1 - mmr_lambda) * max(inner product with a chosen one): 1 is the plain ranking. Ties go to the
+    earlier candidate.
+    """
+    chosen: list[int] = []
+    if len(scores) == 0:
+        return chosen
+    similar = np.full(len(scores), -np.inf, dtype=np.float32)
+    left = np.ones(len(scores), dtype=bool)
+    while left.any() and len(chosen) < k:
+        # With nothing chosen yet there is no redundancy: the first is the most relevant, whatever the weight.
+        value = mmr_lambda * scores - (1 - mmr_lambda) * similar if chosen else scores
+        best = int(np.argmax(np.where(left, value, -np.inf)))
+        chosen.append(best)
+        left[best] = False
+        similar = np.maximum(similar, vectors @ vectors[best])
+    return chosen
+
+
+# Open the index of a store, of whatever kind.
+
+
+log = logging.getLogger(__name__)
+
+
+def open_index(documents: DocumentStore, path: Path, kind: str, embedder: str, dimension: int) -> SearchIndex:
+    """The index saved at `path`, or an empty one where the file is absent, damaged, of another kind or embedder; kind
+    "pgvector" is a table of the database. Not yet brought up to date. Raises ConfigError, StoreNotFoundError."""
+    check_choice("index kind", kind, (*KINDS, PgVectorIndex.kind))
+    stored = partial(documents.vectors_by_ids, dimension=dimension)
+    if kind == PgVectorIndex.kind:
+        return PgVectorIndex(documents.database, dimension, embedder=embedder, stored=stored)
+    saved = _saved_index(path, stored)
+    if saved is not None and (saved.embedder, saved.dimension, saved.kind) == (embedder, dimension, kind):
+        return saved
+    return VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored)
+
+
+def _saved_index(path: Path, stored: Stored) -> VectorIndex | None:
+    if not path.exists():
+        return None
+    try:
+        return VectorIndex.load(path, stored)
+    except DamagedIndexError as error:
+        log.warning("%s", error)
+        return None

@@ -17,7 +17,7 @@ from ragcache.codecs.basis import stand_in
 from ragcache.errors import UnencodableBlockError
 from ragcache.fusion import METHODS
 from ragcache.kv.block import KVBlock
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.store.codec_basis import hold_basis
 from ragcache.store.kv_store import KVStore
 

@@ -12,9 +12,9 @@ import warnings
 import pytest
 
 import ragcache as rc
-from ragcache.retrieval.priority import QUESTION as QUESTIONS_RANK
-from ragcache.retrieval.priority import PriorityLock
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.embedder import QUESTION as QUESTIONS_RANK
+from ragcache.retrieval.embedder import PriorityLock
+from ragcache.retrieval.fake import BagOfWords
 
 SHORT = rc.Sampling(max_tokens=8)
 QUESTION = "Where do dogs bark?"

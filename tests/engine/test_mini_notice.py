@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 import ragcache as rc
 from ragcache.engine.asking import mini_notice
 from ragcache.engine.asking.mini_notice import is_other_text
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = ROOT / "examples" / "corpus"

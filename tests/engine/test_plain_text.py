@@ -15,7 +15,7 @@ import ragcache as rc
 from ragcache.engine.asking import plain_text
 from ragcache.errors import ContextTooLongError
 from ragcache.models.trained_tokens import ReuseSpec
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 QUESTION = "Who meets on Monday?"
 ONE = rc.Sampling(max_tokens=1)

@@ -23,7 +23,7 @@ from ragcache.errors import (
     StoreNotFoundError,
     StoreReadOnlyError,
 )
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 QUESTION = "Where do dogs bark at night?"
 SHORT = rc.Sampling(max_tokens=8)

@@ -19,7 +19,7 @@ import ragcache as rc
 from ragcache.engine.asking.conversation import Conversation
 from ragcache.errors import ConfigError, PromptError
 from ragcache.models.sampler import Sampling
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 CATS = "The cat sat on the mat. It was happy there.\n"
 PLACE = {"type": "object", "properties": {"name": {"enum": ["Kelbrook", "Arno"]}}, "required": ["name"]}

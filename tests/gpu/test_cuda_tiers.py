@@ -11,7 +11,7 @@ from families import assert_same, random_prompt
 import ragcache as rc
 from ragcache.codecs import CODECS
 from ragcache.kv.block import KVBlock
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.store.eviction import LRU
 from ragcache.store.kv_store import KVStore
 from ragcache.store.tiers import DeviceTier, MemoryTier

@@ -18,8 +18,8 @@ from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.models.language_model import LanguageModel
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.retrieval.retriever import Retriever
-from ragcache.retrieval.testing import BagOfWords
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore

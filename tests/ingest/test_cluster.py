@@ -23,7 +23,7 @@ from kit import DyingEmbedder, Kit
 import ragcache as rc
 from ragcache.errors import CancelledError, ClusterError, ConfigError
 from ragcache.ingest.document import Document
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.store.kv_store import KVStore
 from ragcache.store.schema import PREFIX
 from ragcache_ray.cluster import Cluster, RayConfig

@@ -12,7 +12,7 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from langchain_ragcache import RagCacheVectorStore
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 ANSWER_S = 20.0
 

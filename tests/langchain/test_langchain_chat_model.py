@@ -28,7 +28,7 @@ from ragcache.errors import (
     PromptError,
     UnknownHandleError,
 )
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 ASKED = f"Question: {QUESTION}"
 

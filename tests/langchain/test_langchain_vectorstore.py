@@ -27,7 +27,7 @@ from ragcache.errors import (
     ReaderError,
     StoreBusyError,
 )
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ from ragcache.errors import (
     ReaderError,
     StoreBusyError,
 )
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 RIVER = "Where does the Arno rise?"
 

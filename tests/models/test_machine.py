@@ -23,8 +23,8 @@ from ragcache.errors import ConfigError
 from ragcache.models import machine
 from ragcache.models.machine import DEVICES, find_device, suits
 from ragcache.retrieval.embedder import load_embedder
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.retrieval.reranker import load_reranker
-from ragcache.retrieval.testing import BagOfWords
 
 SLOW = "no instructions"
 

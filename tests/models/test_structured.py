@@ -15,7 +15,7 @@ from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
 from ragcache.models.card import eos_token_ids
 from ragcache.models.generate import decode
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 SCHEMA = {
     "type": "object",

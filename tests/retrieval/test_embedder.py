@@ -21,8 +21,7 @@ from ragcache.errors import CancelledError, ConfigError, EmbedderError, Embedder
 from ragcache.models.deadline import Limit, limited
 from ragcache.models.encode import plan_batches
 from ragcache.retrieval import embedder as embedders
-from ragcache.retrieval.embedder import BoundedEmbedder, TokenEmbedder, load_embedder
-from ragcache.retrieval.priority import PASSAGES, QUESTION, PriorityLock
+from ragcache.retrieval.embedder import PASSAGES, QUESTION, BoundedEmbedder, PriorityLock, TokenEmbedder, load_embedder
 
 WORDS = ["river", "town", "club", "bridge", "year", "of", "the", "was", "born", "founded", "by", "anna", "lake"]
 TEXTS = [" ".join(WORDS[: 1 + i % len(WORDS)] * (1 + i // 3)) for i in range(14)]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ragcache.errors import ConfigError, DamagedIndexError, StoreReadOnlyError
-from ragcache.retrieval.index import VectorIndex
-from ragcache.retrieval.mmr import maximal_marginal_relevance
+from ragcache.retrieval.retriever import maximal_marginal_relevance
+from ragcache.retrieval.vector_index import VectorIndex
 
 DIMENSION = 4
 KINDS = ["flat", "hnsw", "ivfpq"]

@@ -8,10 +8,10 @@ import pytest
 from ragcache.engine.care.doctor import doctor
 from ragcache.engine.store import StoreConfig, open_store
 from ragcache.errors import DamagedIndexError
-from ragcache.retrieval import ivfpq
+from ragcache.retrieval import faiss_kinds as ivfpq
 from ragcache.retrieval.deletion import delete_documents
-from ragcache.retrieval.index import VectorIndex
 from ragcache.retrieval.retriever import Retriever
+from ragcache.retrieval.vector_index import VectorIndex
 from ragcache.store.records import NewChunk, NewDocument, VectorBatch
 
 DIMENSION = 32

@@ -8,9 +8,9 @@ import pytest
 from postgres_server import pgvector_schema
 
 from ragcache.errors import ConfigError, EmbedderMismatchError, FilterError, PromptError
-from ragcache.retrieval.index import VectorIndex
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.retrieval.retriever import Retriever
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.vector_index import VectorIndex
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NewChunk, NewDocument
 

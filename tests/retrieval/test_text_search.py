@@ -10,8 +10,8 @@ import pytest
 from postgres_server import postgres_schema
 
 from ragcache.errors import ConfigError, FilterError, StoreReadOnlyError
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.retrieval.retriever import FETCH_FACTOR, Retriever
-from ragcache.retrieval.testing import BagOfWords
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NewChunk, NewDocument, StoredVersion
 from ragcache.store.text_search import WORDS

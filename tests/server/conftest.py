@@ -11,7 +11,7 @@ from serving import TEXTS, Served, serving
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.settings import ServerSettings
 
 CORPUS = Path(__file__).parents[2] / "examples" / "corpus"

@@ -8,7 +8,7 @@ from vllm_double import VllmDouble
 from vllm_double import serving as vllm_serving
 
 import ragcache as rc
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.settings import ServerSettings
 from ragcache_vllm.request_layout import served_name
 

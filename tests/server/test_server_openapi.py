@@ -11,7 +11,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.app import create_app
 from ragcache.server.settings import AnswerDefaults, ServerSettings
 

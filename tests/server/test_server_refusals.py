@@ -11,7 +11,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from serving import Served, serving
 
 import ragcache as rc
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 CHAT, EMBED, DOCUMENTS = "/v1/chat/completions", "/v1/embeddings", "/v1/documents"
 USER = [{"role": "user", "content": "Cats?"}]

@@ -9,7 +9,7 @@ from openai import BadRequestError, OpenAI
 from serving import Served, serving
 
 import ragcache as rc
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.schemas.responses import ResponsesRequest
 
 QUESTION = "Where does the cat sit?"

@@ -14,7 +14,7 @@ from ragcache.models.adapter import Base, write_adapter
 from ragcache.models.hub import resolve
 from ragcache.models.load import checkpoint_digest
 from ragcache.models.trained_tokens import ReuseSpec
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 pytest.importorskip("vllm", reason="runs in vLLM's own environment")
 

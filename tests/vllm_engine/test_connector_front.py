@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ragcache as rc
-from ragcache.retrieval.testing import BagOfWords
+from ragcache.retrieval.fake import BagOfWords
 
 pytest.importorskip("vllm", reason="runs in vLLM's own environment")
 

@@ -9,9 +9,9 @@ from typing import Any
 from ragcache.engine.store import Store
 from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
 from ragcache.models.machine import advice_on
-from ragcache.retrieval.index import VectorIndex
-from ragcache.retrieval.kinds import Stored
+from ragcache.retrieval.faiss_kinds import Stored
 from ragcache.retrieval.pgvector import PgVectorIndex
+from ragcache.retrieval.vector_index import VectorIndex
 from ragcache.store.documents import collect_garbage
 from ragcache.store.folder import refuse_unproven
 
