@@ -128,7 +128,7 @@ def __getattr__(name: str) -> Any:
 
     refuse_foreign()
     if name in _WORKERS:
-        from ragcache.ingest.workbench import WORKERS
+        from ragcache.ingest.worker import WORKERS
 
         value: Any = WORKERS[_WORKERS[name]]
     else:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
 from ragcache.engine.asking.conversation import Conversation, Said, completion_ends
-from ragcache.ingest.tokens import ChunkTokenizer
+from ragcache.ingest.chunker import ChunkTokenizer
 from ragcache.prompt import CUT, encode_rendered, encode_text, prompt_format
 
 SYSTEM, QUESTION, ANSWER = "  You row boats. ", "Who rows on the <b> river\n\nat night? ", "The boat, [a] the oar."

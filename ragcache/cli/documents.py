@@ -75,7 +75,7 @@ def ingest(
     Unchanged documents cost nothing, changed ones are replaced. Inputs that cannot be read are listed with the reason
     and the others go on; the exit status is 1 then. After an interruption, run it again: it goes on from there.
     """
-    from ragcache.ingest.progress_bars import progress_bars
+    from ragcache.ingest.report import progress_bars
 
     cluster = ray_config(ray, ray_actors)
     with open_with_models(store, models, chunks, reading, create=not dry_run) as kb:

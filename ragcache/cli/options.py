@@ -301,7 +301,7 @@ class ReadLimitOptions:
     def config(self) -> IngestConfig:
         """Raises ConfigError."""
         from ragcache import IngestConfig
-        from ragcache.ingest.limits import ReadLimits
+        from ragcache.ingest.document import ReadLimits
 
         return IngestConfig(reading=ReadLimits(self.read_time, self.read_memory, self.max_text))
 

@@ -33,7 +33,7 @@ def reencode(
     The passages stay as they were cut, with their ids and metadata. --store is not changed: delete it when the new one
     is what you want. After an interruption, run it again: it goes on from there.
     """
-    from ragcache.ingest.progress_bars import progress_bars
+    from ragcache.ingest.report import progress_bars
 
     if models.model is None:
         raise ConfigError("say which model is to read the documents: --model")

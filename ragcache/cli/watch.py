@@ -38,7 +38,7 @@ def watch(
     A folder that vanishes is reported, and its documents stay until it is back. Ctrl-C or SIGTERM ends the command;
     what was stored stays.
     """
-    from ragcache.ingest.watching import watch_folders
+    from ragcache.ingest.watch import watch_folders
 
     with open_with_models(store, models, chunks, reading, create=True) as kb, stopped_by_signals() as stop:
 

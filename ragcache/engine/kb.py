@@ -37,11 +37,10 @@ from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
-from ragcache.ingest.pipeline import IngestConfig
+from ragcache.ingest.pipeline import IngestConfig, Input
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, Progress
-from ragcache.ingest.run import Input
-from ragcache.ingest.workbench import WORKERS, WorkersConfig
+from ragcache.ingest.worker import WORKERS, WorkersConfig
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard
@@ -227,7 +226,7 @@ class RagCache(Library, AsyncTwins):
         )
         if progress is not True:
             return run(progress=progress or None)
-        from ragcache.ingest.progress_bars import progress_bars, say_line
+        from ragcache.ingest.report import progress_bars, say_line
 
         if isinstance(self.lm, LanguageModel):
             say_line(str(self.estimate_kv(given)))

@@ -33,12 +33,11 @@ from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
-from ragcache.ingest.chunker import Chunker, ChunkerConfig
+from ragcache.ingest.chunker import Chunker, ChunkerConfig, WholeTexts
+from ragcache.ingest.context_chunks import NEIGHBOURHOODS, Neighbourhood
 from ragcache.ingest.encoder import BlockNames, ModelEncoder
-from ragcache.ingest.neighbours import NEIGHBOURHOODS, Neighbourhood
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
-from ragcache.ingest.whole import WholeTexts
-from ragcache.ingest.workbench import Workers, WorkersConfig
+from ragcache.ingest.worker import Workers, WorkersConfig
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefix_cache import PrefixTree
 from ragcache.models.card import ModelCard

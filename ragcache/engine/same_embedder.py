@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import EmbedderMismatchError
-from ragcache.ingest.copying import as_cut
+from ragcache.ingest.pipeline import as_cut
 from ragcache.retrieval.embedder import Embedder
 from ragcache.store.documents import DocumentStore
 

@@ -21,7 +21,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.store.records import Chunk
 
 if TYPE_CHECKING:  # FAISS comes with it
-    from ragcache.ingest.neighbours import Neighbourhood
+    from ragcache.ingest.context_chunks import Neighbourhood
 
 ReadPrefix = Callable[[Sequence[int]], AbstractContextManager[Exact | None]]
 # A shorter beginning runs in the pass of the question, which takes no longer for it.

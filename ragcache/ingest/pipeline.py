@@ -10,28 +10,52 @@ all its blocks are flushed. The index follows SQL. Replaced blocks are deleted l
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from ragcache.errors import BasisError, ConfigError, check_choice
-from ragcache.ingest.chunker import Chunker
-from ragcache.ingest.copying import CopyRun, StoredCuts
+import numpy as np
+
+from ragcache.errors import (
+    BasisError,
+    ConfigError,
+    DuplicateDocumentError,
+    IngestError,
+    PromptError,
+    ReaderError,
+    check_choice,
+)
+from ragcache.ingest.changes import KnownDocuments, sync_roots
+from ragcache.ingest.chunker import Chunker, TextChunk, WholeTexts
+from ragcache.ingest.document import Document, ReadLimits
 from ragcache.ingest.encoder import BlockNames, ModelEncoder
-from ragcache.ingest.isolated import IsolatedReader
-from ragcache.ingest.limits import ReadLimits
-from ragcache.ingest.report import IngestReport, Progress
-from ragcache.ingest.run import IngestRun, Input
-from ragcache.ingest.whole import WholeTexts
-from ragcache.ingest.workbench import Workbench, Workers, WorkHere
-from ragcache.models.deadline import Limit, limited
+from ragcache.ingest.readers import SourceFile, find_files
+from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, ProgressEvent
+from ragcache.ingest.sandbox import IsolatedReader
+from ragcache.ingest.worker import (
+    EncodeJob,
+    Record,
+    Say,
+    Source,
+    Vectors,
+    Work,
+    Workbench,
+    Workers,
+    WorkHere,
+    calibrate,
+)
+from ragcache.models.deadline import LIMIT, Limit, limited
 from ragcache.retrieval.deletion import delete_documents
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore, collect_garbage
 from ragcache.store.kv_store import KVStore
+from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredDocument, StoredVersion
 
 KV_MODES = ("eager", "lazy", "hot")
 HOT_AFTER = 2
@@ -192,3 +216,427 @@ class Ingestor:
     def collect_garbage(self) -> int:
         """Delete the blocks that no chunk refers to any more; returns how many. The caller holds the writer lock."""
         return collect_garbage(self.documents, self.kv)
+
+
+# One ingestion, from its inputs to its report.
+
+
+Input = str | os.PathLike[str] | SourceFile | Document
+
+
+@dataclass
+class Prepared:
+    """A document on its way: its chunks, the keys of their blocks, and whether it replaces one.
+
+    file: id of the file that it is from, or ""
+    stored: the chunks are in the store already; only KV blocks are missing.
+    """
+
+    document: Document
+    file: str
+    content_hash: str
+    chunks: list[TextChunk]
+    keys: list[str]
+    replaces: bool
+    stored: tuple[Chunk, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+class IngestRun:
+    """One call of `Ingestor.ingest`."""
+
+    def __init__(
+        self,
+        ingestor: Ingestor,
+        bench: Workbench,
+        work: Callable[[IngestReport, Say], Work],
+        *,
+        eager: bool,
+        uses: int = 0,
+        sync: bool = False,
+        dry_run: bool = False,
+        progress: Progress | None,
+    ) -> None:
+        """bench: for what is needed of single documents
+        work: reads and computes, given the report to fill and what to tell of progress
+        uses: times that a chunk without KV is to be retrieved before its KV is kept
+        """
+        self.to = ingestor
+        self.bench = bench
+        self.chunker = bench.chunker
+        # What chunks are read behind is known when all documents are stored: `_encode_behind_neighbours`.
+        self.eager = eager and ingestor.names.neighbourhood is None
+        self._eager_then = eager and not self.eager
+        self.uses = uses
+        self.progress: Progress = progress or (lambda _event: None)
+        self.sync = sync
+        self.report = IngestReport(dry_run=dry_run)
+        self._work = work(self.report, self._say)
+        self._known = KnownDocuments(ingestor.documents.versions(), bench.chunker.settings)
+        self._seen: set[str] = set()
+        self._roots: list[str] = []
+        self._files: dict[str, bool] = {}  # whether it was read without a failure, by id
+        self._told: set[str] = set()  # documents that the report names already
+        self._done = {"embed": 0, "encode": 0, "commit": 0}
+        self._total = dict(self._done)
+        self._saved_at = time.monotonic()
+
+    def __call__(self, inputs: Iterable[Input] | Input) -> IngestReport:
+        started = time.perf_counter()
+        given = [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)
+        if self.sync:
+            self._roots = sync_roots(one for one in given if not isinstance(one, Document | SourceFile))
+        if self.report.dry_run:
+            for window in self._windows(given):
+                self._foretell(window)
+        else:
+            self._ingest(given)
+        self._remove_vanished()
+        if not self.report.dry_run:
+            self._encode_behind_neighbours()
+        self.report.seconds.total_s = time.perf_counter() - started
+        return self.report
+
+    def _ingest(self, inputs: Sequence[Input]) -> None:
+        # What a killed run left: replaced blocks not yet deleted, commits that the index has not seen.
+        self.to.collect_garbage()
+        self.to.retriever.refresh()
+        jobs = ((window, self._job(window)) for window in self._windows(inputs))
+        for window, vectors in self._work.compute(jobs):
+            self._commit_window(window, vectors)
+        self.to.collect_garbage()  # of documents that others have moved onto
+        self._save_index(force=True)
+
+    # Reading
+
+    def _windows(self, inputs: Sequence[Input]) -> Iterator[list[Prepared]]:
+        window: list[Prepared] = []
+        for prepared in self._prepared(inputs):
+            window.append(prepared)
+            self._expect(prepared)
+            if sum(one.num_tokens for one in window) >= self.to.config.window_tokens:
+                yield window
+                window = []
+        if window:
+            yield window
+
+    def _prepared(self, inputs: Sequence[Input]) -> Iterator[Prepared]:
+        for record, file in self._records(inputs):
+            if isinstance(record.found, ReaderError):
+                self._fail(record.found.path, record.found, file)
+            elif (prepared := self._prepare(record.found, file, record)) is not None:
+                yield prepared
+
+    def _records(self, inputs: Sequence[Input]) -> Iterator[tuple[Record, str]]:
+        """All records of the inputs, in order, with the ids of their files. A file that is called something else than
+        its path is in no folder that could be followed: its documents have no file."""
+        sources = list(self._sources(inputs))
+        self._known.look_for_vanished(self._roots, self._files)
+        read = self._work.read(sources, self._known.content_hashes)
+        for done, (source, records) in enumerate(zip(sources, read, strict=True)):
+            name = source.where if isinstance(source, Document) else source.source or str(source.path)
+            self.progress(ProgressEvent("read", done, len(sources), name))
+            file = "" if isinstance(source, Document) or source.source else source.id
+            for record in records:
+                yield record, file
+        self.progress(ProgressEvent("read", len(sources), len(sources)))
+
+    def _sources(self, inputs: Sequence[Input]) -> Iterator[Source]:
+        """A file that is named twice, by its folder and by itself say, is read once."""
+        for given in inputs:
+            if isinstance(given, Document | SourceFile):
+                yield given
+                continue
+            found = find_files([given])
+            self.report.failed += [Failure(error.path, error) for error in found.failed]
+            self.report.skipped += found.skipped
+            for file in found.files:
+                if file.id not in self._files:
+                    self._files[file.id] = True
+                    yield file
+
+    def _prepare(self, document: Document, file: str, record: Record) -> Prepared | None:
+        """The document's chunks and keys; None when there is nothing to do or it cannot be ingested."""
+        try:
+            LIMIT.get().check()
+            self.bench.check(document)
+            if document.id in self._seen:
+                raise DuplicateDocumentError(
+                    f"{document.where}: the id {document.id!r} was given before in this call; give every document its "
+                    "own id"
+                )
+            self._seen.add(document.id)
+            content_hash = document.content_hash(self.chunker.settings)
+            found = self._known.find(document, content_hash, file, lambda id: self._is_text_of(document, id))
+            if found is not None:
+                self._rename(found.id, document, content_hash if found.same else None, file)
+                if found.same:
+                    return self._prepare_unchanged(document, content_hash)
+            cut = record.cut or self.bench.cut(document, self.report.seconds)
+            if isinstance(cut, Exception):
+                raise cut
+        except (IngestError, PromptError) as error:
+            self._fail(document.where, error, file)
+            return None
+        return Prepared(document, file, content_hash, cut.chunks, cut.keys, found is not None)
+
+    def _rename(self, id: str, document: Document, content_hash: str | None, file: str) -> None:
+        """Let a stored document have the id, source and file that it has now. content_hash: None where its content is
+        another; it is then still to be replaced."""
+        old = self._known.version(id)
+        version = StoredVersion(content_hash or old.content_hash, document.where, file)
+        if id == document.id and (content_hash is None or version == old):
+            return
+        if not self.report.dry_run:
+            names = [self.chunker.chunk_id(document.id, chunk.ordinal) for chunk in self.to.documents.chunks_of(id)]
+            gone = self.to.documents.move_document(id, document.id, version, names)
+            self.to.retriever.apply([], np.empty((0, self.to.retriever.index.dimension), np.float32), gone)
+        self._known.move(id, document.id, version)
+        if id != document.id:
+            self.report.moved.append(Moved(id, document.id))
+            self._told.add(document.id)
+        elif old.source != version.source and old.file is not None:
+            self.report.updated.append(id)
+            self._told.add(id)
+
+    def _is_text_of(self, document: Document, id: str) -> bool:
+        stored = [chunk.text for chunk in self.to.documents.chunks_of(id)]
+        return [chunk.text for chunk in self.chunker.split(document.text)] == stored
+
+    def _prepare_unchanged(self, document: Document, content_hash: str) -> Prepared | None:
+        """None when its KV blocks are there too, or are not wanted now."""
+        eager = self.eager and not self.report.dry_run
+        stored = tuple(self.to.documents.chunks_of(document.id)) if eager else ()
+        keys = [self.to.names.key(chunk.token_ids) for chunk in stored]
+        if all(chunk.handle == key and self.to.kv.stored_bytes(key) for chunk, key in zip(stored, keys, strict=True)):
+            self._tell_unchanged(document.id)
+            return None
+        chunks = [TextChunk(chunk.text, chunk.token_ids, ()) for chunk in stored]
+        return Prepared(document, "", content_hash, chunks, keys, replaces=True, stored=stored)
+
+    # Computing
+
+    def _job(self, window: list[Prepared]) -> EncodeJob:
+        texts = [
+            chunk.embedded_text(one.document.title) for one in window if not one.stored for chunk in one.chunks
+        ]  # fmt: skip
+        if not self.eager:
+            return EncodeJob(texts, {})
+        # The same text twice is one block.
+        wanted = {key: chunk.token_ids for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
+        self._say("skip", sum(one.num_tokens for one in window) - sum(map(len, wanted.values())))
+        self._calibrate(wanted)
+        return EncodeJob(texts, wanted)
+
+    def _calibrate(self, wanted: Mapping[str, list[int]]) -> None:
+        if wanted and self.to.kv.basis.is_lacking:
+            with self.report.seconds.timed("encode_s"):
+                calibrate(self.to.documents, self.to.kv, self.to.encoder, list(wanted.values()))
+
+    def _encode_behind_neighbours(self) -> None:
+        """Discard KV that was read behind others than are nearest now. Where KV is computed at once, compute what is
+        missing in the whole store."""
+        near = self.to.names.neighbourhood
+        if near is None:
+            return
+        near.update()
+        self.to.collect_garbage()
+        if self._eager_then:
+            self._keep_beginning()
+            for chunks in near.without_kv():
+                self._encode_chunks(self.to.names.with_neighbours(chunks))
+
+    def _encode_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Compute and commit the KV of stored chunks, whose neighbours were looked up."""
+        keys = [self.to.names.key(chunk.token_ids, chunk.neighbours) for chunk in chunks]
+        wanted = {key: chunk.token_ids for key, chunk in zip(keys, chunks, strict=True)}
+        behind = {key: chunk.neighbours for key, chunk in zip(keys, chunks, strict=True)}
+        self._total["encode"] += sum(map(len, wanted.values()))
+        self._calibrate(wanted)
+        for done, _ in self._work.compute([(keys, EncodeJob([], wanted, behind))]):
+            with self.report.seconds.timed("commit_s"):
+                handles = {chunk.id: key for chunk, key in zip(chunks, done, strict=True)}
+                self.to.documents.set_handles(handles)
+
+    # Storing
+
+    def _keep_beginning(self) -> None:
+        """Store the block of the prompts' beginning, once: an engine elsewhere loads it as it loads passages."""
+        key = self.to.names.first_key
+        if key is None:
+            return
+        if not self.to.kv.stored_bytes(key):
+            self.to.kv.put(key, self.to.encoder.encode_first(), flushed=True)
+        self.to.documents.hold(key)
+
+    def _commit_window(self, window: list[Prepared], vectors: Vectors) -> None:
+        if self.eager:
+            self._keep_beginning()
+        start = 0
+        for one in window:
+            if one.stored:
+                self._commit_handles(one)
+                continue
+            self._commit(one, vectors[start : start + len(one.chunks)])
+            start += len(one.chunks)
+        if not self._work.is_ahead:
+            self.to.collect_garbage()
+        self._save_index()
+
+    def _commit(self, one: Prepared, vectors: Vectors) -> None:
+        document = one.document
+        chunks = [
+            NewChunk(
+                self.chunker.chunk_id(document.id, ordinal), chunk.text, chunk.token_ids, vector,
+                handle=key if self.eager or self.to.kv.stored_bytes(key) else None,
+                uses_left=self.uses,
+                metadata={"headings": list(chunk.headings)} if chunk.headings else {},
+            )
+            for ordinal, (chunk, key, vector) in enumerate(zip(one.chunks, one.keys, vectors, strict=True))
+        ]  # fmt: skip
+        new = NewDocument(
+            document.id, document.where, one.content_hash, dict(document.metadata), document.title, one.file
+        )  # fmt: skip
+        with self.report.seconds.timed("commit_s"):
+            before = self.to.documents.chunks_of(document.id) if one.replaces else []
+            try:
+                ids = self.to.documents.replace_document(new, chunks)
+            except IngestError as error:
+                self._fail(document.where, error, one.file)
+                return
+            self.to.retriever.apply(ids, vectors, [chunk.vector_id for chunk in before])
+        self._tell_stored(one)
+        self._advance("commit", 1, document.id)
+
+    def _commit_handles(self, one: Prepared) -> None:
+        with self.report.seconds.timed("commit_s"):
+            self.to.documents.set_handles({chunk.id: key for chunk, key in zip(one.stored, one.keys, strict=True)})
+        self._tell_unchanged(one.document.id)
+        self._advance("commit", 1, one.document.id)
+
+    def _remove_vanished(self) -> None:
+        # A folder that vanished since it was named is not one whose files were deleted.
+        roots = [root for root in self._roots if os.path.exists(root)]
+        gone = self._known.vanished(roots, self._files, self._seen)
+        if gone:
+            self.report.removed += gone if self.report.dry_run else self.to.delete(gone)
+
+    def _save_index(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        index, path = self.to.retriever.index, self.to.layout.index
+        changed = index.saved_generation != index.generation or not path.exists()
+        if changed and (force or now - self._saved_at >= self.to.config.save_every_s):
+            self.to.retriever.save(path)
+            self._saved_at = now
+
+    # Reporting
+
+    def _foretell(self, window: list[Prepared]) -> None:
+        """Report a window as `_ingest_window` would, without doing anything."""
+        for one in window:
+            self._tell_stored(one)
+        wanted = {key: len(chunk.token_ids) for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
+        if self.eager:
+            self.report.computed_tokens += sum(size for key, size in wanted.items() if not self.to.kv.stored_bytes(key))
+
+    def _tell_stored(self, one: Prepared) -> None:
+        (self.report.updated if one.replaces else self.report.added).append(one.document.id)
+        self.report.chunks += len(one.chunks)
+        self.report.tokens += one.num_tokens
+
+    def _tell_unchanged(self, id: str) -> None:
+        if id not in self._told:
+            self.report.unchanged.append(id)
+
+    def _fail(self, source: str, error: IngestError | PromptError, file: str) -> None:
+        """file: id of the file that it happened in; "" for none"""
+        self.report.failed.append(Failure(source, error))
+        if file:
+            self._files[file] = False
+
+    def _expect(self, one: Prepared) -> None:
+        self._total["embed"] += 0 if one.stored else len(one.chunks)
+        self._total["encode"] += one.num_tokens if self.eager else 0
+        self._total["commit"] += 1
+
+    def _say(self, stage: str, step: int) -> None:
+        """Progress of the workbench."""
+        if stage == "skip":
+            self._total["encode"] -= step
+        else:
+            self._advance(stage, step)
+
+    def _advance(self, stage: str, step: int, item: str = "") -> None:
+        self._done[stage] += step
+        self.progress(ProgressEvent(stage, self._done[stage], self._total[stage], item))
+
+
+# Copy the documents of another store, which may be of another model.
+
+
+class StoredCuts(WholeTexts):
+    """Stands in for a Chunker where a store has cut the documents already: its passages, under their ids."""
+
+    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+        super().__init__(tokenizer, max_tokens)
+        self._ids: dict[str, list[str]] = {}
+
+    def take(self, document: StoredDocument, chunks: Sequence[Chunk]) -> list[TextChunk]:
+        """The document's chunks with this tokenizer's ids."""
+        self._ids[document.id] = [chunk.id for chunk in chunks]
+        rows = self.encode([chunk.text for chunk in chunks])
+        return [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(chunks, rows, strict=True)]
+
+    def chunk_id(self, document_id: str, ordinal: int) -> str:
+        return self._ids[document_id][ordinal]
+
+
+class CopyRun(IngestRun):
+    """One call of `Ingestor.copy`. What is there already, under the same version, is left alone."""
+
+    def __init__(
+        self,
+        source: DocumentStore,
+        ingestor: Ingestor,
+        bench: Workbench,
+        work: Callable[[IngestReport, Say], Work],
+        cuts: StoredCuts,
+        *,
+        eager: bool,
+        progress: Progress | None,
+    ) -> None:
+        super().__init__(ingestor, bench, work, eager=eager, progress=progress)
+        self._source = source
+        self._cuts = cuts
+
+    def _prepared(self, inputs: Sequence[Input]) -> Iterator[Prepared]:
+        there = self.to.documents.versions()
+        for document in self._source.documents():
+            LIMIT.get().check()
+            version = StoredVersion(document.content_hash, document.source, document.file or "")
+            if there.get(document.id) == version:
+                self._tell_unchanged(document.id)
+            elif (prepared := self._copied(document, replaces=document.id in there)) is not None:
+                yield prepared
+
+    def _copied(self, document: StoredDocument, *, replaces: bool) -> Prepared | None:
+        made = Document(document.id, "", document.metadata, document.title, document.source)
+        try:
+            chunks = self._cuts.take(document, self._source.chunks_of(document.id))
+            for chunk in chunks:
+                self.to.names.check(chunk.token_ids, made.where)
+        except PromptError as error:  # too long for this model
+            self._fail(made.where, error, "")
+            return None
+        keys = [self.to.names.key(chunk.token_ids) for chunk in chunks]
+        return Prepared(made, document.file or "", document.content_hash, chunks, keys, replaces)
+
+
+def as_cut(chunk: Chunk, token_ids: list[int], metadata: Mapping[str, Any]) -> TextChunk:
+    """A stored chunk as the chunker made it. metadata: its document's; where those have "headings", a chunk's own are
+    not told from them."""
+    headings = () if "headings" in metadata else tuple(chunk.metadata.get("headings", ()))
+    return TextChunk(chunk.text, token_ids, headings)

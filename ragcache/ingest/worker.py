@@ -1,155 +1,287 @@
-"""The process that reads files for `isolated.py`: it may be slow, grow or die, and only one file fails.
+"""The part of an ingestion that needs no stored documents: read, cut, embed, encode.
 
-It imports readers and no model. A line of JSON on standard input asks for a file's first record or the next one, a line
-of JSON on standard output answers: a document, an error or the end. Nothing is pickled.
-
-Several things end it: its input ends, its parent is gone (also while a reader computes), the alarm that is set for each
-record, or too much memory.
+It runs in the process that commits, or in a plug-in's workers (the actors of a Ray cluster): the same code in both.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
-import os
-import signal
-import sys
 import threading
-import time
-import warnings
-from collections.abc import Iterator
-from dataclasses import fields
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, Self, TypeVar
 
-from ragcache.errors import ReaderError, ReaderLimitError
-from ragcache.ingest.document import Document
-from ragcache.ingest.limits import ReadLimits
-from ragcache.ingest.readers import SourceFile, read_file
+import numpy as np
+from numpy.typing import NDArray
 
-# Exit status that says why.
-OVER_MEMORY = 77
-# The parent kills first; the alarm is for one that cannot.
-ALARM_GRACE_S = 1.0
-WATCH_S = 0.2
-# Metadata, title and source of a document, as JSON: they are kept for the document and shown with every answer.
-MAX_FIELDS = 1 << 20
+from ragcache import plugins
+from ragcache.codecs.basis import fit_basis
+from ragcache.errors import IngestError, PromptError, ReaderError
+from ragcache.ingest.chunker import Chunker, TextChunk, WholeTexts
+from ragcache.ingest.document import Document, ReadLimits
+from ragcache.ingest.encoder import BlockNames, ModelEncoder
+from ragcache.ingest.readers import SourceFile
+from ragcache.ingest.report import IngestReport, IngestSeconds
+from ragcache.ingest.sandbox import IsolatedReader
+from ragcache.kv.block import KVBlock
+from ragcache.kv.block_key import Neighbours
+from ragcache.models.deadline import LIMIT, POLL_S, Limit, limited
+from ragcache.models.encode import plan_batches
+from ragcache.openmp import work_alone
+from ragcache.plugins import Registry
+from ragcache.retrieval.embedder import Embedder
+from ragcache.store.codec_basis import hold_basis, known_basis
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore
 
+# Texts that the embedder is given together: cancelling takes effect behind them where it has no say of its own.
+EMBED_TEXTS = 1024
 
-def main(settings: dict[str, Any]) -> None:
-    """settings: the fields of ReadLimits"""
-    limits = ReadLimits(**settings)
-    answers = _private_output()
-    # What a reader says of a file belongs into its error, not between the parent's own lines.
-    logging.disable()
-    warnings.simplefilter("ignore")
-    with contextlib.suppress(ValueError):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    _bound_memory(limits.memory_bytes)
-    threading.Thread(target=_watch, args=(os.getppid(), limits.memory_bytes), daemon=True).start()
-    try:
-        _answer(sys.stdin.buffer, answers, limits)
-    except MemoryError:
-        os._exit(OVER_MEMORY)
-    except BrokenPipeError:
-        os._exit(0)  # nobody listens any more
-
-
-def _answer(requests: BinaryIO, answers: BinaryIO, limits: ReadLimits) -> None:
-    records: Iterator[Document | ReaderError] = iter(())
-    path = ""
-    _write(answers, b'{"ready": true}')
-    for line in requests:
-        request = json.loads(line)
-        if "file" in request:
-            given = request["file"]
-            path = given["path"]
-            if request["folder"] is not None:
-                os.chdir(request["folder"])
-            records = read_file(SourceFile(**{**given, "path": Path(path)}))
-        _alarm(limits.seconds + ALARM_GRACE_S)
-        answer = _next(records, path, limits)
-        _alarm(0)
-        _write(answers, answer)
+T = TypeVar("T")
+Source = SourceFile | Document
+Vectors = NDArray[np.float32]
+# Told of progress in the thread that computes: "encode" (tokens), "embed" (chunks), or "skip" (tokens that need no
+# encoding: they are stored already).
+Say = Callable[[str, int], None]
 
 
-def _next(records: Iterator[Document | ReaderError], path: str, limits: ReadLimits) -> bytes:
-    try:
-        record = next(records, None)
-        if isinstance(record, Document):
-            limits.check_text(record.text, record.where)
-            return _document(record)
-    except ReaderError as error:
-        record = error
-    except MemoryError:
-        raise
-    except Exception as error:
-        record = ReaderError(path, f"its reader failed ({type(error).__name__}: {error})")
-    if record is None:
-        return b'{"end": true}'
-    kind = "limit" if isinstance(record, ReaderLimitError) else "error"
-    return _json({kind: [record.path, record.reason]})
+class Cut(NamedTuple):
+    """A document's chunks and the keys of their blocks."""
+
+    chunks: list[TextChunk]
+    keys: list[str]
 
 
-def _document(record: Document) -> bytes:
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    beside = _json({**values, "text": ""})
-    if len(beside) > MAX_FIELDS:
-        raise ReaderLimitError(
-            record.where[:200],
-            f"its metadata, title and source take {len(beside):,} bytes, and {MAX_FIELDS:,} are allowed; shorten them",
-        )
-    return _json({"document": values})
+CutResult = Cut | IngestError | PromptError | None
 
 
-def _json(value: Any) -> bytes:
-    # Not escaped: text of other scripts would grow sixfold. Half a surrogate pair is for the parent to refuse.
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+class Record(NamedTuple):
+    """One document of a source, or why it could not be read.
+
+    cut: its chunks, or why it has none, where that is known already
+    """
+
+    found: Document | ReaderError
+    cut: CutResult = None
 
 
-def _write(answers: BinaryIO, line: bytes) -> None:
-    answers.write(line + b"\n")
-    answers.flush()
+class EncodeJob(NamedTuple):
+    """What a window of documents needs computed.
+
+    texts:  for the embedder
+    wanted: token ids by block key
+    neighbours: by block key, what the chunk is read behind, where that is anything
+    """
+
+    texts: list[str]
+    wanted: Mapping[str, list[int]]
+    neighbours: Mapping[str, Neighbours] = MappingProxyType({})
 
 
-def _private_output() -> BinaryIO:
-    """Standard output as it was given; what else is written there from now on goes to standard error."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return answers
+class Work(Protocol):
+    """Where the workbench stands: in this process, or on a cluster."""
+
+    def read(self, sources: Sequence[Source], known: Callable[[Source], frozenset[str]]) -> Iterator[Iterator[Record]]:
+        """The records of each source, in order. known: content hashes that the store has for a source; documents that
+        have one of them need not be cut."""
+        ...
+
+    def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, Vectors]]:
+        """The vectors of each job's texts, in order, once its blocks are flushed; each with what came with the job."""
+        ...
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether jobs behind the one that was handed out last have begun: they may count on blocks that are stored."""
+        ...
 
 
-def _bound_memory(most: int) -> None:
-    try:
-        import resource
-    except ImportError:  # not on this system
+class Workers(Protocol):
+    """Processes of other machines that do the work of ingestions; each ingestion reaches and leaves them."""
+
+    def work(self, bench: Workbench) -> AbstractContextManager[Callable[[IngestReport, Say], Work]]:
+        """Workers that have loaded what the bench consists of. Raises ClusterError, ConfigError, and what loading
+        raises."""
+        ...
+
+
+class WorkersConfig(Protocol):
+    """Says which workers an ingestion uses."""
+
+    @classmethod
+    def of(cls, given: Self | str | bool | None) -> Self | None:
+        """True: workers that are started for it; text: an address; None and False: none."""
+        ...
+
+    def workers(self, open_kv: Callable[[], KVStore]) -> Workers:
+        """open_kv: opens the store's KV in a worker; it is pickled"""
+        ...
+
+
+WORKERS: Registry[type[WorkersConfig]] = Registry(plugins.WORKERS)
+
+
+class Workbench:
+    """Reader, chunker, embedder, encoder and KV store of an ingestion. One reading and one computing call at a time."""
+
+    def __init__(
+        self,
+        limits: ReadLimits,
+        reader: IsolatedReader,
+        chunker: Chunker | WholeTexts,
+        embedder: Embedder,
+        names: BlockNames,
+        kv: KVStore,
+        batch_tokens: int | None,
+    ) -> None:
+        """batch_tokens: padded tokens that the model reads at once; None: what suits its device"""
+        self.limits = limits
+        self.reader = reader
+        self.chunker = chunker
+        self.embedder = embedder
+        self.names = names
+        self.kv = kv
+        self.batch_tokens = batch_tokens
+        self._over = threading.Event()
+        self._embedding = ThreadPoolExecutor(1, thread_name_prefix="ragcache-embed")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="ragcache-write", initializer=work_alone)
+
+    def close(self) -> None:
+        self._over.set()
+        self._embedding.shutdown(cancel_futures=True)
+        self._writing.shutdown(cancel_futures=True)
+
+    def read(self, source: Source, seconds: IngestSeconds) -> Iterator[Document | ReaderError]:
+        if isinstance(source, Document):
+            yield source
+            return
+        records = self.reader.read(source)
+        while True:
+            with seconds.timed("read_s"):
+                found = next(records, None)
+            if found is None:
+                return
+            yield found
+
+    def check(self, document: Document) -> None:
+        """Raises IngestError for a document that no store takes."""
+        self.limits.check_text(document.text, document.where)
+        document.check()
+
+    def cut(self, document: Document, seconds: IngestSeconds) -> Cut:
+        """Raises IngestError, PromptError."""
+        with seconds.timed("chunk_s"):
+            chunks = self.chunker.split(document.text)
+        self.limits.check_chunks(len(chunks), document.where)
+        for chunk in chunks:
+            self.names.check(chunk.token_ids, document.where)
+        return Cut(chunks, [self.names.key(chunk.token_ids) for chunk in chunks])
+
+    def compute(self, job: EncodeJob, report: IngestReport, say: Say) -> Vectors:
+        """Embed the texts, and encode the blocks that are not stored; these are flushed on return."""
+        embedding = self._embedding.submit(self._embed, job.texts, report.seconds)
+        self._encode_missing(job, report, say)
+        vectors = _result(embedding)
+        say("embed", len(vectors))
+        return vectors
+
+    def _embed(self, texts: Sequence[str], seconds: IngestSeconds) -> Vectors:
+        """Vectors of the texts, in order. Runs in a thread of its own."""
+        vectors = np.empty((len(texts), self.embedder.dimension), np.float32)
+        with seconds.timed("embed_s"), limited(Limit(self._over)):
+            for start in range(0, len(vectors), EMBED_TEXTS):
+                LIMIT.get().check()
+                vectors[start : start + EMBED_TEXTS] = self.embedder.embed(texts[start : start + EMBED_TEXTS])
+        return vectors
+
+    def _encode_missing(self, job: EncodeJob, report: IngestReport, say: Say) -> None:
+        wanted, missing = job.wanted, [key for key in job.wanted if not self.kv.stored_bytes(key)]
+        report.reused_blocks += len(wanted) - len(missing)
+        say("skip", sum(map(len, wanted.values())) - sum(len(wanted[key]) for key in missing))
+        writes: list[Future[None]] = []
+        if not missing:
+            return
+        together = self.batch_tokens or self.names.encoder.batch_tokens
+        behind = {key: job.neighbours.get(key, ()) for key in missing}
+        read = [len(wanted[key]) + sum(map(len, behind[key])) for key in missing]
+        for batch in plan_batches(read, together):
+            keys = [missing[rank] for rank in batch]
+            blocks = self._encode([wanted[key] for key in keys], [behind[key] for key in keys], report.seconds)
+            _wait(writes)  # of the batch before: at most two batches are in memory
+            writes = [
+                self._writing.submit(self._write, key, block, report) for key, block in zip(keys, blocks, strict=True)
+            ]
+            report.computed_tokens += sum(read[rank] for rank in batch)
+            say("encode", sum(len(wanted[key]) for key in keys))
+        _wait(writes)
+
+    def _encode(self, chunks: list[list[int]], neighbours: list[Neighbours], seconds: IngestSeconds) -> list[KVBlock]:
+        with seconds.timed("encode_s"):
+            return self.names.encoder.encode_limited(chunks, neighbours)
+
+    def _write(self, key: str, block: KVBlock, report: IngestReport) -> None:
+        with report.seconds.timed("write_s"):
+            self.kv.put(key, block, flushed=True)  # a document is committed when its blocks outlive a kill
+        report.kv_bytes += self.kv.stored_bytes(key)
+
+
+class WorkHere:
+    """Work in this process: one window after the other."""
+
+    is_ahead = False
+
+    def __init__(self, bench: Workbench, report: IngestReport, say: Say) -> None:
+        self._bench, self._report, self._say = bench, report, say
+
+    def read(self, sources: Sequence[Source], known: Callable[[Source], frozenset[str]]) -> Iterator[Iterator[Record]]:
+        for source in sources:
+            yield map(Record, self._bench.read(source, self._report.seconds))
+
+    def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, Vectors]]:
+        for what, job in jobs:
+            yield what, self._bench.compute(job, self._report, self._say)
+
+
+def _result(embedding: Future[Vectors]) -> Vectors:
+    """Wait for the embedding's vectors. Raises CancelledError and TimedOutError while it goes on."""
+    while not wait([embedding], POLL_S).done:
+        LIMIT.get().check()
+    return embedding.result()
+
+
+def _wait(writes: Sequence[Future[None]]) -> None:
+    for write in writes:
+        write.result()
+
+
+# The basis of a store's codec, made from a sample of the first passages that are ingested.
+
+
+SAMPLE_TOKENS = 8192
+
+
+def calibrate(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder, chunks: Sequence[Sequence[int]]) -> None:
+    """Give the store's codec its basis: one that another process has made meanwhile, or one of these chunks' KV.
+
+    Raises BasisError when they have too few tokens, and what `KeptBasis.add` and `IngestRun` raise.
+    """
+    name = known_basis(documents)
+    if name is not None:
+        kv.basis.use(name)
         return
-    with contextlib.suppress(ValueError, OSError):  # a lower limit is set from outside
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    name = kv.basis.add(fit_basis(_encode(encoder, _sample(chunks))))
+    hold_basis(documents, name)
 
 
-def _watch(parent: int, most: int) -> None:
-    while os.getppid() == parent and _resident_bytes() <= most:
-        time.sleep(WATCH_S)
-    os._exit(OVER_MEMORY if os.getppid() == parent else 0)
+def _sample(chunks: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """Chunks spread over all of them, of about SAMPLE_TOKENS."""
+    every = max(1, sum(map(len, chunks)) // SAMPLE_TOKENS)
+    return list(chunks[::every])
 
 
-def _resident_bytes() -> int:
-    """Now; where that cannot be told, the most that it was."""
-    with contextlib.suppress(OSError):  # no such file outside of Linux, where the peak is the parent's too
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    try:
-        import resource
-    except ImportError:
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _alarm(seconds: float) -> None:
-    """The kernel ends this process so many seconds from now, whatever it is doing; 0: not any more."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+def _encode(encoder: ModelEncoder, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
+    found: list[KVBlock] = []
+    for batch in plan_batches(list(map(len, chunks)), encoder.batch_tokens):
+        found += encoder.encode_limited([chunks[rank] for rank in batch])
+    return found

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.errors import ConfigError, StoreMismatchError
-from ragcache.ingest.neighbours import Similar
+from ragcache.ingest.context_chunks import Similar
 
 SHORT = rc.Sampling(max_tokens=6)
 QUESTION = "Where do dogs bark at night?"

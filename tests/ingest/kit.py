@@ -11,9 +11,9 @@ from typing import Self
 import numpy as np
 
 from ragcache.ingest.chunker import Chunker
+from ragcache.ingest.context_chunks import Similar
+from ragcache.ingest.document import ReadLimits
 from ragcache.ingest.encoder import ModelEncoder
-from ragcache.ingest.limits import ReadLimits
-from ragcache.ingest.neighbours import Similar
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe

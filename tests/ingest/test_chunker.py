@@ -15,9 +15,9 @@ from random_texts import random_markdown
 from tiny_model import byte_tokenizer
 
 from ragcache.errors import ConfigError
-from ragcache.ingest import structure
+from ragcache.ingest import text_blocks as structure
 from ragcache.ingest.chunker import Chunker
-from ragcache.ingest.structure import split_blocks
+from ragcache.ingest.text_blocks import split_blocks
 
 
 def squeezed(text: str) -> str:

@@ -12,8 +12,8 @@ import pytest
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.isolated import IsolatedReader
 from ragcache.ingest.readers import find_files, read_file
+from ragcache.ingest.sandbox import IsolatedReader
 
 W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 RELATED = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"

@@ -17,10 +17,9 @@ from attacks import attribute_html, inflating_pdf, many_pages_pdf, unclosed_html
 from kit import Kit
 
 from ragcache.errors import CancelledError, ConfigError, ReaderLimitError
-from ragcache.ingest.document import Document
-from ragcache.ingest.isolated import IsolatedReader
-from ragcache.ingest.limits import MIB, ReadLimits
+from ragcache.ingest.document import MIB, Document, ReadLimits
 from ragcache.ingest.readers import SourceFile
+from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.models.deadline import Limit, limited
 
 GOOD = {"good.md": b"# Alna\n\nA river.\n", "z.txt": b"Osby is a town.\n"}
@@ -50,7 +49,7 @@ def reading(path: Path, **limits: float) -> list[Document | Exception]:
 def test_a_reading_process_imports_no_model(tmp_path):
     """It starts in a moment, and has little to lose."""
     code = (
-        "import sys, importlib, ragcache.ingest.worker\n"
+        "import sys, importlib, ragcache.ingest.sandbox_child\n"
         "from ragcache.ingest.readers import READERS, reader_of\n"
         "from pathlib import Path\n"
         "[reader_of(Path('a' + suffix)) for suffix in READERS]\n"
@@ -183,7 +182,7 @@ def test_cancelling_ends_a_reader_at_once(tmp_path):
 PARENT = """
 import sys, time
 from pathlib import Path
-from ragcache.ingest.isolated import IsolatedReader
+from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.ingest.readers import SourceFile
 reader = IsolatedReader()
 list(reader.read(SourceFile(Path(sys.argv[1], "good.md"), "a")))

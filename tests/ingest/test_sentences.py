@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache.ingest.sentences import split_sentences
+from ragcache.ingest.text_blocks import split_sentences
 
 
 @pytest.mark.parametrize(

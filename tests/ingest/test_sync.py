@@ -13,7 +13,7 @@ from kit import Kit
 from sqlalchemy import create_engine, text
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, ReaderError
-from ragcache.ingest import run
+from ragcache.ingest import pipeline as run
 from ragcache.ingest.document import Document
 from ragcache.ingest.report import Moved
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from ragcache.errors import ConfigError
-from ragcache.ingest.sentences import split_sentences
+from ragcache.ingest.text_blocks import split_sentences
 from ragcache_eval.case import Case, CasePassage
 
 MIN_WORDS, MAX_WORDS = 8, 40

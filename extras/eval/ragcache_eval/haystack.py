@@ -8,7 +8,7 @@ from itertools import cycle
 from pathlib import Path
 
 from ragcache.errors import ConfigError
-from ragcache.ingest.sentences import split_sentences
+from ragcache.ingest.text_blocks import split_sentences
 from ragcache_eval.case import CasePassage
 from ragcache_eval.registry import DataSplit, draw_world, write_document
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
-from ragcache.ingest.tokens import ChunkTokenizer
+from ragcache.ingest.chunker import ChunkTokenizer
 from ragcache.prompt import PromptFormat, as_text, encode_rendered, prompt_format
 from ragcache_train.data import BadLine, DataRow
 from ragcache_train.layout import Ask, EncodedRow

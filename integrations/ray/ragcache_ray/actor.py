@@ -13,14 +13,12 @@ from typing import NamedTuple
 
 import ragcache
 from ragcache.errors import IngestError, ModelMismatchError, PromptError, ReaderError
-from ragcache.ingest.chunker import Chunker
-from ragcache.ingest.document import Document
+from ragcache.ingest.chunker import Chunker, WholeTexts
+from ragcache.ingest.document import Document, ReadLimits
 from ragcache.ingest.encoder import ModelEncoder
-from ragcache.ingest.isolated import IsolatedReader
-from ragcache.ingest.limits import ReadLimits
 from ragcache.ingest.report import IngestReport, IngestSeconds
-from ragcache.ingest.whole import WholeTexts
-from ragcache.ingest.workbench import CutResult, EncodeJob, Record, Source, Vectors, Workbench
+from ragcache.ingest.sandbox import IsolatedReader
+from ragcache.ingest.worker import CutResult, EncodeJob, Record, Source, Vectors, Workbench
 from ragcache.kv.block_key import Recipe
 from ragcache.models.load import load_lm
 from ragcache.retrieval.embedder import Embedder

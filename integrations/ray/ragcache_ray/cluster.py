@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Self
 from ragcache.errors import ClusterError, ConfigError, IngestError, RagCacheError, check_least
 from ragcache.ingest.document import Document
 from ragcache.ingest.report import IngestReport
-from ragcache.ingest.workbench import EncodeJob, Record, Say, Source, T, Vectors, Work, Workbench
+from ragcache.ingest.worker import EncodeJob, Record, Say, Source, T, Vectors, Work, Workbench
 from ragcache.models.deadline import LIMIT, POLL_S
 from ragcache.store.kv_store import KVStore
 from ragcache_ray.actor import Actor, Computed, Item, ReadRecords, Setup

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragcache.errors import PromptError, UnknownHandleError
-from ragcache.ingest.whole import WholeTexts
+from ragcache.ingest.chunker import WholeTexts
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NOT_STORED, Chunk

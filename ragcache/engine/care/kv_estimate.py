@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ragcache.codecs import get_codec
 from ragcache.ingest.document import Document
+from ragcache.ingest.pipeline import Input
 from ragcache.ingest.readers import READERS, SourceFile, find_files
 from ragcache.ingest.report import bytes_text
-from ragcache.ingest.run import Input
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import Reader, printable, unreadable
+from ragcache.ingest.readers.plain import Reader, printable, unreadable
 
 # Source code. JSON, XML and YAML are data, of which a folder may hold much that nobody asks for.
 CODE = (

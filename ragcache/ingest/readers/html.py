@@ -12,7 +12,7 @@ from bs4.element import NavigableString, PreformattedString, Tag
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import decode, fenced, read_bytes
+from ragcache.ingest.readers.plain import decode, fenced, read_bytes
 
 DROPPED = ["script", "style", "nav", "noscript", "template", "svg", "iframe", "head", "button", "select"]
 HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}

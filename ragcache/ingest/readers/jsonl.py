@@ -14,7 +14,7 @@ from typing import Any
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document, headed
-from ragcache.ingest.readers.base import decode, printable, unreadable
+from ragcache.ingest.readers.plain import decode, printable, unreadable
 
 FIELDS = ("text", "content", "id", "title", "metadata", "source")
 

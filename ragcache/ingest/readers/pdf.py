@@ -11,7 +11,7 @@ from pypdf.errors import DependencyError, FileNotDecryptedError
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import read_bytes, storable
+from ragcache.ingest.readers.plain import read_bytes, storable
 
 # A line is taken as wrapped when the next line's first word would not have fitted into this share of the page's widest
 # line. Characters stand in for widths, so the share leaves room for proportional type. Behind the end of a sentence it

@@ -17,10 +17,9 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from ragcache.errors import ReaderError, ReaderLimitError
-from ragcache.ingest.document import Document
-from ragcache.ingest.limits import ReadLimits
+from ragcache.ingest.document import Document, ReadLimits
 from ragcache.ingest.readers import SourceFile
-from ragcache.ingest.worker import OVER_MEMORY
+from ragcache.ingest.sandbox_child import OVER_MEMORY
 from ragcache.models.deadline import LIMIT, POLL_S
 
 # Starting an interpreter does not count as reading; on a busy machine it takes a while.
@@ -32,7 +31,7 @@ _CODE = """
 import json, sys
 settings = json.loads(sys.stdin.buffer.readline())
 sys.path[:] = settings.pop("path")
-from ragcache.ingest.worker import main
+from ragcache.ingest.sandbox_child import main
 main(settings)
 """
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.base import decode, read_bytes, storable
-from ragcache.ingest.structure import first_heading
+from ragcache.ingest.readers.plain import decode, read_bytes, storable
+from ragcache.ingest.text_blocks import first_heading
 
 TEXTUAL = (".ipynb", ".csv")
 # What converters write of a file without text: comments that number slides, and names of sheets.

@@ -1,0 +1,154 @@
+"""The process that reads files for `isolated.py`: it may be slow, grow or die, and only one file fails.
+
+It imports readers and no model. A line of JSON on standard input asks for a file's first record or the next one, a line
+of JSON on standard output answers: a document, an error or the end. Nothing is pickled.
+
+Several things end it: its input ends, its parent is gone (also while a reader computes), the alarm that is set for each
+record, or too much memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ragcache.errors import ReaderError, ReaderLimitError
+from ragcache.ingest.document import Document, ReadLimits
+from ragcache.ingest.readers import SourceFile, read_file
+
+# Exit status that says why.
+OVER_MEMORY = 77
+# The parent kills first; the alarm is for one that cannot.
+ALARM_GRACE_S = 1.0
+WATCH_S = 0.2
+# Metadata, title and source of a document, as JSON: they are kept for the document and shown with every answer.
+MAX_FIELDS = 1 << 20
+
+
+def main(settings: dict[str, Any]) -> None:
+    """settings: the fields of ReadLimits"""
+    limits = ReadLimits(**settings)
+    answers = _private_output()
+    # What a reader says of a file belongs into its error, not between the parent's own lines.
+    logging.disable()
+    warnings.simplefilter("ignore")
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    _bound_memory(limits.memory_bytes)
+    threading.Thread(target=_watch, args=(os.getppid(), limits.memory_bytes), daemon=True).start()
+    try:
+        _answer(sys.stdin.buffer, answers, limits)
+    except MemoryError:
+        os._exit(OVER_MEMORY)
+    except BrokenPipeError:
+        os._exit(0)  # nobody listens any more
+
+
+def _answer(requests: BinaryIO, answers: BinaryIO, limits: ReadLimits) -> None:
+    records: Iterator[Document | ReaderError] = iter(())
+    path = ""
+    _write(answers, b'{"ready": true}')
+    for line in requests:
+        request = json.loads(line)
+        if "file" in request:
+            given = request["file"]
+            path = given["path"]
+            if request["folder"] is not None:
+                os.chdir(request["folder"])
+            records = read_file(SourceFile(**{**given, "path": Path(path)}))
+        _alarm(limits.seconds + ALARM_GRACE_S)
+        answer = _next(records, path, limits)
+        _alarm(0)
+        _write(answers, answer)
+
+
+def _next(records: Iterator[Document | ReaderError], path: str, limits: ReadLimits) -> bytes:
+    try:
+        record = next(records, None)
+        if isinstance(record, Document):
+            limits.check_text(record.text, record.where)
+            return _document(record)
+    except ReaderError as error:
+        record = error
+    except MemoryError:
+        raise
+    except Exception as error:
+        record = ReaderError(path, f"its reader failed ({type(error).__name__}: {error})")
+    if record is None:
+        return b'{"end": true}'
+    kind = "limit" if isinstance(record, ReaderLimitError) else "error"
+    return _json({kind: [record.path, record.reason]})
+
+
+def _document(record: Document) -> bytes:
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    beside = _json({**values, "text": ""})
+    if len(beside) > MAX_FIELDS:
+        raise ReaderLimitError(
+            record.where[:200],
+            f"its metadata, title and source take {len(beside):,} bytes, and {MAX_FIELDS:,} are allowed; shorten them",
+        )
+    return _json({"document": values})
+
+
+def _json(value: Any) -> bytes:
+    # Not escaped: text of other scripts would grow sixfold. Half a surrogate pair is for the parent to refuse.
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _write(answers: BinaryIO, line: bytes) -> None:
+    answers.write(line + b"\n")
+    answers.flush()
+
+
+def _private_output() -> BinaryIO:
+    """Standard output as it was given; what else is written there from now on goes to standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return answers
+
+
+def _bound_memory(most: int) -> None:
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is set from outside
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _watch(parent: int, most: int) -> None:
+    while os.getppid() == parent and _resident_bytes() <= most:
+        time.sleep(WATCH_S)
+    os._exit(OVER_MEMORY if os.getppid() == parent else 0)
+
+
+def _resident_bytes() -> int:
+    """Now; where that cannot be told, the most that it was."""
+    with contextlib.suppress(OSError):  # no such file outside of Linux, where the peak is the parent's too
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _alarm(seconds: float) -> None:
+    """The kernel ends this process so many seconds from now, whatever it is doing; 0: not any more."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
