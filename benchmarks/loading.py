@@ -31,11 +31,10 @@ from benchmarks.report import Goal, Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Samples, Variant, alternate, ratio, summarise
 from ragcache.codecs import CODECS
-from ragcache.engine.loading.blocks import LoadedBlocks, load_or_compute
-from ragcache.engine.loading.loader import BlockLoader
-from ragcache.engine.loading.policy import ALWAYS, AUTO, NEVER
-from ragcache.engine.loading.probe import probe_disk, probe_prefill
-from ragcache.engine.loading.rates import Rates
+from ragcache.engine.block_writer import LoadedBlocks, load_or_compute
+from ragcache.engine.loader import BlockLoader
+from ragcache.engine.probe import probe_disk, probe_prefill
+from ragcache.engine.rates import ALWAYS, AUTO, NEVER, Rates
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.store.counters import Loaded

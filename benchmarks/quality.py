@@ -33,7 +33,7 @@ from benchmarks.environment import environment
 from benchmarks.quality_plot import BASE, plot
 from benchmarks.quality_units import Answers, Cell, Reads, Unit, answer_all, cases_of, units_of
 from benchmarks.report import RESULTS, Goal, Result, show, write
-from ragcache.engine.asking.verdict import MethodVerdict, Verdict
+from ragcache.engine.verdict import MethodVerdict, Verdict
 from ragcache.errors import ConfigError
 from ragcache.prompt import prompt_format
 from ragcache_eval.case import Case

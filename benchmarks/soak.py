@@ -69,7 +69,7 @@ from benchmarks.soak_load import (
     ServerDoor,
     draw_corpus,
 )
-from ragcache.engine.care.doctor import DoctorReport
+from ragcache.engine.doctor import DoctorReport
 from ragcache.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

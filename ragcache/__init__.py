@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragcache.engine.answer import Answer, Done, Source, Sources, Timings, Token, Usage
-    from ragcache.engine.asking.passage import Passage
     from ragcache.engine.kb import RagCache
-    from ragcache.engine.library import Library
     from ragcache.engine.options import ReadOptions, RetrieveOptions
-    from ragcache.engine.store import StoreConfig
+    from ragcache.engine.passages import Passage
+    from ragcache.engine.store import Library
+    from ragcache.engine.store_config import StoreConfig
     from ragcache.errors import RagCacheError, UnknownHandleError, UnsupportedModelError
     from ragcache.fusion import METHODS, MethodInfo, methods
     from ragcache.fusion.fuse import Fused, encode, fuse
@@ -90,10 +90,10 @@ __all__ = [
 # needs neither.
 _NAMES = {
     "engine.answer": "Answer Done Source Sources Timings Token Usage",
-    "engine.asking.passage": "Passage",
+    "engine.passages": "Passage",
     "engine.kb": "RagCache",
-    "engine.library": "Library",
-    "engine.store": "StoreConfig",
+    "engine.store": "Library",
+    "engine.store_config": "StoreConfig",
     "engine.options": "ReadOptions RetrieveOptions",
     "errors": "RagCacheError UnknownHandleError UnsupportedModelError",
     "fusion": "METHODS MethodInfo methods",

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
-from ragcache.engine.asking.conversation import Conversation, Said, completion_ends
+from ragcache.engine.conversation import Conversation, Said, completion_ends
 from ragcache.ingest.chunker import ChunkTokenizer
 from ragcache.prompt import CUT, encode_rendered, encode_text, prompt_format
 

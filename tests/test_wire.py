@@ -25,7 +25,7 @@ from typer.main import get_command
 import ragcache as rc
 from ragcache.cli.app import build_app
 from ragcache.codecs import CODECS
-from ragcache.engine.asking.verdict import MethodVerdict, Verdict, save_verdict
+from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.kv.block_key import block_key
 from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.retrieval.fake import BagOfWords

@@ -15,8 +15,7 @@ import transformers
 
 import ragcache as rc
 from benchmarks.peer_workers.channel import Answer, Prompt, serve
-from ragcache.engine.asking.admission import Admission, Size, default_budget, kv_bytes
-from ragcache.engine.asking.contexts import Contexts, Need
+from ragcache.engine.admission import Admission, Contexts, Need, Size, default_budget, kv_bytes
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.fusion.method import FusionMethod

@@ -10,9 +10,9 @@ from ragcache.cli.options import WAIT_S, Json, StoreOptions, Wait
 from ragcache.cli.output import bytes_text, print_json, print_table, say
 
 if TYPE_CHECKING:
-    from ragcache.engine.care.doctor import DoctorReport
-    from ragcache.engine.care.info import Info
-    from ragcache.engine.loading.rates import RateFigures
+    from ragcache.engine.doctor import DoctorReport
+    from ragcache.engine.info import Info
+    from ragcache.engine.rates import RateFigures
 
 
 @command

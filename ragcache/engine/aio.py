@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.engine.answer import Answer, Event
-from ragcache.engine.asking.passage import Passage
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
+from ragcache.engine.passages import Passage
 from ragcache.errors import CancelledError, StoreClosedError
 from ragcache.forks import Home
 from ragcache.ingest.report import IngestReport

@@ -14,22 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from ragcache.engine.admission import Admission
 from ragcache.engine.aio import AsyncTwins
 from ragcache.engine.answer import Answer, Event
-from ragcache.engine.asking.admission import Admission
-from ragcache.engine.asking.collecting import ask_many, collect
-from ragcache.engine.asking.passage import Passage
-from ragcache.engine.asking.questions import Questions
-from ragcache.engine.asking.verdict import AUTO
-from ragcache.engine.care.kv_estimate import KVEstimate, estimate_kv
-from ragcache.engine.care.pinning import pin, unpin
-from ragcache.engine.library import Library
-from ragcache.engine.loading.loader import LoadCounts
-from ragcache.engine.loading.rates import RateFigures
-from ragcache.engine.loading.rates_file import machine_key
-from ragcache.engine.opening import Choices, Parts, assemble, open_engine, open_model, open_retriever, open_workers
+from ragcache.engine.assemble import Choices, Parts, assemble, open_engine, open_model, open_retriever, open_workers
+from ragcache.engine.estimate import KVEstimate, estimate_kv
+from ragcache.engine.loader import LoadCounts
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
-from ragcache.engine.store import StoreConfig, open_store
+from ragcache.engine.passages import Passage
+from ragcache.engine.pin import pin, unpin
+from ragcache.engine.questions import Questions, ask_many, collect
+from ragcache.engine.rates import RateFigures, machine_key
+from ragcache.engine.store import Library
+from ragcache.engine.store_config import StoreConfig, open_store
+from ragcache.engine.verdict import AUTO
 from ragcache.errors import ConfigError, check_type
 from ragcache.fusion import get_method
 from ragcache.fusion.method import FusionMethod

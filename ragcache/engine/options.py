@@ -14,7 +14,7 @@ from ragcache.errors import ConfigError
 from ragcache.retrieval.search import Search
 
 if TYPE_CHECKING:  # heavy ones: `ragcache --help` reads this file too
-    from ragcache.engine.asking.passage import Passage
+    from ragcache.engine.passages import Passage
     from ragcache.fusion.method import FusionMethod
     from ragcache.fusion.snapkv import SnapKV
     from ragcache.models.sampler import Sampling

@@ -1,192 +1,177 @@
-"""A store's directory, opened. No model is needed for it."""
+"""A store without models: what is in it, what it takes, and its care."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
-from ragcache.engine.loading.policy import AUTO, LOADS
-from ragcache.engine.loading.rates_file import RatesFile
-from ragcache.errors import ConfigError, StoreNotFoundError, check_choice
-from ragcache.kv.block_key import Recipe
-from ragcache.store.codec_basis import known_basis
-from ragcache.store.directory import StoreLayout
+from ragcache.engine.info import Info, UsageLog, info
+from ragcache.engine.options import check_names
+from ragcache.engine.pin import pin, unpin
+from ragcache.engine.rates import RateFigures
+from ragcache.engine.store_config import Store, StoreConfig, open_store
+from ragcache.errors import ConfigError, StoreClosedError
 from ragcache.store.documents import DocumentStore
-from ragcache.store.folder import database_id, open_documents
-from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
-from ragcache.store.neighbours import NEIGHBOURS_FROM
-from ragcache.store.remote import Connection, connect, open_blobs
+from ragcache.store.filters import Filter
+from ragcache.store.records import Chunk, StoredDocument
 
-DEFAULT_PREFIX_BYTES = 512 << 20
-DEFAULT_SPECULATIVE_BYTES = 256 << 20
+if TYPE_CHECKING:  # these import FAISS, which most calls have no use for
+    from ragcache.engine.doctor import DoctorReport
+    from ragcache.retrieval.embedder import Vectors
+    from ragcache.retrieval.retriever import Retriever
 
 
-@dataclass(frozen=True)
-class StoreConfig:
-    """How a store is opened.
+class Library:
+    """The documents of one store and their KV, to look at, to delete and to check. Nothing is asked, embedded or
+    computed: `RagCache` does that.
 
-    database:     SQLAlchemy URL; SQLite inside the store's directory when None. The directory names the database that
-                  has its documents, and another one is refused
-    memory_bytes: budget of the host-memory tier
-    codec, eviction, admission, trace: see KVStore
-    index:        "flat" (exact), "hnsw", "ivfpq" (many vectors), or "pgvector" (in the PostgreSQL database)
-    read_only:    nothing is written, not even computed blocks
-    prefix_bytes: budget of KV on the model's device that stays for later questions: exact KV of prompts, answers and
-                  system prompts, and placed contexts; 0: nothing is kept, each question reads its prefix
-    answer_bytes: KV that all answers in progress may hold together; None: half of the memory of the model's device
-    load:         "auto": of loading a block and computing it the faster one, by measured rates; "always" load what a
-                  tier has; "never": compute all that is not in memory
-    speculative_bytes: of blocks that may be read while retrieval still ranks, held or on their way; 0 reads none
-    device_bytes, disk_bytes, write_behind_bytes, ttl_s: see KVStore
-    remote:       URL of a remote that several machines share, such as s3://bucket/prefix or redis://host:6379/0: blocks
-                  are kept there, and copies on this machine's disk, within disk_bytes
-    neighbours:   how many other chunks of the store each chunk is encoded behind (see `Recipe`); None: as the store was
-                  made, none for a new one
-    neighbours_from: "similarity": the chunks nearest to it; "document": those right before it in its document; None:
-                  as the store was made, similarity for a new one
-    kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
-    measure_s:    seconds to spend on measuring this machine at the first opening with a model; later openings measure
-                  the disk alone, in a third of them; 0 measures nothing
+    Use `Library.open`. Thread-safe; several processes may open one store.
     """
 
-    database: str | None = None
-    memory_bytes: int = DEFAULT_MEMORY_BYTES
-    codec: str = "raw"
-    eviction: str = "lru"
-    index: str = "flat"
-    read_only: bool = False
-    admission: str = "all"
-    trace: str | Path | None = None
-    prefix_bytes: int = DEFAULT_PREFIX_BYTES
-    answer_bytes: int | None = None
-    load: str = AUTO
-    speculative_bytes: int = DEFAULT_SPECULATIVE_BYTES
-    measure_s: float = 0.25
-    device_bytes: int = 0
-    disk_bytes: int | None = None
-    write_behind_bytes: int = 0
-    ttl_s: float | None = None
-    remote: str | None = field(default=None, repr=False)  # it may hold a password
-    kv: str = "eager"
-    hot_after: int = 2
-    neighbours: int | None = None
-    neighbours_from: str | None = None
+    def __init__(self, store: Store, config: StoreConfig) -> None:
+        self.store = store
+        self.config = config
+        self._usage = UsageLog(store.layout.root / "usage.json")
+        self._closed = False
 
-    def __post_init__(self) -> None:
-        if self.answer_bytes is not None and self.answer_bytes < 1:
-            raise ConfigError(f"answer_bytes is {self.answer_bytes}; it must be at least 1, or None for a default")
-        if self.load not in LOADS:
-            raise ConfigError(f"load {self.load!r} is unknown; choose one of {', '.join(LOADS)}")
-        if self.speculative_bytes < 0 or not self.measure_s >= 0:
-            raise ConfigError(
-                f"speculative_bytes is {self.speculative_bytes} and measure_s {self.measure_s}; give 0 (none) or more"
-            )
-        if self.neighbours is not None:
-            Recipe(neighbours=self.neighbours)  # refuses what is no number of chunks
-        if self.neighbours_from is not None:
-            check_choice("neighbours_from", self.neighbours_from, NEIGHBOURS_FROM)
+    @classmethod
+    def open(cls, path: str | Path, *, store: StoreConfig | None = None, create: bool = False) -> Self:
+        """Open the store at `path`, without models.
 
+        store:  settings
+        create: make a store where there is none
 
-class Store(NamedTuple):
-    """The parts of one directory, opened."""
+        Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, ConfigError.
+        """
+        config = store or StoreConfig()
+        return cls(open_store(path, config, create=create), config)
 
-    layout: StoreLayout
-    documents: DocumentStore
-    kv: KVStore
+    # Documents
 
-    @property
-    def rates(self) -> RatesFile:
-        """Rates measured on this machine."""
-        return RatesFile(self.layout.root / "rates.json")
+    def documents(
+        self, filter: Filter | None = None, *, limit: int | None = None, offset: int = 0
+    ) -> list[StoredDocument]:
+        """Documents that pass the filter, by id."""
+        return self.store.documents.documents(filter, limit=limit, offset=offset)
+
+    def document(self, id: str) -> StoredDocument | None:
+        return self.store.documents.document(id)
+
+    def chunks(self, ids: Iterable[str]) -> list[Chunk]:
+        """The chunks of these chunk ids, in their order; an id that is not there is left out."""
+        return self.store.documents.chunks(ids)
+
+    def chunks_of(self, document_id: str) -> list[Chunk]:
+        """A document's chunks in order; none for an unknown document."""
+        return self.store.documents.chunks_of(document_id)
+
+    def delete(
+        self, ids: Iterable[str] | str = (), *, filter: Filter | None = None, timeout_s: float = 30.0
+    ) -> list[str]:
+        """Delete documents by id, and those that pass the filter: text, embeddings, index entries, KV bytes in every
+        tier. Returns the ids found. Raises FilterError, StoreBusyError, StoreReadOnlyError."""
+        from ragcache.retrieval.deletion import delete_documents
+
+        self._check_open()
+        wanted = [ids] if isinstance(ids, str) else list(ids)
+        if filter:
+            wanted += [document.id for document in self.documents(filter)]
+        deleted = delete_documents(*self.store, self._open_index(), wanted, timeout_s=timeout_s)
+        self._forget_deleted()
+        return deleted
+
+    def _open_index(self) -> Retriever | None:
+        """The object that keeps the vector index up to date; None where nothing was embedded yet."""
+        from ragcache.retrieval.retriever import Retriever
+
+        absent = AbsentEmbedder.of(self.store.documents)
+        if absent is None:
+            return None
+        return Retriever.open(self.store.documents, self.store.layout.index, absent, kind=self.config.index)
+
+    def _forget_deleted(self) -> None:
+        """Drop deleted blocks: those that another process deleted may be in this one's memory still (law 10)."""
+        self.store.kv.refresh()
+
+    def pin(self, ids: Iterable[str] | str) -> list[str]:
+        """Let no tier give up the KV of these documents or chunks, nor time drop it, until `unpin` or `delete`. Returns
+        the handles.
+
+        Raises NoSuchDocumentError, PinError (a tier would have no room left), MissingBlockError (there is no KV yet),
+        StoreReadOnlyError.
+        """
+        return pin(self.store.documents, self.store.kv, None, [ids] if isinstance(ids, str) else ids)
+
+    def unpin(self, ids: Iterable[str] | str) -> list[str]:
+        """End `pin`; returns the handles that were pinned. Raises NoSuchDocumentError, StoreReadOnlyError."""
+        return unpin(self.store.documents, self.store.kv, None, [ids] if isinstance(ids, str) else ids)
+
+    # Care
+
+    def rates(self) -> RateFigures:
+        """How fast blocks are read and computed, as it was last measured with models."""
+        return self.store.rates.read() or RateFigures()
+
+    def info(self) -> Info:
+        return info(self.store, self._usage)
+
+    def doctor(self, *, timeout_s: float = 30.0) -> DoctorReport:
+        """Verify every block and the index, and repair; see `ragcache.engine.doctor.doctor`."""
+        from ragcache.engine.doctor import doctor
+
+        return doctor(self.store, index_kind=self.config.index, timeout_s=timeout_s)
 
     def close(self) -> None:
-        self.kv.close()
-        self.documents.close()
+        """Write down what was counted and measured, and let go of everything. A second call is fine; other calls raise
+        StoreClosedError. In a fork of the process nothing is done: all of it is the parent's."""
+        if self._closed or not self.store.layout.home.is_here:
+            return
+        self._closed = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if not self.config.read_only:
+            self._usage.record(self.store.kv.stats())
+        self.store.close()
+
+    def _check(self, given: Iterable[str], options: type) -> None:
+        """Raises StoreClosedError, ForkedError, and ConfigError for options that there are not."""
+        self._check_open()
+        check_names(given, options)
+
+    def _check_open(self) -> None:
+        self.store.layout.home.check()
+        if self._closed:
+            raise StoreClosedError(f"{self.store.layout.root}: this store is closed; open it again")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
-    """Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, DatabaseMismatchError, ConfigError, and
-    StoreError where the remote refuses."""
-    layout = StoreLayout(path)
-    if config.remote is not None:  # a wrong one is refused before a store is made
-        open_blobs(config.remote).close()
-    if create and not config.read_only:
-        layout.create()
-    elif not layout.exists():
-        raise StoreNotFoundError(f"{path}: no store here; ingest something to make one")
-    layout.check()
-    with ExitStack() as undo:
-        documents = open_documents(layout, config.database, read_only=config.read_only)
-        undo.callback(documents.close)
-        remote = _connect(documents, config)
-        if remote is not None:
-            undo.callback(remote.close)
-        kv = open_kv(layout.kv, config, remote, referenced=documents.referenced, basis=known_basis(documents))
-        undo.pop_all()
-    return Store(layout, documents, kv)
+class AbsentEmbedder:
+    """Stands in for the embedder of a store opened without it: the index can be changed, nothing is embedded."""
 
+    def __init__(self, name: str, dimension: int) -> None:
+        self.name = name
+        self.dimension = dimension
 
-def open_kv(
-    root: Path,
-    config: StoreConfig,
-    remote: Connection | None = None,
-    referenced: Callable[[Iterable[str]], set[str]] | None = None,
-    basis: str | None = None,
-) -> KVStore:
-    """Raises ConfigError."""
-    return KVStore(
-        root,
-        remote=remote,
-        memory_bytes=config.memory_bytes,
-        device_bytes=config.device_bytes,
-        disk_bytes=config.disk_bytes,
-        write_behind_bytes=config.write_behind_bytes,
-        ttl_s=config.ttl_s,
-        referenced=referenced,
-        codec=config.codec,
-        basis=basis,
-        eviction=config.eviction,
-        admission=config.admission,
-        trace=config.trace,
-        read_only=config.read_only,
-    )
+    @classmethod
+    def of(cls, documents: DocumentStore) -> Self | None:
+        """None for a store that nothing was embedded into yet."""
+        bound = documents.properties()
+        if "embedder" not in bound or "embedding_dim" not in bound:
+            return None
+        return cls(str(bound["embedder"]), int(str(bound["embedding_dim"])))
 
+    def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
+        raise ConfigError("a Library has no embedder; open the store with RagCache.open")
 
-def open_kv_to_fill(
-    root: Path, config: StoreConfig, remote: str | None = None, owner: str = "", basis: str | None = None
-) -> KVStore:
-    """The store's KV in a process that only writes blocks: it keeps none in memory, and traces nothing.
-
-    remote: its URL, where the store has one; owner: id of the database that it belongs to; basis: see KVStore
-
-    Raises as `Connection.check` does.
-    """
-    alone = replace(
-        config, database=None, remote=None, memory_bytes=0, device_bytes=0, write_behind_bytes=0, trace=None
-    )
-    return open_kv(root, alone, None if remote is None else connect(remote, owner), basis=basis)
-
-
-def _connect(documents: DocumentStore, config: StoreConfig) -> Connection | None:
-    """The remote asked for, or the one that the store was made with: its blocks would outlive their documents else.
-
-    It may be shared by the stores of one database alone, whose id is in the remote.
-    Raises StoreMismatchError when the store's blocks are in another one.
-    """
-    bound = documents.properties().get("remote")
-    if config.remote is None and bound is None:
-        return None
-    url = config.remote or str(bound)
-    with closing(open_blobs(url)) as named:
-        if bound is not None:
-            documents.bind("remote", named.where)
-        connection = connect(url, database_id(documents), read_only=config.read_only)
-        try:
-            documents.bind("remote", named.where)
-        except BaseException:
-            connection.close()
-            raise
-    return connection
+    def embed_query(self, text: str) -> Vectors:
+        raise ConfigError("a Library has no embedder; open the store with RagCache.open")

@@ -10,10 +10,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.registry import Collector
 
 from ragcache import Answer, Source
-from ragcache.engine.asking.admission import Admission
-from ragcache.engine.care.info import Info
-from ragcache.engine.loading.loader import LoadCounts
-from ragcache.engine.loading.rates import RateFigures
+from ragcache.engine.admission import Admission
+from ragcache.engine.info import Info
+from ragcache.engine.loader import LoadCounts
+from ragcache.engine.rates import RateFigures
 from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.scheduler import PassStats
 from ragcache.server.limits import Slots

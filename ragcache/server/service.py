@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from ragcache import RagCache
-from ragcache.engine.care.info import Info
+from ragcache.engine.info import Info
 from ragcache.errors import StoreError
 from ragcache.server import logs
 from ragcache.server.errors import OWN_FAULTS, ApiError, as_api_error

@@ -15,7 +15,7 @@ from benchmarks import pages, quality, quality_plot, quality_units, random_model
 from benchmarks.pages import write_section
 from benchmarks.quality import Cell, Row, markdown, relative
 from benchmarks.quality_units import Answers, Reads, Unit, units_of
-from ragcache.engine.asking.verdict import MethodVerdict, Verdict
+from ragcache.engine.verdict import MethodVerdict, Verdict
 from ragcache.errors import ConfigError
 from ragcache.prompt import prompt_format
 from ragcache_eval.methods import MethodSpec, parse_methods

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from terminal import invoke
 
-from ragcache.engine.asking.verdict import FILE
+from ragcache.engine.verdict import FILE
 
 ROWS = [
     {"id": "1", "question": "Where did the cat sit?", "answers": ["mat"], "passages": ["The cat sat on the mat."]},

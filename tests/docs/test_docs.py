@@ -15,8 +15,8 @@ from families import random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.cli.app import build_app
-from ragcache.engine.care.doctor import DoctorReport
-from ragcache.engine.care.info import Info
+from ragcache.engine.doctor import DoctorReport
+from ragcache.engine.info import Info
 from ragcache.store.records import StoredDocument
 from ragcache_plan.shape import KVShape
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from ragcache.engine.loading.rates import Rates
-from ragcache.engine.loading.split import BlockSize, Split
+from ragcache.engine.load_plan import BlockSize, Split
+from ragcache.engine.rates import Rates
 from ragcache.store.eviction import PrefillRate
 
 TIER = "disk"

@@ -11,8 +11,8 @@ from vllm_double import VllmDouble, serving
 
 import ragcache as rc
 from ragcache.codecs import get_codec
-from ragcache.engine.asking.verdict import MethodVerdict, Verdict, save_verdict
-from ragcache.engine.loading.probe import probe_prefill
+from ragcache.engine.probe import probe_prefill
+from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.models.trained_tokens import ReuseSpec
 from ragcache_eval.methods import default_methods

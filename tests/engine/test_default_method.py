@@ -10,10 +10,9 @@ from tiny_model import save_tiny_llama
 from vllm_double import VllmDouble, serving
 
 import ragcache as rc
-from ragcache.engine.asking.estimate import PrefillEstimate
-from ragcache.engine.asking.verdict import MethodVerdict, Verdict, save_verdict
-from ragcache.engine.loading.rates import RateFigures
-from ragcache.engine.loading.rates_file import machine_key
+from ragcache.engine.estimate import PrefillEstimate
+from ragcache.engine.rates import RateFigures, machine_key
+from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.errors import ConfigError
 from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.store.eviction import PrefillRate
@@ -225,5 +224,5 @@ def test_what_this_machine_measured_before_is_gone_by(kb, open_kb):
 
 def test_a_machine_that_nobody_measured_is(kb, open_kb, monkeypatch):
     """Blocks are there, and neither rates nor reads."""
-    monkeypatch.setattr("ragcache.engine.opening.probe_prefill", lambda lm, budget_s: PrefillRate(0.5, 0.0))
+    monkeypatch.setattr("ragcache.engine.assemble.probe_prefill", lambda lm, budget_s: PrefillRate(0.5, 0.0))
     assert ask(open_kb(method=None, store=rc.StoreConfig(load="always"))).method == "cacheblend"

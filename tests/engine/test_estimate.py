@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 import ragcache as rc
-from ragcache.engine.asking import estimate as estimate_module
-from ragcache.engine.asking.estimate import LEAST_TOKENS, PrefillEstimate, measure_prefill
+from ragcache.engine import estimate as estimate_module
+from ragcache.engine.estimate import LEAST_TOKENS, PrefillEstimate, measure_prefill
 from ragcache.store.eviction import PrefillRate
 
 SHORT = rc.Sampling(max_tokens=1)

@@ -9,7 +9,7 @@ from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
-from ragcache.engine.asking.writing import AnswerSoFar
+from ragcache.engine.output import AnswerSoFar
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
 
 CHAT = (

@@ -6,7 +6,7 @@ import pytest
 from vllm_double import VllmDouble, serving
 
 import ragcache as rc
-from ragcache.engine.asking.verdict import MethodVerdict, Verdict, save_verdict
+from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.errors import ConfigError, IngestError, PromptError, StoreMismatchError
 from ragcache.models.generate import decode
 from ragcache_vllm.request_layout import served_name

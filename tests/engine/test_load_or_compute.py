@@ -7,9 +7,8 @@ import json
 import pytest
 
 import ragcache as rc
-from ragcache.engine.loading.probe import open_rates, probe_disk
-from ragcache.engine.loading.rates import RateFigures, Rates, TierFigures
-from ragcache.engine.loading.rates_file import RatesFile, machine_key
+from ragcache.engine.probe import open_rates, probe_disk
+from ragcache.engine.rates import RateFigures, Rates, RatesFile, TierFigures, machine_key
 from ragcache.errors import ConfigError
 from ragcache.store.eviction import PrefillRate
 
@@ -80,7 +79,7 @@ def test_rates_are_measured_once_kept_and_shown(kb, open_kb, monkeypatch):
         assert figures.prefill_tokens_s > 0
         assert {"disk", "memory"} <= figures.tiers.keys()
         assert figures.decode_bytes_s["raw"] > 0
-    monkeypatch.setattr("ragcache.engine.loading.probe.probe", lambda *args: pytest.fail("measured again"))
+    monkeypatch.setattr("ragcache.engine.probe.probe", lambda *args: pytest.fail("measured again"))
     with open_kb() as second:
         assert second.rates().prefill_tokens_s == pytest.approx(figures.prefill_tokens_s, rel=0.5)
     with rc.Library.open(kb.store.layout.root) as care:

@@ -15,9 +15,9 @@ import torch
 from waiting import until
 
 from ragcache.codecs import get_codec
-from ragcache.engine.loading.blocks import load_or_compute
-from ragcache.engine.loading.loader import BlockLoader, LoadCounts
-from ragcache.engine.loading.rates import Rates
+from ragcache.engine.kv_lookup import load_or_compute
+from ragcache.engine.loader import BlockLoader, LoadCounts
+from ragcache.engine.rates import Rates
 from ragcache.errors import CancelledError, ConfigError, SchemaVersionError, TimedOutError
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock

@@ -14,7 +14,7 @@ from tiny_model import save_tiny_llama
 from waiting import WAIT_S, until
 
 import ragcache as rc
-from ragcache.engine.asking.admission import Admission, Size, default_budget, kv_bytes
+from ragcache.engine.admission import Admission, Size, default_budget, kv_bytes
 from ragcache.errors import AnswerTooLargeError, CancelledError, ConfigError, PromptError, TimedOutError
 from ragcache.kv.buffers import KVBuffers
 from ragcache.models.deadline import NO_LIMIT, Limit

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import ragcache as rc
-from ragcache.engine.asking import mini_notice
-from ragcache.engine.asking.mini_notice import is_other_text
+from ragcache.engine import questions as mini_notice
+from ragcache.engine.questions import is_other_text
 from ragcache.retrieval.fake import BagOfWords
 
 ROOT = Path(__file__).resolve().parents[2]

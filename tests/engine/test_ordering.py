@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ragcache as rc
-from ragcache.engine.asking.ordering import ReadCounts, relevance_hint, shared_order
+from ragcache.engine.prompts import ReadCounts, relevance_hint, shared_order
 from ragcache.errors import ConfigError
 
 SHORT = rc.Sampling(max_tokens=4)

@@ -12,7 +12,7 @@ from tiny_model import bpe_tokenizer, save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
-from ragcache.engine.asking import plain_text
+from ragcache.engine import passages as plain_text
 from ragcache.errors import ContextTooLongError
 from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.retrieval.fake import BagOfWords

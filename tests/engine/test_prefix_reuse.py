@@ -12,7 +12,7 @@ from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
-from ragcache.engine.asking import prefixes
+from ragcache.engine import prefixes
 from ragcache.errors import ConfigError
 from ragcache.models.trained_tokens import ReuseSpec
 

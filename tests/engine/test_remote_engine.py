@@ -283,7 +283,7 @@ def test_a_loaded_model_is_not_taken_beside_an_engine(open_kb, lm, vllm):
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_command_line_asks_it(kb, vllm, tmp_path, monkeypatch, as_json):
-    monkeypatch.setattr("ragcache.engine.opening.load_embedder", lambda *_: BagOfWords())
+    monkeypatch.setattr("ragcache.engine.assemble.load_embedder", lambda *_: BagOfWords())
     monkeypatch.setenv("RAGCACHE_ENGINE_KEY", "s3cret")
     arguments = [
         "ask",

@@ -12,8 +12,7 @@ import pytest
 from waiting import WAIT_S, until
 
 import ragcache as rc
-from ragcache.engine.asking.admission import Admission, Size
-from ragcache.engine.asking.contexts import Contexts, Need, Seat
+from ragcache.engine.admission import Admission, Contexts, Need, Seat, Size
 from ragcache.errors import CancelledError
 from ragcache.kv.buffers import KVBuffers, Loan, SharedContext
 from ragcache.kv.prefix_cache import PrefixTree

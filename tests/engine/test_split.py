@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from split_world import World, best_s
 
 from ragcache.codecs import get_codec
-from ragcache.engine.loading.rates import Rates
-from ragcache.engine.loading.split import MIN_GAIN_S, BlockSize, Split
+from ragcache.engine.load_plan import MIN_GAIN_S, BlockSize, Split
+from ragcache.engine.rates import Rates
 from ragcache.kv.block import KVBlock
 from ragcache.store.eviction import PrefillRate
 

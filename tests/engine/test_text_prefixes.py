@@ -8,7 +8,7 @@ import pytest
 from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt, save_tiny
 
 import ragcache as rc
-from ragcache.engine.asking.prefixes import Prefixes
+from ragcache.engine.prefixes import Prefixes
 from ragcache.fusion.fuse import fuse
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefix_cache import PrefixTree

@@ -16,7 +16,7 @@ from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
-from ragcache.engine.asking.conversation import Conversation
+from ragcache.engine.conversation import Conversation
 from ragcache.errors import ConfigError, PromptError
 from ragcache.models.sampler import Sampling
 from ragcache.retrieval.fake import BagOfWords

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ragcache.engine.asking.verdict import FILE, MethodVerdict, Verdict, load_verdict, save_verdict
+from ragcache.engine.verdict import FILE, MethodVerdict, Verdict, load_verdict, save_verdict
 from ragcache.fusion import get_method
 
 CHEAP = MethodVerdict("concat", {}, "isolated", False, "top-1 agreement 0.5 is below 0.95", 0.05)

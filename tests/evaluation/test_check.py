@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ragcache as rc
-from ragcache.engine.asking.verdict import save_verdict
+from ragcache.engine.verdict import save_verdict
 from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
 from ragcache.fusion.method import FusionMethod, Job, Prefilled
@@ -213,7 +213,7 @@ def test_nothing_that_fits_is_an_error(runner):
 
 
 def test_questions_over_a_store_read_what_is_retrieved(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("ragcache.engine.opening.open_embedder", lambda *given: BagOfWords())
+    monkeypatch.setattr("ragcache.engine.assemble.open_embedder", lambda *given: BagOfWords())
     file = tmp_path / "q.jsonl"
     rows = [{"question": "Where do dogs bark?"}, {"question": "Own?", "passages": ["Own text."], "answer": "yes"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

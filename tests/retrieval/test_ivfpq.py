@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ragcache.engine.care.doctor import doctor
-from ragcache.engine.store import StoreConfig, open_store
+from ragcache.engine.doctor import doctor
+from ragcache.engine.store_config import StoreConfig, open_store
 from ragcache.errors import DamagedIndexError
 from ragcache.retrieval import faiss_kinds as ivfpq
 from ragcache.retrieval.deletion import delete_documents

@@ -10,8 +10,8 @@ from postgres_server import POSTGRES, administrator, pgvector_schema
 from sqlalchemy import make_url, text
 
 import ragcache.retrieval.pgvector as module
-from ragcache.engine.care.doctor import doctor
-from ragcache.engine.store import StoreConfig, open_store
+from ragcache.engine.doctor import doctor
+from ragcache.engine.store_config import StoreConfig, open_store
 from ragcache.errors import ConfigError, StoreNotFoundError
 from ragcache.retrieval.deletion import delete_documents
 from ragcache.retrieval.retriever import Retriever

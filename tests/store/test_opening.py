@@ -18,8 +18,8 @@ from postgres_server import postgres_schema
 from sqlalchemy import make_url
 
 import ragcache as rc
-from ragcache.engine.care.doctor import doctor
-from ragcache.engine.store import Store, StoreConfig, open_store
+from ragcache.engine.doctor import doctor
+from ragcache.engine.store_config import Store, StoreConfig, open_store
 from ragcache.errors import DatabaseMismatchError, StoreError, StoreNotFoundError
 from ragcache.store.records import NewChunk, NewDocument
 
@@ -233,7 +233,7 @@ KILLED = """
 import os, signal, sys
 from contextlib import closing
 from pathlib import Path
-from ragcache.engine.store import StoreConfig, open_store
+from ragcache.engine.store_config import StoreConfig, open_store
 import ragcache.store.database, ragcache.store.kv_store
 
 base = sys.argv[1]

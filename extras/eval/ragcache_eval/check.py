@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from ragcache.engine.asking.verdict import FULL, MethodVerdict, Verdict
+from ragcache.engine.verdict import FULL, MethodVerdict, Verdict
 from ragcache.errors import ConfigError, RagCacheError
 from ragcache.fusion.fuse import block_recipe
 from ragcache_eval.case import Case

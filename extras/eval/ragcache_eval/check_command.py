@@ -16,7 +16,7 @@ from ragcache.errors import ConfigError
 from ragcache_eval.measured_model import EvaluatedModel, progress
 
 if TYPE_CHECKING:
-    from ragcache.engine.asking.verdict import Verdict
+    from ragcache.engine.verdict import Verdict
     from ragcache_eval.case import Case
     from ragcache_eval.methods import MethodSpec
     from ragcache_eval.runner import Runner
@@ -116,7 +116,7 @@ def check(
     Without questions, half sentences of the store's passages are to be completed; without a store, questions about
     generated text are asked, and so nothing is said about your documents. The exit status is 1 when no method is safe.
     """
-    from ragcache.engine.asking.verdict import save_verdict
+    from ragcache.engine.verdict import save_verdict
     from ragcache_eval.check import Check, Thresholds
     from ragcache_eval.methods import all_methods, parse_methods
     from ragcache_eval.runner import Runner, RunSettings

@@ -7,8 +7,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from ragcache.engine.opening import open_retriever
-from ragcache.engine.store import Store, StoreConfig, open_store
+from ragcache.engine.assemble import open_retriever
+from ragcache.engine.store_config import Store, StoreConfig, open_store
 from ragcache.errors import ConfigError
 from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice, NeighbourTable
 from ragcache.store.records import Chunk

@@ -76,8 +76,8 @@ def measure_rates(lm: LanguageModel, directory: Path) -> MachineRates:
 
     Raises StoreReadOnlyError, StoreFullError.
     """
-    from ragcache.engine.asking.estimate import measure_prefill
-    from ragcache.engine.loading.probe import probe_memory
+    from ragcache.engine.estimate import measure_prefill
+    from ragcache.engine.probe import probe_memory
 
     prefill = measure_prefill(lm)
     thousand = prefill.seconds(1000)
@@ -86,7 +86,7 @@ def measure_rates(lm: LanguageModel, directory: Path) -> MachineRates:
 
 
 def _disk_bytes_s(directory: Path) -> float:
-    from ragcache.engine.loading.probe import probe_disk
+    from ragcache.engine.probe import probe_disk
 
     with translate_os_errors(directory), tempfile.NamedTemporaryFile(dir=directory) as file:
         file.write(os.urandom(PROBE_BYTES))

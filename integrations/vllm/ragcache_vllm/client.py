@@ -28,8 +28,8 @@ from ragcache.models.sampler import TokenScores
 from ragcache_vllm.request_layout import served_name
 
 if TYPE_CHECKING:
-    from ragcache.engine.asking.engine import Engine
-    from ragcache.engine.asking.prompts import Prompts
+    from ragcache.engine.local_engine import Engine
+    from ragcache.engine.prompts import Prompts
     from ragcache.fusion.method import FusionMethod
     from ragcache.models.card import ModelCard
     from ragcache.store.kv_store import KVStore

@@ -8,12 +8,12 @@ from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Usage
-from ragcache.engine.asking.prompts import Prompts
-from ragcache.engine.asking.reading import Clock, Kept, OpenQuestion, Reading
-from ragcache.engine.asking.supply import UNUSED
-from ragcache.engine.asking.verdict import FULL
-from ragcache.engine.asking.writing import AnswerSoFar, write
-from ragcache.engine.loading.blocks import COMPUTED
+from ragcache.engine.block_writer import COMPUTED
+from ragcache.engine.kv_lookup import UNUSED
+from ragcache.engine.output import AnswerSoFar, write
+from ragcache.engine.prompts import Prompts
+from ragcache.engine.request import Clock, Kept, OpenQuestion, Reading
+from ragcache.engine.verdict import FULL
 from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
 from ragcache.fusion.layout import Layout, Span

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ragcache.engine.asking.passage import Passage
+from ragcache.engine.passages import Passage
 from ragcache.errors import PromptError, check_type
 from ragcache.models.tool_calls import ToolCall
 from ragcache.prompt import (

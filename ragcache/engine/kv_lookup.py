@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ragcache.engine.answer import Source
-from ragcache.engine.asking.prefixes import Path, Prefix, Prefixes
-from ragcache.engine.asking.reading import OpenQuestion
-from ragcache.engine.asking.whole import WholeStore
-from ragcache.engine.loading.blocks import COMPUTED, LoadedBlocks, load_or_compute
-from ragcache.engine.loading.loader import BlockLoader
+from ragcache.engine.block_writer import COMPUTED, Keeper, LoadedBlocks, encode_chunks
+from ragcache.engine.loader import BlockLoader
+from ragcache.engine.prefixes import Path, Prefix, Prefixes, WholeStore
+from ragcache.engine.request import OpenQuestion
 from ragcache.fusion.fuse import Fused
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
+from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import Lease
+from ragcache.models.encode import plan_batches
 from ragcache.models.language_model import LanguageModel
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
+
+if TYPE_CHECKING:
+    from ragcache.engine.loader import Ahead, BlockLoader
+
 
 UNUSED = "unused"
 EXACT = "exact"
@@ -200,3 +207,59 @@ class Supply:
 def _sources(asked: OpenQuestion, loaded: LoadedBlocks) -> list[Source]:
     rows = zip(asked.hits, loaded.handles, loaded.origins, strict=True)
     return [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
+
+
+# The blocks of a question's passages: each loaded, or computed and kept.
+
+
+def load_or_compute(
+    encoder: ModelEncoder,
+    kv_store: KVStore,
+    documents: DocumentStore,
+    chunks: Sequence[Chunk],
+    *,
+    passing: bool = False,
+    loader: BlockLoader | None = None,
+    ahead: Ahead | None = None,
+) -> LoadedBlocks:
+    """Load or compute one block a chunk. What no tier holds is computed from the chunk's ids and kept.
+
+    passing: see Keeper
+    loader:  chooses for each block between loading and computing; None loads all that some tier has
+    ahead:   reads that the loader began while retrieval still ranked
+
+    The name of a block follows from what it depends on, so a block made under another model, recipe or prefix is not
+    found here, however it is named in the document store (law 8).
+
+    Raises CancelledError and TimedOutError within `limits.limited`.
+    """
+    keeper = Keeper(kv_store, documents, encoder, passing=passing)
+    chunks = encoder.with_neighbours(chunks)
+    handles = [encoder.key(chunk.token_ids, chunk.neighbours) for chunk in chunks]
+    if loader is not None:
+        return loader.load(encoder, keeper, chunks, handles, ahead)
+    return _load_all(encoder, keeper, kv_store, chunks, handles)
+
+
+def _load_all(
+    encoder: ModelEncoder, keeper: Keeper, kv_store: KVStore, chunks: Sequence[Chunk], handles: Sequence[str]
+) -> LoadedBlocks:
+    started = time.perf_counter()
+    found = kv_store.get_many(handles)
+    loaded_at = time.perf_counter()
+    missing = {handle: chunks[rank] for rank, handle in enumerate(handles) if found[rank] is None}
+    computed: dict[str, KVBlock] = {}
+    names = list(missing)
+    for batch in plan_batches([len(chunk.token_ids) for chunk in missing.values()], encoder.batch_tokens):
+        members = [names[rank] for rank in batch]
+        made = encode_chunks(encoder, [missing[handle] for handle in members])
+        for handle, block in zip(members, made, strict=True):
+            computed[handle] = keeper.keep(missing[handle], handle, block)
+    return LoadedBlocks(
+        blocks=[computed[handle] if hit is None else hit.block for handle, hit in zip(handles, found, strict=True)],
+        handles=list(handles),
+        origins=[COMPUTED if hit is None else hit.tier for hit in found],
+        load_s=loaded_at - started,
+        encode_s=time.perf_counter() - loaded_at,
+        encoded_tokens=sum(block.num_tokens for block in computed.values()),
+    )

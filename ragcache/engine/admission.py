@@ -1,18 +1,176 @@
-"""Contexts that several questions read: placed once, held once, and kept for later questions."""
+"""How many answers at once: each reserves the memory of its KV before it is read."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ragcache.engine.asking.admission import Admission, Claim, Size
-from ragcache.kv.buffers import SharedContext
+import torch
+
+from ragcache.errors import AnswerTooLargeError
+from ragcache.kv.buffers import LARGEST_STEP, SharedContext, capacity_for
 from ragcache.kv.prefix_cache import PrefixTree
 from ragcache.models.deadline import Limit
+from ragcache.models.hub import machine_bytes
+from ragcache.models.language_model import LanguageModel
+
+# Without a figure of the user's: the share of the device's memory that all answers may take together.
+DEFAULT_SHARE = 2
+UNKNOWN_BYTES = 1 << 62  # where the system does not say how much it has
+
+
+class Size(NamedTuple):
+    """What a question's KV takes.
+
+    num_bytes:  for its prompt, and for its answer or the beginning of that
+    more_bytes: that a long answer may ask for later, at most
+    """
+
+    num_tokens: int
+    num_bytes: int
+    more_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Claim:
+    """One answer's memory.
+
+    num_bytes:   taken at first
+    more_bytes:  that it may still ask for
+    grown_bytes: that it has asked for since; surely free when it ends
+    """
+
+    num_bytes: int
+    more_bytes: int
+    grown_bytes: int = 0
+
+
+class Admission:
+    """Bytes of KV that all answers in progress may hold together. First come, first served; thread-safe.
+
+    A large request is never starved: whatever comes later waits behind it. An answer whose length nobody limits takes
+    memory as it grows, before whatever waits to begin. All of them can always end, one after the other if need be (the
+    banker's algorithm, Dijkstra 1965): whatever would leave them without that waits.
+
+    budget_bytes: never exceeded
+    changed:      the lock of all its state, and of what decides about sizes
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._reserved = 0
+        self._queue: deque[object] = deque()
+        self._claims: set[Claim] = set()
+        self._growing = 0
+        self.changed = threading.Condition()
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._reserved
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def reserve(self, size: Callable[[], Size], limit: Limit) -> Claim:
+        """Wait until there is room, and take it until `end` and `release`.
+
+        size: what is needed, asked whenever there may be room: it may change while others come and go
+
+        Raises AnswerTooLargeError when it can never fit, and what `limit` raises while it does not fit yet.
+        """
+        ticket = object()
+        with self.changed:
+            self._queue.append(ticket)
+            try:
+                self._check(size())
+                while self._growing or self._queue[0] is not ticket or not self._fits(size()):
+                    limit.check()
+                    self.changed.wait(limit.poll_s())
+                limit.check()
+                claim = Claim(size().num_bytes, size().more_bytes)
+                self._reserved += claim.num_bytes
+                self._claims.add(claim)
+                return claim
+            finally:
+                self._queue.remove(ticket)
+                self.changed.notify_all()
+
+    def _fits(self, size: Size) -> bool:
+        self._check(size)
+        return self._can_end(size.num_bytes, [*self._claims, Claim(size.num_bytes, size.more_bytes)])
+
+    def grow(self, claim: Claim, num_bytes: int, limit: Limit) -> None:
+        """Wait for more memory, as much of it as the claim states at most. Raises what `limit` raises meanwhile."""
+        grown = Claim(0, claim.more_bytes - num_bytes, claim.grown_bytes + num_bytes)
+        with self.changed:
+            self._growing += 1
+            try:
+                while not self._can_end(num_bytes, [*(self._claims - {claim}), grown]):
+                    limit.check()
+                    self.changed.wait(limit.poll_s())
+                self._reserved += num_bytes
+                claim.more_bytes, claim.grown_bytes = grown.more_bytes, grown.grown_bytes
+            finally:
+                self._growing -= 1
+                self.changed.notify_all()
+
+    def _can_end(self, num_bytes: int, claims: Sequence[Claim]) -> bool:
+        """Whether there is room for so many bytes, and then for every claim, one after the other. What an answer took
+        at first may stay behind with a context that others read."""
+        free = self.budget_bytes - self._reserved - num_bytes
+        if free < 0:
+            return False
+        for claim in sorted(claims, key=lambda claim: claim.more_bytes):
+            if claim.more_bytes > free:
+                return False
+            free += claim.grown_bytes
+        return True
+
+    def end(self, claim: Claim) -> None:
+        """Give back what an answer asked for; what it took at first is the caller's to `release`."""
+        with self.changed:
+            self._claims.discard(claim)
+            self.release(claim.grown_bytes)
+
+    def _check(self, size: Size) -> None:
+        if size.num_bytes + size.more_bytes > self.budget_bytes:
+            raise AnswerTooLargeError(
+                f"prompt and answer have up to {size.num_tokens} tokens, whose KV takes {size.num_bytes} bytes, and "
+                f"all answers together may take {self.budget_bytes}; ask for a shorter answer (max_tokens) or fewer "
+                "passages (k), or raise answer_bytes"
+            )
+
+    def release(self, num_bytes: int) -> None:
+        with self.changed:
+            self._reserved -= num_bytes
+            self.changed.notify_all()
+
+
+def default_budget(lm: LanguageModel) -> int:
+    """Half of the memory of the model's device."""
+    if lm.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(lm.device)[1]) // DEFAULT_SHARE
+    found = machine_bytes()
+    return UNKNOWN_BYTES if found is None else found // DEFAULT_SHARE
+
+
+def tokens_within(lm: LanguageModel, num_bytes: int) -> int:
+    """Tokens whose cache surely takes no more."""
+    return max(0, num_bytes // kv_bytes(lm, 1) * capacity_for(1) - LARGEST_STEP)
+
+
+def kv_bytes(lm: LanguageModel, num_tokens: int) -> int:
+    """Bytes of a cache with room for `num_tokens` tokens."""
+    position_bytes = lm.shape.num_layers * torch.int64.itemsize
+    return capacity_for(num_tokens) * (lm.kv_bytes_per_token + position_bytes)
+
+
+# Contexts that several questions read: placed once, held once, and kept for later questions.
 
 
 class Need(NamedTuple):

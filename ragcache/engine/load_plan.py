@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ragcache.engine.loading.rates import Rates
+from ragcache.engine.rates import Rates
 
 # Smaller gains are not worth computing for: that costs cores and hides small errors of estimates.
 MIN_GAIN_S = 0.01

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ragcache.engine.asking.conversation import Conversation, Given, Said, Slot
+from ragcache.engine.conversation import Conversation, Given, Said, Slot
 from ragcache.errors import PromptError
 from ragcache.kv.block_key import digest
 from ragcache.prompt import Part, Passages, Text, encode_rendered, encode_text

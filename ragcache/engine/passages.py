@@ -1,19 +1,87 @@
-"""Stored passages that come back as plain text: they are found by their tokens, and read from their KV."""
+"""Passages that a caller hands over, found in the store where they are its own."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ragcache.errors import PromptError, UnknownHandleError
+from ragcache.ingest.chunker import WholeTexts
 from ragcache.prompt import PromptEnds
 from ragcache.retrieval.retriever import Hit
-from ragcache.store.records import Chunk
+from ragcache.store.documents import DocumentStore
+from ragcache.store.records import NOT_STORED, Chunk
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text to answer from.
+
+    text:   may be empty where id or handle names a stored chunk
+    id:     of a stored chunk, or any name of the caller's; given back with the answer's sources
+    handle: what a retriever attached. It only helps to find the text: the name of a KV block follows from model,
+            recipe, tenant and text, so a handle from elsewhere, of an altered text or of a deleted block serves nothing
+            wrong
+    score:  given back with the answer's sources, as is metadata
+    """
+
+    text: str = ""
+    id: str | None = None
+    handle: str | None = None
+    score: float | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_passages(passages: Sequence[Passage | Hit], documents: DocumentStore, texts: WholeTexts) -> list[Hit]:
+    """Every passage as a hit, in order. One that is not the store's own becomes a chunk that is stored nowhere.
+
+    Raises PromptError (a passage without text, id or handle), UnknownHandleError (without text, and not found).
+    """
+    given = [one for one in passages if isinstance(one, Passage)]
+    by_id = {chunk.id: chunk for chunk in documents.chunks([one.id for one in given if one.id])}
+    rest = [one for one in given if one.handle and not _fits(one, by_id.get(one.id or ""))]
+    handles = [one.handle for one in rest if one.handle]
+    by_handle = {chunk.handle: chunk for chunk in documents.chunks_by_handle(handles)}
+    hits = []
+    for rank, one in enumerate(passages):
+        if isinstance(one, Hit):
+            hits.append(one)
+            continue
+        known = (by_id.get(one.id or ""), by_handle.get(one.handle or ""))
+        chunk = next((chunk for chunk in known if chunk is not None and _fits(one, chunk)), None)
+        chunk = chunk or _foreign(one, rank, texts)
+        hits.append(Hit(chunk, 0.0 if one.score is None else one.score, chunk.handle))
+    return hits
+
+
+def _fits(passage: Passage, chunk: Chunk | None) -> bool:
+    """Whether the chunk is what the passage names, its text unaltered."""
+    return chunk is not None and (not passage.text or passage.text.rstrip() == chunk.text.rstrip())
+
+
+def _foreign(passage: Passage, rank: int, texts: WholeTexts) -> Chunk:
+    if not passage.text.strip():
+        names = [f"{what} {name!r}" for what, name in (("id", passage.id), ("handle", passage.handle)) if name]
+        if not names:
+            raise PromptError(f"passage {rank} has no text; leave empty passages out")
+        raise UnknownHandleError(
+            f"passage {rank} has no text, and this store knows no chunk of {' or '.join(names)}: it was deleted, or "
+            "belongs to another store, model or salt (tenant); send the text with it"
+        )
+    ids = texts.encode([passage.text])[0]
+    metadata = dict(passage.metadata)
+    return Chunk(passage.id or "", "", rank, passage.text, ids, metadata, NOT_STORED, None, 0.0, "", "")
+
+
+# Stored passages that come back as plain text: they are found by their tokens, and read from their KV.
+
 
 log = logging.getLogger(__name__)
 # What the store handed out last is what a chain joins into its next prompts: enough for many of them side by side.

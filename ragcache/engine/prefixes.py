@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ragcache.engine.block_writer import NOT_KEPT
+from ragcache.engine.options import RetrieveOptions, names
+from ragcache.engine.prompts import Prompts
+from ragcache.errors import ConfigError, ContextTooLongError, UnencodableBlockError
 from ragcache.fusion.fuse import Fused
 from ragcache.fusion.layout import Layout, Piece
 from ragcache.fusion.method import FusionMethod
+from ragcache.ingest.encoder import ModelEncoder, OnEncoded
+from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe, digest
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.prefix_cache import Exact, Lease, Owned, PrefixStats, PrefixTree, read_cache
+from ragcache.kv.prefix_cache import Exact, ExactBlock, Lease, Owned, PrefixStats, PrefixTree, read_cache
 from ragcache.models.language_model import LanguageModel
-from ragcache.prompt import Part
+from ragcache.prompt import Part, PromptEnds
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore
 from ragcache.store.records import NOT_STORED
 
 log = logging.getLogger(__name__)
@@ -195,3 +202,77 @@ class Prefixes:
 
     def _named(self, how: str) -> str:
         return digest({"fingerprint": self._lm.fingerprint, "tenant": self._tenant, "how": how})
+
+
+# A small store that is read whole (CAG, arXiv 2412.15605): exact KV of every passage, kept as one block.
+# Behind the prompts' beginning stand all passages, in the order of their documents' ids. A block of all these tokens,
+# read alone, is what a plain pass over the prompt leaves of them. It outlives the process, and goes when any document
+# changes (law 10).
+
+
+class WholeStore:
+    """Loads or computes the KV of a prompt's beginning and all passages. Thread-safe."""
+
+    def __init__(
+        self, lm: LanguageModel, kv: KVStore, documents: DocumentStore, tenant: str, on_encoded: OnEncoded | None = None
+    ) -> None:
+        # A salt of its own: a passage of the same tokens may be kept by a codec that loses something.
+        self._encoder = ModelEncoder(lm, tenant=digest({"whole": tenant}), on_encoded=on_encoded)
+        self._kv = kv
+        self._documents = documents
+
+    def read(self, ids: Sequence[int], generation: int) -> Prefix:
+        """generation: of the documents whose passages these tokens are
+
+        Raises CancelledError and TimedOutError within `limits.limited`.
+        """
+        started, handle, rope = time.perf_counter(), self._encoder.key(ids), self._encoder.lm.rope
+        loaded = self._kv.get(handle)
+        if loaded is not None:
+            return Prefix(ExactBlock(loaded.block, rope), load_s=time.perf_counter() - started)
+        (block,) = self._encoder.encode_limited([ids])
+        encode_s = time.perf_counter() - started
+        self._keep(handle, block, generation)
+        return Prefix(ExactBlock(block, rope), len(ids), encode_s)
+
+    def _keep(self, handle: str, block: KVBlock, generation: int) -> None:
+        """On disk, for as long as no document changes. What cannot be kept costs a later question time."""
+        try:
+            if not self._kv.keeps_exactly(handle, block):
+                log.warning("the KV of the whole store is not kept on disk: the store's codec would change it")
+                return
+            if self._documents.hold_over_all(handle, generation):
+                self._kv.put(handle, block, flushed=True)
+                if not self._documents.referenced([handle]):  # a document changed since: nothing else would find it
+                    self._kv.delete(handle)
+        except (*NOT_KEPT, UnencodableBlockError) as error:
+            log.warning("the KV of the whole store is not kept on disk: %s", error)
+
+
+def check_whole(options: Mapping[str, Any], method: FusionMethod) -> None:
+    """Raises ConfigError for options and methods that do not go with reading everything."""
+    defaults = {"search": "vector", "order": "relevance"}
+    chosen = {name: options.get(name) for name in ("hits", *names(RetrieveOptions), "order")}
+    given = [name for name, value in chosen.items() if value is not None and value != defaults.get(name)]
+    if given:
+        raise ConfigError(f"whole reads every passage of the store, in its order; leave out {', '.join(given)}")
+    if method.reuses_blocks or not method.takes_exact:
+        raise ConfigError(
+            f"whole goes on from exact KV, which method {method.name!r} does not; choose full, or leave the method out"
+        )
+
+
+def whole_hits(documents: DocumentStore, prompts: Prompts, ends: PromptEnds) -> list[Hit]:
+    """Every passage, by document id and then in order.
+
+    Raises ContextTooLongError where they do not fit the model, before any is read.
+    """
+    counts, most = documents.counts(), prompts.lm.max_positions
+    total = counts.tokens + len(ends.prefix_ids) + len(ends.suffix_ids)
+    if total > most:
+        raise ContextTooLongError(
+            f"the whole store has {counts.chunks} passages of {counts.tokens} tokens, {total} with the question, and "
+            f"{prompts.lm.name} takes {most}; ask without whole, for the passages nearest to the question"
+        )
+    chunks = [chunk for one in documents.documents() for chunk in documents.chunks_of(one.id)]
+    return [Hit(chunk, 0.0, chunk.handle) for chunk in chunks]

@@ -27,7 +27,7 @@ def pin(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder | None, ids
     # Pinned is wanted, however often it was retrieved.
     missing = [replace(chunk, uses_left=0) for chunk, key in zip(chunks, keys, strict=True) if key not in kv]
     if missing and encoder is not None:
-        from ragcache.engine.loading.blocks import load_or_compute
+        from ragcache.engine.kv_lookup import load_or_compute
 
         load_or_compute(encoder, kv, documents, missing)
         kv.flush(keys)

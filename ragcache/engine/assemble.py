@@ -12,23 +12,20 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from ragcache.engine.asking.admission import UNKNOWN_BYTES, Admission, default_budget
-from ragcache.engine.asking.contexts import Contexts
-from ragcache.engine.asking.engine import ENGINES, Connection, Engine
-from ragcache.engine.asking.estimate import PrefillEstimate
-from ragcache.engine.asking.kept import TurnMemory
-from ragcache.engine.asking.prefixes import Prefixes
-from ragcache.engine.asking.prompts import Prompts
-from ragcache.engine.asking.reader import Reader
-from ragcache.engine.asking.reading import Reading
-from ragcache.engine.asking.supply import Supply
-from ragcache.engine.asking.verdict import Choice, StoredBlocks, choose_method
-from ragcache.engine.asking.whole import WholeStore
-from ragcache.engine.loading.loader import BlockLoader
-from ragcache.engine.loading.policy import ALWAYS
-from ragcache.engine.loading.probe import open_rates, probe_prefill
+from ragcache.engine.admission import UNKNOWN_BYTES, Admission, Contexts, default_budget
+from ragcache.engine.estimate import PrefillEstimate
+from ragcache.engine.history import TurnMemory
+from ragcache.engine.kv_lookup import Supply
+from ragcache.engine.loader import BlockLoader
+from ragcache.engine.local_engine import ENGINES, Connection, Engine, Reader
+from ragcache.engine.prefixes import Prefixes, WholeStore
+from ragcache.engine.probe import open_rates, probe_prefill
+from ragcache.engine.prompts import Prompts
+from ragcache.engine.rates import ALWAYS
+from ragcache.engine.request import Reading
 from ragcache.engine.same_embedder import refuse_other_embedder
-from ragcache.engine.store import Store, StoreConfig, open_kv_to_fill
+from ragcache.engine.store_config import Store, StoreConfig, open_kv_to_fill
+from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.method import FusionMethod

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from ragcache.engine.store import Store
+from ragcache.engine.store_config import Store
 from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
 from ragcache.models.machine import advice_on
 from ragcache.retrieval.faiss_kinds import Stored

@@ -12,10 +12,9 @@ from functools import partial
 
 import torch
 
-from ragcache.engine.loading.blocks import COMPUTED, Keeper, LoadedBlocks, encode_chunks
-from ragcache.engine.loading.policy import AUTO, LOADS, NEVER
-from ragcache.engine.loading.rates import Rates
-from ragcache.engine.loading.split import BlockSize, Split
+from ragcache.engine.block_writer import COMPUTED, Keeper, LoadedBlocks, encode_chunks
+from ragcache.engine.load_plan import BlockSize, Split
+from ragcache.engine.rates import AUTO, LOADS, NEVER, Rates
 from ragcache.errors import ConfigError
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock

@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import NamedTuple, get_args
 
 from ragcache.engine.answer import Timings
-from ragcache.engine.asking.kept import Earlier
-from ragcache.engine.asking.tools import ToolUse
-from ragcache.engine.asking.verdict import Choice
-from ragcache.engine.loading.loader import Ahead
+from ragcache.engine.history import Earlier
+from ragcache.engine.loader import Ahead
 from ragcache.engine.options import Order, Overflow
+from ragcache.engine.tool_use import ToolUse
+from ragcache.engine.verdict import Choice
 from ragcache.errors import ConfigError
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ragcache.engine.answer import Answer, Event, Source, Token, TokenLogprob, Usage
-from ragcache.engine.asking.conversation import said
-from ragcache.engine.asking.reading import OpenQuestion
+from ragcache.engine.conversation import said
+from ragcache.engine.request import OpenQuestion
 from ragcache.models.card import ModelCard
 from ragcache.models.generate import TextStream
 from ragcache.models.sampler import TokenScores

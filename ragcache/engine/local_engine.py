@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Protocol
 
+from ragcache import plugins
+from ragcache.engine.admission import Contexts, Need, Seat, Size, kv_bytes, tokens_within
 from ragcache.engine.answer import Answer, Done, Event, Sources, Usage
-from ragcache.engine.asking.admission import Size, kv_bytes, tokens_within
-from ragcache.engine.asking.contexts import Contexts, Need, Seat
-from ragcache.engine.asking.estimate import PrefillEstimate
-from ragcache.engine.asking.prefixes import Prefixes
-from ragcache.engine.asking.prompts import ANSWER_TOKENS, NOTHING_TO_REUSE, Prompts
-from ragcache.engine.asking.reading import Clock, Kept, OpenQuestion, Reading
-from ragcache.engine.asking.supply import Ready, Supply
-from ragcache.engine.asking.writing import AnswerSoFar, write
+from ragcache.engine.estimate import PrefillEstimate
+from ragcache.engine.kv_lookup import Ready, Supply
+from ragcache.engine.output import AnswerSoFar, write
+from ragcache.engine.prefixes import Prefixes
+from ragcache.engine.prompts import ANSWER_TOKENS, NOTHING_TO_REUSE, Prompts
+from ragcache.engine.request import Clock, Kept, OpenQuestion, Reading
 from ragcache.fusion.fuse import Fused, fuse
-from ragcache.fusion.method import Scope
+from ragcache.fusion.method import FusionMethod, Scope
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import PrefixStats
-from ragcache.models.card import eos_token_ids
+from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.deadline import limited
 from ragcache.models.generate import decode
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
+from ragcache.plugins import Registry
 from ragcache.prompt import Prompt, PromptEnds
 from ragcache.retrieval.retriever import Hit
+from ragcache.store.kv_store import KVStore
 
 WARM_TOKENS = 16
 
@@ -239,3 +242,61 @@ def _answer(asked: OpenQuestion, ready: Ready, fused: Fused, written: AnswerSoFa
     cached = max(0, fused.prompt_tokens - computed)
     usage = Usage(fused.prompt_tokens, cached, len(written.ids), created, computed)
     return written.answer(asked, ready.sources, usage)
+
+
+# The contract of what computes answers.
+
+
+class Engine(Protocol):
+    """Answers prompts over hits that are already retrieved. Thread-safe.
+
+    `Reader` runs the model in this process; those of `ENGINES` have another engine run it.
+    """
+
+    @property
+    def prompts(self) -> Prompts: ...
+
+    def check(self, reading: Reading) -> None:
+        """Raises ConfigError for a question that cannot be read this way."""
+
+    def stream(
+        self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
+    ) -> Generator[Event, None, None]:
+        """Sources, then tokens, then the whole answer."""
+
+    def drop_deleted(self) -> None:
+        """Let go of what was computed over passages that are gone."""
+
+    def clear(self) -> None:
+        """Let go of everything that is kept between questions."""
+
+    def warm_up(self) -> None:
+        """Pay for what the first question would pay for."""
+
+    def prefix_stats(self) -> PrefixStats: ...
+
+    def pass_stats(self) -> PassStats:
+        """Counts of the model's passes in this process."""
+
+
+class Connection(Protocol):
+    """Another engine, reached at an address. Nothing is sent before it is asked."""
+
+    url: str
+
+    def longest_prompt(self) -> int | None:
+        """Tokens of prompt and answer that it takes; None where it does not say. Raises EngineError,
+        ModelMismatchError."""
+
+    def reads(self, card: ModelCard, method: FusionMethod) -> bool:
+        """Whether it can read stored blocks by this method."""
+
+    def engine(self, card: ModelCard, prompts: Prompts, kv: KVStore) -> Engine:
+        """What answers by it, over a store's blocks."""
+
+    def close(self) -> None: ...
+
+
+ENGINES: Registry[Callable[[str, str, str | None], Connection]] = Registry(plugins.ENGINES)
+"""Other engines by the scheme of their addresses; each takes an address, the model's fingerprint and a key, and raises
+ConfigError for an address that is none of its own."""

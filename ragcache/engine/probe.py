@@ -16,8 +16,7 @@ import torch
 
 from ragcache.codecs import Codec
 from ragcache.codecs.base import example_block
-from ragcache.engine.loading.rates import Rates
-from ragcache.engine.loading.rates_file import RatesFile, machine_key
+from ragcache.engine.rates import Rates, RatesFile, machine_key
 from ragcache.kv.block_key import Recipe
 from ragcache.models.kvzip import read_behind
 from ragcache.models.language_model import LanguageModel

@@ -1,1 +1,0 @@
-"""A question, from its text to the last token of its answer."""

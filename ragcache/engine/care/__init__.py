@@ -1,1 +1,0 @@
-"""Care of a store: its figures, the check that repairs it, pins."""

@@ -1,1 +1,0 @@
-"""Blocks of retrieved chunks: loaded or computed, whichever is faster by measured rates."""

@@ -1,1 +1,0 @@
-"""Answers that another engine computes."""
