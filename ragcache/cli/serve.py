@@ -118,8 +118,7 @@ def run_server(
     web: bool,
 ) -> None:
     """Raises ConfigError (address taken) before a model is loaded."""
-    from ragcache.server.arenas import limit_arenas
-    from ragcache.server.run import listen, url_of
+    from ragcache.server.run import limit_arenas, listen, url_of
 
     limit_arenas()
     if address.host not in LOOPBACK and not settings.api_keys:
@@ -175,7 +174,7 @@ def answer_defaults(answer: AnswerOptions, turns: TurnOptions) -> AnswerDefaults
 
 def log_as_json() -> None:
     """One JSON object a line on standard error, from the server, the engine and uvicorn alike."""
-    from ragcache.server.logs import JsonFormatter
+    from ragcache.server.observe import JsonFormatter
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())

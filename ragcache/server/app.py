@@ -4,33 +4,31 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
 from ragcache import RagCache, __version__
-from ragcache.server import (
-    chat,
-    completions,
-    documents,
-    embeddings,
-    health,
-    models,
-    rerank,
-    responses,
-    search,
-    store,
-)
+from ragcache.server import chat, completions, document_routes, embeddings, rerank, responses
 from ragcache.server.auth import Guard
-from ragcache.server.errors import add_handlers
+from ragcache.server.chat_types import ChatCompletionChunk, ChatRequest, CompletionRequest, TokenizeRequest
+from ragcache.server.document_routes import AddDocuments, UploadProgress
+from ragcache.server.embeddings import EmbeddingRequest
+from ragcache.server.http_errors import STATUS_MEANINGS, add_handlers
 from ragcache.server.limits import SizeLimit
 from ragcache.server.observe import Observe
-from ragcache.server.openapi import describe
-from ragcache.server.page import mount_page, page_directory
+from ragcache.server.rerank import RerankRequest, SearchRequest
+from ragcache.server.responses import ResponseEvent, ResponsesRequest
 from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
+from ragcache.server.status import models_router, mount_page, operation_router, page_directory, store_router
+from ragcache.server.wire import ErrorBody
 
-PARTS = (chat, completions, responses, embeddings, rerank, models, documents, search, store, health)
-ROUTERS = tuple(part.router for part in PARTS)
+PARTS = (chat, completions, responses, embeddings, rerank, document_routes)
+ROUTERS = (*(part.router for part in PARTS), models_router, store_router, operation_router)
 DESCRIPTION = "OpenAI's API over a ragcache store: passages are retrieved, and their precomputed KV is reused."
 
 
@@ -72,7 +70,63 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     protected = ("/v1", "/tokenize", *(() if settings.open_metrics else ("/metrics",)))
     describe(app, protected if settings.api_keys else ())
     # The last one added is the first to see a request.
-    app.add_middleware(SizeLimit, settings.max_body_bytes, settings.max_upload_bytes, documents.PATH)
+    app.add_middleware(SizeLimit, settings.max_body_bytes, settings.max_upload_bytes, document_routes.PATH)
     app.add_middleware(Guard, settings.api_keys, protected, settings.allowed_hosts)
     app.add_middleware(Observe, service.metrics)
     return app
+
+
+# /openapi.json: what every route takes and answers, errors included.
+
+
+RETRY_LATER = ("409", "503")
+# Bodies that routes read themselves, and the data of events: FastAPI does not see them.
+MODELS: tuple[type[BaseModel], ...] = (
+    ChatRequest, ChatCompletionChunk, CompletionRequest, ResponsesRequest, ResponseEvent, TokenizeRequest,
+    SearchRequest, EmbeddingRequest, RerankRequest, AddDocuments, UploadProgress,
+)  # fmt: skip
+
+
+def describe(app: FastAPI, locked: tuple[str, ...]) -> None:
+    """Make `app.openapi` complete. locked: beginnings of the paths that need a key."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app, locked)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI, locked: tuple[str, ...]) -> dict[str, Any]:
+    document = get_openapi(
+        title=app.title, version=app.version, summary=app.summary, description=app.description, routes=app.routes
+    )
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    _, found = models_json_schema(
+        [(model, "validation") for model in MODELS], ref_template="#/components/schemas/{model}"
+    )
+    schemas.update(found["$defs"])
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own answer to bad input, which is not ours
+        schemas.pop(name, None)
+    if locked:
+        components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            _complete(operation, locked=path.startswith(locked))
+    return document
+
+
+def _complete(operation: dict[str, Any], *, locked: bool) -> None:
+    responses = operation["responses"]
+    responses.pop("422", None)
+    if locked:
+        operation["security"] = [{"bearer": []}]
+        schema = {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}
+        responses["401"] = {"description": STATUS_MEANINGS[401], "content": {"application/json": {"schema": schema}}}
+    for status, response in responses.items():
+        headers = response.setdefault("headers", {})
+        headers["X-Request-ID"] = {"description": "Names the request in the log", "schema": {"type": "string"}}
+        if status in RETRY_LATER:
+            headers["Retry-After"] = {"description": "Seconds", "schema": {"type": "string"}}

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragcache.errors import ConfigError
-from ragcache.server.errors import DENIED, ApiError
+from ragcache.server.http_errors import DENIED, ApiError
 
 VARIABLE = "RAGCACHE_API_KEYS"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from ragcache.server.errors import ApiError, from_validation
+from ragcache.server.http_errors import ApiError, from_validation
 
 JSON = "application/json"
 MULTIPART = "multipart/form-data"

@@ -16,28 +16,26 @@ from starlette.responses import Response
 
 from ragcache import Answer, Done, Sources, Token, ToolCall
 from ragcache.engine.answer import Event
-from ragcache.server.answering import costs_of, dearest, each_of, engine_call, sources_of, usage_of
+from ragcache.server.answers import chat_logprobs, costs_of, dearest, each_of, engine_call, sources_of, usage_of
 from ragcache.server.body import JSON, read_json, request_body
-from ragcache.server.errors import ApiError
-from ragcache.server.logprobs import chat_logprobs
-from ragcache.server.observe import note, waited_s
-from ragcache.server.openapi import errors, streamed
-from ragcache.server.schemas.base import AnswerModel
-from ragcache.server.schemas.chat import ChatRequest, NamedTool, SampledRequest
-from ragcache.server.schemas.completion import (
+from ragcache.server.chat_types import (
     AnswerMessage,
     ChatCompletion,
     ChatCompletionChunk,
     ChatExtension,
+    ChatRequest,
     Choice,
     ChunkChoice,
     Delta,
     DeltaCall,
     MessageCall,
+    NamedTool,
+    SampledRequest,
 )
-from ragcache.server.service import Service, service_of
-from ragcache.server.sse import EventStream, event
-from ragcache.server.work import RunningTask, merged, unless_gone
+from ragcache.server.http_errors import ApiError, errors, streamed
+from ragcache.server.observe import note, waited_s
+from ragcache.server.service import RunningTask, Service, merged, service_of, unless_gone
+from ragcache.server.wire import AnswerModel, EventStream, event
 
 router = APIRouter(tags=["answers"])
 DONE = b"data: [DONE]\n\n"

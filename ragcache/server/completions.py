@@ -13,15 +13,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragcache import Answer, Token
-from ragcache.server.answering import dearest, each_of, read_options, usage_of
+from ragcache.server.answers import dearest, each_of, read_options, text_logprobs, usage_of
 from ragcache.server.body import JSON, read_json, request_body
 from ragcache.server.chat import Reason, Writer, reason_of, respond
-from ragcache.server.logprobs import text_logprobs
-from ragcache.server.openapi import errors, streamed
-from ragcache.server.schemas.base import AnswerModel
-from ragcache.server.schemas.completion import ChatExtension
-from ragcache.server.schemas.prompt import CompletionRequest, TextChoice, TextCompletion, TokenizeRequest, TokenList
+from ragcache.server.chat_types import (
+    ChatExtension,
+    CompletionRequest,
+    TextChoice,
+    TextCompletion,
+    TokenizeRequest,
+    TokenList,
+)
+from ragcache.server.http_errors import errors, streamed
 from ragcache.server.service import Service, service_of
+from ragcache.server.wire import AnswerModel
 
 router = APIRouter(tags=["answers"])
 

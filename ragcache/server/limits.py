@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache.errors import StoreBusyError
-from ragcache.server.errors import OVERLOADED, ApiError
+from ragcache.server.http_errors import OVERLOADED, ApiError
 
 
 class Slots:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
+import traceback
 import uuid
+from datetime import UTC, datetime
+from types import TracebackType
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragcache.server import logs
-from ragcache.server.errors import CLIENT_GONE, HUNG_UP, as_api_error
+from ragcache.server.http_errors import CLIENT_GONE, HUNG_UP, as_api_error
 from ragcache.server.metrics import Metrics
 
 REQUEST_ID = "X-Request-ID"
@@ -70,7 +73,7 @@ class Observe:
         except HUNG_UP:
             status = CLIENT_GONE
         except Exception as error:
-            logs.write_failure(error, request_id=request_id)
+            write_failure(error, request_id=request_id)
             if not status:
                 await as_api_error(error).response()(scope, receive, answer)
         finally:
@@ -84,10 +87,46 @@ class Observe:
             return
         level = logging.ERROR if status in (500, 507) else logging.INFO
         fields = {"request_id": request_id, "method": _method(scope), "route": route, "status": status}
-        logs.write("request", level, **fields, seconds=round(seconds, 6), **scope.get(FIELDS, {}))
+        write("request", level, **fields, seconds=round(seconds, 6), **scope.get(FIELDS, {}))
 
 
 def _method(scope: Scope) -> str:
     """Made-up methods are one: labels are not to grow with what clients make up."""
     known = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
     return scope["method"] if scope["method"] in known else "other"
+
+
+# Structured logs: one JSON object a line. Nothing that holds text of documents or questions, or a key.
+
+
+log = logging.getLogger("ragcache.server")
+
+
+def write(event: str, level: int = logging.INFO, **fields: Any) -> None:
+    """One line about `event`."""
+    log.log(level, event, extra={"fields": fields})
+
+
+def write_failure(error: BaseException, **fields: Any) -> None:
+    """An error that nobody expected: its class and the way it took. Its message may hold text and stays out."""
+    write("failure", logging.ERROR, error=type(error).__qualname__, trace=_way(error.__traceback__), **fields)
+
+
+def _way(trace: TracebackType | None) -> list[str]:
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(trace)]
+
+
+class JsonFormatter(logging.Formatter):
+    """time, level, logger, event and the event's own fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            line |= {"error": record.exc_info[0].__qualname__, "trace": _way(record.exc_info[2])}
+        return json.dumps(line, default=str)

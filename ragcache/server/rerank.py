@@ -5,23 +5,70 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ragcache import Hit
 from ragcache.models.deadline import Limit, limited
 from ragcache.retrieval.reranker import Reranker
+from ragcache.server.answers import retrieval
 from ragcache.server.body import JSON, read_json, request_body
-from ragcache.server.errors import ApiError
+from ragcache.server.chat_types import RetrieveFields
+from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.observe import note
-from ragcache.server.openapi import errors
-from ragcache.server.schemas.rerank import RankedDocument, RerankRequest, RerankResult, RerankResults
-from ragcache.server.service import Service, service_of
-from ragcache.server.work import unless_gone
+from ragcache.server.service import Service, service_of, unless_gone
+from ragcache.server.wire import AnswerModel, Name, RequestModel, Text
+
+# Bodies of POST /v1/rerank.
+
+
+class RankedText(BaseModel):
+    """A text with fields of the client's own, which are left alone."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    text: Text
+
+
+class RerankRequest(RequestModel):
+    """The request of Cohere, Jina and vLLM."""
+
+    model: Name
+    query: Annotated[Text, Field(min_length=1)]
+    documents: Annotated[list[Text | RankedText], Field(min_length=1, max_length=1000)]
+    top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(default=None, description="Only the best so many")
+    return_documents: bool | None = Field(default=None, description="false: leave the texts out")
+    user: Text | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+class RankedDocument(AnswerModel):
+    text: str
+
+
+class RerankResult(AnswerModel):
+    """index: among the request's documents"""
+
+    index: int
+    relevance_score: float = Field(description="From 0 to 1: the sigmoid of the model's own score")
+    document: RankedDocument | None = None
+
+
+class RerankResults(AnswerModel):
+    id: str
+    model: str
+    results: list[RerankResult]
+
 
 router = APIRouter(tags=["store"])
 
@@ -74,3 +121,72 @@ def _ranked(asked: RerankRequest, scores: NDArray[np.float32]) -> RerankResults:
             document["document"] = RankedDocument(text=texts[index])
         results.append(RerankResult(index=index, relevance_score=float(shares[index]), **document))
     return RerankResults(id=f"rerank-{uuid.uuid4().hex}", model=asked.model, results=results)
+
+
+# Bodies of POST /v1/search.
+
+
+class SearchRequest(RetrieveFields):
+    """A question to find passages for; the other fields are those of `ragcache` in a chat request."""
+
+    query: Annotated[Text, Field(min_length=1)]
+
+
+class FoundPassage(AnswerModel):
+    """score: inner product of question and passage, by whichever way it was found."""
+
+    object: Literal["passage"]
+    id: str
+    document_id: str
+    title: str
+    source: str
+    text: str
+    metadata: dict[str, Any]
+    score: float
+    handle: str | None
+
+
+class SearchResults(AnswerModel):
+    object: Literal["list"]
+    data: list[FoundPassage]
+
+
+# POST /v1/search: retrieval without an answer.
+
+
+@router.post(
+    "/v1/search",
+    summary="Find passages, without an answer",
+    responses={200: {"model": SearchResults}, **errors(400, 413, 415, 503, 504)},
+    openapi_extra=request_body(json=SearchRequest),
+)
+async def search(request: Request) -> Response:
+    service = service_of(request)
+    asked = await read_json(request, SearchRequest)
+    work = service.embed(_found(service, asked.query, retrieval(asked, service.settings.answers)))
+    try:
+        hits = await unless_gone(request, work.last())
+    finally:
+        work.cancel()
+    note(request, passages=len(hits))
+    return Response(SearchResults(object="list", data=[_passage(hit) for hit in hits]).to_json(), media_type=JSON)
+
+
+async def _found(service: Service, query: str, options: dict[str, Any]) -> AsyncGenerator[list[Hit], None]:
+    """One item."""
+    yield await service.in_thread(partial(service.kb.retrieve, query, **options))
+
+
+def _passage(hit: Hit) -> FoundPassage:
+    chunk = hit.chunk
+    return FoundPassage(
+        object="passage",
+        id=chunk.id,
+        document_id=chunk.document_id,
+        title=chunk.title,
+        source=chunk.source,
+        text=chunk.text,
+        metadata=chunk.metadata,
+        score=float(hit.score),
+        handle=hit.handle,
+    )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from ragcache.errors import ConfigError
-from ragcache.server import logs
+from ragcache.server import observe as logs
 from ragcache.server.service import Service
 
 BACKLOG = 2048
@@ -88,3 +90,21 @@ def listen(host: str, port: int) -> socket.socket:
 def url_of(bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+# Memory that the C library keeps for threads.
+
+
+M_ARENA_MAX = -8  # malloc.h of glibc
+VARIABLE = "MALLOC_ARENA_MAX"
+
+
+def limit_arenas(most: int = 2) -> None:
+    """Let glibc's malloc use so many arenas, unless MALLOC_ARENA_MAX says how many.
+
+    By default threads get up to eight a core, and each arena keeps what the largest pass in it took: a process with
+    many threads grows for an hour. No effect on other C libraries, and none on arenas that are there already.
+    """
+    if VARIABLE not in os.environ:
+        with suppress(AttributeError, OSError):
+            ctypes.CDLL(None).mallopt(M_ARENA_MAX, most)

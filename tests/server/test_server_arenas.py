@@ -14,7 +14,7 @@ if not hasattr(ctypes.CDLL(None), "malloc_info"):
 
 THREADS = """
 import ctypes, sys, threading
-from ragcache.server.arenas import limit_arenas
+from ragcache.server.run import limit_arenas
 if sys.argv[1] == "limited":
     limit_arenas()
 libc, meet, held = ctypes.CDLL(None), threading.Barrier(8), []

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import TEXTS, Served, wait_for
 
-from ragcache.server.logs import JsonFormatter
+from ragcache.server.observe import JsonFormatter
 
 QUESTION = "Where does the cat sit, xylophone?"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import ragcache as rc
-from ragcache.server.answering import engine_call
-from ragcache.server.schemas.chat import ChatRequest, Extension
+from ragcache.server.answers import engine_call
+from ragcache.server.chat_types import ChatRequest, Extension
 from ragcache.server.settings import AnswerDefaults
 
 # Options that OpenAI's own fields stand for, and the client that hangs up.

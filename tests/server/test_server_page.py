@@ -12,8 +12,8 @@ from fastapi import FastAPI
 from serving import Served
 
 from ragcache.errors import ConfigError
-from ragcache.server import page
-from ragcache.server.page import mount_page
+from ragcache.server import status as page
+from ragcache.server.status import mount_page
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

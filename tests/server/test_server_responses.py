@@ -10,7 +10,7 @@ from serving import Served, serving
 
 import ragcache as rc
 from ragcache.retrieval.fake import BagOfWords
-from ragcache.server.schemas.responses import ResponsesRequest
+from ragcache.server.responses import ResponsesRequest
 
 QUESTION = "Where does the cat sit?"
 SHORT = rc.Sampling(8)

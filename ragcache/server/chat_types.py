@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -18,7 +18,7 @@ from pydantic import (
 from ragcache.engine.options import Context, Order, Overflow
 from ragcache.models.sampler import MAX_LOGPROBS
 from ragcache.retrieval.search import Search
-from ragcache.server.schemas.base import JsonObject, Name, RequestModel, Text
+from ragcache.server.wire import AnswerModel, JsonObject, Name, RequestModel, Text
 
 SeedInt = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -300,3 +300,252 @@ class ChatRequest(SampledRequest):
     @property
     def extension(self) -> Extension:
         return self.ragcache or Extension()
+
+
+# Answers of POST /v1/chat/completions.
+
+
+class SourceItem(AnswerModel):
+    """A passage that the answer was read from."""
+
+    chunk_id: str
+    document_id: str
+    title: str
+    source: str
+    text: str
+    metadata: dict[str, Any]
+    tokens: int
+    score: float
+    handle: str | None
+    kv: str = Field(description="memory, disk, computed (now), or unused (full prefill reads the text)")
+
+
+class PhaseSeconds(AnswerModel):
+    """Seconds by phase, and from the request's arrival to the first and the last token."""
+
+    queue_s: float = Field(description="Waiting for a slot and for memory, from the request's arrival")
+    retrieve_s: float
+    load_s: float
+    encode_s: float
+    place_s: float
+    prefill_s: float
+    ttft_s: float
+    total_s: float
+
+
+class ChatExtension(AnswerModel):
+    """The passages and what the answer cost: first what is counted, then what was timed, then what is estimated."""
+
+    sources: list[SourceItem] = Field(default_factory=list)
+    prompt_tokens: int = Field(default=0, description="Tokens of the prompt")
+    computed_tokens: int = Field(default=0, description="Those of them that the model ran for this question")
+    avoided_tokens: int = Field(default=0, description="Those of them whose KV was reused")
+    method: str = Field(default="", description="The fusion method that read the prompt")
+    method_reason: str = Field(default="", description="Why this one, in a few words")
+    dropped: int = Field(default=0, description="Passages that did not fit the context")
+    timings: PhaseSeconds | None = None
+    full_prefill_estimate_s: float | None = Field(
+        default=None,
+        description="What reading the whole prompt would take here, by the fastest of what this server has read in "
+        "full; null where it has read nothing yet. Rather too low for prompts longer than that",
+    )
+    full_prefill_samples: int = Field(default=0, description="Reads that the estimate was learnt from")
+
+
+class PromptTokensDetails(AnswerModel):
+    cached_tokens: int
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(AnswerModel):
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class ChatUsage(AnswerModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class FunctionCall(AnswerModel):
+    """arguments: JSON; where the model wrote none, what it did write"""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(AnswerModel):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class DeltaCall(MessageCall):
+    """A whole call. index: which one of the answer"""
+
+    index: int
+
+
+class AnswerMessage(AnswerModel):
+    """content: null where the answer is calls alone"""
+
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: list[MessageCall] = Field(default_factory=list)
+    refusal: None
+    annotations: list[JsonValue]
+
+
+class LikelyToken(AnswerModel):
+    """bytes: null for a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ScoredToken(LikelyToken):
+    top_logprobs: list[LikelyToken]
+
+
+class ChoiceLogprobs(AnswerModel):
+    """By the model itself, before temperature, cuts and penalties."""
+
+    content: list[ScoredToken]
+    refusal: None
+
+
+class Choice(AnswerModel):
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(AnswerModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[Choice]
+    usage: ChatUsage
+    ragcache: ChatExtension
+
+
+class Delta(AnswerModel):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    tool_calls: list[DeltaCall] = Field(default_factory=list)
+    refusal: None = None
+
+
+class ChunkChoice(AnswerModel):
+    index: int
+    delta: Delta
+    logprobs: ChoiceLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+
+
+class ChatCompletionChunk(AnswerModel):
+    """One event of a stream. The first one names the sources, the one with a finish reason says what they cost."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: ChatUsage | None = None
+    ragcache: ChatExtension = ChatExtension()
+
+
+# Bodies of POST /v1/completions and /tokenize.
+
+
+PromptText = Annotated[Text, Field(min_length=1)]
+
+
+class CompletionRequest(SampledRequest):
+    """OpenAI's request: a raw prompt, read as it stands. Nothing is retrieved, and no template is put around it."""
+
+    prompt: PromptText | Annotated[list[PromptText], Field(min_length=1, max_length=1)]
+    logprobs: LikeliestCount | None = None
+    ragcache: ReadFields | None = None
+
+    # Accepted only where they ask for nothing.
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+
+    @property
+    def text(self) -> str:
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+
+    @property
+    def likeliest(self) -> int | None:
+        """`Sampling.logprobs`."""
+        return self.logprobs
+
+    @property
+    def extension(self) -> ReadFields:
+        return self.ragcache or ReadFields()
+
+
+class TextLogprobs(AnswerModel):
+    """Lists of one length: a token of the answer each."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int] = Field(description="Where the token's text begins in the answer's")
+
+
+class TextChoice(AnswerModel):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class TextCompletion(AnswerModel):
+    """An answer, or one event of a stream of them."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: ChatUsage | None = None
+    ragcache: ChatExtension = ChatExtension()
+
+
+class TokenizeRequest(RequestModel):
+    """vLLM's request; llama.cpp calls the prompt `content`, and adds no special tokens if not told to."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    content: Text | None = None
+    add_special_tokens: bool | None = Field(default=None, description="If absent: for a prompt, not for content")
+
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.content is None):
+            raise ValueError("give a prompt, or content as llama.cpp calls it")
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.prompt or self.content or ""
+
+
+class TokenList(AnswerModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]

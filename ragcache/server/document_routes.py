@@ -2,38 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, Any
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
+from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ragcache import Document, IngestReport, ProgressEvent
 from ragcache import Document as NewDocument
-from ragcache import IngestReport
 from ragcache.errors import NoSuchDocumentError
-from ragcache.server.adding import Said, add_documents, add_uploads, as_events, report_of
+from ragcache.ingest.readers import SourceFile
 from ragcache.server.body import JSON, MULTIPART, content_type, read_json, request_body
-from ragcache.server.errors import FAILED, ApiError
+from ragcache.server.http_errors import FAILED, ApiError, errors, streamed
 from ragcache.server.observe import note
-from ragcache.server.openapi import errors, streamed
-from ragcache.server.schemas.documents import (
-    AddDocuments,
-    AddReport,
-    ChunkItem,
-    DeletedDocument,
-    DeletedDocuments,
-    DocumentDetail,
-    DocumentItem,
-    DocumentList,
-)
-from ragcache.server.service import Service, service_of
-from ragcache.server.sse import EVENT_STREAM, EventStream
+from ragcache.server.service import RunningTask, Service, service_of, unless_gone
 from ragcache.server.uploads import Upload
-from ragcache.server.work import unless_gone
+from ragcache.server.wire import EVENT_STREAM, AnswerModel, EventStream, JsonObject, Name, RequestModel, Text, event
 from ragcache.store.filters import MAX_GLOB, Filter
 from ragcache.store.records import Chunk, StoredDocument
+
+# Documents into the store, with what is said on the way.
+
+
+Said = ProgressEvent | IngestReport
+
+
+async def add_uploads(service: Service, uploads: Sequence[Upload]) -> AsyncGenerator[Said, None]:
+    """Progress, then the report."""
+    with ExitStack() as stack:
+        for upload in uploads:
+            stack.callback(upload.file.close)
+        holding = service.uploads.holding(uploads)
+        files, failures = await service.in_thread(stack.enter_context, holding)
+        async with aclosing(add_documents(service, files, split=True)) as adding:
+            async for said in adding:
+                if isinstance(said, IngestReport):
+                    said.failed[:0] = failures
+                yield said
+
+
+async def add_documents(
+    service: Service, documents: Sequence[Document | SourceFile], *, split: bool
+) -> AsyncGenerator[Said, None]:
+    """Progress, then the report. Closed early, the ingestion is cancelled, and waited for; what was committed stays."""
+    loop = asyncio.get_running_loop()
+    events: asyncio.Queue[ProgressEvent | None] = asyncio.Queue()
+    left = threading.Event()
+
+    def progress(said: ProgressEvent) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, said)
+
+    wait_s = service.settings.write_wait_s
+    ingestion = asyncio.create_task(
+        service.kb.aingest(documents, split=split, progress=progress, timeout_s=wait_s, cancelled=left)
+    )
+    ingestion.add_done_callback(lambda _done: events.put_nowait(None))
+    try:
+        while (said := await events.get()) is not None:
+            yield said
+        yield ingestion.result()
+    finally:
+        left.set()
+        await asyncio.wait([ingestion])
+        ingestion.exception()  # told above, or nobody is left to tell
+        service.figures.forget()
+
+
+def report_of(report: IngestReport) -> AddReport:
+    failed = [
+        FailedInput(source=failure.source, error=str(failure.error), type=type(failure.error).__name__)
+        for failure in report.failed
+    ]
+    same = {name: getattr(report, name) for name in ("added", "updated", "unchanged", "chunks", "tokens")}
+    return AddReport(**same, failed=failed)
+
+
+async def as_events(service: Service, request: Request, first: Said, rest: RunningTask[Said]) -> AsyncIterator[bytes]:
+    """progress, progress, ..., done; or error."""
+    try:
+        yield _event(first)
+        async for said in rest:
+            yield _event(said)
+    except Exception as error:
+        yield event(service.told(error, request).body().to_json(), "error")
+
+
+def _event(said: Said) -> bytes:
+    if isinstance(said, IngestReport):
+        return event(report_of(said).to_json(), "done")
+    return event(UploadProgress(**said._asdict()).to_json(), "progress")
+
+
+# /v1/documents.
+
+
+class AddedDocument(RequestModel):
+    id: Name = Field(description="Adding the same id again replaces the document")
+    text: Text
+    metadata: JsonObject = Field(default_factory=dict)
+    title: Text = ""
+    source: Text = ""
+
+
+class AddDocuments(RequestModel):
+    documents: Annotated[list[AddedDocument], Field(min_length=1, max_length=10_000)]
+    split: bool = Field(True, description="false: each document is one passage, exactly as it is")
+
+
+class FailedInput(AnswerModel):
+    source: str
+    error: str = Field(description="Why it was not stored")
+    type: str = Field(description="The error's class")
+
+
+class AddReport(AnswerModel):
+    """Report of an addition. Inputs that could not be stored are named; the others are stored."""
+
+    added: list[str] = Field(description="Ids of new documents")
+    updated: list[str] = Field(description="Ids of replaced documents")
+    unchanged: list[str] = Field(description="Ids of documents that were there already")
+    failed: list[FailedInput]
+    chunks: int = Field(description="Passages stored")
+    tokens: int
+
+
+class UploadProgress(AnswerModel):
+    """An event of an upload: `read` counts inputs, `embed` passages, `encode` tokens, `commit` documents."""
+
+    stage: str
+    done: int
+    total: int
+    item: str
+
+
+class DocumentItem(AnswerModel):
+    object: Literal["document"]
+    id: str
+    title: str
+    source: str
+    chunks: int
+    tokens: int
+    state: Literal["ready", "pending"] = Field(description="pending: some KV is computed on first use")
+    created_at: int = Field(description="Unix seconds")
+    metadata: dict[str, Any]
+
+
+class ChunkItem(AnswerModel):
+    id: str
+    text: str
+    tokens: int
+    handle: str | None
+
+
+class DocumentDetail(DocumentItem):
+    chunks_data: list[ChunkItem]
+
+
+class DocumentList(AnswerModel):
+    object: Literal["list"]
+    data: list[DocumentItem]
+    total: int = Field(description="Documents in the store that match, whatever the limit")
+
+
+class DeletedDocuments(AnswerModel):
+    object: Literal["list"]
+    deleted: list[str] = Field(description="Ids of the documents that matched")
+
+
+class DeletedDocument(AnswerModel):
+    id: str
+    object: Literal["document"]
+    deleted: Literal[True]
+
 
 PATH = "/v1/documents"
 MAX_OFFSET = 2**31 - 1

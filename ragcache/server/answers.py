@@ -4,31 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ragcache import Answer, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
-from ragcache.engine.answer import source_to_json
+from ragcache.engine.answer import TokenLogprob, source_to_json
 from ragcache.engine.options import names
-from ragcache.server.schemas.chat import (
+from ragcache.server.chat_types import (
     ChatRequest,
+    ChatUsage,
+    ChoiceLogprobs,
+    CompletionRequest,
+    CompletionTokensDetails,
     Extension,
     GivenDocument,
     JsonFormat,
+    LikelyToken,
     Message,
     NamedTool,
+    PhaseSeconds,
     PlainFormat,
+    PromptTokensDetails,
     ReadFields,
     RetrieveFields,
     SchemaFormat,
-)
-from ragcache.server.schemas.completion import (
-    ChatUsage,
-    CompletionTokensDetails,
-    PhaseSeconds,
-    PromptTokensDetails,
+    ScoredToken,
     SourceItem,
+    TextLogprobs,
 )
-from ragcache.server.schemas.prompt import CompletionRequest
 from ragcache.server.settings import AnswerDefaults
 
 # Sampling has OpenAI's fields; a client that hangs up cancels; the time limit bounds the wait for a slot too, so that
@@ -196,3 +199,37 @@ def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
         "full_prefill_estimate_s": kb.full_prefill_estimate_s(usage.prompt_tokens),
         "full_prefill_samples": kb.full_prefill_samples,
     }
+
+
+# Log-probabilities in OpenAI's two shapes.
+
+
+LEAST = -9999.0  # in place of minus infinity, which JSON has not
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
+    content = [
+        ScoredToken(**_likely(token).model_dump(), top_logprobs=[_likely(near) for near in token.top])
+        for token in tokens
+    ]
+    return ChoiceLogprobs(content=content, refusal=None)
+
+
+def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> TextLogprobs:
+    """offset: where the first token's text begins. The chosen token is among the likeliest, wherever it ranks."""
+    texts = [token.text for token in tokens]
+    return TextLogprobs(
+        tokens=texts,
+        token_logprobs=[_number(token) for token in tokens],
+        top_logprobs=[{near.text: _number(near) for near in (*token.top, token)} for token in tokens],
+        text_offset=list(accumulate(map(len, texts), initial=offset))[: len(texts)],
+    )
+
+
+def _likely(token: TokenLogprob) -> LikelyToken:
+    whole = None if "\ufffd" in token.text else list(token.text.encode())
+    return LikelyToken(token=token.text, logprob=_number(token), bytes=whole)
+
+
+def _number(token: TokenLogprob) -> float:
+    return max(token.logprob, LEAST)

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ragcache import errors as engine
-from ragcache.server.schemas.chat import UNSUPPORTED
-from ragcache.server.schemas.errors import ErrorBody, ErrorDetail
+from ragcache.server.chat_types import UNSUPPORTED
+from ragcache.server.wire import EVENT_STREAM, ErrorBody, ErrorDetail
 
 MAX_MESSAGE = 1000
 INVALID, DENIED, OVERLOADED, FAILED = (
@@ -226,3 +226,38 @@ def _methods_at(request: Request) -> list[str]:
     path = request.scope["path"]
     routes = [route for route in request.app.state.routes if isinstance(route, Route)]
     return sorted({method for route in routes if route.path_regex.match(path) for method in route.methods or ()})
+
+
+# What routes answer when they fail, for /openapi.json.
+
+
+STATUS_MEANINGS = {
+    400: "The request cannot be carried out as it stands; `param` says what is wrong",
+    401: "The API key is absent or wrong",
+    403: "Not from here: another origin or host name; or the store is read-only",
+    404: "There is nothing of this name",
+    409: "Another change of the documents is under way; `Retry-After` says when to try again",
+    413: "The body is too large",
+    415: "The body is of another content type",
+    500: "The server failed",
+    503: "The server has too much to do, or is shutting down; `Retry-After` says when to try again",
+    504: "The time for one request is up",
+    507: "The store's device is full",
+}
+EVERYWHERE = (403, 500)
+EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+Responses = dict[int | str, dict[str, Any]]
+
+
+def errors(*statuses: int) -> Responses:
+    """`responses` of a route: what it answers when it fails."""
+    return {status: {"model": ErrorBody, "description": STATUS_MEANINGS[status]} for status in (*statuses, *EVERYWHERE)}
+
+
+def streamed(model: type[BaseModel], description: str) -> dict[str, Any]:
+    """A success that is JSON or, where it was asked for, a stream of events: the schema is one event's."""
+    return {"model": model, "description": description, "content": {EVENT_STREAM: {"schema": EVENT}}}

@@ -1,0 +1,218 @@
+"""GET /v1/store, /v1/methods."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Literal
+
+from fastapi import APIRouter, FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from ragcache import RagCache, RagCacheError, methods
+from ragcache.errors import ConfigError
+from ragcache.ingest.readers import READERS
+from ragcache.server.body import JSON
+from ragcache.server.http_errors import OVERLOADED, ApiError, errors
+from ragcache.server.service import Service, service_of, stopping
+from ragcache.server.wire import AnswerModel
+
+# The chat page, where one is served: a folder with index.html.
+
+
+def page_directory() -> Path:
+    """Raises ConfigError where the page is not installed."""
+    try:
+        return Path(importlib.import_module("ragcache_chatbot").PAGE_DIRECTORY)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the chat page is not installed ({error}); install ragcache with its apps") from error
+
+
+def mount_page(app: FastAPI, directory: Path) -> None:
+    """The page at "/", its files under "/static/"."""
+    index = directory / "index.html"
+    if not index.is_file():
+        raise ConfigError(f"{index}: there is no chat page here")
+
+    async def page() -> Response:
+        return FileResponse(index, headers={"Cache-Control": "no-cache"})
+
+    app.add_api_route("/", page, include_in_schema=False, response_model=None)
+    app.mount("/static", StaticFiles(directory=directory), name="static")
+
+
+# Models, methods, store figures, health.
+
+
+class ModelItem(AnswerModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(AnswerModel):
+    object: Literal["list"]
+    data: list[ModelItem]
+
+
+class MethodItem(AnswerModel):
+    name: str
+    summary: str
+    paper: str
+    needs_training: bool
+    usable: bool = Field(description="Whether this model and this store can run it")
+
+
+class MethodList(AnswerModel):
+    object: Literal["list"]
+    data: list[MethodItem]
+
+
+class StoreFigures(AnswerModel):
+    """Counts and bytes, some seconds old at most; hits and misses over the life of the store."""
+
+    model: str
+    method: str = Field(description="What requests without a method are read by; auto: each one decides")
+    embedder: str
+    max_positions: int
+    max_upload_bytes: int = Field(description="Largest body of POST /v1/documents")
+    max_upload_files: int = Field(description="Files in one upload")
+    file_kinds: list[str] = Field(description="Endings of the files that can be read, such as .md")
+    documents: int
+    chunks: int
+    tokens: int
+    pending: int
+    bytes_by_tier: dict[str, int]
+    hits_by_tier: dict[str, int]
+    misses: int
+
+
+class Health(AnswerModel):
+    status: Literal["ok", "ready"]
+
+
+store_router = APIRouter(tags=["store"])
+
+
+@store_router.get("/v1/store", summary="What the store holds", responses={200: {"model": StoreFigures}, **errors()})
+async def get_store(request: Request) -> Response:
+    service = service_of(request)
+    info = await service.figures.get()
+    counted = ("documents", "chunks", "tokens", "pending", "bytes_by_tier", "hits_by_tier", "misses")
+    figures = StoreFigures(
+        model=service.chat_model,
+        method=service.kb.method,
+        embedder=service.embedding_model,
+        max_positions=service.kb.lm.max_positions,
+        max_upload_bytes=service.settings.max_upload_bytes,
+        max_upload_files=service.settings.max_upload_files,
+        file_kinds=list(READERS),
+        **{name: getattr(info, name) for name in counted},
+    )
+    return Response(figures.to_json(), media_type=JSON)
+
+
+@store_router.get("/v1/methods", summary="Fusion methods", responses={200: {"model": MethodList}, **errors()})
+async def list_methods(request: Request) -> Response:
+    service = service_of(request)
+    found = await service.in_thread(_methods, service.kb)
+    return Response(MethodList(object="list", data=found).to_json(), media_type=JSON)
+
+
+def _methods(kb: RagCache) -> list[MethodItem]:
+    return [
+        MethodItem(
+            name=method.name,
+            summary=method.summary,
+            paper=method.paper,
+            needs_training=method.needs_training,
+            usable=_is_usable(kb, method.name),
+        )
+        for method in methods()
+    ]
+
+
+def _is_usable(kb: RagCache, method: str) -> bool:
+    """The engine checks a method when a stream is made, before anything runs."""
+    try:
+        kb.stream("?", method=method)
+    except RagCacheError:
+        return False
+    return True
+
+
+# GET /v1/models.
+
+
+models_router = APIRouter(tags=["models"])
+
+
+@models_router.get(
+    "/v1/models",
+    summary="The language model, the embedder and the reranker",
+    responses={200: {"model": ModelList}, **errors()},
+)
+async def list_models(request: Request) -> Response:
+    return Response(ModelList(object="list", data=_models(service_of(request))).to_json(), media_type=JSON)
+
+
+@models_router.get("/v1/models/{id:path}", summary="One model", responses={200: {"model": ModelItem}, **errors(404)})
+async def get_model(request: Request, id: str) -> Response:
+    for model in _models(service_of(request)):
+        if model.id == id:
+            return Response(model.to_json(), media_type=JSON)
+    raise ApiError(
+        404, f"the model {id!r} is not served here; GET /v1/models lists them", code="model_not_found", param="id"
+    )
+
+
+def _models(service: Service) -> list[ModelItem]:
+    known = (service.chat_model, service.embedding_model, service.reranking_model)
+    return [
+        ModelItem(id=name, object="model", created=service.created, owned_by="ragcache")
+        for name in known
+        if name is not None
+    ]
+
+
+# GET /healthz, /readyz, /metrics.
+
+
+operation_router = APIRouter(tags=["operation"])
+
+
+@operation_router.get("/healthz", summary="Whether the process lives", responses={200: {"model": Health}, **errors()})
+async def healthz() -> Response:
+    return Response(Health(status="ok").to_json(), media_type=JSON)
+
+
+@operation_router.get(
+    "/readyz", summary="Whether it takes questions", responses={200: {"model": Health}, **errors(503)}
+)
+async def readyz(request: Request) -> Response:
+    service = service_of(request)
+    if service.draining:
+        raise stopping()
+    if not service.warm:
+        raise ApiError(503, "the model is warming up", code="warming_up", type=OVERLOADED, headers={"Retry-After": "1"})
+    return Response(Health(status="ready").to_json(), media_type=JSON)
+
+
+@operation_router.get(
+    "/metrics",
+    summary="Figures for Prometheus",
+    responses={
+        200: {"description": "Prometheus's text format", "content": {"text/plain": {"schema": {"type": "string"}}}},
+        **errors(),
+    },
+)
+async def metrics(request: Request) -> Response:
+    service = service_of(request)
+    info = await service.figures.get()
+    text = await service.in_thread(service.metrics.render, info, service.kb.rates(), service.kb.load_counts())
+    return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
