@@ -12,7 +12,7 @@ def main() -> None:
         refuse_foreign()
     except ForeignPackageError as error:
         sys.exit(f"error: {error}")
-    from ragcache.cli import main as run
+    from ragcache.cli.commands import main as run
 
     run()
 

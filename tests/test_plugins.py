@@ -72,7 +72,7 @@ def test_the_command_line_goes_on_without_a_broken_command(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: broken-plugs\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[ragcache.commands]\nfrobnicate = no_such_module:run\n")
-    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from ragcache.cli import main; main()"
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from ragcache.cli.commands import main; main()"
     ran = subprocess.run([sys.executable, "-c", script, "methods"], capture_output=True, text=True, check=True)
     assert "reposition" in ran.stdout
     assert "broken-plugs: its plug-in 'frobnicate'" in ran.stderr

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.main import get_command
 
 import ragcache as rc
-from ragcache.cli.app import build_app
+from ragcache.cli.commands import build_app
 from ragcache.codecs import CODECS
 from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.kv.block_key import block_key

@@ -1,3 +1,1 @@
 """The `ragcache` command."""
-
-from ragcache.cli.app import main as main

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from ragcache.cli.asking import source_line
-from ragcache.cli.command import command
-from ragcache.cli.documents import print_report
-from ragcache.cli.opening import open_with_models
-from ragcache.cli.options import ModelOptions, StoreOptions
-from ragcache.cli.output import on_terminal, say, seconds_text
+from ragcache.cli.ask import source_line
+from ragcache.cli.flags import ModelOptions, StoreOptions, open_with_models
+from ragcache.cli.ingest import print_report
+from ragcache.cli.terminal import command, on_terminal, say, seconds_text
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,19 +10,19 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ragcache.cli.command import command
-from ragcache.cli.opening import hide_bars_in_pipes, open_with_models
-from ragcache.cli.options import (
+from ragcache.cli.flags import (
     AnswerOptions,
     ModelOptions,
     ReadLimitOptions,
     StoreOptions,
     TurnOptions,
     WhereOptions,
+    hide_bars_in_pipes,
+    open_with_models,
     option,
     size_option,
 )
-from ragcache.cli.output import say, say_error
+from ragcache.cli.terminal import command, say, say_error
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:

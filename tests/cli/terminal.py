@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from ragcache.cli.app import build_app
+from ragcache.cli.commands import build_app
 
 NAMES = ["cats.md", "dogs.txt", "arno", "club"]  # of the documents, in the order of their ids
 

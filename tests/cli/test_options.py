@@ -18,10 +18,9 @@ import typer
 from terminal import NAMES, invoke, names
 
 import ragcache as rc
-from ragcache.cli.app import COMMANDS, build_app
-from ragcache.cli.command import command
-from ragcache.cli.options import AnswerOptions, size
-from ragcache.cli.output import bytes_text, printable, seconds_text
+from ragcache.cli.commands import COMMANDS, build_app
+from ragcache.cli.flags import AnswerOptions, size
+from ragcache.cli.terminal import bytes_text, command, printable, seconds_text
 from ragcache.codecs import CODECS
 from ragcache.errors import ConfigError, StoreBusyError
 from ragcache.store.eviction import ADMISSIONS, POLICIES
@@ -155,7 +154,7 @@ def test_a_real_process_keeps_json_clean_and_dies_quietly(store):
 INTERRUPTIBLE = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from ragcache.cli import main
+from ragcache.cli.commands import main
 main()
 """
 
@@ -277,7 +276,7 @@ def test_help_names_no_codec_and_waits_for_no_torch():
     """Names of codecs would have to be kept up by hand, or cost the import of torch: `plan` and the error list them."""
     (codec,) = [one.help for name, one in all_options() if name == "ask" and "--codec" in one.opts]
     assert not set(re.findall(r"\w+", codec)) & set(CODECS)
-    code = "import sys; from ragcache.cli.app import build_app; build_app(); print('torch' in sys.modules)"
+    code = "import sys; from ragcache.cli.commands import build_app; build_app(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

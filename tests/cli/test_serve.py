@@ -16,7 +16,7 @@ import httpx
 import pytest
 from terminal import invoke
 
-from ragcache.cli.options import AnswerOptions, TurnOptions
+from ragcache.cli.flags import AnswerOptions, TurnOptions
 from ragcache.cli.serve import AddressOptions, LimitOptions, ServeOptions, server_settings
 from ragcache.server.run import listen
 from ragcache.server.settings import ServerSettings

@@ -11,7 +11,7 @@ from blocks import DTYPES, make_block, make_key
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
-from ragcache.cli.options import StoreOptions
+from ragcache.cli.flags import StoreOptions
 from ragcache.codecs import CODECS, get_codec
 from ragcache.codecs.basis import stand_in
 from ragcache.errors import UnencodableBlockError

@@ -14,7 +14,7 @@ import typer
 from families import random_prompt, save_tiny
 
 import ragcache as rc
-from ragcache.cli.app import build_app
+from ragcache.cli.commands import build_app
 from ragcache.engine.doctor import DoctorReport
 from ragcache.engine.info import Info
 from ragcache.store.records import StoredDocument

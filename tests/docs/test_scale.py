@@ -9,7 +9,7 @@ import pytest
 import typer
 import yaml
 
-from ragcache.cli.app import build_app
+from ragcache.cli.commands import build_app
 
 SCALE = Path(__file__).resolve().parents[2] / "examples" / "scale"
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from vllm_double import VllmDouble, serving
 
 import ragcache as rc
-from ragcache.cli.app import build_app
+from ragcache.cli.commands import build_app
 from ragcache.errors import (
     CancelledError,
     ConfigError,

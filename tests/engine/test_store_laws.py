@@ -158,7 +158,7 @@ def test_a_tenant_is_a_salt_of_keys_and_separates_no_documents(kb, open_kb):
     root = Path(__file__).parents[2]
     said = {
         root / "ragcache/engine/kb.py": "separates nothing else: every tenant sees, reads and deletes all documents",
-        root / "ragcache/cli/options.py": "Separates nothing else: every tenant sees and deletes all documents",
+        root / "ragcache/cli/flags.py": "Separates nothing else: every tenant sees and deletes all documents",
         root / "docs/cli.md": "It separates no tenants: the documents of a store are seen, read and deleted",
         root / "docs/langchain.md": "`tenant=` and `RAGCACHE_TENANT` separate no tenants",
         root / "docs/llama-index.md": "`tenant=` separates none of that",

@@ -17,8 +17,8 @@ from tiny_model import save_tiny_llama
 from typer.testing import CliRunner
 
 import ragcache as rc
-from ragcache.cli.app import build_app
-from ragcache.cli.options import ModelOptions
+from ragcache.cli.commands import build_app
+from ragcache.cli.flags import ModelOptions
 from ragcache.errors import ConfigError
 from ragcache.models import machine
 from ragcache.models.machine import DEVICES, find_device, suits

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import ragcache as rc
-from ragcache.cli.app import build_app
+from ragcache.cli.commands import build_app
 from ragcache.errors import AdapterError, ModelMismatchError
 from ragcache.models.adapter import Adapter
 from ragcache.models.load import checkpoint_digest, refuse_other_checkpoint

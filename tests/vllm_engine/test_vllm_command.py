@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import ragcache as rc
-from ragcache.cli.app import build_app
+from ragcache.cli.commands import build_app
 from ragcache.errors import StoreNotFoundError
 from ragcache_vllm.command import EngineSettings, vllm_command
 from ragcache_vllm.request_layout import served_name

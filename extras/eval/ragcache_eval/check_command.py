@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragcache.cli.command import FAILED, command
-from ragcache.cli.options import Json, option
-from ragcache.cli.output import print_json, print_table, say
+from ragcache.cli.flags import Json, option
+from ragcache.cli.terminal import FAILED, command, print_json, print_table, say
 from ragcache.errors import ConfigError
 from ragcache_eval.measured_model import EvaluatedModel, progress
 

@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragcache.cli.command import command
-from ragcache.cli.options import Json
-from ragcache.cli.output import print_json, print_table, say
+from ragcache.cli.flags import Json
+from ragcache.cli.terminal import command, print_json, print_table, say
 from ragcache.errors import ConfigError
 from ragcache_eval.measured_model import EvalOptions, EvaluatedModel
 from ragcache_eval.suite_command import SuiteOptions, run_suite

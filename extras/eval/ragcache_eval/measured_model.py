@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from ragcache.cli.options import option
-from ragcache.cli.output import on_terminal
+from ragcache.cli.flags import option
+from ragcache.cli.terminal import on_terminal
 
 if TYPE_CHECKING:
     from ragcache import LanguageModel

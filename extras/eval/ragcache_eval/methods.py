@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragcache.cli.options import json_or_text
+from ragcache.cli.flags import json_or_text
 from ragcache.errors import ConfigError, RagCacheError
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.fuse import block_recipe

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from ragcache.cli.options import option
-from ragcache.cli.output import print_json, print_table, say
+from ragcache.cli.flags import option
+from ragcache.cli.terminal import print_json, print_table, say
 from ragcache.errors import ConfigError
 from ragcache_eval.measured_model import EvalOptions, EvaluatedModel
 

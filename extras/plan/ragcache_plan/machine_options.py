@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ragcache.cli.options import option
+from ragcache.cli.flags import option
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:

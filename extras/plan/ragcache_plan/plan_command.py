@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ragcache.cli.command import command
-from ragcache.cli.options import Json, option, size_option
-from ragcache.cli.output import bytes_text, print_json, print_table, say, seconds_text
+from ragcache.cli.flags import Json, option, size_option
+from ragcache.cli.terminal import bytes_text, command, print_json, print_table, say, seconds_text
 from ragcache_plan.machine_options import RateOptions, ShapeOptions
 
 if TYPE_CHECKING:

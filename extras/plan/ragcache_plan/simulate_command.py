@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ragcache.cli.command import command
-from ragcache.cli.options import Json, option, size_option
-from ragcache.cli.output import bytes_text, print_json, print_table, say, seconds_text
+from ragcache.cli.flags import Json, option, size_option
+from ragcache.cli.terminal import bytes_text, command, print_json, print_table, say, seconds_text
 from ragcache.errors import ConfigError, check_kept, check_least
 from ragcache_plan.machine_options import RateOptions
 

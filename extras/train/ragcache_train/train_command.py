@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ragcache.cli.command import command
-from ragcache.cli.opening import hide_bars_in_pipes, report_warnings
-from ragcache.cli.options import Json, option
-from ragcache.cli.output import print_json, say, say_note
+from ragcache.cli.flags import Json, hide_bars_in_pipes, option, report_warnings
+from ragcache.cli.terminal import command, print_json, say, say_note
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:

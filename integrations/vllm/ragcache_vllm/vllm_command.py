@@ -10,11 +10,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from ragcache.cli.command import command
-from ragcache.cli.opening import ENGINE_KEY, open_for_care
-from ragcache.cli.options import StoreOptions, option
-from ragcache.cli.output import say
+from ragcache.cli.flags import ENGINE_KEY, StoreOptions, open_for_care, option
 from ragcache.cli.serve import LOOPBACK
+from ragcache.cli.terminal import command, say
 from ragcache.errors import ConfigError
 
 

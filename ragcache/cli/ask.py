@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragcache.cli.command import command
-from ragcache.cli.opening import open_with_models
-from ragcache.cli.options import (
+from ragcache.cli.flags import (
     AnswerOptions,
     Json,
     ModelOptions,
@@ -18,10 +16,11 @@ from ragcache.cli.options import (
     Timeout,
     TurnOptions,
     WhereOptions,
+    open_with_models,
     option,
 )
-from ragcache.cli.output import print_json, say, say_error, seconds_text
 from ragcache.cli.serve import AddressOptions, run_page
+from ragcache.cli.terminal import command, print_json, say, say_error, seconds_text
 from ragcache.errors import RagCacheError
 
 if TYPE_CHECKING:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from ragcache.cli.command import command
-from ragcache.cli.opening import open_for_care
-from ragcache.cli.options import WAIT_S, Json, StoreOptions, Wait
-from ragcache.cli.output import bytes_text, print_json, print_table, say
+import typer
+
+from ragcache.cli.flags import WAIT_S, Json, ModelOptions, StoreOptions, Wait, open_for_care, open_with_models, option
+from ragcache.cli.ingest import document_ids, finish
+from ragcache.cli.terminal import bytes_text, command, on_terminal, print_json, print_table, say
+from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from ragcache.engine.doctor import DoctorReport
@@ -103,3 +108,73 @@ def methods(as_json: Json = False) -> None:
         return
     rows = [(m.name, m.summary, m.paper, "yes" if m.needs_training else "no", ", ".join(m.recipes)) for m in known()]
     print_table(["method", "what it does", "from", "training", "recipes"], rows)
+
+
+# pin, unpin.
+
+
+Ids = Annotated[
+    list[str],
+    typer.Argument(help="Ids of documents, as `ragcache list` shows them, files, or ids of passages.", metavar="ID..."),
+]
+
+
+@command
+def pin(ids: Ids, store: StoreOptions, models: ModelOptions, as_json: Json = False) -> None:
+    """Keep the KV of documents or passages whatever the tiers' budgets and --ttl: what is not there is computed.
+
+    It holds until `ragcache unpin`, or until the document is deleted.
+    """
+    with open_with_models(store, models) as kb:
+        handles = kb.pin(document_ids(kb, ids).values())
+    if as_json:
+        print_json({"pinned": handles})
+    else:
+        say(f"{len(handles)} blocks pinned")
+
+
+@command
+def unpin(ids: Ids, store: StoreOptions, as_json: Json = False) -> None:
+    """Let the tiers give up the KV of these documents or passages again."""
+    with open_for_care(store) as kb:
+        handles = kb.unpin(document_ids(kb, ids).values())
+    if as_json:
+        print_json({"unpinned": handles})
+    else:
+        say(f"{len(handles)} blocks unpinned")
+
+
+# reencode.
+
+
+@command
+def reencode(
+    target: Annotated[Path, typer.Argument(help="Directory of the store to make.")],
+    store: StoreOptions,
+    models: ModelOptions,
+    kv: Annotated[
+        Literal["eager", "lazy"], option("--kv", "Compute KV now (eager), or on first use (lazy).")
+    ] = "eager",
+    wait: Wait = WAIT_S,
+    as_json: Json = False,
+) -> None:
+    """Make a store with the documents of --store for another --model.
+
+    The passages stay as they were cut, with their ids and metadata. --store is not changed: delete it when the new one
+    is what you want. After an interruption, run it again: it goes on from there.
+    """
+    from ragcache.ingest.report import progress_bars
+
+    if models.model is None:
+        raise ConfigError("say which model is to read the documents: --model")
+    if target.resolve() == store.store.resolve():
+        raise ConfigError(f"{target} is --store itself; a store is of one model, so name another directory")
+    with open_for_care(store, read_only=True) as old:
+        embedder = models.embedder or str(old.store.documents.properties().get("embedder", "minilm"))
+        made = replace(store, store=target, database=None)
+        with (
+            open_with_models(made, replace(models, embedder=embedder), create=True) as kb,
+            progress_bars() if on_terminal() else nullcontext() as bars,
+        ):
+            report = kb.copy(old, kv=kv, progress=bars, timeout_s=wait)
+    finish(report, as_json)

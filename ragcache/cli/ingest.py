@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ragcache.cli.command import FAILED, command
-from ragcache.cli.naming import Sources, all_of, by_id, by_source, document_ids
-from ragcache.cli.opening import open_for_care, open_with_models
-from ragcache.cli.options import (
+from ragcache.cli.flags import (
     WAIT_S,
     ChunkOptions,
     FilterText,
@@ -22,14 +23,91 @@ from ragcache.cli.options import (
     StoreOptions,
     Wait,
     json_object,
+    open_for_care,
+    open_with_models,
     option,
 )
-from ragcache.cli.output import on_terminal, print_json, print_table, say, say_error, say_note, seconds_text
-from ragcache.errors import ConfigError
+from ragcache.cli.terminal import (
+    FAILED,
+    command,
+    on_terminal,
+    print_json,
+    print_table,
+    say,
+    say_error,
+    say_note,
+    seconds_text,
+)
+from ragcache.errors import CancelledError, ConfigError, ReaderError, StoreBusyError
 
 if TYPE_CHECKING:
-    from ragcache import IngestReport, RayConfig
+    from ragcache import IngestReport, Library, RagCache, RayConfig
     from ragcache.store.records import StoredDocument
+
+
+# Documents by the names that people type: ids, files, folders, and patterns of sources.
+
+
+Sources = Annotated[
+    list[str] | None,
+    option("--source", "By source: a file, a folder with all in it, or a pattern with * and ?; may be repeated."),
+]
+
+
+def by_source(given: Sequence[str] | None) -> dict[str, Any] | None:
+    """A filter for the documents of these sources, as they are and as paths from the current directory."""
+    return _any_of("source", (pattern for one in given or () for pattern in _patterns(one)))
+
+
+def by_id(given: Sequence[str] | None) -> dict[str, Any] | None:
+    """A filter for these document ids."""
+    return _any_of("document_id", given or ())
+
+
+def all_of(*filters: dict[str, Any] | None) -> dict[str, Any] | None:
+    wanted = [one for one in filters if one]
+    return {"$and": wanted} if wanted else None
+
+
+def document_ids(kb: Library, given: Iterable[str]) -> dict[str, str]:
+    """The ids that these names stand for: ids of documents and passages as they are, files by their paths."""
+    from ragcache.ingest.readers import file_id
+
+    named = {}
+    for name in given:
+        file = file_id(name) if "\0" not in name else name
+        stored = kb.document(name) is not None or kb.document(file) is None
+        named[name] = name if stored else file
+    return named
+
+
+def _patterns(source: str) -> list[str]:
+    if "\0" in source:
+        return [_literal(source)]
+    if os.path.lexists(source) or not _is_pattern(source):
+        from ragcache.ingest.readers import file_id
+
+        path = _literal(file_id(source))
+        # The file; its records, whose source ends in a line number; what is in the folder.
+        return [_literal(source), path, f"{path}:*", f"{path.rstrip('/')}/*"]
+    parts = Path(source).parts
+    fixed = next(rank for rank, part in enumerate(parts) if _is_pattern(part))
+    folder = _literal(os.path.realpath(Path(*parts[:fixed])))
+    return [source, "/".join([folder.rstrip("/"), *parts[fixed:]])]
+
+
+def _is_pattern(text: str) -> bool:
+    return "*" in text or "?" in text
+
+
+def _literal(text: str) -> str:
+    """The pattern that only this text matches."""
+    return "".join(f"[{character}]" if character in "*?[" else character for character in text)
+
+
+def _any_of(field: str, patterns: Iterable[str]) -> dict[str, Any] | None:
+    parts = [{field: {"$glob": pattern}} for pattern in dict.fromkeys(patterns)]
+    return {"$or": parts} if parts else None
 
 
 LOCAL_RAY = "local"
@@ -207,3 +285,63 @@ def delete(
         say_error(f"{given}: no document has this {'source' if given in absent else 'id'}; `ragcache list` shows them")
     if missing:
         raise typer.Exit(FAILED)
+
+
+# watch.
+
+
+@command
+def watch(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that the store is to follow.", metavar="FOLDER...")],
+    store: StoreOptions,
+    models: ModelOptions,
+    chunks: ChunkOptions,
+    reading: ReadLimitOptions,
+    kv: KvMode = "eager",
+    hot_after: HotAfter = 2,
+    wait: Wait = WAIT_S,
+) -> None:
+    """Keep the store true to folders: `ingest --sync` now, and whenever something changes in them.
+
+    A folder that vanishes is reported, and its documents stay until it is back. Ctrl-C or SIGTERM ends the command;
+    what was stored stays.
+    """
+    from ragcache.ingest.watch import watch_folders
+
+    with open_with_models(store, models, chunks, reading, create=True) as kb, stopped_by_signals() as stop:
+
+        def sync(paths: Sequence[Path]) -> bool:
+            return _sync(kb, paths, kv, hot_after, wait, stop)
+
+        watch_folders(folders, sync, say_error, stop)
+
+
+def _sync(kb: RagCache, paths: Sequence[Path], kv: str, hot_after: int, wait: float, stop: threading.Event) -> bool:
+    """Whether it was done, or need not be done any more."""
+    try:
+        report = kb.ingest(paths, kv=kv, hot_after=hot_after, sync=True, timeout_s=wait, cancelled=stop)
+    except CancelledError:
+        return True
+    except StoreBusyError as error:
+        say_error(error)
+        return False
+    except ReaderError as error:  # vanished meanwhile: that is a change of its own
+        say_error(error)
+        return True
+    if report.added or report.updated or report.moved or report.removed:
+        print_report(report, named=True)
+    for failure in report.failed:
+        say_error(failure.error)
+    return True
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, in place of what they do otherwise."""
+    stop = threading.Event()
+    before = {one: signal.signal(one, lambda *_: stop.set()) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

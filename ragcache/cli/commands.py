@@ -1,4 +1,4 @@
-"""The commands, under their names: ragcache's own, and those of plug-ins."""
+"""The `ragcache` command."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Annotated
 import typer
 
 from ragcache import plugins
-from ragcache.cli.asking import ask, chat
-from ragcache.cli.care import doctor, info, methods
+from ragcache.cli.ask import ask, chat
 from ragcache.cli.demo import demo
-from ragcache.cli.documents import delete, ingest, list_documents
-from ragcache.cli.pinning import pin, unpin
-from ragcache.cli.reencode import reencode
+from ragcache.cli.ingest import delete, ingest, list_documents, watch
+from ragcache.cli.maintain import doctor, info, methods, pin, reencode, unpin
 from ragcache.cli.serve import serve
-from ragcache.cli.watch import watch
 from ragcache.plugins import Registry
+
+# The commands, under their names: ragcache's own, and those of plug-ins.
+
 
 COMMANDS: Registry[Callable[..., None]] = Registry(
     plugins.COMMANDS,
