@@ -1,4 +1,4 @@
-"""What other threads' OpenMP teams cost a pass of the model: see ragcache/openmp.py.
+"""What other threads' OpenMP teams cost a pass of the model: see ragcache/runtime.py.
 
     python -m benchmarks.teams --shape SmolLM2-135M --others 2
 
@@ -25,7 +25,7 @@ from benchmarks.timing import Timing, Variant, alternate, ratio, summarise
 from ragcache.codecs import get_codec
 from ragcache.codecs.base import example_block
 from ragcache.models.language_model import LanguageModel
-from ragcache.openmp import end_team, work_alone
+from ragcache.runtime import end_team, work_alone
 
 NONE, LEFT, ENDED, ALONE = "no other thread", "teams left alive", "teams ended", "others work alone"
 KINDS = (NONE, LEFT, ENDED, ALONE)

@@ -124,7 +124,7 @@ _HOMES = {name: f"ragcache.{module}" for module, names in _NAMES.items() for nam
 def __getattr__(name: str) -> Any:
     if name not in _HOMES and name not in _WORKERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ragcache.foreign import refuse_foreign
+    from ragcache.runtime import refuse_foreign
 
     refuse_foreign()
     if name in _WORKERS:

@@ -3,7 +3,7 @@
 import sys
 
 from ragcache.errors import ForeignPackageError
-from ragcache.foreign import refuse_foreign
+from ragcache.runtime import refuse_foreign
 
 
 def main() -> None:

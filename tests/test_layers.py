@@ -11,9 +11,8 @@ from ragcache.fusion import METHODS
 
 PACKAGE = Path(ragcache.__file__).parent
 LAYERS = [
-    {"lazy"},
-    {"errors", "openmp"},
-    {"foreign", "forks", "plugins"},
+    {"errors"},
+    {"runtime", "files", "plugins"},
     {"prompt", "kv"},
     {"models", "codecs"},
     {"fusion", "store"},

@@ -26,7 +26,7 @@ from ragcache.kv.prefix_cache import PrefixTree, read_cache
 from ragcache.models.deadline import NO_LIMIT
 from ragcache.models.generate import decode
 from ragcache.models.sampler import Sampling
-from ragcache.openmp import team_ends
+from ragcache.runtime import team_ends
 from ragcache.store.kv_store import KVStore
 
 LINK_TOKENS = 5

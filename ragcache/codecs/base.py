@@ -12,7 +12,7 @@ from ragcache.codecs.basis import Bases
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock, empty_block
 from ragcache.kv.cache_shape import CacheShape, LayerShape
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -32,7 +32,7 @@ from ragcache.codecs.transform import (
 )
 from ragcache.errors import BasisError, DamagedBlockError, check_least
 from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

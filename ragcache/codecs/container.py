@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import xxhash
 
-from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError
-from ragcache.lazy import torch
+from ragcache.files import atomic_write, write_all
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

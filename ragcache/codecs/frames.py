@@ -10,7 +10,7 @@ import numpy as np
 import zstandard
 
 from ragcache.errors import DamagedBlockError
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

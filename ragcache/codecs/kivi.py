@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.affine import group_size, num_groups, pack, parameter_dtype, quantise, restore, unpack
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from ragcache.codecs.base import Codec
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache_shape import LayerShape
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from ragcache.codecs.kivi import Int8Codec, KiviCodec
 from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import pack_mask, unpack_mask
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

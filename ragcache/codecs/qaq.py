@@ -22,7 +22,7 @@ from ragcache.codecs.kivi import Int4Codec, KiviCodec
 from ragcache.codecs.layered import BlockSpec, Part, PartShape, expect
 from ragcache.codecs.mixed_bits import GradedCodec, Int2
 from ragcache.errors import DamagedBlockError
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from ragcache.codecs.affine import pack, unpack
 from ragcache.codecs.frames import read_frame
 from ragcache.errors import DamagedBlockError
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

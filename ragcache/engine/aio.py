@@ -16,9 +16,9 @@ from ragcache.engine.answer import Answer, Event
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
 from ragcache.engine.passages import Passage
 from ragcache.errors import CancelledError, StoreClosedError
-from ragcache.forks import Home
 from ragcache.ingest.report import IngestReport
 from ragcache.retrieval.retriever import Hit
+from ragcache.runtime import Home
 
 T = TypeVar("T")
 THREADS = 16

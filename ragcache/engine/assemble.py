@@ -42,11 +42,11 @@ from ragcache.models.hub import resolve
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import checkpoint_digest, load_card, load_lm
 from ragcache.models.machine import AUTO, advice_on, find_device
-from ragcache.openmp import team_ends
 from ragcache.prompt import PromptFormat, prompt_format
 from ragcache.retrieval.embedder import Embedder, load_embedder
 from ragcache.retrieval.reranker import Reranker, load_reranker
 from ragcache.retrieval.retriever import Retriever
+from ragcache.runtime import team_ends
 from ragcache.store.codec_basis import known_basis
 from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import PrefillRate

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.engine.store_config import Store
 from ragcache.errors import StoreUnreachableError
+from ragcache.files import atomic_write, write_all
 from ragcache.store.counters import KVStats
 from ragcache.store.schema import chunks_with
 

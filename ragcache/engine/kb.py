@@ -44,11 +44,11 @@ from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
-from ragcache.openmp import team_ends
 from ragcache.prompt import encode_text
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.retriever import Hit, Retriever
+from ragcache.runtime import team_ends
 from ragcache.store.records import Chunk
 
 log = logging.getLogger(__name__)

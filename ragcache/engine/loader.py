@@ -19,7 +19,7 @@ from ragcache.errors import ConfigError
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.models.deadline import LIMIT
-from ragcache.openmp import work_alone
+from ragcache.runtime import work_alone
 from ragcache.store.counters import Loaded
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk

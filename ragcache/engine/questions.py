@@ -33,9 +33,9 @@ from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.models.hub import BUNDLED
 from ragcache.models.sampler import Sampling
-from ragcache.openmp import end_team
 from ragcache.prompt import PromptEnds, control_tokens
 from ragcache.retrieval.retriever import Hit
+from ragcache.runtime import end_team
 
 
 class Questions:

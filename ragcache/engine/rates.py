@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.errors import StoreError
+from ragcache.files import atomic_write, write_all
 from ragcache.kv.block_key import digest
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 from ragcache.store.eviction import PrefillRate
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.errors import ConfigError, RagCacheError
+from ragcache.files import atomic_write, write_all
 from ragcache.fusion import get_method
 from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block_key import Recipe

@@ -16,7 +16,7 @@ from ragcache.fusion.recompute import (
     chosen,
     pooled,
 )
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

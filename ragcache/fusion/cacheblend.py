@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, check_tokens, chosen
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

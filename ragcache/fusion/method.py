@@ -17,9 +17,9 @@ from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Span, lay_ou
 from ragcache.fusion.placement import Placement, Placer
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe
-from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Part, Passages, Prompt
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

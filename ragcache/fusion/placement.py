@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ragcache.kv.block import KVBlock
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

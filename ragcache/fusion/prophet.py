@@ -20,9 +20,9 @@ from ragcache.fusion.recompute import (
     pooled,
     rerun,
 )
-from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.layout import Span
 from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.kv.block import KVBlock
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from ragcache.errors import ConfigError, ModelNotFoundError, first_line
 from ragcache.models.deadline import LIMIT
 from ragcache.models.hub import refuse_absent
 from ragcache.models.load import checkpoint_digest
-from ragcache.openmp import team_ends
+from ragcache.runtime import team_ends
 
 if TYPE_CHECKING:
     from torch import Tensor

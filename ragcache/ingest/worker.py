@@ -28,9 +28,9 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours
 from ragcache.models.deadline import LIMIT, POLL_S, Limit, limited
 from ragcache.models.encode import plan_batches
-from ragcache.openmp import work_alone
 from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder
+from ragcache.runtime import work_alone
 from ragcache.store.codec_basis import hold_basis, known_basis
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore

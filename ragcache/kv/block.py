@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.cache_shape import CacheShape, LayerShape
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ragcache.errors import UnsupportedModelError
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 
 class LayerKind(Enum):

@@ -26,7 +26,7 @@ from ragcache.models.layerwise import BeforeLayer, walking
 from ragcache.models.scheduler import Scheduler
 from ragcache.models.support import text_config
 from ragcache.models.trained_tokens import ReuseSpec
-from ragcache.openmp import team_ends
+from ragcache.runtime import team_ends
 
 # Padded tokens that are encoded together. On a CPU more only leaves its caches: 792 tokens/s at 512 against 723 at
 # 2,048 for the 135M shape on two cores. A GPU wants more.

@@ -41,7 +41,7 @@ from ragcache.models.machine import AUTO, find_device, suits
 from ragcache.models.packed import pack
 from ragcache.models.support import Inspected, describe_config, inspect, refuse_by_config
 from ragcache.models.trained_tokens import ReuseSpec
-from ragcache.openmp import team_ends
+from ragcache.runtime import team_ends
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 
 from ragcache.errors import ConfigError
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 AUTO = "auto"
 DEVICES = ("cuda", "xpu", "mps", "cpu")

@@ -30,11 +30,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragcache.forks import Home
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.models.batch import Run, RunPiece
 from ragcache.models.deadline import LIMIT, NO_LIMIT, POLL_S, Limit
-from ragcache.openmp import end_team, working_alone
+from ragcache.runtime import Home, end_team, working_alone
 
 # Without requests for so long, the thread ends; the next request starts another.
 IDLE_S = 5.0

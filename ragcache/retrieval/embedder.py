@@ -23,11 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import ConfigError, EmbedderError, EmbedderMismatchError, check_least
-from ragcache.forks import Home
 from ragcache.models.deadline import LIMIT
 from ragcache.models.encode import plan_batches
 from ragcache.models.machine import AUTO, find_device
-from ragcache.openmp import team_ends
+from ragcache.runtime import Home, team_ends
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

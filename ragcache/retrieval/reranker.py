@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from ragcache.errors import RerankerError
 from ragcache.models.deadline import LIMIT
 from ragcache.models.machine import AUTO, find_device
-from ragcache.openmp import team_ends
 from ragcache.retrieval.embedder import LONG_TEXT, QUESTION, PriorityLock
+from ragcache.runtime import team_ends
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder

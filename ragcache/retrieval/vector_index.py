@@ -17,8 +17,8 @@ import faiss as untyped_faiss
 import numpy as np
 import xxhash
 
-from ragcache.codecs.atomic import atomic_write, is_leftover, write_all
 from ragcache.errors import ConfigError, DamagedIndexError, check_choice, check_least
+from ragcache.files import atomic_write, is_leftover, write_all
 from ragcache.retrieval.faiss_kinds import Flat, Hnsw, Ids, IdSet, IndexKind, IvfPq, Stored, Vectors
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter

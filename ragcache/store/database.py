@@ -23,7 +23,7 @@ from ragcache.errors import (
     StoreNotFoundError,
     StoreReadOnlyError,
 )
-from ragcache.forks import Home
+from ragcache.runtime import Home
 from ragcache.store import schema as migrations
 
 # What a PostgreSQL URL may say of the place in its query; a password may stand there, too.

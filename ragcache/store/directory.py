@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ragcache.codecs.atomic import atomic_write, write_all
 from ragcache.errors import SchemaVersionError, StoreBusyError, StoreError, StoreNotFoundError, translate_os_errors
-from ragcache.forks import Home
+from ragcache.files import atomic_write, write_all
+from ragcache.runtime import Home
 from ragcache.store.tiers.disk_budget import BlockFiles
 
 FORMAT_VERSION = 1

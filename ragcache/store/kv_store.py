@@ -13,8 +13,7 @@ from typing import Self
 from ragcache.codecs import Bases, get_codec
 from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
-from ragcache.lazy import torch
-from ragcache.openmp import work_alone
+from ragcache.runtime import torch, work_alone
 from ragcache.store.codec_basis import KeptBasis
 from ragcache.store.counters import AccessCounts, Complaints, KVStats, Loaded
 from ragcache.store.eviction import EvictionPolicy, get_policy

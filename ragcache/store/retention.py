@@ -12,8 +12,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from ragcache.codecs.atomic import atomic_write, make_directory, write_all
 from ragcache.errors import ConfigError, translate_os_errors
+from ragcache.files import atomic_write, make_directory, write_all
 from ragcache.store.tiers import DurableTier
 
 MARKS_PER_LIFE = 16

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from flushes import needs_proc, record_calls
 
-from ragcache.codecs.atomic import atomic_write, is_leftover, make_directory, write_all
 from ragcache.errors import StoreFullError, StoreReadOnlyError
+from ragcache.files import atomic_write, is_leftover, make_directory, write_all
 
 
 def names(directory: Path) -> list[str]:

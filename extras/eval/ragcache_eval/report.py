@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ragcache.codecs.atomic import atomic_write, write_all
+from ragcache.files import atomic_write, write_all
 from ragcache_eval.intervals import Estimate, estimate
 from ragcache_eval.journal import Score
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.errors import ConfigError
 from ragcache.fusion.layout import Additions
 from ragcache.fusion.method import FusionMethod, Job, Prefilled
-from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from ragcache.errors import ConfigError
 from ragcache.fusion.layout import Additions
 from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.fusion.recompute import highest
-from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
+from ragcache.runtime import torch
 from ragcache_papers.gather import Gather, prefill_selecting
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ragcache.fusion.method import Job, Prefilled
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.fusion.recompute import Context, Running, check_ratio, check_tokens, highest, in_rows, open_cache, rerun
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

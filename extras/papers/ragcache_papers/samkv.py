@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.errors import ConfigError
 from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.fusion.recompute import Context
-from ragcache.lazy import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
+from ragcache.runtime import torch
 from ragcache_papers.gather import Gather
 from ragcache_papers.samkv_selection import Pieces, Survey
 

@@ -8,7 +8,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from ragcache.fusion.recompute import Context, highest
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 from ragcache_papers.gather import Gather
 
 if TYPE_CHECKING:

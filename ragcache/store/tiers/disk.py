@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ragcache.codecs import Codec
-from ragcache.codecs.atomic import flush_directory, is_leftover
 from ragcache.codecs.block_file import codec_of, encode_block, read_block, write_block
 from ragcache.errors import MissingBlockError, translate_os_errors
+from ragcache.files import flush_directory, is_leftover
 from ragcache.kv.block import KVBlock
 from ragcache.store.eviction import LRU, Entry, EvictionPolicy
 from ragcache.store.ledger import leased, never

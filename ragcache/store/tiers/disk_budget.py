@@ -15,9 +15,9 @@ from typing import BinaryIO, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ragcache.codecs.atomic import final_path, is_leftover, make_directory
 from ragcache.codecs.container import peek_metadata
 from ragcache.errors import ConfigError, StoreBusyError, translate_os_errors
+from ragcache.files import final_path, is_leftover, make_directory
 from ragcache.store.eviction import Entry, EvictionPolicy
 from ragcache.store.ledger import ByteLedger, never
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 from ragcache.store.eviction import Entry, EvictionPolicy
 from ragcache.store.ledger import ByteLedger, Claim, leased, never
 from ragcache.store.tiers.tier import Tier, TierUsage

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ragcache.errors import DamagedBlockError, PinError, StoreError
 from ragcache.kv.block import KVBlock
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 from ragcache.store.counters import Complaints, Loaded
 from ragcache.store.tiers import BudgetedTier, DurableTier, Tier
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ragcache.kv.block import KVBlock
-from ragcache.lazy import torch
+from ragcache.runtime import torch
 
 
 class TierUsage(NamedTuple):

@@ -9,10 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from ragcache.errors import ConfigError
-from ragcache.forks import Home
 from ragcache.kv.block import KVBlock
-from ragcache.lazy import torch
-from ragcache.openmp import work_alone
+from ragcache.runtime import Home, torch, work_alone
 from ragcache.store.counters import Complaints
 from ragcache.store.ledger import leased
 from ragcache.store.tiers.memory import private_copy

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ragcache.codecs.atomic import atomic_write, write_all
+from ragcache.files import atomic_write, write_all
 from ragcache_eval.intervals import Estimate
 from ragcache_eval.methods import MethodSpec
 from ragcache_eval.suites.base import Column, Suite
