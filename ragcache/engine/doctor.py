@@ -12,8 +12,8 @@ from ragcache.models.machine import advice_on
 from ragcache.retrieval.faiss_kinds import Stored
 from ragcache.retrieval.pgvector import PgVectorIndex
 from ragcache.retrieval.vector_index import VectorIndex
-from ragcache.store.documents import collect_garbage
 from ragcache.store.folder import refuse_unproven
+from ragcache.store.kv_store import collect_garbage
 
 OTHER_VECTORS = "rebuilt: it held other vectors than the documents"
 

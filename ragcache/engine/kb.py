@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from ragcache.engine.loader import LoadCounts
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
 from ragcache.engine.passages import Passage
 from ragcache.engine.pin import pin, unpin
-from ragcache.engine.questions import Questions, ask_many, collect
+from ragcache.engine.questions import Questions, answer_of, ask_many
 from ragcache.engine.rates import RateFigures, machine_key
 from ragcache.engine.store import Library
 from ragcache.engine.store_config import StoreConfig, open_store
@@ -299,7 +300,7 @@ class RagCache(Library, AsyncTwins):
 
     def ask(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> Answer:
         """Answer a question from the store. Options as for `stream`; the same events, collected."""
-        return collect(self.stream(question, k, **options))
+        return answer_of(deque(self.stream(question, k, **options), maxlen=1))
 
     def ask_many(self, questions: Iterable[str], k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> list[Answer]:
         """Answer questions side by side: they share the model's passes. The answers are in the questions' order.
@@ -328,7 +329,7 @@ class RagCache(Library, AsyncTwins):
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Answer:
         """Answer a conversation. Options as for `stream_chat`; the same events, collected."""
-        return collect(self.stream_chat(messages, **options))
+        return answer_of(deque(self.stream_chat(messages, **options), maxlen=1))
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Iterator[Event]:
         """Go on with a conversation: sources, then tokens and calls of tools, then the whole answer.
@@ -346,7 +347,7 @@ class RagCache(Library, AsyncTwins):
 
     def complete(self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]) -> Answer:
         """Continue a raw prompt. Options as for `stream_completion`; the same events, collected."""
-        return collect(self.stream_completion(parts, **options))
+        return answer_of(deque(self.stream_completion(parts, **options), maxlen=1))
 
     def stream_completion(
         self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]

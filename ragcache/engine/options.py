@@ -104,7 +104,8 @@ class ChatOptions(RetrieveOptions, ReadOptions, total=False):
     tool_choice: "auto", "none", "required" (one call at least), or the name of the function to call. The last two hold
               the answer to JSON of the tools' schemas; they need the extra "structured"
     parallel_tool_calls: False: one call at most
-    tool_format: how the model writes calls, a name in `ragcache.models.tool_calls.FORMATS`; None: as its chat template says
+    tool_format: how the model writes calls, a name in `ragcache.models.tool_calls.FORMATS`; None: as its chat template
+                 says
     """
 
     passages: Sequence[Hit | Passage] | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -280,12 +281,11 @@ def _timed(reading: Reading) -> Iterator[Clock]:
 # Whole answers from streams of events, one at a time or many side by side.
 
 
-def collect(events: Iterator[Event]) -> Answer:
-    """The answer that the stream ends with."""
-    for event in events:
-        if isinstance(event, Done):
-            return event.answer
-    raise ConfigError("the stream ended without an answer")  # a Reader that breaks its contract
+def answer_of(events: deque[Event]) -> Answer:
+    """The answer that a stream ended with. events: its last one"""
+    if events and isinstance(events[-1], Done):
+        return events[-1].answer
+    raise ConfigError("the stream ended without an answer")  # an Engine that breaks its contract
 
 
 def ask_many(

@@ -53,8 +53,8 @@ from ragcache.models.deadline import LIMIT, Limit, limited
 from ragcache.retrieval.deletion import delete_documents
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.directory import StoreLayout
-from ragcache.store.documents import DocumentStore, collect_garbage
-from ragcache.store.kv_store import KVStore
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore, collect_garbage
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredDocument, StoredVersion
 
 KV_MODES = ("eager", "lazy", "hot")

@@ -8,8 +8,8 @@ import numpy as np
 
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.directory import StoreLayout
-from ragcache.store.documents import DocumentStore, collect_garbage
-from ragcache.store.kv_store import KVStore
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore, collect_garbage
 
 
 def delete_documents(

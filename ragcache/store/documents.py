@@ -26,7 +26,6 @@ from ragcache.store import records as rows
 from ragcache.store import text_search
 from ragcache.store.database import Database
 from ragcache.store.filters import OWN_FIELDS, Filter, compile_filter, field_names, fields_of
-from ragcache.store.kv_store import KVStore
 from ragcache.store.records import (
     Chunk,
     Counts,
@@ -502,20 +501,3 @@ def rescue(connection: Connection) -> None:
 
 def is_referenced() -> Any:
     return exists().where(chunks.c.handle == garbage.c.handle)
-
-
-# Delete the KV bytes that no chunk refers to any more.
-
-
-def collect_garbage(documents: DocumentStore, kv: KVStore) -> int:
-    """Delete the blocks on the documents' list of garbage from every tier; returns how many.
-
-    The list is cleared last: a kill in between loses no deletion, it is only done again. The caller holds the store's
-    writer lock.
-    """
-    handles = documents.collectable()
-    for handle in handles:
-        kv.delete(handle)
-    if handles:
-        documents.clear_garbage(handles)
-    return len(handles)

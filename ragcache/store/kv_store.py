@@ -16,6 +16,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch, work_alone
 from ragcache.store.codec_basis import KeptBasis
 from ragcache.store.counters import AccessCounts, Complaints, KVStats, Loaded
+from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import EvictionPolicy, get_policy
 from ragcache.store.remote import Connection
 from ragcache.store.retention import Expiry, Pins
@@ -392,3 +393,17 @@ class KVStore:
     def _refuse_if_read_only(self) -> None:
         if self.read_only:
             raise StoreReadOnlyError(f"{self.root}: opened read-only; open it for writing to change it")
+
+
+def collect_garbage(documents: DocumentStore, kv: KVStore) -> int:
+    """Delete the blocks on the documents' list of garbage from every tier; returns how many.
+
+    The list is cleared last: a kill in between loses no deletion, it is only done again. The caller holds the store's
+    writer lock.
+    """
+    handles = documents.collectable()
+    for handle in handles:
+        kv.delete(handle)
+    if handles:
+        documents.clear_garbage(handles)
+    return len(handles)
