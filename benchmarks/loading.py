@@ -31,7 +31,8 @@ from benchmarks.report import Goal, Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Samples, Variant, alternate, ratio, summarise
 from ragcache.codecs import CODECS
-from ragcache.engine.block_writer import LoadedBlocks, load_or_compute
+from ragcache.engine.block_writer import LoadedBlocks
+from ragcache.engine.kv_lookup import load_or_compute
 from ragcache.engine.loader import BlockLoader
 from ragcache.engine.probe import probe_disk, probe_prefill
 from ragcache.engine.rates import ALWAYS, AUTO, NEVER, Rates

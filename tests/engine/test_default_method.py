@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from ragcache.kv.request_layout import served_name
+from ragcache_vllm.request_layout import served_name
 from tiny_model import save_tiny_llama
 from vllm_double import VllmDouble, serving
 

@@ -7,11 +7,11 @@ import logging
 
 import pytest
 import torch
-from ragcache.cli.evaluated import EvaluatedModel
-from ragcache.cli.rating import RateOptions
-from ragcache.evaluation.store_cases import asked_of
-from ragcache.evaluation.suites.capability import measure
-from ragcache.training.options import TrainOptions
+from ragcache_eval.measured_model import EvaluatedModel
+from ragcache_plan.machine_options import RateOptions
+from ragcache_eval.store_cases import asked_of
+from ragcache_eval.suites.capability import measure
+from ragcache_train.options import TrainOptions
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_llama
 from typer.testing import CliRunner

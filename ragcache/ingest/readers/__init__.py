@@ -23,22 +23,22 @@ CODE = (
     ".c .cc .cpp .cs .cu .go .h .hpp .java .js .jsx .kt .lua .php .pl .proto .py .r .rb .rs .scala .sh .sql .swift .ts "
     ".tsx"
 )
-# Which module reads a kind of file, by its function `read_<module>`. Imported at first use: the parsers take most of a
-# second, and whoever only lists files needs none.
+# Which function reads a kind of file: the module, and the name behind `read_`. Imported at first use: the parsers take
+# most of a second, and whoever only lists files needs none.
 READERS = {
-    ".txt": "text",
-    ".text": "text",
-    ".rst": "text",
-    ".md": "markdown",
-    ".markdown": "markdown",
-    ".html": "html",
-    ".htm": "html",
-    ".xhtml": "html",
-    ".pdf": "pdf",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    **dict.fromkeys((".docx", ".pptx", ".xlsx", ".epub", ".ipynb", ".csv"), "converted"),
-    **dict.fromkeys(CODE.split(), "code"),
+    ".txt": "plain.text",
+    ".text": "plain.text",
+    ".rst": "plain.text",
+    ".md": "markdown.markdown",
+    ".markdown": "markdown.markdown",
+    ".html": "html.html",
+    ".htm": "html.html",
+    ".xhtml": "html.html",
+    ".pdf": "pdf.pdf",
+    ".jsonl": "jsonl.jsonl",
+    ".ndjson": "jsonl.jsonl",
+    **dict.fromkeys((".docx", ".pptx", ".xlsx", ".epub", ".ipynb", ".csv"), "office.converted"),
+    **dict.fromkeys(CODE.split(), "plain.code"),
 }
 
 
@@ -101,8 +101,8 @@ def read_file(file: SourceFile) -> Iterator[Document | ReaderError]:
 
 def reader_of(path: Path) -> Reader:
     """The reader of files of this kind."""
-    name = READERS[path.suffix.lower()]
-    reader: Reader = getattr(importlib.import_module(f"ragcache.ingest.readers.{name}"), f"read_{name}")
+    module, _, name = READERS[path.suffix.lower()].partition(".")
+    reader: Reader = getattr(importlib.import_module(f"ragcache.ingest.readers.{module}"), f"read_{name}")
     return reader
 
 
