@@ -259,8 +259,8 @@ def test_answers_that_grow_always_end_within_the_budget(seed):
         nonlocal held
         limit = Limit.of(None, WAIT_S, time.perf_counter())
         claim = admission.reserve(lambda: Size(1, first, more), limit)
-        for step in [first, *steps]:
-            if step is not first:
+        for rank, step in enumerate([first, *steps]):
+            if rank:
                 admission.grow(claim, step, limit)
             with lock:
                 held += step

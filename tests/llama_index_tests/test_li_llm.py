@@ -199,9 +199,8 @@ def test_options_of_a_call_win_over_fields(kb, llm):
 def test_metadata_says_what_the_model_is(kb, lm, llm):
     assert llm.metadata.context_window == lm.max_positions == 512
     assert (llm.metadata.model_name, llm.metadata.num_output) == (lm.name, 12)
-    assert (RagCacheLLM(kb).max_tokens, RagCacheLLM(kb).metadata.num_output) == (None, 256), (
-        "what the framework assumes"
-    )
+    unlimited = RagCacheLLM(kb)
+    assert (unlimited.max_tokens, unlimited.metadata.num_output) == (None, 256), "what the framework assumes"
     assert not llm.metadata.is_chat_model  # it has no chat template
     assert not llm.metadata.is_function_calling_model
     lm.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
