@@ -19,7 +19,7 @@ from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import Lease
-from ragcache.models.encode import plan_batches
+from ragcache.models.batches import plan_batches
 from ragcache.models.language_model import LanguageModel
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore

@@ -26,8 +26,8 @@ from ragcache.ingest.report import IngestReport, IngestSeconds
 from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours
+from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT, POLL_S, Limit, limited
-from ragcache.models.encode import plan_batches
 from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder
 from ragcache.runtime import work_alone

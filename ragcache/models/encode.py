@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,17 +109,3 @@ def run_decoder(
             return model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     finally:
         CURRENT.reset(token)
-
-
-# Which texts run together.
-
-
-def plan_batches(lengths: Sequence[int], max_tokens: int, max_items: int = sys.maxsize) -> Iterator[list[int]]:
-    """Ranks of texts to run together: of like length, at most `max_tokens` padded tokens (or one text alone) and
-    `max_items` texts. Ties keep their order, so the batches are deterministic."""
-    order = sorted(range(len(lengths)), key=lambda rank: -lengths[rank])
-    start = 0
-    while start < len(order):
-        count = max(1, min(max_items, max_tokens // max(lengths[order[start]], 1)))
-        yield order[start : start + count]
-        start += count

@@ -19,8 +19,9 @@ from ragcache.kv.prefix_cache import Exact
 from ragcache.kv.rope import Rope
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
 from ragcache.models.batch import Run, run_pieces
+from ragcache.models.batches import plan_batches
 from ragcache.models.card import ModelCard
-from ragcache.models.encode import encode_batch, plan_batches
+from ragcache.models.encode import encode_batch
 from ragcache.models.kvzip import check_read_behind, drop_least, measure_worth, num_kept, read_behind
 from ragcache.models.layerwise import BeforeLayer, walking
 from ragcache.models.scheduler import Scheduler

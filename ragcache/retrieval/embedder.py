@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import ConfigError, EmbedderError, EmbedderMismatchError, check_least
+from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT
-from ragcache.models.encode import plan_batches
 from ragcache.models.machine import AUTO, find_device
 from ragcache.runtime import Home, team_ends
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import pytest
-from ragcache_vllm.request_layout import served_name
 from tiny_model import save_tiny_llama
 from vllm_double import VllmDouble, serving
 
@@ -16,6 +15,7 @@ from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.errors import ConfigError
 from ragcache.models.trained_tokens import ReuseSpec
 from ragcache.store.eviction import PrefillRate
+from ragcache_vllm.request_layout import served_name
 
 LINK = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
 QUESTION = "Where do dogs bark?"

@@ -7,11 +7,6 @@ import logging
 
 import pytest
 import torch
-from ragcache_eval.measured_model import EvaluatedModel
-from ragcache_plan.machine_options import RateOptions
-from ragcache_eval.store_cases import asked_of
-from ragcache_eval.suites.capability import measure
-from ragcache_train.options import TrainOptions
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_llama
 from typer.testing import CliRunner
@@ -25,6 +20,11 @@ from ragcache.models.machine import DEVICES, find_device, suits
 from ragcache.retrieval.embedder import load_embedder
 from ragcache.retrieval.fake import BagOfWords
 from ragcache.retrieval.reranker import load_reranker
+from ragcache_eval.measured_model import EvaluatedModel
+from ragcache_eval.store_cases import asked_of
+from ragcache_eval.suites.capability import measure
+from ragcache_plan.machine_options import RateOptions
+from ragcache_train.options import TrainOptions
 
 SLOW = "no instructions"
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from ragcache.errors import CancelledError, ConfigError, EmbedderError, EmbedderMismatchError
+from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import Limit, limited
-from ragcache.models.encode import plan_batches
 from ragcache.retrieval import embedder as embedders
 from ragcache.retrieval.embedder import PASSAGES, QUESTION, BoundedEmbedder, PriorityLock, TokenEmbedder, load_embedder
 
