@@ -49,9 +49,14 @@ def _link(link: re.Match[str], folder: str, there: set[str]) -> str:
     return f"{text} (`{path}`)"
 
 
+def _home(name: str) -> str:
+    """The module that has a public name; a plug-in's is where its class is."""
+    return ragcache._HOMES.get(name) or str(getattr(ragcache, name).__module__)
+
+
 def reference() -> str:
     """A page with every public name, by the module that it is from."""
-    names = (f"::: {ragcache._HOMES[name]}.{name}" for name in ragcache.__all__)
+    names = (f"::: {_home(name)}.{name}" for name in ragcache.__all__)
     return "\n\n".join(["# Python", "Every public name of `ragcache`, to be imported from there.", *names, ""])
 
 

@@ -23,23 +23,24 @@ CODE = (
     ".c .cc .cpp .cs .cu .go .h .hpp .java .js .jsx .kt .lua .php .pl .proto .py .r .rb .rs .scala .sh .sql .swift .ts "
     ".tsx"
 )
-# Which function reads a kind of file: the module, and the name behind `read_`. Imported at first use: the parsers take
-# most of a second, and whoever only lists files needs none.
+# Which function reads a kind of file, by what stands behind `read_` in its name, and the module that has it where that is
+# called otherwise. Imported at first use: the parsers take most of a second, and whoever only lists files needs none.
 READERS = {
-    ".txt": "plain.text",
-    ".text": "plain.text",
-    ".rst": "plain.text",
-    ".md": "markdown.markdown",
-    ".markdown": "markdown.markdown",
-    ".html": "html.html",
-    ".htm": "html.html",
-    ".xhtml": "html.html",
-    ".pdf": "pdf.pdf",
-    ".jsonl": "jsonl.jsonl",
-    ".ndjson": "jsonl.jsonl",
-    **dict.fromkeys((".docx", ".pptx", ".xlsx", ".epub", ".ipynb", ".csv"), "office.converted"),
-    **dict.fromkeys(CODE.split(), "plain.code"),
+    ".txt": "text",
+    ".text": "text",
+    ".rst": "text",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".html": "html",
+    ".htm": "html",
+    ".xhtml": "html",
+    ".pdf": "pdf",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    **dict.fromkeys((".docx", ".pptx", ".xlsx", ".epub", ".ipynb", ".csv"), "converted"),
+    **dict.fromkeys(CODE.split(), "code"),
 }
+MODULES = {"text": "plain", "code": "plain", "converted": "office"}
 
 
 class SourceFile(NamedTuple):
@@ -101,8 +102,9 @@ def read_file(file: SourceFile) -> Iterator[Document | ReaderError]:
 
 def reader_of(path: Path) -> Reader:
     """The reader of files of this kind."""
-    module, _, name = READERS[path.suffix.lower()].partition(".")
-    reader: Reader = getattr(importlib.import_module(f"ragcache.ingest.readers.{module}"), f"read_{name}")
+    name = READERS[path.suffix.lower()]
+    module = importlib.import_module(f"ragcache.ingest.readers.{MODULES.get(name, name)}")
+    reader: Reader = getattr(module, f"read_{name}")
     return reader
 
 
