@@ -139,7 +139,8 @@ def test_a_prompt_that_ends_with_a_passage_goes_on_from_it(kb, read):
 def test_of_several_messages_those_of_the_last_are_found(tmp_path, open_kb):
     """Where the template divides messages by control tokens; earlier ones are a text whose KV the next turn finds."""
     template = "{% for m in messages %}{{ m['content'] }}<|eos|>{% endfor %}"
-    with open_kb(model=rc.load_lm(save_tiny_llama(tmp_path / "lm", chat_template=template))) as kb:
+    lm = rc.load_lm(save_tiny_llama(tmp_path / "lm", chat_template=template))
+    with open_kb(model=lm, method="reposition") as kb:
         kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
         first, second, third, fourth = kb.retrieve(QUESTION, k=4)
         turns = [
@@ -189,7 +190,8 @@ def bpe_kb(request, tmp_path_factory):
     pattern = {"gpt2": GPT2, "llama3": LLAMA3}[request.param]
     more = [f"{text}{end}" for text in BPE_TEXTS for end in ("\n", "\n\n", "00 crowns\n", "s.\n\n", "\r\n")]
     save_tiny_llama(directory, tokenizer=bpe_tokenizer(pattern, more * 4))
-    with rc.RagCache.open(directory / "kb", model=rc.load_lm(directory), embedder=BagOfWords()) as kb:
+    lm = rc.load_lm(directory)
+    with rc.RagCache.open(directory / "kb", model=lm, embedder=BagOfWords(), method="reposition") as kb:
         kb.ingest([rc.Document(str(n), text) for n, text in enumerate(BPE_TEXTS)], split=False)
         yield kb
 

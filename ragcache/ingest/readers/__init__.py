@@ -23,7 +23,7 @@ CODE = (
     ".c .cc .cpp .cs .cu .go .h .hpp .java .js .jsx .kt .lua .php .pl .proto .py .r .rb .rs .scala .sh .sql .swift .ts "
     ".tsx"
 )
-# Which function reads a kind of file, by what stands behind `read_` in its name, and the module that has it where that is
+# Which function reads a kind of file, by what stands behind `read_` in its name, and the module that has it where it is
 # called otherwise. Imported at first use: the parsers take most of a second, and whoever only lists files needs none.
 READERS = {
     ".txt": "text",

@@ -15,7 +15,7 @@ import os, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
 torch.set_num_threads(4)
-from ragcache import openmp
+from ragcache import runtime
 
 def large():
     torch.zeros(1 << 20).add_(1)
@@ -30,7 +30,7 @@ def teams():
 
 more = 0
 large()
-openmp.end_team()
+runtime.end_team()
 more = teams()  # of other libraries
 
 def in_thread(*steps):
@@ -55,9 +55,9 @@ def run(script: str, *arguments: str) -> list[int]:
 
 def test_a_thread_has_a_team_until_it_ends_it_or_none() -> None:
     script = """
-print(in_thread(large), in_thread(large, openmp.end_team), in_thread(openmp.work_alone, large), teams())
+print(in_thread(large), in_thread(large, runtime.end_team), in_thread(runtime.work_alone, large), teams())
 def within():
-    with openmp.working_alone():
+    with runtime.working_alone():
         large()
 print(in_thread(within), in_thread(within, large))
 """
@@ -67,10 +67,10 @@ print(in_thread(within), in_thread(within, large))
 def test_the_number_of_threads_is_what_it_was() -> None:
     script = """
 def within():
-    with openmp.working_alone():
+    with runtime.working_alone():
         print(torch.get_num_threads())
     print(torch.get_num_threads())
-in_thread(within, openmp.end_team, within)
+in_thread(within, runtime.end_team, within)
 torch.set_num_threads(3)
 in_thread(within)
 """
@@ -87,7 +87,7 @@ from transformers import GenerationMixin  # what it imports starts threads of it
 more += teams()
 
 if sys.argv[1] == "off":
-    openmp._library = lambda: None
+    runtime._library = lambda: None
 texts = {str(n): f"Town {n} has a river. " + "The club meets in the old mill by the bridge. " * 20 for n in range(4)}
 config = StoreConfig(codec="int8", write_behind_bytes=1 << 24, memory_bytes=1 << 26, load="always")
 with tempfile.TemporaryDirectory() as root:
@@ -122,7 +122,7 @@ from transformers import GenerationMixin
 more += teams()
 lm = rc.load_lm("mini")
 seen = []
-openmp._library.cache_clear() if sys.argv[1] == "on" else setattr(openmp, "_library", lambda: None)
+runtime._library.cache_clear() if sys.argv[1] == "on" else setattr(runtime, "_library", lambda: None)
 large()
 with observing(lambda attended: seen.append(teams())):
     lm.run(list(range(10, 40)), 0, lm.new_cache(40))
