@@ -18,7 +18,7 @@ from ragcache.errors import ConfigError
 from ragcache_eval.case import Case, CasePassage
 from ragcache_eval.lexical import BM25
 from ragcache_eval.lines import QuestionLine, read_entries, read_objects
-from ragcache_eval.settings import check_choice
+from ragcache_eval.settings import check_setting
 
 ENDINGS = (".questions.jsonl.gz", ".questions.jsonl", ".jsonl.gz", ".jsonl")
 DISTRACTORS = ("near", "random")
@@ -45,7 +45,7 @@ class PublicSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choice("distractors", self.distractors, DISTRACTORS)
+        check_setting("distractors", self.distractors, DISTRACTORS)
         if self.passages < 0:
             raise ConfigError(f"passages={self.passages} is no number of passages; choose 1 or more, or 0 for all")
 

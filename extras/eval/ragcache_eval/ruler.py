@@ -19,7 +19,7 @@ from ragcache_eval.case import Case, CasePassage
 from ragcache_eval.haystack import CountTokens, Haystack, prose
 from ragcache_eval.needle import check_lengths
 from ragcache_eval.registry.documents import joined
-from ragcache_eval.settings import check_choice
+from ragcache_eval.settings import check_setting
 
 COMMON_WORDS, COMMON_TIMES, RARE_TIMES = 10, 30, 3
 FREQUENT_WORDS, ZETA = 3, 2.0
@@ -45,7 +45,7 @@ class RulerSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choice("task", self.task, ("all", *TASKS))
+        check_setting("task", self.task, ("all", *TASKS))
         check_lengths(self.lengths, self.passage, self.questions)
 
 

@@ -49,6 +49,6 @@ def _value(text: str, hint: Any, where: str) -> Any:
     return text
 
 
-def check_choice(where: str, value: str, choices: Sequence[str]) -> None:
+def check_setting(where: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ConfigError(f"{where}={value} is unknown; choose one of {', '.join(choices)}")

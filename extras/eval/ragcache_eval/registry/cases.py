@@ -13,7 +13,7 @@ from ragcache_eval.case import Case, CasePassage
 from ragcache_eval.registry.contexts import KINDS, draw_texts
 from ragcache_eval.registry.names import DataSplit
 from ragcache_eval.registry.pages import PAGE_KINDS, PageQuestion, Pages, draw_pages
-from ragcache_eval.settings import check_choice
+from ragcache_eval.settings import check_setting
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class RegistrySettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, KINDS)
-        check_choice("hops", str(self.hops), ("1", "2"))
+        check_setting("kind", self.kind, KINDS)
+        check_setting("hops", str(self.hops), ("1", "2"))
         if self.questions < 1 or min(self.passages) < 2:
             raise ConfigError("registry needs at least 1 question and 2 passages")
         if self.positions and (self.hops != 1 or self.kind != "plain"):
@@ -78,7 +78,7 @@ class PagesSettings:
     asked: int = 1
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, PAGE_KINDS)
+        check_setting("kind", self.kind, PAGE_KINDS)
         if self.questions < 1 or min(self.passages) < 2 or self.asked < 1:
             raise ConfigError("pages needs at least 1 question, of a context too, and 2 passages")
 
