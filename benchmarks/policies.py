@@ -29,8 +29,7 @@ from benchmarks.report import Goal, Result, show, write
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 from ragcache_plan.accesses import Accesses, Workload, generated
 from ragcache_plan.rates import MachineRates
-from ragcache_plan.replay import Budgets
-from ragcache_plan.simulate import simulate
+from ragcache_plan.replay import Budgets, simulate
 
 SHARES = (0.01, 0.05, 0.2)
 BYTES_PER_TOKEN = 131072
@@ -82,7 +81,7 @@ STREAMS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One policy and filter on one stream under one budget; see ragcache_plan.simulate.Outcome."""
+    """One policy and filter on one stream under one budget; see ragcache_plan.replay.Outcome."""
 
     stream: str
     share: float

@@ -19,12 +19,11 @@ from ragcache.codecs import CODECS
 from ragcache.codecs.base import example_block
 from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from ragcache.store.kv_store import KVStore
-from ragcache_plan.advice import advise_policy
-from ragcache_plan.codec_sizes import CodecSize, codec_sizes
+from ragcache_plan.accesses import EXACT, ranks_above, zipf_mass
 from ragcache_plan.plan import Corpus, Demand, Prices, make_plan
-from ragcache_plan.popularity import EXACT, ranks_above, zipf_mass
 from ragcache_plan.rates import MachineRates, measure_rates
-from ragcache_plan.shape import KVShape, shape_of
+from ragcache_plan.replay import advise_policy
+from ragcache_plan.shape import CodecSize, KVShape, codec_sizes, shape_of
 
 LLAMA_3_8B = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 RAW = CodecSize("raw", LLAMA_3_8B.bytes_per_token, 1.0, True)

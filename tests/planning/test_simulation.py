@@ -19,10 +19,8 @@ from ragcache.store.kv_store import KVStore
 from ragcache.store.trace import Access
 from ragcache_plan import accesses
 from ragcache_plan.accesses import Accesses, Workload, from_accesses, generated, recorded
-from ragcache_plan.optimum import next_uses, optimum
 from ragcache_plan.rates import MachineRates
-from ragcache_plan.replay import Budgets, replay
-from ragcache_plan.simulate import simulate
+from ragcache_plan.replay import Budgets, next_uses, optimum, replay, simulate
 
 RATES = MachineRates(1000.0, 0.2, 1e4, 1e3)
 REQUESTS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=25)
