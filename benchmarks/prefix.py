@@ -32,7 +32,7 @@ from benchmarks.prose import documents, train_tokenizer
 from benchmarks.report import Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Timing
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.fake import BagOfWords
 from ragcache_eval.intervals import estimate
@@ -125,7 +125,7 @@ class Corpus:
         vocabulary = min(16384, int(SHAPES[settings.shape]["vocab_size"]) - 200)
         self.tokenizer = train_tokenizer(vocab_size=vocabulary)
         self.lm = build(settings.shape, settings.dtype, settings.device, self.tokenizer, settings.seed).lm
-        self.lm.reuse = ReuseSpec(
+        self.lm.reuse = TrainedTokens(
             "link", link_tokens=LINK_TOKENS, link_slots=settings.k, first_link_id=vocabulary, kv_start_id=None
         )
         joined = [doc.text for doc in documents(self.tokenizer, 4 * settings.documents * settings.tokens)]

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ragcache.models.adapter import Base, write_adapter
 from ragcache.models.load import checkpoint_digest
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 
 
 def save_adapter(
     directory: Path,
     base: Path,
-    spec: ReuseSpec,
+    spec: TrainedTokens,
     *,
     seed: int = 0,
     scale: float = 0.3,

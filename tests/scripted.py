@@ -5,26 +5,26 @@ from __future__ import annotations
 import pytest
 
 from ragcache.models.card import ModelCard, eos_token_ids
-from ragcache.models.sampler import Chooser
+from ragcache.models.sampler import Sampler
 
 
 def script(monkeypatch: pytest.MonkeyPatch, card: ModelCard, *answers: str) -> None:
     """The model's next answers, one after another, each with its end. A form that forbids a word still does."""
     said = iter(answers)
-    born, choose = Chooser.__init__, Chooser.__call__
+    born, choose = Sampler.__init__, Sampler.__call__
     end = min(eos_token_ids(card))
 
-    def begin(self: Chooser, *args: object, **more: object) -> None:
+    def begin(self: Sampler, *args: object, **more: object) -> None:
         born(self, *args, **more)
         self.words = iter(_ids(card, next(said, "")))
 
-    def bias(self: Chooser, logits: object) -> int:
+    def bias(self: Sampler, logits: object) -> int:
         likelier = logits.clone()
         likelier[next(self.words, end)] += 1e6
         return choose(self, likelier)
 
-    monkeypatch.setattr(Chooser, "__init__", begin)
-    monkeypatch.setattr(Chooser, "__call__", bias)
+    monkeypatch.setattr(Sampler, "__init__", begin)
+    monkeypatch.setattr(Sampler, "__call__", bias)
 
 
 def _ids(card: ModelCard, text: str) -> list[int]:

@@ -27,7 +27,7 @@ from ragcache.cli.commands import build_app
 from ragcache.codecs import CODECS
 from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.kv.block_key import block_key
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.app import create_app
 
@@ -107,7 +107,7 @@ def test_recipes_are_read_and_written_as_ever(recipe):
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_sections_of_config_json_are_read_and_written_as_ever(section):
-    assert ReuseSpec.read(section).section() == section
+    assert TrainedTokens.read(section).section() == section
 
 
 def test_rates_of_before_are_read(tmp_path):
@@ -148,7 +148,7 @@ def collect(directory: Path) -> Wire:
         "codecs": dict.fromkeys(CODECS, ""),
         "recipes": {name: json.dumps(rc.Recipe.from_json(recipe).to_json()) for name, recipe in RECIPES.items()},
         "block keys": dict(block_keys()),
-        "config.json": {field.name: "" for field in fields(ReuseSpec)} | {"version": ""},
+        "config.json": {field.name: "" for field in fields(TrainedTokens)} | {"version": ""},
         **of_a_server(directory / "kb"),
     }
 

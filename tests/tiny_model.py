@@ -9,7 +9,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 
@@ -46,7 +46,7 @@ def save_tiny_llama(
     *,
     seed: int = 0,
     positions: int = 512,
-    reuse: ReuseSpec | None = None,
+    reuse: TrainedTokens | None = None,
     tokenizer: PreTrainedTokenizerFast | None = None,
     **tokenizer_options: Any,
 ) -> Path:

@@ -15,14 +15,14 @@ import transformers
 
 import ragcache as rc
 from benchmarks.peer_workers.channel import Answer, Prompt, serve
-from ragcache.engine.admission import Admission, Contexts, Need, Size, default_budget, kv_bytes
+from ragcache.engine.admission import Admission, MemoryNeed, SharedPrefixes, Size, default_budget, kv_bytes
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import Fused, block_recipe, fuse
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.prefix_cache import PrefixTree, read_cache
+from ragcache.kv.prefix_cache import PrefixCache, read_cache
 from ragcache.models.deadline import NO_LIMIT
 from ragcache.models.generate import decode
 from ragcache.models.sampler import Sampling
@@ -42,8 +42,8 @@ class RagCacheWorker:
         self._lm = rc.load_lm(config["model"], dtype=config["dtype"])
         self._encoder = ModelEncoder(self._lm, block_recipe(self._lm, get_method("reposition")))
         self._store = KVStore(Path(config["directory"]) / "kv", memory_bytes=self._kv_bytes)
-        self._tree = PrefixTree(self._lm.shape, self._kv_bytes)
-        self._contexts = Contexts(Admission(default_budget(self._lm)), self._tree)
+        self._tree = PrefixCache(self._lm.shape, self._kv_bytes)
+        self._contexts = SharedPrefixes(Admission(default_budget(self._lm)), self._tree)
 
     def about(self) -> dict[str, Any]:
         return {
@@ -106,10 +106,10 @@ class RagCacheWorker:
         recipe = self._encoder.recipe
         return fuse(self._lm, _prompt(prompt), method, recipe=recipe, reserve_tokens=tokens, **over)
 
-    def _need(self, prompt: Prompt, tokens: int) -> Need:
+    def _need(self, prompt: Prompt, tokens: int) -> MemoryNeed:
         links = LINK_TOKENS * len(prompt.passages)
         whole, own = len(prompt.ids) + links + tokens, len(prompt.suffix) + tokens
-        return Need(Size(whole, kv_bytes(self._lm, whole)), Size(own, kv_bytes(self._lm, own)))
+        return MemoryNeed(Size(whole, kv_bytes(self._lm, whole)), Size(own, kv_bytes(self._lm, own)))
 
     def _over_prefix(self, leases: ExitStack, method: FusionMethod, prompt: Prompt, tokens: int) -> tuple[Fused, int]:
         known = leases.enter_context(self._tree.match(NAMESPACE, prompt.ids))

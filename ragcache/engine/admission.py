@@ -13,7 +13,7 @@ import torch
 
 from ragcache.errors import AnswerTooLargeError
 from ragcache.kv.buffers import LARGEST_STEP, SharedContext, capacity_for
-from ragcache.kv.prefix_cache import PrefixTree
+from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.deadline import Limit
 from ragcache.models.hub import machine_bytes
 from ragcache.models.language_model import LanguageModel
@@ -173,7 +173,7 @@ def kv_bytes(lm: LanguageModel, num_tokens: int) -> int:
 # Contexts that several questions read: placed once, held once, and kept for later questions.
 
 
-class Need(NamedTuple):
+class MemoryNeed(NamedTuple):
     """Memory of one question's KV: of all of it, and of what stands behind the context."""
 
     whole: Size
@@ -202,7 +202,7 @@ class _Context:
 
 
 @dataclass(eq=False)
-class Seat:
+class SharedPrefixRef:
     """One question's part in a context.
 
     claim:       the memory that it has reserved
@@ -260,7 +260,7 @@ class Seat:
             self.leaves_them = True  # the context lies in buffers of this question
 
 
-class Contexts:
+class SharedPrefixes:
     """Contexts of the answers in progress and of earlier ones, by what they hold. Thread-safe.
 
     Answers in progress: the first question reserves memory for all of its KV, and leaves it to the context until the
@@ -270,7 +270,7 @@ class Contexts:
     there is only one. The least recently used go. What is in use stays, and what does not fit is not kept.
     """
 
-    def __init__(self, admission: Admission, tree: PrefixTree) -> None:
+    def __init__(self, admission: Admission, tree: PrefixCache) -> None:
         self._admission = admission
         self._tree = tree
         self._known: OrderedDict[Hashable, _Context] = OrderedDict()  # the least recently left first
@@ -282,7 +282,9 @@ class Contexts:
         return self._admission.budget_bytes
 
     @contextmanager
-    def admit(self, key: Hashable | None, need: Need, limit: Limit, *, keep: bool = False) -> Iterator[Seat]:
+    def admit(
+        self, key: Hashable | None, need: MemoryNeed, limit: Limit, *, keep: bool = False
+    ) -> Iterator[SharedPrefixRef]:
         """Wait until there is memory for a question over the context of this name; None: it shares none.
 
         keep: the context may stay for later questions
@@ -305,7 +307,7 @@ class Contexts:
                 if not context.users:
                     self._give_back(context)
 
-    def _leave(self, seat: Seat) -> None:
+    def _leave(self, seat: SharedPrefixRef) -> None:
         context, num_bytes = seat._context, seat.claim.num_bytes
         with self._changed:
             self._admission.end(seat.claim)
@@ -321,7 +323,7 @@ class Contexts:
 
     # Everything below runs under the lock.
 
-    def _join(self, key: Hashable | None, keep: bool, claim: Claim) -> Seat:
+    def _join(self, key: Hashable | None, keep: bool, claim: Claim) -> SharedPrefixRef:
         context = None if key is None else self._known.get(key)
         leaves_them = context is None
         if context is None:
@@ -329,7 +331,7 @@ class Contexts:
             if key is not None:
                 self._known[key] = context
         context.users += 1
-        return Seat(context, self._admission, claim, leaves_them)
+        return SharedPrefixRef(context, self._admission, claim, leaves_them)
 
     def _settle(self, context: _Context) -> None:
         """Keep a context that nobody reads any more, or let go of it."""

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from ragcache.engine.admission import UNKNOWN_BYTES, Admission, Contexts, default_budget
+from ragcache.engine.admission import UNKNOWN_BYTES, Admission, SharedPrefixes, default_budget
 from ragcache.engine.estimate import PrefillEstimate
-from ragcache.engine.history import TurnMemory
-from ragcache.engine.kv_lookup import Supply
+from ragcache.engine.history import ConversationCache
+from ragcache.engine.kv_lookup import KVLookup
 from ragcache.engine.loader import BlockLoader
-from ragcache.engine.local_engine import ENGINES, Connection, Engine, Reader
+from ragcache.engine.local_engine import ENGINES, Connection, Engine, LocalEngine
 from ragcache.engine.prefixes import Prefixes, WholeStore
 from ragcache.engine.probe import open_rates, probe_prefill
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.rates import ALWAYS
-from ragcache.engine.request import Reading
+from ragcache.engine.request import RequestOptions
 from ragcache.engine.same_embedder import refuse_other_embedder
 from ragcache.engine.store_config import Store, StoreConfig, open_kv_to_fill
 from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
@@ -30,13 +30,13 @@ from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
-from ragcache.ingest.chunker import Chunker, ChunkerConfig, WholeTexts
+from ragcache.ingest.chunker import Chunker, ChunkerConfig, PassthroughSplitter
 from ragcache.ingest.context_chunks import NEIGHBOURHOODS, Neighbourhood
-from ragcache.ingest.encoder import BlockNames, ModelEncoder
+from ragcache.ingest.encoder import BlockKeys, ModelEncoder
 from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.ingest.worker import Workers, WorkersConfig
 from ragcache.kv.block_key import Recipe
-from ragcache.kv.prefix_cache import PrefixTree
+from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.card import ModelCard
 from ragcache.models.hub import resolve
 from ragcache.models.language_model import LanguageModel
@@ -61,7 +61,7 @@ KEPT = "kv_kept"
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """All that a knowledge base consists of.
 
     card:   the model; a LanguageModel where it runs in this process
@@ -81,18 +81,18 @@ class Parts:
     stored: StoredBlocks
     evict: SnapKV | None
     reader: Engine
-    names: BlockNames
+    names: BlockKeys
     admission: Admission
     estimate: PrefillEstimate
     loader: BlockLoader | None
     ingestor: Ingestor
-    whole: WholeTexts
-    turns: TurnMemory
+    whole: PassthroughSplitter
+    turns: ConversationCache
     system: str | None
 
 
 @dataclass(frozen=True)
-class Choices:
+class OpenOptions:
     """How the parts are to be put together; see `RagCache.open`."""
 
     method: str | FusionMethod | None
@@ -112,9 +112,9 @@ def assemble(
     config: StoreConfig,
     card: ModelCard,
     retriever: Retriever,
-    chosen: Choices,
+    chosen: OpenOptions,
     engine: Connection | None = None,
-) -> Parts:
+) -> Components:
     """engine: where the model runs; None: here, and the card is a LanguageModel
 
     Raises ConfigError, ModelError, PromptError.
@@ -141,13 +141,13 @@ def assemble(
     plan = _Plan(used, text, first_ids, chosen.tenant, near)
     if engine is not None:
         made = _elsewhere(store, card, plan, engine)
-        made.reader.check(Reading(choice, chosen.evict))
+        made.reader.check(RequestOptions(choice, chosen.evict))
     elif isinstance(card, LanguageModel):
         made = _here(store, config, card, plan)
     else:
         raise ConfigError(f"{card.name} was given without its weights, and no engine that has them")
     cut = Chunker(card.tokenizer, **asdict(chosen.chunker))
-    return Parts(
+    return Components(
         store=store,
         config=config,
         card=card,
@@ -157,8 +157,8 @@ def assemble(
         evict=chosen.evict,
         **made._asdict(),
         ingestor=Ingestor(store.layout, store.documents, store.kv, retriever, cut, made.names, chosen.ingest),
-        whole=WholeTexts(card.tokenizer, card.max_positions),
-        turns=TurnMemory(store.documents, chosen.tenant),
+        whole=PassthroughSplitter(card.tokenizer, card.max_positions),
+        turns=ConversationCache(store.documents, chosen.tenant),
         system=chosen.system,
     )
 
@@ -200,10 +200,10 @@ class _Plan(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What depends on where the model runs; fields of `Parts`."""
+    """What depends on where the model runs; fields of `Components`."""
 
     reader: Engine
-    names: BlockNames
+    names: BlockKeys
     admission: Admission
     estimate: PrefillEstimate
     loader: BlockLoader | None = None
@@ -215,7 +215,7 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
     recipe, text, first_ids, tenant, near = plan
     loader = open_loader(store, config, lm, recipe)
     estimate = PrefillEstimate(partial(_prefill_rate, lm, loader))
-    tree = PrefixTree(lm.shape, config.prefix_bytes)
+    tree = PrefixCache(lm.shape, config.prefix_bytes)
     prefixes = Prefixes(lm, documents, recipe, tenant, tree, first_ids)
     encoder = ModelEncoder(
         lm,
@@ -227,12 +227,12 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
         neighbourhood=near,
     )
     admission = Admission(default_budget(lm) if config.answer_bytes is None else config.answer_bytes)
-    reader = Reader(
+    reader = LocalEngine(
         lm,
         Prompts(lm, encoder, text, prefixes.count, estimate.expected_s),
-        Supply(lm, encoder, kv, documents, prefixes, WholeStore(lm, kv, documents, tenant, estimate.add), loader),
+        KVLookup(lm, encoder, kv, documents, prefixes, WholeStore(lm, kv, documents, tenant, estimate.add), loader),
         prefixes,
-        Contexts(admission, tree),
+        SharedPrefixes(admission, tree),
         estimate,
     )
     return _Made(reader, encoder, admission, estimate, loader)
@@ -271,7 +271,7 @@ def _elsewhere(store: Store, card: ModelCard, plan: _Plan, engine: Connection) -
             "this store's blocks are encoded behind neighbours, which a request to another engine does not name; leave "
             "out engine="
         )
-    names = BlockNames(card, plan.recipe, plan.first_ids, plan.tenant)
+    names = BlockKeys(card, plan.recipe, plan.first_ids, plan.tenant)
     reader = engine.engine(card, Prompts(card, names, plan.text), store.kv)
     return _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate())
 

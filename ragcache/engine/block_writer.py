@@ -15,7 +15,7 @@ from ragcache.errors import (
     StoreReadOnlyError,
     StoreUnreachableError,
 )
-from ragcache.ingest.encoder import BlockNames, ModelEncoder
+from ragcache.ingest.encoder import BlockKeys, ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
@@ -48,7 +48,7 @@ class LoadedBlocks:
     encoded_tokens: int
 
 
-class Keeper:
+class BlockWriter:
     """Keeps what is computed: on disk for the store's own chunks, in this process's memory for others, which no
     deletion would ever find.
 
@@ -56,7 +56,7 @@ class Keeper:
     passing: the encoder is not the store's own (another prefix): keep in memory only
     """
 
-    def __init__(self, kv_store: KVStore, documents: DocumentStore, names: BlockNames, *, passing: bool) -> None:
+    def __init__(self, kv_store: KVStore, documents: DocumentStore, names: BlockKeys, *, passing: bool) -> None:
         self._kv = kv_store
         self._documents = documents
         self._names = names

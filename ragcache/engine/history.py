@@ -22,7 +22,7 @@ SPACES = ("\u2581", "\u0120")
 
 
 @dataclass(frozen=True)
-class Earlier:
+class History:
     """Everything read before this turn's passages in a conversation: texts as ids, and groups of passages, in order.
 
     again: of the passages of this turn, those that are in here already
@@ -45,14 +45,14 @@ class Earlier:
                 parts.append(Text(tuple(id for id in part if isinstance(id, int))))
         return parts
 
-    def without_oldest(self) -> Earlier | None:
+    def without_oldest(self) -> History | None:
         """Drop the passages of the oldest turn that has any; None when none has."""
         for place, part in enumerate(self.parts):
             if part and isinstance(part[0], Hit):
                 return replace(self, parts=self.parts[:place] + self.parts[place + 1 :])
         return None
 
-    def knowing(self, hits: Sequence[Hit]) -> tuple[Earlier, list[Hit]]:
+    def knowing(self, hits: Sequence[Hit]) -> tuple[History, list[Hit]]:
         """Splits hits into those already read here (noted in the returned context) and new ones."""
         held = {tuple(hit.chunk.token_ids) for hit in self.hits}
         again = tuple(hit for hit in hits if tuple(hit.chunk.token_ids) in held)
@@ -66,7 +66,7 @@ class KeptTurn(NamedTuple):
     answer_ids: tuple[int, ...]
 
 
-class TurnMemory:
+class ConversationCache:
     """Passages and ids of answers, by the conversation up to each. Holds no text. Thread-safe.
 
     A conversation is known by its salt (tenant), the filter its passages were found under, and the texts of its turns:
@@ -109,13 +109,13 @@ class TurnMemory:
         return keys
 
 
-class KeptConversation:
+class ConversationContext:
     """One conversation, as it stands before its next answer."""
 
     def __init__(
         self,
         conversation: Conversation,
-        memory: TurnMemory,
+        memory: ConversationCache,
         tokenizer: PreTrainedTokenizerBase,
         where: Mapping[str, Any] | None,
         system: str | None,
@@ -129,7 +129,7 @@ class KeptConversation:
 
     def read(
         self, pieces: Sequence[str | Slot | Said], given: Mapping[int, Sequence[Hit]]
-    ) -> tuple[Earlier, list[int]]:
+    ) -> tuple[History, list[int]]:
         """Everything before this turn's passages, and the ids behind them.
 
         pieces: the rendered conversation; given: passages of the turns that state their own, by turn
@@ -140,7 +140,7 @@ class KeptConversation:
         once = _each_once(given)
         ids = [self._part(piece, once) for piece in self._without_double_space(pieces[:last])]
         behind = [id for piece in pieces[last + 1 :] for id in self._part(piece, given) if isinstance(id, int)]
-        return Earlier(tuple(part for part in ids if part)), behind
+        return History(tuple(part for part in ids if part)), behind
 
     def _without_double_space(self, pieces: Sequence[str | Slot | Said]) -> Iterator[str | Slot | Said]:
         """Templates may put a space before an answer's text, and models make one themselves: the prompt then goes on

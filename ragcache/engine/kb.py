@@ -18,7 +18,15 @@ from transformers import PreTrainedModel
 from ragcache.engine.admission import Admission
 from ragcache.engine.aio import AsyncTwins
 from ragcache.engine.answer import Answer, Event
-from ragcache.engine.assemble import Choices, Parts, assemble, open_engine, open_model, open_retriever, open_workers
+from ragcache.engine.assemble import (
+    Components,
+    OpenOptions,
+    assemble,
+    open_engine,
+    open_model,
+    open_retriever,
+    open_workers,
+)
 from ragcache.engine.estimate import KVEstimate, estimate_kv
 from ragcache.engine.loader import LoadCounts
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
@@ -63,7 +71,7 @@ class RagCache(Library, AsyncTwins):
     of which one ingests at a time.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Components) -> None:
         Library.__init__(self, parts.store, parts.config)
         AsyncTwins.__init__(self)
         self._parts = parts
@@ -127,7 +135,7 @@ class RagCache(Library, AsyncTwins):
             method, method_options = get_method(method, **method_options), {}
         keep, cut = None if evict is None else SnapKV.of(evict), chunker or ChunkerConfig()
         settings = ingest or IngestConfig()
-        chosen = Choices(method, method_options, keep, recipe, system, question_format, cut, settings, tenant)
+        chosen = OpenOptions(method, method_options, keep, recipe, system, question_format, cut, settings, tenant)
         config = store or StoreConfig()
         opened = open_store(path, config, create=create)
         try:

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ragcache.engine.answer import Source
-from ragcache.engine.block_writer import COMPUTED, Keeper, LoadedBlocks, encode_chunks
+from ragcache.engine.block_writer import COMPUTED, BlockWriter, LoadedBlocks, encode_chunks
 from ragcache.engine.loader import BlockLoader
-from ragcache.engine.prefixes import Path, Prefix, Prefixes, WholeStore
-from ragcache.engine.request import OpenQuestion
+from ragcache.engine.prefixes import Path, Prefixes, PrefixKV, WholeStore
+from ragcache.engine.request import Request
 from ragcache.fusion.fuse import Fused
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.prefix_cache import Lease
+from ragcache.kv.prefix_cache import PrefixMatch
 from ragcache.models.batches import plan_batches
 from ragcache.models.language_model import LanguageModel
 from ragcache.store.documents import DocumentStore
@@ -26,7 +26,7 @@ from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
 
 if TYPE_CHECKING:
-    from ragcache.engine.loader import Ahead, BlockLoader
+    from ragcache.engine.loader import BlockLoader, Prefetch
 
 
 UNUSED = "unused"
@@ -35,7 +35,7 @@ SHARED = "shared"
 
 
 @dataclass(frozen=True)
-class Ready:
+class ResolvedKV:
     """What a prompt is read from.
 
     path:    the prompt as the prefix tree knows it; None where it is of no use to the method
@@ -46,13 +46,13 @@ class Ready:
     """
 
     path: Path | None
-    prefix: Prefix
+    prefix: PrefixKV
     base: SharedContext | None
     loaded: LoadedBlocks
     sources: list[Source]
 
 
-class Supply:
+class KVLookup:
     """Brings what prompts are read from. Thread-safe."""
 
     def __init__(
@@ -74,8 +74,8 @@ class Supply:
         self._loader = loader
 
     @contextmanager
-    def ready(self, asked: OpenQuestion, base: SharedContext | None) -> Iterator[Ready]:
-        """Everything that the prompt is read from, which stays until the block ends. base: as in `Ready`
+    def ready(self, asked: Request, base: SharedContext | None) -> Iterator[ResolvedKV]:
+        """Everything that the prompt is read from, which stays until the block ends. base: as in `ResolvedKV`
 
         Raises CancelledError and TimedOutError within `limits.limited`.
         """
@@ -91,9 +91,9 @@ class Supply:
                 known = 0 if prefix.exact is None else prefix.exact.num_tokens
                 loaded = self._rest(asked, path, known)
                 sources = self._along(asked, path, loaded, known, COMPUTED if prefix.created_tokens else EXACT)
-            yield Ready(path, prefix, base, loaded, sources)
+            yield ResolvedKV(path, prefix, base, loaded, sources)
 
-    def keep(self, asked: OpenQuestion, ready: Ready, answer_ids: Sequence[int], fused: Fused) -> None:
+    def keep(self, asked: Request, ready: ResolvedKV, answer_ids: Sequence[int], fused: Fused) -> None:
         """Remember the KV of the prompt and its answer, where the prefix tree can hold it."""
         path, reading = ready.path, asked.reading
         method = reading.method
@@ -107,13 +107,13 @@ class Supply:
         question places its own."""
         return self.encoder.recipe.keeps_all or not method.reuses_blocks
 
-    def is_of_store(self, asked: OpenQuestion) -> bool:
+    def is_of_store(self, asked: Request) -> bool:
         """Whether nothing stands before the question but the store's own prefix and passages that are still stored."""
         own = tuple(asked.reading.method.prefix_ids(self.lm, asked.prompt)) == self.encoder.first_ids
         ids = {hit.chunk.vector_id for hit in asked.hits}
         return own and asked.kept is None and len(self._documents.chunks_by_vector_ids(ids)) == len(ids)
 
-    def _path(self, asked: OpenQuestion) -> Path | None:
+    def _path(self, asked: Request) -> Path | None:
         method, kept = asked.reading.method, asked.kept
         if kept is None and (method.reuses_blocks or not method.takes_exact):
             return None
@@ -125,13 +125,13 @@ class Supply:
         return Path(parts, layout, hits, len(asked.hits), self._prefixes.drops)
 
     @contextmanager
-    def _prefix(self, asked: OpenQuestion, path: Path | None, base: SharedContext | None) -> Iterator[Prefix]:
+    def _prefix(self, asked: Request, path: Path | None, base: SharedContext | None) -> Iterator[PrefixKV]:
         """The KV of the prompt's first tokens: of its prefix for a method that reads blocks; else of what the tree has,
         all but the last token at most, and nothing of the suffix where its rows vote on what is evicted."""
         prompt, reading = asked.prompt, asked.reading
         method = reading.method
         if base is not None or not (method.reuses_blocks or method.takes_exact):
-            yield Prefix()
+            yield PrefixKV()
         elif path is None:
             with self._prefixes.text(method.prefix_ids(self.lm, prompt)) as prefix:
                 yield prefix
@@ -140,18 +140,18 @@ class Supply:
             with self._prefixes.match(method, path, most) or nullcontext() as lease:
                 yield self._before(asked, lease)
 
-    def _before(self, asked: OpenQuestion, known: Lease | None) -> Prefix:
+    def _before(self, asked: Request, known: PrefixMatch | None) -> PrefixKV:
         """What the tree has; of a store that is read whole, everything before the question."""
         count, generation = asked.prompt.context_tokens, asked.reading.whole
         if generation is None or (known.num_tokens if known else 0) >= count:
-            return Prefix(known)
+            return PrefixKV(known)
         return self._whole.read(asked.prompt.ids[:count], generation)
 
-    def _nothing(self, asked: OpenQuestion, origin: str) -> LoadedBlocks:
+    def _nothing(self, asked: Request, origin: str) -> LoadedBlocks:
         handles = self.encoder.keys([hit.chunk for hit in asked.hits])
         return LoadedBlocks([], handles, [origin] * len(handles), 0.0, 0.0, 0)
 
-    def _blocks(self, asked: OpenQuestion, prefix: Prefix) -> LoadedBlocks:
+    def _blocks(self, asked: Request, prefix: PrefixKV) -> LoadedBlocks:
         """Blocks of all passages."""
         own, chunks = self.encoder, [hit.chunk for hit in asked.hits]
         ids = asked.reading.method.prefix_ids(self.lm, asked.prompt)
@@ -168,12 +168,12 @@ class Supply:
         )
         return self._load(asked, chunks, encoder)
 
-    def _rest(self, asked: OpenQuestion, path: Path, known: int) -> LoadedBlocks:
+    def _rest(self, asked: Request, path: Path, known: int) -> LoadedBlocks:
         """Blocks of the passages that are not known; of none for a method that reads text."""
         chunks = [path.hits[piece.passage].chunk for piece in path.layout.placed(known) if piece.passage is not None]
         return self._load(asked, chunks) if chunks else LoadedBlocks([], [], [], 0.0, 0.0, 0)
 
-    def _load(self, asked: OpenQuestion, chunks: Sequence[Chunk], passing: ModelEncoder | None = None) -> LoadedBlocks:
+    def _load(self, asked: Request, chunks: Sequence[Chunk], passing: ModelEncoder | None = None) -> LoadedBlocks:
         """passing: encodes behind a prefix that is not the store's own"""
         return load_or_compute(
             passing or self.encoder,
@@ -185,7 +185,7 @@ class Supply:
             ahead=asked.reading.ahead,
         )
 
-    def _along(self, asked: OpenQuestion, path: Path, loaded: LoadedBlocks, known: int, known_as: str) -> list[Source]:
+    def _along(self, asked: Request, path: Path, loaded: LoadedBlocks, known: int, known_as: str) -> list[Source]:
         """This turn's passages, and those of them that were read before, with where their KV came from."""
         fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
         keys = self.encoder.keys([hit.chunk for _, hit in path.passages])
@@ -204,7 +204,7 @@ class Supply:
         ]
 
 
-def _sources(asked: OpenQuestion, loaded: LoadedBlocks) -> list[Source]:
+def _sources(asked: Request, loaded: LoadedBlocks) -> list[Source]:
     rows = zip(asked.hits, loaded.handles, loaded.origins, strict=True)
     return [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
 
@@ -220,7 +220,7 @@ def load_or_compute(
     *,
     passing: bool = False,
     loader: BlockLoader | None = None,
-    ahead: Ahead | None = None,
+    ahead: Prefetch | None = None,
 ) -> LoadedBlocks:
     """Load or compute one block a chunk. What no tier holds is computed from the chunk's ids and kept.
 
@@ -233,7 +233,7 @@ def load_or_compute(
 
     Raises CancelledError and TimedOutError within `limits.limited`.
     """
-    keeper = Keeper(kv_store, documents, encoder, passing=passing)
+    keeper = BlockWriter(kv_store, documents, encoder, passing=passing)
     chunks = encoder.with_neighbours(chunks)
     handles = [encoder.key(chunk.token_ids, chunk.neighbours) for chunk in chunks]
     if loader is not None:
@@ -242,7 +242,7 @@ def load_or_compute(
 
 
 def _load_all(
-    encoder: ModelEncoder, keeper: Keeper, kv_store: KVStore, chunks: Sequence[Chunk], handles: Sequence[str]
+    encoder: ModelEncoder, keeper: BlockWriter, kv_store: KVStore, chunks: Sequence[Chunk], handles: Sequence[str]
 ) -> LoadedBlocks:
     started = time.perf_counter()
     found = kv_store.get_many(handles)

@@ -29,7 +29,7 @@ class BlockSize(NamedTuple):
     tier: str = ""
 
 
-class Split:
+class LoadPlan:
     """The state of one question. It starts nothing itself and is not thread-safe; whoever does the work tells it what
     came of it. Parts are named by their rank in the question's order.
 

@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
-from ragcache.engine.block_writer import COMPUTED, Keeper, LoadedBlocks, encode_chunks
-from ragcache.engine.load_plan import BlockSize, Split
+from ragcache.engine.block_writer import COMPUTED, BlockWriter, LoadedBlocks, encode_chunks
+from ragcache.engine.load_plan import BlockSize, LoadPlan
 from ragcache.engine.rates import AUTO, LOADS, NEVER, Rates
 from ragcache.errors import ConfigError
 from ragcache.ingest.encoder import ModelEncoder
@@ -73,17 +73,17 @@ class BlockLoader:
     def load(
         self,
         encoder: ModelEncoder,
-        keeper: Keeper,
+        keeper: BlockWriter,
         chunks: Sequence[Chunk],
         handles: Sequence[str],
-        ahead: Ahead | None = None,
+        ahead: Prefetch | None = None,
     ) -> LoadedBlocks:
         """Load or compute one block a chunk; see `load_or_compute`."""
         return _Question(self, encoder, keeper, chunks, handles, ahead).run()
 
-    def ahead(self) -> Ahead:
+    def ahead(self) -> Prefetch:
         """The early reads of one question; close it when the question has its blocks, or was given up."""
-        return Ahead(self)
+        return Prefetch(self)
 
     def counts(self) -> LoadCounts:
         with self._lock:
@@ -138,7 +138,7 @@ class BlockLoader:
                 del self._reading[key]
 
 
-class Ahead:
+class Prefetch:
     """Reads that one question begins while retrieval still ranks (RAGCache's speculative step).
 
     They are few and short: at most `speculative_bytes` over all questions, and only what is expected to be here within
@@ -196,10 +196,10 @@ class _Question:
         self,
         loader: BlockLoader,
         encoder: ModelEncoder,
-        keeper: Keeper,
+        keeper: BlockWriter,
         chunks: Sequence[Chunk],
         handles: Sequence[str],
-        ahead: Ahead | None,
+        ahead: Prefetch | None,
     ) -> None:
         self._loader = loader
         self._kv = loader.kv
@@ -254,7 +254,7 @@ class _Question:
         self._stored = self._kv.sizes(self._slow)
         self._absent = {rank for rank, key in enumerate(self._slow) if key not in self._stored and rank not in begun}
         readable = self._stored if self._loader.policy != NEVER else {}
-        self._split = Split(
+        self._split = LoadPlan(
             [self._size(handle, readable.get(handle)) for handle in self._slow],
             self._loader.rates,
             batch_tokens=self._encoder.batch_tokens,

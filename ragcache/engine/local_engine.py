@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from ragcache import plugins
-from ragcache.engine.admission import Contexts, Need, Seat, Size, kv_bytes, tokens_within
+from ragcache.engine.admission import MemoryNeed, SharedPrefixes, SharedPrefixRef, Size, kv_bytes, tokens_within
 from ragcache.engine.answer import Answer, Done, Event, Sources, Usage
 from ragcache.engine.estimate import PrefillEstimate
-from ragcache.engine.kv_lookup import Ready, Supply
-from ragcache.engine.output import AnswerSoFar, write
+from ragcache.engine.kv_lookup import KVLookup, ResolvedKV
+from ragcache.engine.output import OutputProcessor, write
 from ragcache.engine.prefixes import Prefixes
 from ragcache.engine.prompts import ANSWER_TOKENS, NOTHING_TO_REUSE, Prompts
-from ragcache.engine.request import Clock, Kept, OpenQuestion, Reading
+from ragcache.engine.request import Clock, Kept, Request, RequestOptions
 from ragcache.fusion.fuse import Fused, fuse
 from ragcache.fusion.method import FusionMethod, Scope
 from ragcache.kv.buffers import SharedContext
@@ -34,16 +34,16 @@ from ragcache.store.kv_store import KVStore
 WARM_TOKENS = 16
 
 
-class Reader:
+class LocalEngine:
     """Answers prompts over hits that are already retrieved, with the model in this process. Thread-safe."""
 
     def __init__(
         self,
         lm: LanguageModel,
         prompts: Prompts,
-        supply: Supply,
+        supply: KVLookup,
         prefixes: Prefixes,
-        contexts: Contexts,
+        contexts: SharedPrefixes,
         estimate: PrefillEstimate,
     ) -> None:
         self.lm = lm
@@ -55,12 +55,12 @@ class Reader:
         self._eos = eos_token_ids(lm)
         self._scope = Scope()
 
-    def check(self, reading: Reading) -> None:
+    def check(self, reading: RequestOptions) -> None:
         self.prompts.check(reading.method)
         reading.sampling.check_ids(self.lm.vocab_size, self.lm.name)
 
     def stream(
-        self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
+        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions, clock: Clock, kept: Kept | None = None
     ) -> Generator[Event, None, None]:
         """Wait until there is memory for prompt and answer, then read and answer.
 
@@ -73,7 +73,7 @@ class Reader:
         prompt, dropped = self.prompts.prompt(ends, hits, reading)
         if kept is None and not prompt.chunk_ids:
             reading = _as_text(reading)
-        asked = OpenQuestion(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
+        asked = Request(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
         need = self._need(prompt, reading)
         # The prefix tree keeps what runs as text, passages included; a placed context of blocks stays where it is.
         keep = reading.method.reuses_blocks and bool(prompt.chunk_ids)
@@ -110,7 +110,7 @@ class Reader:
     def pass_stats(self) -> PassStats:
         return self.lm.scheduler.stats()
 
-    def _need(self, prompt: Prompt, reading: Reading) -> Need:
+    def _need(self, prompt: Prompt, reading: RequestOptions) -> MemoryNeed:
         """Memory for the prompt, what the method adds, and the answer as far as it is limited; and for what stands
         behind the passages alone."""
         read = self._num_tokens(prompt, reading)
@@ -123,14 +123,14 @@ class Reader:
             )
             for before in (read, len(prompt.suffix_ids))
         )
-        return Need(whole, own)
+        return MemoryNeed(whole, own)
 
-    def _num_tokens(self, prompt: Prompt, reading: Reading) -> int:
+    def _num_tokens(self, prompt: Prompt, reading: RequestOptions) -> int:
         """Of the prompt, with what the method adds."""
         chunks = [len(chunk) for chunk in prompt.chunk_ids]
         return prompt.num_tokens + (reading.method.additions(self.lm).num_tokens(chunks) if chunks else 0)
 
-    def _most(self, read: int, reading: Reading) -> int:
+    def _most(self, read: int, reading: RequestOptions) -> int:
         """Tokens of the longest answer. Where nobody limits it, it may grow into half of the memory of all answers, if
         the context is not full before: the other half is for what others begin with."""
         room, first = self.prompts.room(read, reading), self.prompts.room_at_first(read, reading)
@@ -138,7 +138,7 @@ class Reader:
         free = min(budget // 2, budget - kv_bytes(self.lm, read + first))
         return max(first, min(room, tokens_within(self.lm, free) - read))
 
-    def _answer(self, asked: OpenQuestion, seat: Seat) -> Iterator[Event]:
+    def _answer(self, asked: Request, seat: SharedPrefixRef) -> Iterator[Event]:
         with ExitStack() as leases:
             with limited(asked.limit):
                 ready = leases.enter_context(self.supply.ready(asked, seat.placed))
@@ -150,7 +150,7 @@ class Reader:
         encode_s = ready.prefix.encode_s + loaded.encode_s + times.encode_s
         load_s = ready.prefix.load_s + loaded.load_s
         asked.clock.read(times.prefill_s, load_s, encode_s, times.place_s)
-        written = AnswerSoFar()
+        written = OutputProcessor()
         try:
             room = self.prompts.room(fused.next_position, asked.reading)
             most = min(room, self._most(self._num_tokens(asked.prompt, asked.reading), asked.reading))
@@ -163,7 +163,7 @@ class Reader:
         yield Done(_answer(asked, ready, fused, written))
 
     def _decode(
-        self, asked: OpenQuestion, fused: Fused, written: AnswerSoFar, seat: Seat, most: int
+        self, asked: Request, fused: Fused, written: OutputProcessor, seat: SharedPrefixRef, most: int
     ) -> Generator[int, None, None]:
         cache, read = fused.cache, fused.cache.own_tokens
 
@@ -191,7 +191,7 @@ class Reader:
             room=self.prompts.room_at_first(fused.next_position, asked.reading),
         )
 
-    def _read(self, asked: OpenQuestion, ready: Ready, seat: Seat) -> Fused:
+    def _read(self, asked: Request, ready: ResolvedKV, seat: SharedPrefixRef) -> Fused:
         """Run the prompt over the context of another question where there is one; else others may find this one's."""
         if not seat.is_shared or ready.base is not None:
             return self._fuse(asked, ready)
@@ -202,13 +202,13 @@ class Reader:
             found(fused.share())
             return fused
 
-    def _scope_of(self, asked: OpenQuestion) -> Scope:
+    def _scope_of(self, asked: Request) -> Scope:
         """What other questions may learn from this one: nothing where somebody's own text stands in its prompt, or a
         passage was deleted meanwhile."""
         scope = self._scope  # before the look at what is stored: with any later change a new one begins
         return scope if asked.reading.method.remembers and self.supply.is_of_store(asked) else Scope()
 
-    def _fuse(self, asked: OpenQuestion, ready: Ready) -> Fused:
+    def _fuse(self, asked: Request, ready: ResolvedKV) -> Fused:
         started = time.perf_counter()
         prompt, reading, path = asked.prompt, asked.reading, ready.path
         method = reading.method
@@ -230,13 +230,13 @@ class Reader:
         return fused
 
 
-def _as_text(reading: Reading) -> Reading:
+def _as_text(reading: RequestOptions) -> RequestOptions:
     """How a prompt without passages is read: in full, on from what earlier prompts have in common with it, since no
     method places, weighs or evicts anything there."""
     return replace(reading.exactly(NOTHING_TO_REUSE), evict=None) if reading.method.reuses_blocks else reading
 
 
-def _answer(asked: OpenQuestion, ready: Ready, fused: Fused, written: AnswerSoFar) -> Answer:
+def _answer(asked: Request, ready: ResolvedKV, fused: Fused, written: OutputProcessor) -> Answer:
     created = ready.prefix.created_tokens + ready.loaded.encoded_tokens
     computed = max(fused.computed_tokens) + fused.encoded_tokens + created
     cached = max(0, fused.prompt_tokens - computed)
@@ -250,17 +250,17 @@ def _answer(asked: OpenQuestion, ready: Ready, fused: Fused, written: AnswerSoFa
 class Engine(Protocol):
     """Answers prompts over hits that are already retrieved. Thread-safe.
 
-    `Reader` runs the model in this process; those of `ENGINES` have another engine run it.
+    `LocalEngine` runs the model in this process; those of `ENGINES` have another engine run it.
     """
 
     @property
     def prompts(self) -> Prompts: ...
 
-    def check(self, reading: Reading) -> None:
+    def check(self, reading: RequestOptions) -> None:
         """Raises ConfigError for a question that cannot be read this way."""
 
     def stream(
-        self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
+        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions, clock: Clock, kept: Kept | None = None
     ) -> Generator[Event, None, None]:
         """Sources, then tokens, then the whole answer."""
 

@@ -8,16 +8,16 @@ from typing import Literal
 
 from ragcache.engine.answer import Answer, Event, Source, Token, TokenLogprob, Usage
 from ragcache.engine.conversation import said
-from ragcache.engine.request import OpenQuestion
+from ragcache.engine.request import Request
 from ragcache.models.card import ModelCard
-from ragcache.models.generate import TextStream
+from ragcache.models.generate import Detokenizer
 from ragcache.models.sampler import TokenScores
 from ragcache.models.tool_calls import ToolCall, ToolParser
 from ragcache.prompt import control_tokens, encode_text
 
 
 @dataclass
-class AnswerSoFar:
+class OutputProcessor:
     """An answer so far.
 
     ids:         its tokens
@@ -58,7 +58,7 @@ class AnswerSoFar:
             return encode_text(card.tokenizer, self.text)
         return self.ids
 
-    def answer(self, asked: OpenQuestion, hits: list[Source], usage: Usage) -> Answer:
+    def answer(self, asked: Request, hits: list[Source], usage: Usage) -> Answer:
         """The whole answer."""
         choice = asked.reading.choice
         return Answer(
@@ -114,13 +114,13 @@ def _text(card: ModelCard, before: list[int], token: int) -> str:
 
 
 def write(
-    card: ModelCard, asked: OpenQuestion, steps: Generator[int, None, None], most: int, written: AnswerSoFar
+    card: ModelCard, asked: Request, steps: Generator[int, None, None], most: int, written: OutputProcessor
 ) -> Iterator[Event]:
     """Write the answer whose tokens `steps` gives, `most` of them at most, into `written`. `steps` is closed when this
     ends."""
     tools = asked.reading.tools
     written.parser = tools.parser() if tools else None
-    pieces = TextStream(card.tokenizer, asked.reading.sampling.stop, tools.format.markers if tools else ())
+    pieces = Detokenizer(card.tokenizer, asked.reading.sampling.stop, tools.format.markers if tools else ())
     try:
         for token in steps:
             asked.clock.first_token()

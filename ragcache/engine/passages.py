@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ragcache.errors import PromptError, UnknownHandleError
-from ragcache.ingest.chunker import WholeTexts
+from ragcache.ingest.chunker import PassthroughSplitter
 from ragcache.prompt import PromptEnds
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
@@ -39,7 +39,7 @@ class Passage:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def find_passages(passages: Sequence[Passage | Hit], documents: DocumentStore, texts: WholeTexts) -> list[Hit]:
+def find_passages(passages: Sequence[Passage | Hit], documents: DocumentStore, texts: PassthroughSplitter) -> list[Hit]:
     """Every passage as a hit, in order. One that is not the store's own becomes a chunk that is stored nowhere.
 
     Raises PromptError (a passage without text, id or handle), UnknownHandleError (without text, and not found).
@@ -66,7 +66,7 @@ def _fits(passage: Passage, chunk: Chunk | None) -> bool:
     return chunk is not None and (not passage.text or passage.text.rstrip() == chunk.text.rstrip())
 
 
-def _foreign(passage: Passage, rank: int, texts: WholeTexts) -> Chunk:
+def _foreign(passage: Passage, rank: int, texts: PassthroughSplitter) -> Chunk:
     if not passage.text.strip():
         names = [f"{what} {name!r}" for what, name in (("id", passage.id), ("handle", passage.handle)) if name]
         if not names:
@@ -101,7 +101,7 @@ class Run(NamedTuple):
         return self.start + self.chunk.num_tokens
 
 
-class HandedOut:
+class RecentPassages:
     """Remembers the passages that were handed out last, and finds them in prompts.
 
     The look is exact and bounded: it searches a prompt for REMEMBERED passages. A passage that was changed, or came

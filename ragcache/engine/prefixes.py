@@ -14,14 +14,14 @@ from ragcache.engine.options import RetrieveOptions, names
 from ragcache.engine.prompts import Prompts
 from ragcache.errors import ConfigError, ContextTooLongError, UnencodableBlockError
 from ragcache.fusion.fuse import Fused
-from ragcache.fusion.layout import Layout, Piece
+from ragcache.fusion.layout import Layout, Segment
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder, OnEncoded
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe, digest
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.prefix_cache import Exact, ExactBlock, Lease, Owned, PrefixStats, PrefixTree, read_cache
+from ragcache.kv.prefix_cache import Exact, ExactBlock, Owned, PrefixCache, PrefixMatch, PrefixStats, read_cache
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Part, PromptEnds
 from ragcache.retrieval.retriever import Hit
@@ -48,7 +48,7 @@ class Path:
     drops: int
 
     @property
-    def passages(self) -> list[tuple[Piece, Hit]]:
+    def passages(self) -> list[tuple[Segment, Hit]]:
         return list(zip(self.layout.passages, self.hits, strict=True))
 
     @property
@@ -56,7 +56,7 @@ class Path:
         return [Owned(piece.start, piece.end, hit.chunk.vector_id) for piece, hit in self.passages]
 
 
-class Prefix(NamedTuple):
+class PrefixKV(NamedTuple):
     """exact: None for no tokens
     created_tokens, encode_s: tokens that were run for it now, and seconds
     load_s: seconds of reading it from the KV store
@@ -88,7 +88,7 @@ class Prefixes:
         documents: DocumentStore,
         recipe: Recipe,
         tenant: str,
-        tree: PrefixTree,
+        tree: PrefixCache,
         own_ids: Sequence[int] = (),
     ) -> None:
         self._lm = lm
@@ -100,18 +100,18 @@ class Prefixes:
         self.drops = 0
 
     @contextmanager
-    def text(self, ids: Sequence[int]) -> Iterator[Prefix]:
+    def text(self, ids: Sequence[int]) -> Iterator[PrefixKV]:
         """The KV of a prompt's first text. What is not known of it runs, and is kept as far as there is room.
 
         Raises what `LanguageModel.read` raises.
         """
         if not ids:
-            yield Prefix()
+            yield PrefixKV()
         elif not self._tree.budget_bytes:
             yield self._read_on(ids, None)
         else:
             with self._tree.match(self._text, ids) as known:
-                found = Prefix(known) if known.num_tokens == len(ids) else self._read_on(ids, known)
+                found = PrefixKV(known) if known.num_tokens == len(ids) else self._read_on(ids, known)
                 yield found
 
     @contextmanager
@@ -120,13 +120,13 @@ class Prefixes:
         with self.text(ids) as prefix:
             yield prefix.exact
 
-    def _read_on(self, ids: Sequence[int], known: Lease | None) -> Prefix:
+    def _read_on(self, ids: Sequence[int], known: PrefixMatch | None) -> PrefixKV:
         started, drops = time.perf_counter(), self.drops
         context = self._lm.read(ids, known)
         self._insert(self._text, ids, context, self._quoting(ids), drops)
-        return Prefix(context, len(ids) - (known.num_tokens if known else 0), time.perf_counter() - started)
+        return PrefixKV(context, len(ids) - (known.num_tokens if known else 0), time.perf_counter() - started)
 
-    def match(self, method: FusionMethod, path: Path, most: int) -> Lease | None:
+    def match(self, method: FusionMethod, path: Path, most: int) -> PrefixMatch | None:
         """Known KV of the prompt's first tokens, `most` of them at most; None where nothing is kept."""
         if not self._tree.budget_bytes:
             return None
@@ -221,7 +221,7 @@ class WholeStore:
         self._kv = kv
         self._documents = documents
 
-    def read(self, ids: Sequence[int], generation: int) -> Prefix:
+    def read(self, ids: Sequence[int], generation: int) -> PrefixKV:
         """generation: of the documents whose passages these tokens are
 
         Raises CancelledError and TimedOutError within `limits.limited`.
@@ -229,11 +229,11 @@ class WholeStore:
         started, handle, rope = time.perf_counter(), self._encoder.key(ids), self._encoder.lm.rope
         loaded = self._kv.get(handle)
         if loaded is not None:
-            return Prefix(ExactBlock(loaded.block, rope), load_s=time.perf_counter() - started)
+            return PrefixKV(ExactBlock(loaded.block, rope), load_s=time.perf_counter() - started)
         (block,) = self._encoder.encode_limited([ids])
         encode_s = time.perf_counter() - started
         self._keep(handle, block, generation)
-        return Prefix(ExactBlock(block, rope), len(ids), encode_s)
+        return PrefixKV(ExactBlock(block, rope), len(ids), encode_s)
 
     def _keep(self, handle: str, block: KVBlock, generation: int) -> None:
         """On disk, for as long as no document changes. What cannot be kept costs a later question time."""

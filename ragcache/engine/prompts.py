@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ragcache.engine.history import Earlier
-from ragcache.engine.request import Reading
+from ragcache.engine.history import History
+from ragcache.engine.request import RequestOptions
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.layout import Additions
 from ragcache.fusion.method import FusionMethod
-from ragcache.ingest.encoder import BlockNames
+from ragcache.ingest.encoder import BlockKeys
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt, PromptEnds, PromptFormat, encode_text, prompt_format
 from ragcache.retrieval.retriever import Hit
@@ -38,7 +38,7 @@ class Prompts:
     def __init__(
         self,
         lm: ModelCard,
-        names: BlockNames,
+        names: BlockKeys,
         prompt_format: PromptFormat,
         known: Known = lambda _method, _ids: 0,
         full_s: Callable[[int], float] = lambda _: 0.0,
@@ -82,7 +82,7 @@ class Prompts:
             form = prompt_format(self.lm.tokenizer, system=system, question_format=form.question_format)
         return PromptEnds(form.prefix_ids, form.suffix_ids(self.lm.tokenizer, question))
 
-    def prompt(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> tuple[Prompt, int]:
+    def prompt(self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions) -> tuple[Prompt, int]:
         """The prompt over as many hits as fit, and how many were left out.
 
         Raises PromptError (more passages than the method can read under "error"), ContextTooLongError (too long under
@@ -111,7 +111,7 @@ class Prompts:
         cut = replace(whole, chunk_ids=whole.chunk_ids[:kept], label_ids=whole.label_ids[:kept])
         return cut, len(hits) - kept
 
-    def check_keeps(self, reading: Reading) -> None:
+    def check_keeps(self, reading: RequestOptions) -> None:
         """Raises ConfigError where a conversation's context cannot be kept this way."""
         method = reading.method
         if not method.keeps_context:
@@ -130,8 +130,8 @@ class Prompts:
             raise ConfigError('evict and context="keep" exclude each other: one drops what the other keeps', "context")
 
     def fit(
-        self, earlier: Earlier, suffix_ids: Sequence[int], hits: Sequence[Hit], reading: Reading
-    ) -> tuple[PromptEnds, Earlier, list[Hit]]:
+        self, earlier: History, suffix_ids: Sequence[int], hits: Sequence[Hit], reading: RequestOptions
+    ) -> tuple[PromptEnds, History, list[Hit]]:
         """A kept conversation's prompt: everything before this turn's passages as its prefix, and the passages that are
         not in it yet. While prompt and answer do not fit the model, passages of the oldest turn that has any go."""
         added = reading.method.additions(self.lm)
@@ -146,7 +146,7 @@ class Prompts:
                 return PromptEnds(prefix_ids, suffix_ids), earlier, new
             earlier = fewer
 
-    def settled(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> Reading:
+    def settled(self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions) -> RequestOptions:
         """The reading by `full` where its method gives way: without passages, where the method cannot read the text
         between them, and where that was left open and `full` is quick. Raises what `prompt` raises."""
         choice = reading.choice
@@ -163,7 +163,9 @@ class Prompts:
         full_s = self._full_s(prompt.num_tokens - self._known(exact.method, prompt.ids))
         return replace(reading, choice=choice.settled(full_s))
 
-    def ordered(self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading) -> tuple[PromptEnds, Sequence[Hit]]:
+    def ordered(
+        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions
+    ) -> tuple[PromptEnds, Sequence[Hit]]:
         """Order passages as shares most with the prefix tree, each once, followed by the hint, if order="shared".
 
         Methods that read blocks ignore the order: a block is reusable at any position. Passages with labels stay.
@@ -180,12 +182,12 @@ class Prompts:
         hint = encode_text(self.lm.tokenizer, relevance_hint(order)) if reading.hint else []
         return PromptEnds(ends.prefix_ids, [*hint, *ends.suffix_ids]), [once[rank] for rank in order]
 
-    def room(self, prompt_tokens: int, reading: Reading) -> int:
+    def room(self, prompt_tokens: int, reading: RequestOptions) -> int:
         """For the longest answer that there can be."""
         left = max(0, self.lm.max_positions - prompt_tokens)
         return left if reading.sampling.max_tokens is None else min(reading.sampling.max_tokens, left)
 
-    def room_at_first(self, prompt_tokens: int, reading: Reading) -> int:
+    def room_at_first(self, prompt_tokens: int, reading: RequestOptions) -> int:
         """For an answer when it begins: for all of it where the caller limits it."""
         room = self.room(prompt_tokens, reading)
         return min(room, ANSWER_TOKENS) if reading.sampling.max_tokens is None else room

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from ragcache.engine.aio import THREADS
 from ragcache.engine.answer import Answer, Done, Event, Sources
-from ragcache.engine.assemble import Parts
+from ragcache.engine.assemble import Components
 from ragcache.engine.conversation import Conversation, Given, completion_ends
-from ragcache.engine.history import KeptConversation, inline_passages
-from ragcache.engine.loader import Ahead
+from ragcache.engine.history import ConversationContext, inline_passages
+from ragcache.engine.loader import Prefetch
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, Context, ReadOptions, retrieval
-from ragcache.engine.passages import HandedOut, Passage, find_passages
+from ragcache.engine.passages import Passage, RecentPassages, find_passages
 from ragcache.engine.prefixes import check_whole, whole_hits
-from ragcache.engine.request import Clock, Kept, Reading
+from ragcache.engine.request import Clock, Kept, RequestOptions
 from ragcache.engine.tool_use import tool_use
 from ragcache.engine.verdict import AUTO, FULL, Choice, UncheckedNotice, choose_method
 from ragcache.errors import ConfigError, blaming, check_type
@@ -43,15 +43,15 @@ class Questions:
     """Questions to one store. Options are checked at the call, and the work begins with the first event.
     Thread-safe."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.handed_out = HandedOut()
+    def __init__(self, parts: Components) -> None:
+        self.handed_out = RecentPassages()
         self._parts = parts
         self._mini_notice = MiniNotice(parts.card.name)
         self._unchecked_notice = UncheckedNotice(parts.card.name, parts.store.layout.root)
         self._generation = -1
 
     def retrieve(
-        self, question: str | NDArray[np.float32], k: int, options: Mapping[str, Any], ahead: Ahead | None = None
+        self, question: str | NDArray[np.float32], k: int, options: Mapping[str, Any], ahead: Prefetch | None = None
     ) -> list[Hit]:
         """ahead: begins to read what is likely to be among the hits."""
         check_type("question", question, (str, np.ndarray), "give its text, or its vector")
@@ -142,7 +142,7 @@ class Questions:
 
     # Options
 
-    def _reading(self, options: ReadOptions) -> Reading:
+    def _reading(self, options: ReadOptions) -> RequestOptions:
         parts = self._parts
         sampling = options.get("sampling") or Sampling()
         check_type("sampling", sampling, Sampling, "give rc.Sampling(max_tokens=...)")
@@ -151,7 +151,7 @@ class Questions:
         budget = options.get("evict")
         with blaming("evict"):
             evict = parts.evict if budget is None else SnapKV.of(budget)
-        reading = Reading(
+        reading = RequestOptions(
             choice,
             evict,
             sampling,
@@ -174,7 +174,7 @@ class Questions:
         same = chosen.method == own.method
         return replace(chosen, method=own.method) if same else chosen  # with what it keeps of earlier prompts
 
-    def _system(self, conversation: Conversation, options: ChatOptions, reading: Reading) -> str | None:
+    def _system(self, conversation: Conversation, options: ChatOptions, reading: RequestOptions) -> str | None:
         """The system prompt of a conversation without a system message. Raises ConfigError."""
         given = options.get("system")
         if given is None:
@@ -185,7 +185,7 @@ class Questions:
         return given
 
     def _with_found(
-        self, ends: PromptEnds, given: list[Given], texts: Sequence[str], reading: Reading
+        self, ends: PromptEnds, given: list[Given], texts: Sequence[str], reading: RequestOptions
     ) -> tuple[PromptEnds, Sequence[Given]]:
         """A prompt around the passages that it gives as such; where it gives none, around the stored ones that its text
         quotes: its ids are the same, whatever is found.
@@ -199,12 +199,12 @@ class Questions:
             self._look(texts, reading)
         return ends, found or given
 
-    def _look(self, texts: Sequence[str], reading: Reading) -> None:
+    def _look(self, texts: Sequence[str], reading: RequestOptions) -> None:
         """Say so, once, where stored passages come as text to a method that would have used their KV."""
         if reading.method.reuses_blocks:
             self.handed_out.warn(texts)
 
-    def _reuses_text(self, reading: Reading) -> bool:
+    def _reuses_text(self, reading: RequestOptions) -> bool:
         """Whether stored passages that come as plain text can be read from their KV, with the text between them, and no
         token beside (link tokens, markers): what a prompt says never depends on what was found before."""
         method, recipe = reading.method, self._parts.reader.prompts.names.recipe
@@ -214,7 +214,12 @@ class Questions:
     # Work
 
     def _find(
-        self, given: Sequence[Given] | None, question: str, k: int, options: AskOptions | ChatOptions, reading: Reading
+        self,
+        given: Sequence[Given] | None,
+        question: str,
+        k: int,
+        options: AskOptions | ChatOptions,
+        reading: RequestOptions,
     ) -> Sequence[Given]:
         """The passages given, else those retrieved."""
         if given is None:
@@ -223,7 +228,7 @@ class Questions:
         return given
 
     def _read(
-        self, ends_of: Callable[[], PromptEnds], find: Callable[[], Sequence[Given]], reading: Reading
+        self, ends_of: Callable[[], PromptEnds], find: Callable[[], Sequence[Given]], reading: RequestOptions
     ) -> Iterator[Event]:
         parts = self._parts
         with _timed(reading) as clock:
@@ -234,7 +239,12 @@ class Questions:
             yield from self._answers(ends, hits, reading, clock)
 
     def _read_kept(
-        self, conversation: Conversation, k: int | None, options: ChatOptions, reading: Reading, system: str | None
+        self,
+        conversation: Conversation,
+        k: int | None,
+        options: ChatOptions,
+        reading: RequestOptions,
+        system: str | None,
     ) -> Iterator[Event]:
         parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.card.tokenizer
         if reading.choice.gives_way and not reading.method.keeps_context:
@@ -243,7 +253,7 @@ class Questions:
             reader.prompts.check_keeps(reading)
             self.drop_deleted()
             pieces = conversation.in_pieces(tokenizer, None if k is None else reader.prompts.format, system)
-            talk = KeptConversation(conversation, parts.turns, tokenizer, options.get("filter"), system)
+            talk = ConversationContext(conversation, parts.turns, tokenizer, options.get("filter"), system)
             inline = inline_passages(conversation).items()
             given = {turn: find_passages(own, parts.store.documents, parts.whole) for turn, own in inline}
             earlier, suffix_ids = talk.read(pieces, given)
@@ -256,7 +266,7 @@ class Questions:
             yield from self._answers(ends, new, reading, clock, Kept(earlier, talk.remember))
 
     def _answers(
-        self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
+        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions, clock: Clock, kept: Kept | None = None
     ) -> Iterator[Event]:
         """The engine's events, with what is to be said once."""
         self._mini_notice.look(hits)
@@ -268,7 +278,7 @@ class Questions:
 
 
 @contextmanager
-def _timed(reading: Reading) -> Iterator[Clock]:
+def _timed(reading: RequestOptions) -> Iterator[Clock]:
     """A question's clock. Behind it the early reads are over, and the calling thread has no team."""
     try:
         yield Clock(time.perf_counter())

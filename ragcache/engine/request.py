@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import NamedTuple, get_args
 
 from ragcache.engine.answer import Timings
-from ragcache.engine.history import Earlier
-from ragcache.engine.loader import Ahead
+from ragcache.engine.history import History
+from ragcache.engine.loader import Prefetch
 from ragcache.engine.options import Order, Overflow
 from ragcache.engine.tool_use import ToolUse
 from ragcache.engine.verdict import Choice
@@ -25,7 +25,7 @@ from ragcache.retrieval.retriever import Hit
 
 
 @dataclass(frozen=True)
-class Reading:
+class RequestOptions:
     """How one prompt is read and answered; see `ReadOptions`.
 
     whole: generation of the documents, all of which are read; None: what was found is
@@ -38,7 +38,7 @@ class Reading:
     on_overflow: Overflow = "error"
     cancelled: threading.Event | None = None
     timeout_s: float | None = None
-    ahead: Ahead | None = None
+    ahead: Prefetch | None = None
     order: Order = "relevance"
     hint: bool = True
     whole: int | None = None
@@ -55,7 +55,7 @@ class Reading:
     def method(self) -> FusionMethod:
         return self.choice.method
 
-    def exactly(self, why: str) -> Reading:
+    def exactly(self, why: str) -> RequestOptions:
         """The same by full prefill."""
         return replace(self, choice=self.choice.exactly(why))
 
@@ -70,18 +70,18 @@ class Kept(NamedTuple):
     answered: is told this turn's new passages, the answer and its ids, before the answer is given out
     """
 
-    earlier: Earlier
+    earlier: History
     answered: Callable[[Sequence[Hit], str, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
-class OpenQuestion:
+class Request:
     """One question that is being answered, and how many of its passages had to be left out."""
 
     prompt: Prompt
     hits: Sequence[Hit]
     dropped: int
-    reading: Reading
+    reading: RequestOptions
     clock: Clock
     limit: Limit
     kept: Kept | None

@@ -13,7 +13,7 @@ from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.layout import Additions, Layout
 from ragcache.fusion.method import FusionMethod, Job, PhaseTimes, Prefilled, Scope
-from ragcache.fusion.snapkv import Ballot, SnapKV
+from ragcache.fusion.snapkv import SnapKV, SnapKVObserver
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import SharedContext
@@ -120,7 +120,7 @@ def fuse(
     reserve_tokens: room to leave in the cache for decoding; it grows beyond that
     evict:  keep few of the passages' tokens for decoding, after any method: how to choose them, or simply how many in
             each layer and KV head; `next_logits` are read off before that
-    exact:  KV of the prompt's first tokens as `LanguageModel.read` or a PrefixTree gives it. For a method that reads
+    exact:  KV of the prompt's first tokens as `LanguageModel.read` or a PrefixCache gives it. For a method that reads
             blocks: of `method.prefix_ids`, the prefix with what the method puts behind it (KVLink's KV-START); read
             here when None. For one with `takes_exact`, or several groups of passages: of any number of tokens that
             ends within no passage whose block is placed
@@ -188,7 +188,7 @@ def _prefill(
         return method.prefill(job)
     passages = sum(len(piece.ids) for piece in job.layout.passages)
     behind = job.layout.num_tokens - prefix_tokens - passages
-    ballot = Ballot(SnapKV.of(evict), prefix_tokens, behind, suffix_tokens)
+    ballot = SnapKVObserver(SnapKV.of(evict), prefix_tokens, behind, suffix_tokens)
     with observing(ballot):
         done = method.prefill(job)
     with job.running():

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from ragcache.errors import ConfigError
 from ragcache.kv.anchor_tokens import Anchors
 from ragcache.kv.block_key import Around, Recipe, around, sides
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Part, Text
 
 Positions = Literal["global", "parallel", "encoded"]
@@ -78,12 +78,12 @@ class Additions:
         object.__setattr__(self, "anchors", Anchors.of(self.anchors))
 
     @classmethod
-    def in_blocks(cls, spec: ReuseSpec | None) -> Additions:
+    def in_blocks(cls, spec: TrainedTokens | None) -> Additions:
         """What a checkpoint was trained to read with every passage, whatever the method: its packets or anchors."""
         return NO_ADDITIONS if spec is None else cls(markers=spec.packet, anchors=spec.anchors)
 
     @classmethod
-    def trained(cls, spec: ReuseSpec) -> Additions:
+    def trained(cls, spec: TrainedTokens) -> Additions:
         """The additions that a checkpoint was trained with."""
         return cls(
             behind_prefix=() if spec.kv_start_id is None else (spec.kv_start_id,),
@@ -109,7 +109,7 @@ class Additions:
 NO_ADDITIONS = Additions()
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """Consecutive tokens.
 
     start:   position of the first one
@@ -141,7 +141,7 @@ class Layout:
     separate: passages see themselves alone, and their blocks are placed; False: they run as text does
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Segment, ...]
     separate: bool = True
 
     @property
@@ -163,7 +163,7 @@ class Layout:
         return all(before.end == piece.start for before, piece in pairwise(self.pieces))
 
     @property
-    def passages(self) -> list[Piece]:
+    def passages(self) -> list[Segment]:
         return [piece for piece in self.pieces if piece.passage is not None]
 
     @property
@@ -182,7 +182,7 @@ class Layout:
         rest = next(self._behind(num_tokens), None)
         return num_tokens - rest[1] if rest is not None and self._is_placed(rest[0]) else num_tokens
 
-    def placed(self, known: int = 0) -> list[Piece]:
+    def placed(self, known: int = 0) -> list[Segment]:
         """Passages whose blocks are placed, in order, where the KV of the first `known` tokens is at hand."""
         return [piece for piece, _ in self._behind(known) if self._is_placed(piece)]
 
@@ -197,10 +197,10 @@ class Layout:
                 positions += range(piece.start + skip, piece.end)
         return Tokens(ids, positions, behind)
 
-    def _is_placed(self, piece: Piece) -> bool:
+    def _is_placed(self, piece: Segment) -> bool:
         return self.separate and piece.passage is not None
 
-    def _behind(self, known: int) -> Iterator[tuple[Piece, int]]:
+    def _behind(self, known: int) -> Iterator[tuple[Segment, int]]:
         """Pieces that reach beyond the first `known` tokens, with how many of their tokens are among these."""
         start = 0
         for piece in self.pieces:
@@ -216,13 +216,13 @@ def lay_out(parts: Sequence[Part], recipe: Recipe, added: Additions, *, separate
 
     Raises ConfigError for more passages in a group than the method can read.
     """
-    pieces: list[Piece] = []
+    pieces: list[Segment] = []
     end = behind_text = 0
     for ids, passage in _joined(parts, recipe, added, separate):
         start = end
         if passage is not None and added.positions != "global":
             start = behind_text if added.positions == "parallel" or recipe.sees_prefix else 0
-        pieces.append(Piece(start, tuple(ids), passage))
+        pieces.append(Segment(start, tuple(ids), passage))
         end = end + len(ids) if added.positions == "encoded" else max(end, start + len(ids))
         if passage is None:
             behind_text = end

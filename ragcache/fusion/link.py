@@ -10,7 +10,7 @@ from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.layout import Additions
 from ragcache.fusion.method import FusionMethod
 from ragcache.models.card import ModelCard
-from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, ReuseSpec
+from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, TrainedTokens
 from ragcache.prompt import Prompt
 
 
@@ -56,7 +56,7 @@ class Link(FusionMethod):
         spec = self._training(lm)
         return super().additions(lm) if spec is None else Additions.trained(spec)
 
-    def _training(self, lm: ModelCard) -> ReuseSpec | None:
+    def _training(self, lm: ModelCard) -> TrainedTokens | None:
         """The link tokens of this model; None for K = 0. Raises ConfigError where it has none."""
         if self.link_tokens == 0:
             return None
@@ -71,7 +71,7 @@ class Link(FusionMethod):
                 )
             return stated
         if stated is None and self.link_tokens and lm.vocab_size == LLAMA3_VOCABULARY:
-            return ReuseSpec.llama3(self.link_tokens)
+            return TrainedTokens.llama3(self.link_tokens)
         raise ConfigError(
             f"{lm.name} has no trained link tokens; train them with `ragcache train --reuse link`, choose another "
             "method such as 'reposition', or pass link_ids"

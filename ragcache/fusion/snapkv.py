@@ -65,7 +65,7 @@ class SnapKV:
         return nn.functional.avg_pool1d(votes, self.kernel, stride=1, padding=pad, count_include_pad=False)
 
 
-class Ballot:
+class SnapKVObserver:
     """Watches a method's passes (`attention.observing`) for the votes, and evicts.
 
     before: entries that every layer holds in front of the chunks' tokens

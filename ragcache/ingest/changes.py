@@ -27,7 +27,7 @@ class Found(NamedTuple):
     same: bool
 
 
-class KnownDocuments:
+class DocumentChanges:
     """The documents of the store as an ingestion finds and changes them, without their texts."""
 
     def __init__(self, versions: dict[str, StoredVersion], settings: Mapping[str, Any]) -> None:

@@ -411,7 +411,7 @@ PART = 1 << 16
 NO_LIMIT = 1 << 20
 
 
-class WholeTexts:
+class PassthroughSplitter:
     """Stands in for a Chunker where the caller's own documents are the passages (`ingest(..., split=False)`).
 
     The text is stored as it was given. The model reads it with exactly one newline at its end, as it reads every chunk,

@@ -29,7 +29,7 @@ LEAST_FIRST_TOKENS = 64
 OnEncoded = Callable[[int, float, int], None]  # tokens of the longest chunk, seconds, chunks
 
 
-class BlockNames:
+class BlockKeys:
     """Names of the blocks of one model under one recipe, prefix and tenant.
 
     first_ids:  how the store's prompts begin
@@ -105,7 +105,7 @@ class BlockNames:
         return tuple(taken)
 
 
-class ModelEncoder(BlockNames):
+class ModelEncoder(BlockKeys):
     """Blocks of one language model under one recipe, prefix and tenant: all that ingestion knows of models."""
 
     def __init__(

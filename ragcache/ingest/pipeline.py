@@ -30,23 +30,23 @@ from ragcache.errors import (
     ReaderError,
     check_choice,
 )
-from ragcache.ingest.changes import KnownDocuments, sync_roots
-from ragcache.ingest.chunker import Chunker, TextChunk, WholeTexts
+from ragcache.ingest.changes import DocumentChanges, sync_roots
+from ragcache.ingest.chunker import Chunker, PassthroughSplitter, TextChunk
 from ragcache.ingest.document import Document, ReadLimits
-from ragcache.ingest.encoder import BlockNames, ModelEncoder
+from ragcache.ingest.encoder import BlockKeys, ModelEncoder
 from ragcache.ingest.readers import SourceFile, find_files
 from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, ProgressEvent
 from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.ingest.worker import (
     EncodeJob,
+    LocalWorkers,
     Record,
     Say,
     Source,
     Vectors,
     Work,
-    Workbench,
+    Worker,
     Workers,
-    WorkHere,
     calibrate,
 )
 from ragcache.models.deadline import LIMIT, Limit, limited
@@ -86,7 +86,7 @@ class Ingestor:
         kv: KVStore,
         retriever: Retriever,
         chunker: Chunker,
-        names: BlockNames,
+        names: BlockKeys,
         config: IngestConfig | None = None,
     ) -> None:
         self.layout = layout
@@ -113,7 +113,7 @@ class Ingestor:
         *,
         kv: str = "eager",
         hot_after: int = HOT_AFTER,
-        chunker: Chunker | WholeTexts | None = None,
+        chunker: Chunker | PassthroughSplitter | None = None,
         sync: bool = False,
         dry_run: bool = False,
         cluster: Workers | None = None,
@@ -161,7 +161,7 @@ class Ingestor:
             nullcontext() if dry_run else self.layout.writer(timeout_s),
             limited(Limit(cancelled)),
             closing(self._bench(chunker or self.chunker)) as bench,
-            nullcontext(partial(WorkHere, bench)) if cluster is None else cluster.work(bench) as work,
+            nullcontext(partial(LocalWorkers, bench)) if cluster is None else cluster.work(bench) as work,
         ):
             run = IngestRun(
                 self,
@@ -192,13 +192,15 @@ class Ingestor:
         check_choice("kv", kv, ("eager", "lazy"))
         if kv == "eager":
             _ = self.encoder
-        cuts = StoredCuts(self.names.card.tokenizer, self.names.card.max_positions)
+        cuts = StoredSplits(self.names.card.tokenizer, self.names.card.max_positions)
         with self.layout.writer(timeout_s), closing(self._bench(cuts)) as bench:
-            run = CopyRun(source, self, bench, partial(WorkHere, bench), cuts, eager=kv == "eager", progress=progress)
+            run = CopyRun(
+                source, self, bench, partial(LocalWorkers, bench), cuts, eager=kv == "eager", progress=progress
+            )
             return run([])
 
-    def _bench(self, chunker: Chunker | WholeTexts) -> Workbench:
-        return Workbench(
+    def _bench(self, chunker: Chunker | PassthroughSplitter) -> Worker:
+        return Worker(
             self.config.reading,
             self.reader,
             chunker,
@@ -225,7 +227,7 @@ Input = str | os.PathLike[str] | SourceFile | Document
 
 
 @dataclass
-class Prepared:
+class PendingDocument:
     """A document on its way: its chunks, the keys of their blocks, and whether it replaces one.
 
     file: id of the file that it is from, or ""
@@ -251,7 +253,7 @@ class IngestRun:
     def __init__(
         self,
         ingestor: Ingestor,
-        bench: Workbench,
+        bench: Worker,
         work: Callable[[IngestReport, Say], Work],
         *,
         eager: bool,
@@ -275,7 +277,7 @@ class IngestRun:
         self.sync = sync
         self.report = IngestReport(dry_run=dry_run)
         self._work = work(self.report, self._say)
-        self._known = KnownDocuments(ingestor.documents.versions(), bench.chunker.settings)
+        self._known = DocumentChanges(ingestor.documents.versions(), bench.chunker.settings)
         self._seen: set[str] = set()
         self._roots: list[str] = []
         self._files: dict[str, bool] = {}  # whether it was read without a failure, by id
@@ -312,8 +314,8 @@ class IngestRun:
 
     # Reading
 
-    def _windows(self, inputs: Sequence[Input]) -> Iterator[list[Prepared]]:
-        window: list[Prepared] = []
+    def _windows(self, inputs: Sequence[Input]) -> Iterator[list[PendingDocument]]:
+        window: list[PendingDocument] = []
         for prepared in self._prepared(inputs):
             window.append(prepared)
             self._expect(prepared)
@@ -323,7 +325,7 @@ class IngestRun:
         if window:
             yield window
 
-    def _prepared(self, inputs: Sequence[Input]) -> Iterator[Prepared]:
+    def _prepared(self, inputs: Sequence[Input]) -> Iterator[PendingDocument]:
         for record, file in self._records(inputs):
             if isinstance(record.found, ReaderError):
                 self._fail(record.found.path, record.found, file)
@@ -358,7 +360,7 @@ class IngestRun:
                     self._files[file.id] = True
                     yield file
 
-    def _prepare(self, document: Document, file: str, record: Record) -> Prepared | None:
+    def _prepare(self, document: Document, file: str, record: Record) -> PendingDocument | None:
         """The document's chunks and keys; None when there is nothing to do or it cannot be ingested."""
         try:
             LIMIT.get().check()
@@ -381,7 +383,7 @@ class IngestRun:
         except (IngestError, PromptError) as error:
             self._fail(document.where, error, file)
             return None
-        return Prepared(document, file, content_hash, cut.chunks, cut.keys, found is not None)
+        return PendingDocument(document, file, content_hash, cut.chunks, cut.keys, found is not None)
 
     def _rename(self, id: str, document: Document, content_hash: str | None, file: str) -> None:
         """Let a stored document have the id, source and file that it has now. content_hash: None where its content is
@@ -406,7 +408,7 @@ class IngestRun:
         stored = [chunk.text for chunk in self.to.documents.chunks_of(id)]
         return [chunk.text for chunk in self.chunker.split(document.text)] == stored
 
-    def _prepare_unchanged(self, document: Document, content_hash: str) -> Prepared | None:
+    def _prepare_unchanged(self, document: Document, content_hash: str) -> PendingDocument | None:
         """None when its KV blocks are there too, or are not wanted now."""
         eager = self.eager and not self.report.dry_run
         stored = tuple(self.to.documents.chunks_of(document.id)) if eager else ()
@@ -415,11 +417,11 @@ class IngestRun:
             self._tell_unchanged(document.id)
             return None
         chunks = [TextChunk(chunk.text, chunk.token_ids, ()) for chunk in stored]
-        return Prepared(document, "", content_hash, chunks, keys, replaces=True, stored=stored)
+        return PendingDocument(document, "", content_hash, chunks, keys, replaces=True, stored=stored)
 
     # Computing
 
-    def _job(self, window: list[Prepared]) -> EncodeJob:
+    def _job(self, window: list[PendingDocument]) -> EncodeJob:
         texts = [
             chunk.embedded_text(one.document.title) for one in window if not one.stored for chunk in one.chunks
         ]  # fmt: skip
@@ -472,7 +474,7 @@ class IngestRun:
             self.to.kv.put(key, self.to.encoder.encode_first(), flushed=True)
         self.to.documents.hold(key)
 
-    def _commit_window(self, window: list[Prepared], vectors: Vectors) -> None:
+    def _commit_window(self, window: list[PendingDocument], vectors: Vectors) -> None:
         if self.eager:
             self._keep_beginning()
         start = 0
@@ -486,7 +488,7 @@ class IngestRun:
             self.to.collect_garbage()
         self._save_index()
 
-    def _commit(self, one: Prepared, vectors: Vectors) -> None:
+    def _commit(self, one: PendingDocument, vectors: Vectors) -> None:
         document = one.document
         chunks = [
             NewChunk(
@@ -511,7 +513,7 @@ class IngestRun:
         self._tell_stored(one)
         self._advance("commit", 1, document.id)
 
-    def _commit_handles(self, one: Prepared) -> None:
+    def _commit_handles(self, one: PendingDocument) -> None:
         with self.report.seconds.timed("commit_s"):
             self.to.documents.set_handles({chunk.id: key for chunk, key in zip(one.stored, one.keys, strict=True)})
         self._tell_unchanged(one.document.id)
@@ -534,7 +536,7 @@ class IngestRun:
 
     # Reporting
 
-    def _foretell(self, window: list[Prepared]) -> None:
+    def _foretell(self, window: list[PendingDocument]) -> None:
         """Report a window as `_ingest_window` would, without doing anything."""
         for one in window:
             self._tell_stored(one)
@@ -542,7 +544,7 @@ class IngestRun:
         if self.eager:
             self.report.computed_tokens += sum(size for key, size in wanted.items() if not self.to.kv.stored_bytes(key))
 
-    def _tell_stored(self, one: Prepared) -> None:
+    def _tell_stored(self, one: PendingDocument) -> None:
         (self.report.updated if one.replaces else self.report.added).append(one.document.id)
         self.report.chunks += len(one.chunks)
         self.report.tokens += one.num_tokens
@@ -557,7 +559,7 @@ class IngestRun:
         if file:
             self._files[file] = False
 
-    def _expect(self, one: Prepared) -> None:
+    def _expect(self, one: PendingDocument) -> None:
         self._total["embed"] += 0 if one.stored else len(one.chunks)
         self._total["encode"] += one.num_tokens if self.eager else 0
         self._total["commit"] += 1
@@ -577,7 +579,7 @@ class IngestRun:
 # Copy the documents of another store, which may be of another model.
 
 
-class StoredCuts(WholeTexts):
+class StoredSplits(PassthroughSplitter):
     """Stands in for a Chunker where a store has cut the documents already: its passages, under their ids."""
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
@@ -601,9 +603,9 @@ class CopyRun(IngestRun):
         self,
         source: DocumentStore,
         ingestor: Ingestor,
-        bench: Workbench,
+        bench: Worker,
         work: Callable[[IngestReport, Say], Work],
-        cuts: StoredCuts,
+        cuts: StoredSplits,
         *,
         eager: bool,
         progress: Progress | None,
@@ -612,7 +614,7 @@ class CopyRun(IngestRun):
         self._source = source
         self._cuts = cuts
 
-    def _prepared(self, inputs: Sequence[Input]) -> Iterator[Prepared]:
+    def _prepared(self, inputs: Sequence[Input]) -> Iterator[PendingDocument]:
         there = self.to.documents.versions()
         for document in self._source.documents():
             LIMIT.get().check()
@@ -622,7 +624,7 @@ class CopyRun(IngestRun):
             elif (prepared := self._copied(document, replaces=document.id in there)) is not None:
                 yield prepared
 
-    def _copied(self, document: StoredDocument, *, replaces: bool) -> Prepared | None:
+    def _copied(self, document: StoredDocument, *, replaces: bool) -> PendingDocument | None:
         made = Document(document.id, "", document.metadata, document.title, document.source)
         try:
             chunks = self._cuts.take(document, self._source.chunks_of(document.id))
@@ -632,7 +634,7 @@ class CopyRun(IngestRun):
             self._fail(made.where, error, "")
             return None
         keys = [self.to.names.key(chunk.token_ids) for chunk in chunks]
-        return Prepared(made, document.file or "", document.content_hash, chunks, keys, replaces)
+        return PendingDocument(made, document.file or "", document.content_hash, chunks, keys, replaces)
 
 
 def as_cut(chunk: Chunk, token_ids: list[int], metadata: Mapping[str, Any]) -> TextChunk:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from ragcache import plugins
 from ragcache.codecs.basis import fit_basis
 from ragcache.errors import IngestError, PromptError, ReaderError
-from ragcache.ingest.chunker import Chunker, TextChunk, WholeTexts
+from ragcache.ingest.chunker import Chunker, PassthroughSplitter, TextChunk
 from ragcache.ingest.document import Document, ReadLimits
-from ragcache.ingest.encoder import BlockNames, ModelEncoder
+from ragcache.ingest.encoder import BlockKeys, ModelEncoder
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, IngestSeconds
 from ragcache.ingest.sandbox import IsolatedReader
@@ -46,14 +46,14 @@ Vectors = NDArray[np.float32]
 Say = Callable[[str, int], None]
 
 
-class Cut(NamedTuple):
+class ChunkedDocument(NamedTuple):
     """A document's chunks and the keys of their blocks."""
 
     chunks: list[TextChunk]
     keys: list[str]
 
 
-CutResult = Cut | IngestError | PromptError | None
+CutResult = ChunkedDocument | IngestError | PromptError | None
 
 
 class Record(NamedTuple):
@@ -100,7 +100,7 @@ class Work(Protocol):
 class Workers(Protocol):
     """Processes of other machines that do the work of ingestions; each ingestion reaches and leaves them."""
 
-    def work(self, bench: Workbench) -> AbstractContextManager[Callable[[IngestReport, Say], Work]]:
+    def work(self, bench: Worker) -> AbstractContextManager[Callable[[IngestReport, Say], Work]]:
         """Workers that have loaded what the bench consists of. Raises ClusterError, ConfigError, and what loading
         raises."""
         ...
@@ -122,16 +122,16 @@ class WorkersConfig(Protocol):
 WORKERS: Registry[type[WorkersConfig]] = Registry(plugins.WORKERS)
 
 
-class Workbench:
+class Worker:
     """Reader, chunker, embedder, encoder and KV store of an ingestion. One reading and one computing call at a time."""
 
     def __init__(
         self,
         limits: ReadLimits,
         reader: IsolatedReader,
-        chunker: Chunker | WholeTexts,
+        chunker: Chunker | PassthroughSplitter,
         embedder: Embedder,
-        names: BlockNames,
+        names: BlockKeys,
         kv: KVStore,
         batch_tokens: int | None,
     ) -> None:
@@ -169,14 +169,14 @@ class Workbench:
         self.limits.check_text(document.text, document.where)
         document.check()
 
-    def cut(self, document: Document, seconds: IngestSeconds) -> Cut:
+    def cut(self, document: Document, seconds: IngestSeconds) -> ChunkedDocument:
         """Raises IngestError, PromptError."""
         with seconds.timed("chunk_s"):
             chunks = self.chunker.split(document.text)
         self.limits.check_chunks(len(chunks), document.where)
         for chunk in chunks:
             self.names.check(chunk.token_ids, document.where)
-        return Cut(chunks, [self.names.key(chunk.token_ids) for chunk in chunks])
+        return ChunkedDocument(chunks, [self.names.key(chunk.token_ids) for chunk in chunks])
 
     def compute(self, job: EncodeJob, report: IngestReport, say: Say) -> Vectors:
         """Embed the texts, and encode the blocks that are not stored; these are flushed on return."""
@@ -226,12 +226,12 @@ class Workbench:
         report.kv_bytes += self.kv.stored_bytes(key)
 
 
-class WorkHere:
+class LocalWorkers:
     """Work in this process: one window after the other."""
 
     is_ahead = False
 
-    def __init__(self, bench: Workbench, report: IngestReport, say: Say) -> None:
+    def __init__(self, bench: Worker, report: IngestReport, say: Say) -> None:
         self._bench, self._report, self._say = bench, report, say
 
     def read(self, sources: Sequence[Source], known: Callable[[Source], frozenset[str]]) -> Iterator[Iterator[Record]]:

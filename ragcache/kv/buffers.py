@@ -85,7 +85,7 @@ class BufferPool:
                 self._idle.pop(0)
 
 
-class Loan:
+class BufferHandle:
     """Buffers out of a pool, which get back when nobody holds the loan any more."""
 
     def __init__(self, pool: BufferPool, buffers: KVBuffers) -> None:
@@ -99,7 +99,7 @@ class SharedContext:
     num_tokens: in every layer
     """
 
-    def __init__(self, loan: Loan, num_tokens: int) -> None:
+    def __init__(self, loan: BufferHandle, num_tokens: int) -> None:
         self._loan = loan
         self.num_tokens = num_tokens
 

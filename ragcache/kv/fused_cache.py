@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ragcache.kv.buffers import BufferPool, KVBuffers, Loan, SharedContext
+from ragcache.kv.buffers import BufferHandle, BufferPool, KVBuffers, SharedContext
 
 Adjust = Callable[[Tensor, Tensor], Tensor]
 Merge = Callable[[Tensor, Tensor], Tensor]
@@ -56,7 +56,7 @@ class FusedCache(Cache):  # type: ignore[misc]
     ) -> None:
         super().__init__(layers=[])
         self._pool = pool
-        self._loan: Loan | None = Loan(pool, pool.take(max(capacity, 1)))
+        self._loan: BufferHandle | None = BufferHandle(pool, pool.take(max(capacity, 1)))
         self._buffers = self._loan.buffers
         self._shared: SharedContext | None = None
         self.base = base
@@ -299,7 +299,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._use(new)
 
     def _use(self, buffers: KVBuffers) -> None:
-        self._loan, self._buffers, self._shared = Loan(self._pool, buffers), buffers, None
+        self._loan, self._buffers, self._shared = BufferHandle(self._pool, buffers), buffers, None
 
     def _own(self) -> None:
         """Before tokens are replaced or dropped: what others see stays as it is."""

@@ -50,13 +50,13 @@ class PrefixStats:
     lent_bytes: int
 
 
-class Lease:
+class PrefixMatch:
     """The KV of the first `num_tokens` elements of a sequence, which stays until it is released. Use it as a context.
 
     Deleting what it was computed over takes it out of the tree at once; its bytes count until the release.
     """
 
-    def __init__(self, tree: PrefixTree, node: Node | None, slices: list[Slice]) -> None:
+    def __init__(self, tree: PrefixCache, node: Node | None, slices: list[Slice]) -> None:
         self._tree = tree
         self._node = node
         self._slices = slices
@@ -90,7 +90,7 @@ class Lease:
         self.release()
 
 
-class PrefixTree:
+class PrefixCache:
     """Thread-safe. Held on the model's device, in its dtype.
 
     budget_bytes is never exceeded, not for a moment: room is made and reserved before anything is copied. 0 keeps
@@ -119,7 +119,7 @@ class PrefixTree:
         # Re-entrant: the garbage collector may close an abandoned stream, and so release its lease, within it.
         self._lock = threading.RLock()
 
-    def match(self, namespace: str, elements: Sequence[int] | Elements) -> Lease:
+    def match(self, namespace: str, elements: Sequence[int] | Elements) -> PrefixMatch:
         """The longest prefix of the sequence that is held; it may end within an edge, and have no tokens."""
         wanted = np.asarray(elements, dtype=np.int64)
         with self._lock:
@@ -229,7 +229,7 @@ class PrefixTree:
                 return
             at += shared
 
-    def _lease(self, namespace: str, wanted: Elements) -> Lease:
+    def _lease(self, namespace: str, wanted: Elements) -> PrefixMatch:
         path = list(self._walk(namespace, wanted))
         slices: list[Slice] = []
         for node, shared in path:
@@ -241,13 +241,13 @@ class PrefixTree:
         last = path[-1][0] if path else None
         if last is not None:
             last.leases += 1
-        return Lease(self, last, slices)
+        return PrefixMatch(self, last, slices)
 
-    def _release(self, lease: Lease) -> None:
+    def _release(self, lease: PrefixMatch) -> None:
         with self._lock:
             self._release_locked(lease)
 
-    def _release_locked(self, lease: Lease) -> None:
+    def _release_locked(self, lease: PrefixMatch) -> None:
         if lease._node is not None:
             lease._node.leases -= 1
         self._let_go(lease._slices)
@@ -505,7 +505,7 @@ class ExactBlock:
 
 
 def read_cache(cache: FusedCache | SharedContext) -> Read:
-    """Give what `PrefixTree.insert` reads, from a cache whose layers hold positions 0 to n - 1, in any order.
+    """Give what `PrefixCache.insert` reads, from a cache whose layers hold positions 0 to n - 1, in any order.
 
     What the cache stands on is read where it is: joined with its own tokens it would be copied for every page.
     """

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ragcache.errors import AdapterError, ConfigError
 from ragcache.models.hub import ADAPTER
-from ragcache.models.trained_tokens import SECTION, ReuseSpec, grown
+from ragcache.models.trained_tokens import SECTION, TrainedTokens, grown
 
 ROWS_FILE, VERSION = "adapter.safetensors", 1
 
@@ -58,7 +58,7 @@ class Adapter:
 
     directory: Path
     base: Base
-    spec: ReuseSpec
+    spec: TrainedTokens
 
     @classmethod
     def find(cls, where: str | Path) -> Adapter | None:
@@ -70,7 +70,7 @@ class Adapter:
             found = json.loads(path.read_text(encoding="utf-8"))
             version = found["version"]
             if version == VERSION:
-                return cls(Path(where), Base(**found["base"]), ReuseSpec.read(found[SECTION]))
+                return cls(Path(where), Base(**found["base"]), TrainedTokens.read(found[SECTION]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, error) from error
         raise AdapterError(f"{path} has version {version!r}, this ragcache reads {VERSION}; install a newer ragcache")
@@ -147,7 +147,7 @@ class Adapter:
         return dict(zip(ids, rows.float(), strict=True))
 
 
-def write_adapter(out: Path, base: Base, spec: ReuseSpec, rows: dict[int, Tensor]) -> None:
+def write_adapter(out: Path, base: Base, spec: TrainedTokens, rows: dict[int, Tensor]) -> None:
     """Write rows by id, and adapter.json last: with it the directory is an adapter."""
     ids = sorted(rows)
     stacked = torch.stack([rows[id].detach().float().cpu() for id in ids])

@@ -23,7 +23,7 @@ from ragcache.models.attention import CURRENT, FusedPass, JointPass
 
 
 @dataclass(eq=False)
-class Run:
+class ForwardRequest:
     """Tokens that one caller wants to run over its cache.
 
     ids, positions: int64 [num_tokens]
@@ -42,16 +42,16 @@ class Run:
         return self.ids.shape[0] - self.done
 
 
-class RunPiece(NamedTuple):
+class ScheduledTokens(NamedTuple):
     """Tokens of a run that are next: so many from `start`. `mark`: what its cache held before."""
 
-    run: Run
+    run: ForwardRequest
     start: int
     num_tokens: int
     mark: CacheMark
 
     @classmethod
-    def next(cls, run: Run, num_tokens: int) -> RunPiece:
+    def next(cls, run: ForwardRequest, num_tokens: int) -> ScheduledTokens:
         return cls(run, run.done, num_tokens, run.cache.mark())
 
     @property
@@ -76,7 +76,7 @@ class RunPiece(NamedTuple):
 class JointCache(Cache):  # type: ignore[misc]
     """Hands each request's new keys and values to the request's own cache."""
 
-    def __init__(self, pieces: Sequence[RunPiece]) -> None:
+    def __init__(self, pieces: Sequence[ScheduledTokens]) -> None:
         super().__init__(layers=[])
         self._caches = [piece.run.cache for piece in pieces]
         self._lengths = [piece.num_tokens for piece in pieces]
@@ -95,7 +95,7 @@ class JointCache(Cache):  # type: ignore[misc]
 
 
 @torch.inference_mode()
-def run_pieces(model: PreTrainedModel, pieces: Sequence[RunPiece]) -> list[Tensor]:
+def run_pieces(model: PreTrainedModel, pieces: Sequence[ScheduledTokens]) -> list[Tensor]:
     """One forward pass over all pieces; of each, its last token's logits: float32 [vocab_size].
 
     A single piece runs as it would without this module.

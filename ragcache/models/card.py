@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
 from ragcache.kv.block_key import Neighbours, Recipe, block_key
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -30,7 +30,7 @@ class ModelCard:
         vocab_size: int,
         fingerprint: str,
         name: str,
-        reuse: ReuseSpec | None = None,
+        reuse: TrainedTokens | None = None,
     ) -> None:
         self.config = config
         self.generation_config = generation_config

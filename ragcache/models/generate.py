@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.models.deadline import Limit
 from ragcache.models.language_model import LanguageModel
-from ragcache.models.sampler import Chooser, Sampling, TokenScores
-from ragcache.models.scheduler import Decoding
+from ragcache.models.sampler import Sampler, Sampling, TokenScores
+from ragcache.models.scheduler import DecodingSequence
 from ragcache.models.structured import Constraint
 from ragcache.prompt import control_tokens
 
@@ -52,16 +52,16 @@ def decode(
     """
     grammar = sampling.grammar()
     form = None if grammar is None else Constraint(grammar, lm.tokenizer, lm.vocab_size, eos_ids)
-    choose = Chooser(sampling, logits.device, {*never, *lm.unsaid_ids}, form, prompt_ids, scores)
+    choose = Sampler(sampling, logits.device, {*never, *lm.unsaid_ids}, form, prompt_ids, scores)
     last = min([lm.max_positions, *(position + n for n in (sampling.max_tokens, most) if n is not None)])
     ends = {*eos_ids, *sampling.stop_token_ids}
-    decoding = Decoding(cache, choose, position, last, ends, limit or Limit(cancelled))
+    decoding = DecodingSequence(cache, choose, position, last, ends, limit or Limit(cancelled))
     if more is not None and room is not None:
         decoding.more, decoding.granted = more, min(position + room, last)
     yield from lm.scheduler.decode(decoding, logits)
 
 
-class TextStream:
+class Detokenizer:
     """Turns ids into text pieces as they arrive.
 
     A piece is held back while it may still change (an unfinished UTF-8 sequence) or may be the start of a stop

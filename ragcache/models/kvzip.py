@@ -67,7 +67,7 @@ def num_kept(recipe: Recipe, num_tokens: int) -> int:
 
 
 @dataclass
-class Worth:
+class KVzipScorer:
     """Watches passes over a cache for the largest attention that some of its tokens receive (KVzip).
 
     start, num_tokens: the tokens, by their slot
@@ -110,7 +110,7 @@ def measure_worth(
         block.copy_values(layer, values[0, :, start:])
 
     cache = lm.new_cache(end + len(behind_ids), place)
-    worth, ids = Worth(start, block.num_tokens), torch.tensor(behind_ids, device=lm.device)
+    worth, ids = KVzipScorer(start, block.num_tokens), torch.tensor(behind_ids, device=lm.device)
     positions = torch.arange(end, end + len(behind_ids), device=lm.device)
     with observing(worth):
         for own, where in zip(torch.split(ids, ROWS), torch.split(positions, ROWS), strict=True):

@@ -18,7 +18,7 @@ from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.prefix_cache import Exact
 from ragcache.kv.rope import Rope
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
-from ragcache.models.batch import Run, run_pieces
+from ragcache.models.batch import ForwardRequest, run_pieces
 from ragcache.models.batches import plan_batches
 from ragcache.models.card import ModelCard
 from ragcache.models.encode import encode_batch
@@ -26,7 +26,7 @@ from ragcache.models.kvzip import check_read_behind, drop_least, measure_worth, 
 from ragcache.models.layerwise import BeforeLayer, walking
 from ragcache.models.scheduler import Scheduler
 from ragcache.models.support import text_config
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.runtime import team_ends
 
 # Padded tokens that are encoded together. On a CPU more only leaves its caches: 792 tokens/s at 512 against 723 at
@@ -57,7 +57,7 @@ class LanguageModel(ModelCard):
         shape: CacheShape,
         fingerprint: str,
         name: str,
-        reuse: ReuseSpec | None = None,
+        reuse: TrainedTokens | None = None,
     ) -> None:
         vocab_size: int = model.get_output_embeddings().weight.shape[0]
         generation = getattr(model, "generation_config", None)
@@ -228,7 +228,7 @@ class LanguageModel(ModelCard):
         ids = torch.as_tensor(ids, device=self.device)
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + ids.shape[0], device=self.device)
-        run = Run(ids, positions, cache, slots is None if ordered is None else ordered)
+        run = ForwardRequest(ids, positions, cache, slots is None if ordered is None else ordered)
 
         def alone() -> Tensor:
             return self._run_alone(run, slots, before_layer, num_logits)
@@ -240,7 +240,7 @@ class LanguageModel(ModelCard):
 
     def _run_alone(
         self,
-        run: Run,
+        run: ForwardRequest,
         slots: Tensor | Sequence[Tensor] | None,
         before_layer: BeforeLayer | None,
         num_logits: int | None,

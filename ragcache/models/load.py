@@ -40,7 +40,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.machine import AUTO, find_device, suits
 from ragcache.models.packed import pack
 from ragcache.models.support import Inspected, describe_config, inspect, refuse_by_config
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.runtime import team_ends
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def _take(model: PreTrainedModel, tokenizer: Tokenizer | None, packed: bool | No
 
 
 def _learn(
-    model: PreTrainedModel, tokenizer: Tokenizer | None, name: str, reuse: ReuseSpec | None, packed: bool | None
+    model: PreTrainedModel, tokenizer: Tokenizer | None, name: str, reuse: TrainedTokens | None, packed: bool | None
 ) -> LanguageModel:
     _refuse_changing(model, name)
     found: Inspected | None = getattr(model, INSPECTED, None)
@@ -164,7 +164,7 @@ class _Found(NamedTuple):
     lora: Lora | None
     config: PreTrainedConfig
     tokenizer: Tokenizer | None
-    reuse: ReuseSpec | None
+    reuse: TrainedTokens | None
 
 
 def _find(name: str | Path) -> _Found:
@@ -247,9 +247,9 @@ def _load_config(where: str, name: str | Path) -> PreTrainedConfig:
         raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {first_line(error)}") from error
 
 
-def _reuse(config: PreTrainedConfig, name: str) -> ReuseSpec | None:
+def _reuse(config: PreTrainedConfig, name: str) -> TrainedTokens | None:
     try:
-        return ReuseSpec.of(config)
+        return TrainedTokens.of(config)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 

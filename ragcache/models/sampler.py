@@ -169,7 +169,7 @@ class Penalties:
         return self._counts
 
 
-class Chooser:
+class Sampler:
     """Picks the next token from logits. Sampling follows transformers' own order: temperature, top-k, top-p, min-p.
 
     never: ids that are not chosen, whatever their logits

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.models.batch import Run, RunPiece
+from ragcache.models.batch import ForwardRequest, ScheduledTokens
 from ragcache.models.deadline import LIMIT, NO_LIMIT, POLL_S, Limit
 from ragcache.runtime import Home, end_team, working_alone
 
@@ -67,7 +67,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, forward: Callable[[Sequence[RunPiece]], list[Tensor]], pass_tokens: int, alone_tokens: int
+        self, forward: Callable[[Sequence[ScheduledTokens]], list[Tensor]], pass_tokens: int, alone_tokens: int
     ) -> None:
         self.pass_tokens = pass_tokens
         self.alone_tokens = alone_tokens
@@ -76,9 +76,9 @@ class Scheduler:
         self._forward = forward
         # Re-entrant: the garbage collector may close an abandoned stream within the scheduler's own code.
         self._changed = threading.Condition(threading.RLock())
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
-        self._decoding: set[Decoding] = set()
+        self._waiting: list[QueuedRequest] = []
+        self._running: list[QueuedRequest] = []
+        self._decoding: set[DecodingSequence] = set()
         self._thread: threading.Thread | None = None
         self._stats = PassStats()
 
@@ -104,7 +104,7 @@ class Scheduler:
 
     # What callers do
 
-    def run(self, run: Run, alone: Callable[[], Tensor] | None = None) -> Tensor:
+    def run(self, run: ForwardRequest, alone: Callable[[], Tensor] | None = None) -> Tensor:
         """Run all of its tokens, in one or several passes; the last one's logits.
 
         alone: runs it in a pass of its own, in the caller's context
@@ -117,16 +117,16 @@ class Scheduler:
                 run.cache.place()
         if alone is not None:
             alone = _in_context(alone)
-        request = Request(run, alone, limit=LIMIT.get())
+        request = QueuedRequest(run, alone, limit=LIMIT.get())
         self._submit(request)
         self._await(request)
         return request.result()
 
-    def decode(self, decoding: Decoding, logits: Tensor) -> Generator[int, None, None]:
+    def decode(self, decoding: DecodingSequence, logits: Tensor) -> Generator[int, None, None]:
         """Yield the ids of an answer until one of its `eos_ids` (not yielded) or the position `last`.
 
         Decoding goes on while the caller is busy with what it got, as far as there is room; it ends when the generator
-        is closed. Raises what a pass raises, what the limit and `Decoding.more` raise, and ForkedError.
+        is closed. Raises what a pass raises, what the limit and `DecodingSequence.more` raise, and ForkedError.
         """
         self.home.check()
         decoding.limit.check()
@@ -144,7 +144,7 @@ class Scheduler:
         finally:
             self._abandon(decoding)
 
-    def _next_token(self, decoding: Decoding) -> int | None:
+    def _next_token(self, decoding: DecodingSequence) -> int | None:
         while True:
             self.home.check()
             decoding.limit.check()
@@ -154,14 +154,14 @@ class Scheduler:
                 continue
             if isinstance(token, BaseException):
                 raise token
-            if not isinstance(token, Request):
+            if not isinstance(token, QueuedRequest):
                 return token
             decoding.widen()
             with self._changed:
                 self._decoding.add(decoding)
             self._submit(token)
 
-    def _abandon(self, decoding: Decoding) -> None:
+    def _abandon(self, decoding: DecodingSequence) -> None:
         """No further token of it is wanted. Returns when no pass works on its cache any more."""
         decoding.over = True
         if not self.home.is_here:
@@ -172,7 +172,7 @@ class Scheduler:
             while not self.is_current_thread and any(one.sequence is decoding for one in self._running):
                 self._changed.wait()
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: QueuedRequest) -> None:
         end_team()  # whatever the caller computed before: it waits now, and the model's thread has the processors
         with self._changed:
             self._waiting.append(request)
@@ -181,7 +181,7 @@ class Scheduler:
                 self._thread.start()
             self._changed.notify_all()
 
-    def _await(self, request: Request) -> None:
+    def _await(self, request: QueuedRequest) -> None:
         """Wait until it is finished. Raises what its limit raises while no pass holds it."""
         limit = request.limit
         try:
@@ -193,7 +193,7 @@ class Scheduler:
             self._withdraw(request)
             raise
 
-    def _withdraw(self, request: Request) -> None:
+    def _withdraw(self, request: QueuedRequest) -> None:
         """Give up. A pass that holds it is waited for: it works on the caller's cache."""
         with self._changed:
             while request in self._running:
@@ -235,7 +235,7 @@ class Scheduler:
                     return False
             return True
 
-    def _take(self) -> list[Member]:
+    def _take(self) -> list[ScheduledRequest]:
         """Take what runs in the next pass out of the queue."""
         with self._changed:
             self._drop_given_up()
@@ -248,7 +248,7 @@ class Scheduler:
                 request.run.cache.hold()
             # Held first, looked at then: the garbage collector may close an abandoned stream at any moment.
             shares = [(request, count) for request, count in shares if not request.is_abandoned]
-        return [Member(request, RunPiece.next(request.run, count)) for request, count in shares]
+        return [ScheduledRequest(request, ScheduledTokens.next(request.run, count)) for request, count in shares]
 
     def _drop_given_up(self) -> None:
         """End what gave up while it waited: its caller may be busy elsewhere and not look at its limit for long."""
@@ -259,7 +259,7 @@ class Scheduler:
                 self._waiting.remove(request)
                 self._finish(request, error=error)
 
-    def _shares(self, first: Request) -> list[tuple[Request, int]]:
+    def _shares(self, first: QueuedRequest) -> list[tuple[QueuedRequest, int]]:
         """Runs, with how many tokens: next tokens of sequences always, then others by arrival, long runs last."""
         run = first.run
         if first.alone is not None or not self.sharing:
@@ -278,17 +278,17 @@ class Scheduler:
                 room -= count
         return [(first, min(run.left, kept + max(0, room))), *shares]
 
-    def _is_question(self, run: Run) -> bool:
+    def _is_question(self, run: ForwardRequest) -> bool:
         """Short, and no next token of a sequence: somebody waits for a first token."""
         return 1 < run.left <= self.pass_tokens
 
-    def _share(self, run: Run, room: int) -> int:
+    def _share(self, run: ForwardRequest, room: int) -> int:
         """How many of its tokens go into what is left of a pass. Only what fits no pass is cut."""
         if run.left == 1 or run.left <= room:
             return run.left
         return room if run.ordered and run.left > self.pass_tokens and room >= LEAST_PIECE else 0
 
-    def _execute(self, members: Sequence[Member]) -> None:
+    def _execute(self, members: Sequence[ScheduledRequest]) -> None:
         first = members[0].request
         try:
             if first.alone is not None:
@@ -303,7 +303,7 @@ class Scheduler:
             else:
                 self._one_by_one(members)
 
-    def _one_by_one(self, members: Sequence[Member]) -> None:
+    def _one_by_one(self, members: Sequence[ScheduledRequest]) -> None:
         """After a shared pass failed: only what fails by itself has failed."""
         for member in members:
             member.piece.undo()
@@ -313,12 +313,12 @@ class Scheduler:
             except BaseException as error:
                 self._finish(member.request, error=error)
 
-    def _advance(self, member: Member, logits: Tensor) -> None:
+    def _advance(self, member: ScheduledRequest, logits: Tensor) -> None:
         member.piece.end()
         if not member.request.run.left:
             self._finish(member.request, logits)
 
-    def _finish(self, request: Request, logits: Tensor | None = None, error: BaseException | None = None) -> None:
+    def _finish(self, request: QueuedRequest, logits: Tensor | None = None, error: BaseException | None = None) -> None:
         request.logits, request.error = logits, error
         decoding = request.sequence
         if decoding is None or decoding.over:
@@ -328,7 +328,7 @@ class Scheduler:
         else:
             self._follow(decoding, logits)
 
-    def _follow(self, decoding: Decoding, logits: Tensor) -> None:
+    def _follow(self, decoding: DecodingSequence, logits: Tensor) -> None:
         try:
             following = decoding.advance(logits)
         except Exception as error:  # no probability left to sample from
@@ -340,7 +340,7 @@ class Scheduler:
             elif following is None:
                 self._decoding.discard(decoding)
 
-    def _end(self, members: Sequence[Member]) -> None:
+    def _end(self, members: Sequence[ScheduledRequest]) -> None:
         tokens = sum(member.piece.num_tokens for member in members)
         with self._changed:
             if members:
@@ -365,7 +365,7 @@ def _in_context(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 @dataclass(eq=False)
-class Request:
+class QueuedRequest:
     """Tokens that wait for a pass.
 
     alone:    runs them in a pass of its own; None for a run that may share one
@@ -373,9 +373,9 @@ class Request:
     finished: is set once there is a result, which is `logits` or `error`
     """
 
-    run: Run
+    run: ForwardRequest
     alone: Callable[[], Tensor] | None = None
-    sequence: Decoding | None = None
+    sequence: DecodingSequence | None = None
     limit: Limit = NO_LIMIT
     finished: threading.Event = field(default_factory=threading.Event)
     logits: Tensor | None = None
@@ -397,15 +397,15 @@ class Request:
         return self.logits
 
 
-class Member(NamedTuple):
+class ScheduledRequest(NamedTuple):
     """A request in a pass, and the tokens of it that run there."""
 
-    request: Request
-    piece: RunPiece
+    request: QueuedRequest
+    piece: ScheduledTokens
 
 
 @dataclass(eq=False)
-class Decoding:
+class DecodingSequence:
     """A sequence that is being decoded.
 
     choose:   picks a token from logits, float32 [vocab_size]
@@ -425,10 +425,10 @@ class Decoding:
     limit: Limit
     granted: int | None = None
     more: Callable[[], int] | None = None
-    tokens: queue.SimpleQueue[int | Request | BaseException | None] = field(default_factory=queue.SimpleQueue)
+    tokens: queue.SimpleQueue[int | QueuedRequest | BaseException | None] = field(default_factory=queue.SimpleQueue)
     over: bool = False
 
-    def advance(self, logits: Tensor) -> Request | None:
+    def advance(self, logits: Tensor) -> QueuedRequest | None:
         """Choose the next token and hand it out; the request that brings the one after it, None at the end."""
         token = self.choose(logits)
         if token in self.eos_ids:
@@ -442,9 +442,9 @@ class Decoding:
         device = logits.device
         ids = torch.tensor([token], device=device)
         positions = torch.tensor([self.position - 1], device=device)
-        run, step = Run(ids, positions, self.cache, ordered=True), self.cache.step
+        run, step = ForwardRequest(ids, positions, self.cache, ordered=True), self.cache.step
         alone = None if step is None else partial(step, self.cache, ids, positions)
-        following = Request(run, alone, sequence=self, limit=self.limit)
+        following = QueuedRequest(run, alone, sequence=self, limit=self.limit)
         if self.granted is None or self.position <= self.granted:
             return following
         self.tokens.put(following)  # the reader submits it, when it has found room

@@ -49,7 +49,7 @@ _LLAMA3_FIRST_LINK, _LLAMA3_KV_START, _LLAMA3_KV_END = 128011, 128254, 128255
 
 
 @dataclass(frozen=True)
-class ReuseSpec:
+class TrainedTokens:
     """The way of reuse that a checkpoint was trained for.
 
     method:      "link" (KVLink), "markers" (TurboRAG), "packet" (KV Packet) or "reposition" (Block-Attention)
@@ -136,7 +136,7 @@ class ReuseSpec:
             raise _bad(f"positions is {self.positions!r}; it is one of {', '.join(POSITIONS)}")
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> ReuseSpec | None:
+    def of(cls, config: PreTrainedConfig) -> TrainedTokens | None:
         """The section of a model's configuration; None for a checkpoint that was not trained for reuse.
 
         Raises what `read` raises.
@@ -145,7 +145,7 @@ class ReuseSpec:
         return None if section is None else cls.read(section)
 
     @classmethod
-    def read(cls, section: object) -> ReuseSpec:
+    def read(cls, section: object) -> TrainedTokens:
         """What a section says. Raises ConfigError for one that cannot be read, or of a newer version."""
         if not isinstance(section, dict) or "method" not in section:
             raise _bad("it is no object with a method in it")
@@ -159,7 +159,7 @@ class ReuseSpec:
         return cls(**{name: value for name, value in section.items() if name in known})
 
     @classmethod
-    def llama3(cls, link_tokens: int) -> ReuseSpec:
+    def llama3(cls, link_tokens: int) -> TrainedTokens:
         """The layout of checkpoints trained by KVLink's own code from Llama 3: K link tokens, over reserved ids."""
         slots = (_LLAMA3_KV_START - _LLAMA3_FIRST_LINK) // link_tokens if link_tokens else 0
         return cls("link", "isolated", link_tokens, slots, _LLAMA3_FIRST_LINK, _LLAMA3_KV_START, _LLAMA3_KV_END)

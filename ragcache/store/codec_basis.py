@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PROPERTY = "basis"
 
 
-class KeptBasis:
+class CodecBasis:
     """The basis that new blocks are encoded with. It is a block of the durable tier, and pinned: what it encoded cannot
     be read without it."""
 

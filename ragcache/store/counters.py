@@ -112,7 +112,7 @@ class AccessCounts:
 # Warn of a trouble once, not for every block that meets it.
 
 
-class Complaints:
+class WarnOnce:
     """Logs the first error of each type, and again when things had worked in between."""
 
     def __init__(self, log: logging.Logger) -> None:

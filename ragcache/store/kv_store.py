@@ -14,8 +14,8 @@ from ragcache.codecs import Bases, get_codec
 from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch, work_alone
-from ragcache.store.codec_basis import KeptBasis
-from ragcache.store.counters import AccessCounts, Complaints, KVStats, Loaded
+from ragcache.store.codec_basis import CodecBasis
+from ragcache.store.counters import AccessCounts, KVStats, Loaded, WarnOnce
 from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import EvictionPolicy, get_policy
 from ragcache.store.remote import Connection
@@ -43,7 +43,7 @@ class KVStore:
     remote:       where blocks are kept beyond this machine; what is on this machine are then copies, within disk_bytes
     ttl_s:        seconds after which a block that was not used is dropped; None keeps it
     codec:        how new blocks are written; blocks of every known codec are read
-    basis:        name of the basis for new blocks, where the codec needs one; see KeptBasis
+    basis:        name of the basis for new blocks, where the codec needs one; see CodecBasis
     eviction:     name of the tiers' policy
     admission:    "all", or "tinylfu": what a full tier keeps in place of something else
     trace:        file to which every access is appended (see ragcache/store/trace.py); None records nothing
@@ -90,9 +90,9 @@ class KVStore:
             tier = CachedTier(tier, RemoteTier(remote, encoding), fills=not read_only)
         behind = WriteBehind(tier, write_behind_bytes)
         self._durable: DurableTier = behind if write_behind_bytes else tier
-        self.basis = KeptBasis(encoding, self._durable, None if read_only else self.pin)
+        self.basis = CodecBasis(encoding, self._durable, None if read_only else self.pin)
         self._expiry = Expiry(ttl_s, self._durable, writable=not read_only)
-        self._complaints = Complaints(log)
+        self._complaints = WarnOnce(log)
         self._counts = AccessCounts(None if trace is None else TraceWriter(Path(trace)))
         self._key_locks = KeyLocks()
         self._demotion = Demotion(self._durable, self._key_locks, read_only=read_only, referenced=referenced)

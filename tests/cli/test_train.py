@@ -9,7 +9,7 @@ import pytest
 from terminal import invoke
 from tiny_model import save_tiny_llama
 
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.options import TrainOptions
 
 LINE = {"type": "qa", "passages": ["Ann lives in Oslo.", "Bob has a boat."], "question": "Where?", "answer": "Oslo"}
@@ -38,7 +38,7 @@ def test_a_run(base, data, tmp_path):
     assert "1 used, 1 left out" in result.stdout
     assert "step 2 of 2" in result.stderr
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    assert config["ragcache"] == ReuseSpec("link", "isolated", 1, 3, 258, 261, 262).section()
+    assert config["ragcache"] == TrainedTokens("link", "isolated", 1, 3, 258, 261, 262).section()
     assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -47,7 +47,7 @@ def test_a_run_with_anchors(base, data, tmp_path):
     result = run(base, data, out, "--steps", "1", "--link-tokens", "0", "--anchors", "2", "--anchor-segment", "9")
     assert result.exit_code == 0, result.output
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    spec = ReuseSpec("reposition", first_anchor_id=258, anchor_tokens=2, anchor_segment=9)
+    spec = TrainedTokens("reposition", first_anchor_id=258, anchor_tokens=2, anchor_segment=9)
     assert config["ragcache"] == spec.section()
 
 
@@ -57,7 +57,7 @@ def test_a_run_on_frozen_weights_makes_an_adapter(base, data, tmp_path):
     assert result.exit_code == 0, result.output
     written = json.loads((out / "adapter.json").read_text(encoding="utf-8"))
     assert written["base"]["name"] == str(base)
-    spec = ReuseSpec("packet", first_packet_id=258, header_tokens=8, trailer_tokens=2)
+    spec = TrainedTokens("packet", first_packet_id=258, header_tokens=8, trailer_tokens=2)
     assert written["ragcache"] == spec.section()
 
 

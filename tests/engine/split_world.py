@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from ragcache.engine.load_plan import BlockSize, Split
+from ragcache.engine.load_plan import BlockSize, LoadPlan
 from ragcache.engine.rates import Rates
 from ragcache.store.eviction import PrefillRate
 
@@ -58,7 +58,7 @@ class _Run:
     def __init__(self, world: World, parts: Sequence[BlockSize], batch_tokens: int, readers: int) -> None:
         self.world, self.parts = world, parts
         placed = [part._replace(tier=TIER) for part in parts]
-        self.split = Split(placed, world.rates, batch_tokens=batch_tokens, readers=readers)
+        self.split = LoadPlan(placed, world.rates, batch_tokens=batch_tokens, readers=readers)
         self.queue: deque[tuple[int, int]] = deque()  # rank, number in the rates
         self.left_bytes = 0.0  # of the first in the queue
 

@@ -14,14 +14,14 @@ from ragcache.codecs import get_codec
 from ragcache.engine.probe import probe_prefill
 from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.errors import ConfigError, ContextTooLongError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_eval.methods import default_methods
 from ragcache_vllm.request_layout import served_name
 
 STATED = {"anchor_tokens": 3, "anchor_segment": 12}
 SPECS = {
-    "link": ReuseSpec("link", "isolated", 2, 4, 258, 266, 267, first_anchor_id=268, **STATED),
-    "reposition": ReuseSpec("reposition", first_anchor_id=258, **STATED),
+    "link": TrainedTokens("link", "isolated", 2, 4, 258, 266, 267, first_anchor_id=268, **STATED),
+    "reposition": TrainedTokens("reposition", first_anchor_id=258, **STATED),
 }
 QUESTION = "Where do dogs bark at night?"
 TEXTS = [

@@ -13,11 +13,11 @@ from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.rates import RateFigures, machine_key
 from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.errors import ConfigError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.store.eviction import PrefillRate
 from ragcache_vllm.request_layout import served_name
 
-LINK = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
+LINK = TrainedTokens("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
 QUESTION = "Where do dogs bark?"
 SHORT = rc.Sampling(max_tokens=8)
 PLAIN = MethodVerdict("reposition", {}, "isolated", True, "", 0.05)

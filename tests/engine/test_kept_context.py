@@ -9,7 +9,7 @@ from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
-from ragcache.engine.output import AnswerSoFar
+from ragcache.engine.output import OutputProcessor
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
 
 CHAT = (
@@ -241,8 +241,8 @@ def test_a_control_token_that_was_sampled_is_no_part_of_the_next_prompt(kb):
     tokenizer = kb.lm.tokenizer
     eos = tokenizer.eos_token_id
     made = tokenizer("It barks.", add_special_tokens=False)["input_ids"]
-    assert AnswerSoFar("It barks.", made).said(kb.lm) == made
-    assert AnswerSoFar("It barks.", [*made[:2], eos, *made[2:]]).said(kb.lm) == made
-    quoted = AnswerSoFar(f"It says {tokenizer.eos_token}.", made, is_cut=True).said(kb.lm)
+    assert OutputProcessor("It barks.", made).said(kb.lm) == made
+    assert OutputProcessor("It barks.", [*made[:2], eos, *made[2:]]).said(kb.lm) == made
+    quoted = OutputProcessor(f"It says {tokenizer.eos_token}.", made, is_cut=True).said(kb.lm)
     assert eos not in quoted
     assert tokenizer.decode(quoted) == f"It says {tokenizer.eos_token}."

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ragcache as rc
 from ragcache.engine import passages as plain_text
 from ragcache.errors import ContextTooLongError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.retrieval.fake import BagOfWords
 
 QUESTION = "Who meets on Monday?"
@@ -154,7 +154,7 @@ def test_of_several_messages_those_of_the_last_are_found(tmp_path, open_kb):
 
 def test_methods_that_add_tokens_read_text_as_text(tmp_path, open_kb, said):
     """Link tokens between the passages would make another prompt of it."""
-    spec = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
+    spec = TrainedTokens("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
     with open_kb(model=rc.load_lm(save_tiny_llama(tmp_path / "lm", reuse=spec))) as kb:
         kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
         text = "".join(hit.chunk.text for hit in kb.retrieve(QUESTION, k=3)) + QUESTION

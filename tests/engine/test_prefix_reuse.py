@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ragcache as rc
 from ragcache.engine import prefixes
 from ragcache.errors import ConfigError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 
 SHORT = rc.Sampling(max_tokens=6)
 QUESTIONS = (
@@ -33,7 +33,7 @@ def oracle(model_directory):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    spec = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
+    spec = TrainedTokens("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
     return save_tiny_llama(tmp_path_factory.mktemp("link"), reuse=spec)
 
 

@@ -10,7 +10,7 @@ from vllm_double import VllmDouble, serving
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, EngineError
 from ragcache.models.deadline import NO_LIMIT
-from ragcache_vllm.client import VllmEngine
+from ragcache_vllm.client import VllmClient
 from ragcache_vllm.request_layout import served_name
 
 QUESTION = "When does the rowing club of Kelbrook meet?"
@@ -34,8 +34,8 @@ def front(open_kb, pair):
 
 def test_one_that_goes_moves_its_own_keys_alone():
     keys = [f"key {number}" for number in range(600)]
-    three = VllmEngine("vllm://a:1,vllm://b:1,vllm://c:1", "m")
-    two = VllmEngine("vllm://a:1,vllm://c:1", "m")
+    three = VllmClient("vllm://a:1,vllm://b:1,vllm://c:1", "m")
+    two = VllmClient("vllm://a:1,vllm://c:1", "m")
     before = {key: three.ranked(key)[0].url for key in keys}
     assert min(Counter(before.values()).values()) > 150
     moved = {key for key in keys if two.ranked(key)[0].url != before[key]}
@@ -53,7 +53,7 @@ def test_questions_over_one_best_passage_go_to_one_server(front, pair):
 def test_another_server_answers_where_one_is_gone(front, pair):
     one = pair[0]
     assert front(one.url, GONE).ask(QUESTION, k=2).text == SAID
-    engine = VllmEngine(f"{GONE},{one.url}", one.name)
+    engine = VllmClient(f"{GONE},{one.url}", one.name)
     key = next(key for key in map(str, range(100)) if engine.ranked(key)[0].url == GONE)
     assert [id for id, _ in engine.complete({"prompt": [1]}, NO_LIMIT, key).tokens()] == one.ids
     engine.close()
@@ -72,7 +72,7 @@ def test_prompts_fit_the_smallest(front, pair):
 
 def test_each_address_is_checked():
     with pytest.raises(ConfigError, match=r"engine '' is no address of an engine; give vllm://host:port, or several"):
-        VllmEngine("vllm://a:1,", "m")
+        VllmClient("vllm://a:1,", "m")
 
 
 def test_log_probabilities_are_the_servers(front, pair):

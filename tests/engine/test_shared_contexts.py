@@ -12,10 +12,10 @@ import pytest
 from waiting import WAIT_S, until
 
 import ragcache as rc
-from ragcache.engine.admission import Admission, Contexts, Need, Seat, Size
+from ragcache.engine.admission import Admission, MemoryNeed, SharedPrefixes, SharedPrefixRef, Size
 from ragcache.errors import CancelledError
-from ragcache.kv.buffers import KVBuffers, Loan, SharedContext
-from ragcache.kv.prefix_cache import PrefixTree
+from ragcache.kv.buffers import BufferHandle, KVBuffers, SharedContext
+from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.deadline import NO_LIMIT, Limit
 
 QUESTIONS = [
@@ -79,8 +79,8 @@ def test_their_memory_is_little_more_than_one_askers(kb, lm, monkeypatch):
 def test_askers_that_come_at_once_place_it_once(kb, monkeypatch):
     hits = kb.retrieve(QUESTIONS[0], k=3)
     expected = {question: kb.ask(question, hits=hits, sampling=SHORT).text for question in QUESTIONS}
-    shared, tell = [], Seat._tell
-    monkeypatch.setattr(Seat, "_tell", lambda self, *args: shared.append(1) or tell(self, *args))
+    shared, tell = [], SharedPrefixRef._tell
+    monkeypatch.setattr(SharedPrefixRef, "_tell", lambda self, *args: shared.append(1) or tell(self, *args))
     together = threading.Barrier(len(QUESTIONS))
 
     def ask(question):
@@ -108,18 +108,18 @@ def test_a_deleted_passage_is_in_no_further_answer(kb):
     second.close()
 
 
-NEED = Need(Size(10, 100), Size(1, 10))
+NEED = MemoryNeed(Size(10, 100), Size(1, 10))
 
 
 def contexts_within(lm, answer_bytes=1000, budget_tokens=0):
-    tree = PrefixTree(lm.shape, budget_tokens * lm.kv_bytes_per_token)
+    tree = PrefixCache(lm.shape, budget_tokens * lm.kv_bytes_per_token)
     admission = Admission(answer_bytes)
-    return Contexts(admission, tree), admission, tree
+    return SharedPrefixes(admission, tree), admission, tree
 
 
 def placed(lm, num_tokens):
     """A context in buffers of its own."""
-    return SharedContext(Loan(lm.pool, KVBuffers.allocate(lm.shape, num_tokens)), num_tokens)
+    return SharedContext(BufferHandle(lm.pool, KVBuffers.allocate(lm.shape, num_tokens)), num_tokens)
 
 
 def test_one_places_and_the_others_wait(lm):

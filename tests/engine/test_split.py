@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from split_world import World, best_s
 
 from ragcache.codecs import get_codec
-from ragcache.engine.load_plan import MIN_GAIN_S, BlockSize, Split
+from ragcache.engine.load_plan import MIN_GAIN_S, BlockSize, LoadPlan
 from ragcache.engine.rates import Rates
 from ragcache.kv.block import KVBlock
 from ragcache.store.eviction import PrefillRate
@@ -159,7 +159,7 @@ def test_a_network_pays_from_the_rate_at_which_it_brings_tokens_faster_than_they
         rates = Rates()
         rates.set_tier("remote", 1e-6, bytes_s)
         rates.set_prefill(PrefillRate(1 / 5646, 0.0))
-        split = Split([BlockSize(tokens, 100 * stored, "remote")], rates, batch_tokens=1, readers=8)
+        split = LoadPlan([BlockSize(tokens, 100 * stored, "remote")], rates, batch_tokens=1, readers=8)
         pays = bytes_s > pays_from
         assert (split.next_reads(), split.next_batch()) == (([0], ()) if pays else ([], (0,)))
 
@@ -171,5 +171,5 @@ def test_a_disk_and_a_network_are_read_side_by_side(tiers, begun):
     for tier in tiers:
         rates.set_tier(tier, 1e-6, 10e6)
     rates.set_prefill(PrefillRate(1.5 / 500, 0.0))
-    split = Split([BlockSize(500, 10 * MB, tier) for tier in tiers], rates, batch_tokens=500, readers=8)
+    split = LoadPlan([BlockSize(500, 10 * MB, tier) for tier in tiers], rates, batch_tokens=500, readers=8)
     assert split.next_reads() == begun

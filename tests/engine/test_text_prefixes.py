@@ -11,7 +11,7 @@ import ragcache as rc
 from ragcache.engine.prefixes import Prefixes
 from ragcache.fusion.fuse import fuse
 from ragcache.kv.block_key import Recipe
-from ragcache.kv.prefix_cache import PrefixTree
+from ragcache.kv.prefix_cache import PrefixCache
 
 
 class NoDocuments:
@@ -32,7 +32,7 @@ def lm(tmp_path_factory):
 
 
 def within(lm, budget_bytes, own_ids=()):
-    return Prefixes(lm, NoDocuments(), Recipe.of("isolated"), "", PrefixTree(lm.shape, budget_bytes), own_ids)
+    return Prefixes(lm, NoDocuments(), Recipe.of("isolated"), "", PrefixCache(lm.shape, budget_bytes), own_ids)
 
 
 def created(prefixes, ids):

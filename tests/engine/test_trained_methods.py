@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 
-LINK = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
-REORDERED = ReuseSpec("markers", doc_start_id=258, doc_end_id=259, positions="reordered")
-COMPOSITE = ReuseSpec("markers", doc_start_id=258, doc_end_id=259, positions="composite")
+LINK = TrainedTokens("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
+REORDERED = TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="reordered")
+COMPOSITE = TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="composite")
 SPECS = {"link": LINK, "reordered": REORDERED, "composite": COMPOSITE}
 QUESTION = "Where do dogs bark?"
 SHORT = rc.Sampling(max_tokens=10)
@@ -175,7 +175,9 @@ def test_a_method_without_its_training_is_refused_at_once(kb, open_kb):
 
 
 def test_the_recipe_follows_the_training(open_kb, tmp_path):
-    spec = ReuseSpec("link", "prefix", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
+    spec = TrainedTokens(
+        "link", "prefix", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265
+    )
     directory = save_tiny_llama(tmp_path / "model", reuse=spec)
     kb = open_kb(model=directory)
     kb.ingest(rc.Document("dogs", TEXTS[0]))

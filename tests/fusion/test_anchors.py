@@ -23,14 +23,14 @@ import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
 from ragcache.kv.anchor_tokens import Anchors
 from ragcache.kv.block_key import Recipe, block_key
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Passages, Text
 
 IDS, SEGMENT = (170, 171, 172), 5
 ANCHORED = Recipe(anchors=Anchors(IDS, SEGMENT))
 STATED = {"first_anchor_id": 170, "anchor_tokens": 3, "anchor_segment": SEGMENT}
-LINK = ReuseSpec("link", "isolated", 2, 8, 20, 60, 61, **STATED)
-REPOSITION = ReuseSpec("reposition", **STATED)
+LINK = TrainedTokens("link", "isolated", 2, 8, 20, 60, 61, **STATED)
+REPOSITION = TrainedTokens("reposition", **STATED)
 PROMPT = random_prompt(91, prefix=6, chunks=(7, 20, 1, 5, 13), suffix=5)
 ANSWER = [5, 77, 31, 8]
 LINKS = [[20 + 2 * slot, 21 + 2 * slot] for slot in range(5)]
@@ -225,6 +225,6 @@ def test_blocks_and_recipes_that_are_not_the_models_are_refused(llama):
 
 
 def test_a_model_without_anchors_refuses_blocks_with_them(llama, tmp_path):
-    plain = Trained("llama", tmp_path, ReuseSpec("reposition")).lm
+    plain = Trained("llama", tmp_path, TrainedTokens("reposition")).lm
     with pytest.raises(ConfigError, match=r"'reposition' needs blocks of recipe 'isolated', not .*anchors"):
         rc.fuse(plain, PROMPT, blocks=rc.encode(plain, PROMPT, ANCHORED))

@@ -11,7 +11,7 @@ from families import assert_same, load_tiny, oracle_logits_of, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
-from ragcache.kv.prefix_cache import PrefixTree, read_cache
+from ragcache.kv.prefix_cache import PrefixCache, read_cache
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def prompts():
 def test_an_answer_is_a_prefix_too(llama):
     lm, oracle = llama
     first, _ = prompts()
-    tree = PrefixTree(lm.shape, 1 << 24)
+    tree = PrefixCache(lm.shape, 1 << 24)
     fused = rc.fuse(lm, first, "full", reserve_tokens=2)
     answer, logits = [], fused.next_logits
     for at in range(4):
@@ -56,7 +56,7 @@ def test_a_growing_tree_changes_no_answer(llama, seed):
     """Random prompts that share random beginnings, with a budget that is too small for them."""
     lm, oracle = llama
     generator = torch.Generator().manual_seed(seed)
-    tree = PrefixTree(lm.shape, 90 * lm.kv_bytes_per_token, page_tokens=5)
+    tree = PrefixCache(lm.shape, 90 * lm.kv_bytes_per_token, page_tokens=5)
     matched = 0
     for _ in range(12):
         chunks = [[5 + int(c)] * 9 for c in torch.randint(0, 3, (3,), generator=generator)]
@@ -74,7 +74,7 @@ def test_a_growing_tree_changes_no_answer(llama, seed):
 def test_eviction_votes_with_the_whole_suffix(llama):
     lm, _ = llama
     first, _ = prompts()
-    tree = PrefixTree(lm.shape, 1 << 24)
+    tree = PrefixCache(lm.shape, 1 << 24)
     keep(tree, first.ids, rc.fuse(lm, first, "full"))
     expected = rc.fuse(lm, first, "full", evict=5)
     with tree.match("full", first.ids) as exact:
@@ -92,7 +92,7 @@ def test_eviction_votes_with_the_whole_suffix(llama):
 def test_a_prefix_that_cannot_be_used_is_named(llama):
     lm, _ = llama
     first, _ = prompts()
-    tree = PrefixTree(lm.shape, 1 << 24)
+    tree = PrefixCache(lm.shape, 1 << 24)
     keep(tree, first.ids, rc.fuse(lm, first, "full"))
     with tree.match("full", first.ids) as exact:
         with pytest.raises(ConfigError, match=f"the last token has to run; give that of {first.num_tokens - 1} at"):

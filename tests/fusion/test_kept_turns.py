@@ -11,11 +11,11 @@ import ragcache as rc
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import get_method
 from ragcache.fusion.layout import lay_out
-from ragcache.kv.prefix_cache import PrefixTree, read_cache
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.kv.prefix_cache import PrefixCache, read_cache
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Passages, Text
 
-TRAINED = ReuseSpec("link", link_tokens=2, link_slots=4, first_link_id=150, kv_start_id=160, kv_end_id=161)
+TRAINED = TrainedTokens("link", link_tokens=2, link_slots=4, first_link_id=150, kv_start_id=160, kv_end_id=161)
 TURNS = [
     ("text", [3, 4, 5]),
     ("passages", [[10, 11, 12, 13, 14, 15], [20, 21, 22]]),
@@ -81,7 +81,7 @@ def read(lm, method, turns, tree=None):
     parts = parts_of(turns)
     layout = method.layout(lm, parts, rc.Recipe())
     elements = layout.elements
-    tree = tree or PrefixTree(lm.shape, 0)
+    tree = tree or PrefixCache(lm.shape, 0)
     with tree.match("turns", elements) as exact:
         exact.cut(layout.usable(min(exact.num_tokens, len(elements) - 1)))
         blocks = lm.encode([piece.ids for piece in layout.placed(exact.num_tokens)])
@@ -119,7 +119,7 @@ def test_a_turn_goes_on_from_the_one_before(trained, name):
     """Only what is new runs, and the answer is that of reading everything."""
     lm, oracle = trained
     spec = TRAINED if name == "link" else None
-    tree = PrefixTree(lm.shape, 1 << 24, page_tokens=4)
+    tree = PrefixCache(lm.shape, 1 << 24, page_tokens=4)
     before = 0
     for count in (3, 5, 7, 9, 9):
         fused, known, pieces = read(lm, get_method(name), TURNS[:count], tree)
@@ -134,7 +134,7 @@ def test_a_turn_goes_on_from_the_one_before(trained, name):
 def test_a_passage_is_not_known_in_part_nor_by_its_tokens_alone(trained):
     """Same tokens: as text, as one passage, as two. And a passage that begins like a known one is placed whole."""
     lm, oracle = trained
-    method, tree = get_method("reposition"), PrefixTree(lm.shape, 1 << 24)
+    method, tree = get_method("reposition"), PrefixCache(lm.shape, 1 << 24)
     same = [
         [("text", [3]), ("passages", [[10, 11, 12, 13]]), ("text", [5])],
         [("text", [3]), ("passages", [[10, 11], [12, 13]]), ("text", [5])],
@@ -159,7 +159,7 @@ def test_what_cannot_be_read_is_named(trained):
         rc.fuse(lm, parts, "reposition", evict=2)
     with pytest.raises(PromptError, match="ends with no text"):
         rc.fuse(lm, parts[:2], "reposition")
-    tree, layout = PrefixTree(lm.shape, 1 << 24), get_method("reposition").layout(lm, parts, rc.Recipe())
+    tree, layout = PrefixCache(lm.shape, 1 << 24), get_method("reposition").layout(lm, parts, rc.Recipe())
     tree.insert("turns", layout.elements, read_cache(rc.fuse(lm, parts, "reposition").cache))
     with tree.match("turns", layout.elements) as exact:
         exact.cut(5)

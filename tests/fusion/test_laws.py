@@ -7,7 +7,7 @@ import torch
 from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
 
 import ragcache as rc
-from ragcache.kv.prefix_cache import PrefixTree, read_cache
+from ragcache.kv.prefix_cache import PrefixCache, read_cache
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -37,7 +37,7 @@ def test_full_goes_on_from_an_exact_prefix(family):
     lm, oracle = family
     first = random_prompt(1, prefix=5, chunks=(14, 9))
     second = rc.Prompt(first.prefix_ids, [first.chunk_ids[0], [*first.chunk_ids[1][:4], 7, 8]], [9, 10, 11])
-    tree = PrefixTree(lm.shape, 1 << 24, page_tokens=4)
+    tree = PrefixCache(lm.shape, 1 << 24, page_tokens=4)
     tree.insert("full", first.ids, read_cache(rc.fuse(lm, first, method="full").cache))
     for prompt, shared in ((second, 23), (first, first.num_tokens - 1)):
         n = prompt.num_tokens

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 
 LINKS = [[101, 102], [], [7, 7, 9], [101]]
-TRAINED = ReuseSpec("link", link_tokens=2, link_slots=4, first_link_id=150, kv_start_id=160, kv_end_id=161)
+TRAINED = TrainedTokens("link", link_tokens=2, link_slots=4, first_link_id=150, kv_start_id=160, kv_end_id=161)
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -246,7 +246,7 @@ def test_link_tokens_count_towards_the_longest_prompt(llama):
 
 def test_block_attention_is_link_without_link_tokens(tmp_path):
     config = tiny_config("llama")
-    config.ragcache = ReuseSpec("reposition").section()
+    config.ragcache = TrainedTokens("reposition").section()
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     lm, prompt = rc.load_lm(tmp_path), random_prompt(0)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, StaleBlockError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 
 START, END = 170, 171
 GIVEN = {"doc_start_id": START, "doc_end_id": END}
@@ -42,7 +42,7 @@ def llama(tmp_path_factory):
 def trained(directory, positions):
     torch.manual_seed(0)
     config = tiny_config("llama")
-    config.ragcache = ReuseSpec("markers", **GIVEN, positions=positions).section()
+    config.ragcache = TrainedTokens("markers", **GIVEN, positions=positions).section()
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return rc.load_lm(directory), oracle_model(str(directory))
 

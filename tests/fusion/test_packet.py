@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.errors import ConfigError, StaleBlockError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Passages, Text
 
 HEADER, TRAILER = [170, 171, 172], [173, 174]
 GIVEN = {"header_ids": HEADER, "trailer_ids": TRAILER}
-SPEC = ReuseSpec("packet", first_packet_id=170, header_tokens=3, trailer_tokens=2)
+SPEC = TrainedTokens("packet", first_packet_id=170, header_tokens=3, trailer_tokens=2)
 
 
 @pytest.fixture(scope="module", params=METHOD_FAMILIES)
@@ -88,7 +88,7 @@ def test_none_at_all_is_reposition(family):
 
 
 def test_a_model_that_was_trained_with_none_is_read_by_reposition(tmp_path):
-    lm, _ = trained_model(tmp_path, ReuseSpec("packet"))
+    lm, _ = trained_model(tmp_path, TrainedTokens("packet"))
     prompt = random_prompt(3)
     assert lm.default_method == "packet"
     ours = rc.fuse(lm, prompt, "packet", blocks=rc.encode(lm, prompt)).next_logits

@@ -10,16 +10,17 @@ from transformers import AutoModelForCausalLM
 import ragcache as rc
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import block_recipe
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Passages, Text
 from ragcache_train.layout import Ask, EncodedRow, lay_out
 
 PREFIX, CHUNKS, SUFFIX = [1, 2], [[10, 11, 12], [13], [14, 15]], [20, 21]
-LINK = ReuseSpec("link", "isolated", 2, 4, 150, 190, 191)
+LINK = TrainedTokens("link", "isolated", 2, 4, 150, 190, 191)
 MARKERS = {
-    name: ReuseSpec("markers", doc_start_id=180, doc_end_id=181, positions=name) for name in ("reordered", "composite")
+    name: TrainedTokens("markers", doc_start_id=180, doc_end_id=181, positions=name)
+    for name in ("reordered", "composite")
 }
-SPECS = {"link": LINK, "reposition": ReuseSpec("reposition"), **MARKERS}
+SPECS = {"link": LINK, "reposition": TrainedTokens("reposition"), **MARKERS}
 PROMPT = rc.Prompt(PREFIX, CHUNKS, SUFFIX)
 
 

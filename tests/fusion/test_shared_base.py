@@ -10,7 +10,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS, get_method
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.prefix_cache import PrefixTree, read_cache
+from ragcache.kv.prefix_cache import PrefixCache, read_cache
 from ragcache.models.generate import decode
 from ragcache.models.sampler import Sampling
 
@@ -96,7 +96,7 @@ def test_the_tree_reads_a_base_where_it_is(family, monkeypatch):
     second = another(first, 7, 9, 11)
     wanted = rc.fuse(lm, second, "full").cache
     cache = rc.fuse(lm, second, "full", base=rc.fuse(lm, first, "full").share()).cache
-    tree = PrefixTree(lm.shape, 1 << 24, page_tokens=5)
+    tree = PrefixCache(lm.shape, 1 << 24, page_tokens=5)
     with monkeypatch.context() as patch:
         patch.setattr(FusedCache, "layer_state", None)
         assert tree.insert("full", second.ids, read_cache(cache)) == second.num_tokens

@@ -16,7 +16,7 @@ from families import (
 
 import ragcache as rc
 from ragcache.errors import RagCacheError
-from ragcache.models.batch import Run, RunPiece, run_pieces
+from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
 from ragcache.models.generate import decode
 from ragcache.models.sampler import Sampling
 
@@ -123,8 +123,8 @@ def test_joint_passes_on_the_device(models, device, family):
     pieces = []
     for ids, count, cache in zip(texts, held, caches, strict=True):
         positions = torch.arange(count, len(ids), device=device)
-        run = Run(torch.tensor(ids[count:], device=device), positions, cache, ordered=True)
-        pieces.append(RunPiece.next(run, len(ids) - count))
+        run = ForwardRequest(torch.tensor(ids[count:], device=device), positions, cache, ordered=True)
+        pieces.append(ScheduledTokens.next(run, len(ids) - count))
     for ids, logits in zip(texts, run_pieces(lm.model, pieces), strict=True):
         assert_same(logits.cpu(), oracle_logits_of(oracle, ids, causal(len(ids))))
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ragcache.errors import ConfigError
 from ragcache.kv.cache_shape import CacheShape, LayerShape
-from ragcache.kv.prefix_cache import Owned, PrefixTree
+from ragcache.kv.prefix_cache import Owned, PrefixCache
 
 SHAPE = CacheShape((LayerShape(num_kv_heads=2, key_dim=3, value_dim=2),) * 2, torch.float32, torch.device("cpu"))
 TOKEN_BYTES = 2 * 2 * (3 + 2) * 4
@@ -83,7 +83,7 @@ steps = st.lists(st.tuples(st.sampled_from(["insert", "match", "count"]), namesp
 @settings(max_examples=150, deadline=None)
 @given(steps, st.integers(1, 5))
 def test_it_finds_the_longest_common_prefix(steps, page_tokens):
-    tree, kept = PrefixTree(SHAPE, PLENTY, page_tokens=page_tokens), []
+    tree, kept = PrefixCache(SHAPE, PLENTY, page_tokens=page_tokens), []
     for what, namespace, elements in steps:
         if what == "insert":
             assert insert(tree, namespace, elements) == len(elements)
@@ -109,7 +109,7 @@ budgeted = st.lists(
 def test_the_budget_holds_and_leases_stay(steps, tokens, page_tokens):
     """Whatever is found is right and was inserted; what is leased is still there, bit for bit, whatever happens."""
     budget = tokens * TOKEN_BYTES
-    tree, kept, leases = PrefixTree(SHAPE, budget, page_tokens=page_tokens), [], []
+    tree, kept, leases = PrefixCache(SHAPE, budget, page_tokens=page_tokens), [], []
     for number, (what, namespace, elements) in enumerate(steps):
         if what == "insert":
             held = insert(tree, namespace, elements, [Owned(0, len(elements), number % 5)])
@@ -144,7 +144,7 @@ owned_sequences = st.lists(st.tuples(sequences, st.lists(st.integers(1, 4), max_
 def test_a_deletion_takes_all_that_was_computed_over_it(inserts, gone, page_tokens):
     """Each sequence is cut into parts with owners by their first element: what is found afterwards has no deleted part,
     apart from tokens that other owners' parts share."""
-    tree = PrefixTree(SHAPE, PLENTY, page_tokens=page_tokens)
+    tree = PrefixCache(SHAPE, PLENTY, page_tokens=page_tokens)
     kept = []
     for elements, lengths in inserts:
         owned, start = [], 0
@@ -172,7 +172,7 @@ def shared_starts(elements, kept, gone):
 
 
 def test_what_stands_before_a_deleted_part_stays():
-    tree = PrefixTree(SHAPE, PLENTY, page_tokens=4)
+    tree = PrefixCache(SHAPE, PLENTY, page_tokens=4)
     first, second = [1, 1, 1, 5, 5, 5, 9], [1, 1, 1, 5, 5, 6, 9]
     insert(tree, "a", first, [Owned(3, 6, 50)])
     insert(tree, "a", second, [Owned(3, 6, 60)])
@@ -185,7 +185,7 @@ def test_what_stands_before_a_deleted_part_stays():
 
 
 def test_the_least_recently_used_end_goes_first():
-    tree = PrefixTree(SHAPE, 10 * TOKEN_BYTES, page_tokens=2)
+    tree = PrefixCache(SHAPE, 10 * TOKEN_BYTES, page_tokens=2)
     old, new = [1, 1, 2, 2, 2], [1, 1, 3, 3, 3]
     insert(tree, "a", old)
     insert(tree, "a", new)
@@ -200,9 +200,9 @@ def test_the_least_recently_used_end_goes_first():
 @pytest.mark.parametrize("missing", [0, 1])
 def test_the_budget_holds_to_the_byte(missing):
     """The last token fits exactly, beside others too; with one byte less it does not, or another goes for it."""
-    alone = PrefixTree(SHAPE, 3 * TOKEN_BYTES - missing, page_tokens=1)
+    alone = PrefixCache(SHAPE, 3 * TOKEN_BYTES - missing, page_tokens=1)
     assert insert(alone, "a", [1, 2, 3]) == alone.stats().tokens == 3 - missing
-    tree = PrefixTree(SHAPE, 5 * TOKEN_BYTES - missing, page_tokens=1)
+    tree = PrefixCache(SHAPE, 5 * TOKEN_BYTES - missing, page_tokens=1)
     insert(tree, "a", [1, 2])
     assert insert(tree, "b", [1, 2, 3]) == 3
     assert (served(tree, "a", [1, 2]), tree.stats().evicted_tokens) == (2 - missing, missing)
@@ -210,7 +210,7 @@ def test_the_budget_holds_to_the_byte(missing):
 
 
 def test_a_sequence_larger_than_the_budget_is_kept_as_far_as_it_fits():
-    tree = PrefixTree(SHAPE, 5 * TOKEN_BYTES, page_tokens=2)
+    tree = PrefixCache(SHAPE, 5 * TOKEN_BYTES, page_tokens=2)
     sequence = list(range(9))
     assert insert(tree, "a", sequence) == 5
     assert served(tree, "a", sequence) == 5
@@ -221,7 +221,7 @@ def test_a_sequence_larger_than_the_budget_is_kept_as_far_as_it_fits():
 
 def test_what_is_being_read_is_not_evicted():
     """A node of which an asker reads a part stays whole, and is found, until the asker has done; then it may go."""
-    tree = PrefixTree(SHAPE, 6 * TOKEN_BYTES, page_tokens=2)
+    tree = PrefixCache(SHAPE, 6 * TOKEN_BYTES, page_tokens=2)
     read, other = [1, 2, 3, 4], [8, 9]
     insert(tree, "a", read)
     insert(tree, "a", other)
@@ -233,7 +233,7 @@ def test_what_is_being_read_is_not_evicted():
 
 
 def test_a_reader_that_fails_leaves_nothing():
-    tree = PrefixTree(SHAPE, PLENTY, page_tokens=2)
+    tree = PrefixCache(SHAPE, PLENTY, page_tokens=2)
 
     def fail(layer, start, stop):
         if start:
@@ -249,11 +249,11 @@ def test_a_reader_that_fails_leaves_nothing():
 @pytest.mark.parametrize("budget", [-1, 1, TOKEN_BYTES - 1])
 def test_a_budget_below_one_token_is_refused(budget):
     with pytest.raises(ConfigError, match=rf"{budget} bytes: one token of this model takes {TOKEN_BYTES}"):
-        PrefixTree(SHAPE, budget)
+        PrefixCache(SHAPE, budget)
 
 
 def test_nothing_is_kept_without_a_budget():
-    tree = PrefixTree(SHAPE, 0)
+    tree = PrefixCache(SHAPE, 0)
     assert insert(tree, "a", [1, 2]) == 0
     assert served(tree, "a", [1, 2]) == 0
 
@@ -262,7 +262,7 @@ def test_nothing_is_kept_without_a_budget():
 def test_threads(seed):
     """Askers, inserters and deletions at once: nothing wrong is served, and the bytes are watched all the time."""
     tokens = 60
-    tree = PrefixTree(SHAPE, tokens * TOKEN_BYTES, page_tokens=3)
+    tree = PrefixCache(SHAPE, tokens * TOKEN_BYTES, page_tokens=3)
     done = threading.Event()
     over = []
 

@@ -17,12 +17,12 @@ import ragcache as rc
 from ragcache.errors import AdapterError
 from ragcache.models.adapter import Adapter
 from ragcache.models.load import checkpoint_digest, load_card
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.retrieval.fake import BagOfWords
 from ragcache_plan.shape import shape_of
 
-PACKET = ReuseSpec("packet", first_packet_id=VOCAB, header_tokens=3, trailer_tokens=2)
-LINK = ReuseSpec(
+PACKET = TrainedTokens("packet", first_packet_id=VOCAB, header_tokens=3, trailer_tokens=2)
+LINK = TrainedTokens(
     "link",
     link_tokens=2,
     link_slots=4,
@@ -33,7 +33,7 @@ LINK = ReuseSpec(
     header_tokens=3,
 )
 FREE = next(id for id in range(3, 190) if not {id, id + 1, id + 2} & set(random_prompt(3).ids))
-RESERVED = ReuseSpec("packet", first_packet_id=FREE, header_tokens=2, trailer_tokens=1)
+RESERVED = TrainedTokens("packet", first_packet_id=FREE, header_tokens=2, trailer_tokens=1)
 SPECS = {"packet": PACKET, "link": LINK, "reserved ids": RESERVED}
 # Gemma 4 looks the ids up in a second table; what a new id has there is its family's affair.
 FAMILIES = [name for name in METHOD_FAMILIES if name != "gemma4"]
@@ -103,7 +103,7 @@ def base(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("base"))
 
 
-SMALL = ReuseSpec("packet", first_packet_id=258, header_tokens=2, trailer_tokens=2)
+SMALL = TrainedTokens("packet", first_packet_id=258, header_tokens=2, trailer_tokens=2)
 
 
 @pytest.fixture
@@ -286,5 +286,5 @@ def test_saved_as_a_whole_it_is_an_ordinary_checkpoint(adapter, tmp_path):
     lm.model.set_attn_implementation("eager")
     lm.model.save_pretrained(tmp_path / "whole")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    assert ReuseSpec.of(plain.config) == SMALL
+    assert TrainedTokens.of(plain.config) == SMALL
     assert torch.equal(plain.get_input_embeddings().weight, lm.model.get_input_embeddings().weight)

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError
-from ragcache.models.generate import TextStream, decode
-from ragcache.models.sampler import Chooser, Sampling
+from ragcache.models.generate import Detokenizer, decode
+from ragcache.models.sampler import Sampler, Sampling
 
 
 @pytest.fixture(scope="module")
@@ -80,21 +80,21 @@ def test_cancelling_raises(llama):
 def test_a_seed_repeats_and_samples_follow_the_distribution():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     cpu = torch.device("cpu")
-    one, two = (Chooser(Sampling(temperature=0.7, seed=3), cpu) for _ in range(2))
+    one, two = (Sampler(Sampling(temperature=0.7, seed=3), cpu) for _ in range(2))
     assert [one(logits) for _ in range(50)] == [two(logits) for _ in range(50)]
-    draw = Chooser(Sampling(temperature=2.0, seed=0), cpu)
+    draw = Sampler(Sampling(temperature=2.0, seed=0), cpu)
     counts = torch.bincount(torch.tensor([draw(logits) for _ in range(4000)]), minlength=4) / 4000
     torch.testing.assert_close(counts, (logits / 2).softmax(0), atol=0.03, rtol=0)
-    top = Chooser(Sampling(temperature=1.0, top_k=2, seed=0), cpu)
+    top = Sampler(Sampling(temperature=1.0, top_k=2, seed=0), cpu)
     assert {top(logits) for _ in range(200)} == {0, 1}
-    nucleus = Chooser(Sampling(temperature=1.0, top_p=0.5, seed=0), cpu)
+    nucleus = Sampler(Sampling(temperature=1.0, top_p=0.5, seed=0), cpu)
     assert {nucleus(logits) for _ in range(200)} == {0}
 
 
 @settings(deadline=None)
 @given(text=st.text(max_size=40), stop=st.lists(st.text(min_size=1, max_size=3), max_size=2))
 def test_streamed_pieces_join_to_the_text_before_the_first_stop(byte_tokenizer, text, stop):
-    stream = TextStream(byte_tokenizer, stop)
+    stream = Detokenizer(byte_tokenizer, stop)
     pieces = []
     for token in byte_tokenizer(text, add_special_tokens=False)["input_ids"]:
         pieces.append(stream.push(token))

@@ -22,7 +22,7 @@ from waiting import WAIT_S, until
 
 import ragcache as rc
 from ragcache.models.attention import CURRENT
-from ragcache.models.batch import Run, RunPiece, run_pieces
+from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
 from ragcache.models.generate import decode
 from ragcache.models.sampler import Sampling
 
@@ -59,7 +59,7 @@ def ids_of(count, seed):
 
 
 def run_of(lm, ids, start, cache):
-    return Run(torch.tensor(ids), torch.arange(start, start + len(ids)), cache, ordered=True)
+    return ForwardRequest(torch.tensor(ids), torch.arange(start, start + len(ids)), cache, ordered=True)
 
 
 def causal(n):
@@ -79,7 +79,9 @@ def test_a_joint_pass_equals_separate_plain_forwards(models, family):
         if count:
             lm.run(ids[:count], 0, cache)
     rows = zip(texts, held, caches, strict=True)
-    pieces = [RunPiece.next(run_of(lm, ids[count:], count, cache), len(ids) - count) for ids, count, cache in rows]
+    pieces = [
+        ScheduledTokens.next(run_of(lm, ids[count:], count, cache), len(ids) - count) for ids, count, cache in rows
+    ]
     found = run_pieces(lm.model, pieces)
     assert CURRENT.get() is None
     for ids, cache, logits in zip(texts, caches, found, strict=True):
@@ -95,8 +97,8 @@ def test_the_suffix_of_one_joins_the_decoding_of_others(models, family):
     decoding, cache = ids_of(26, 6), lm.new_cache(40)
     lm.run(decoding[:-1], 0, cache)
     suffixes = [Captured(lm, prompt, ratio) for ratio in ("reposition", "full")]
-    pieces = [RunPiece.next(run_of(lm, decoding[-1:], 25, cache), 1)]
-    pieces += [RunPiece.next(one.run, one.run.left) for one in suffixes]
+    pieces = [ScheduledTokens.next(run_of(lm, decoding[-1:], 25, cache), 1)]
+    pieces += [ScheduledTokens.next(one.run, one.run.left) for one in suffixes]
     step, moved, read = run_pieces(lm.model, pieces)
     assert_same(step, oracle_logits_of(oracle, decoding, causal(26)))
     assert_same(moved, oracle_logits(oracle, prompt, block_diagonal(prompt)))
@@ -107,7 +109,7 @@ class Captured:
     """The run that a method asks for, caught before it runs."""
 
     def __init__(self, lm, prompt, method):
-        self.run: Run | None = None
+        self.run: ForwardRequest | None = None
         scheduler = lm.scheduler
         original = scheduler.run
 
@@ -136,7 +138,7 @@ def test_a_run_in_pieces_equals_one_plain_forward(models, family, size):
     ids = ids_of(45, 7)
     run = run_of(lm, ids, 0, lm.new_cache(64))
     while run.left:
-        piece = RunPiece.next(run, min(size, run.left))
+        piece = ScheduledTokens.next(run, min(size, run.left))
         (logits,) = run_pieces(lm.model, [piece])
         piece.end()
     assert_same(logits, oracle_logits_of(oracle, ids, causal(45)))
@@ -147,7 +149,7 @@ def test_a_failed_piece_leaves_the_cache_as_it_was(models):
     """Also where the pass stopped between two layers, and where it placed the context."""
     lm, oracle = models("llama")
     one = Captured(lm, prompt := random_prompt(8), "reposition").run
-    piece = RunPiece.next(one, one.left)
+    piece = ScheduledTokens.next(one, one.left)
     layers = lm.model.model.layers
 
     def fail(*_args):

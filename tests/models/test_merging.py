@@ -20,11 +20,11 @@ from ragcache.cli.commands import build_app
 from ragcache.errors import AdapterError, ModelMismatchError
 from ragcache.models.adapter import Adapter
 from ragcache.models.load import checkpoint_digest, refuse_other_checkpoint
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_vllm.merged_adapter import merge, servable
 
-SPEC = ReuseSpec("packet", first_packet_id=VOCAB, header_tokens=3, trailer_tokens=2)
-SMALL = ReuseSpec("packet", first_packet_id=258, header_tokens=2, trailer_tokens=2)
+SPEC = TrainedTokens("packet", first_packet_id=VOCAB, header_tokens=3, trailer_tokens=2)
+SMALL = TrainedTokens("packet", first_packet_id=258, header_tokens=2, trailer_tokens=2)
 
 
 def save_tied(directory):

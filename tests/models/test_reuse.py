@@ -14,20 +14,20 @@ from transformers import LlamaConfig
 import ragcache as rc
 from ragcache.errors import ConfigError, ModelNotFoundError, PromptError
 from ragcache.models.generate import decode
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 
-LINK = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=100, kv_start_id=106, kv_end_id=107)
+LINK = TrainedTokens("link", link_tokens=2, link_slots=3, first_link_id=100, kv_start_id=106, kv_end_id=107)
 ANCHORS = {"first_anchor_id": 110, "anchor_tokens": 3, "anchor_segment": 8}
 SPECS = [
     LINK,
-    ReuseSpec("link", "prefix"),
-    ReuseSpec("markers", doc_start_id=3, doc_end_id=4, positions="composite"),
-    ReuseSpec("packet", first_packet_id=100, header_tokens=3, trailer_tokens=2),
-    ReuseSpec("packet"),
+    TrainedTokens("link", "prefix"),
+    TrainedTokens("markers", doc_start_id=3, doc_end_id=4, positions="composite"),
+    TrainedTokens("packet", first_packet_id=100, header_tokens=3, trailer_tokens=2),
+    TrainedTokens("packet"),
     replace(LINK, first_packet_id=110, header_tokens=3),
     replace(LINK, **ANCHORS),
-    ReuseSpec("reposition"),
-    ReuseSpec("reposition", **ANCHORS),
+    TrainedTokens("reposition"),
+    TrainedTokens("reposition", **ANCHORS),
 ]
 
 
@@ -36,7 +36,7 @@ def test_a_section_survives_a_configuration_on_disk(spec, tmp_path):
     config = LlamaConfig()
     config.ragcache = spec.section()
     config.save_pretrained(tmp_path)
-    assert ReuseSpec.of(LlamaConfig.from_pretrained(tmp_path)) == spec
+    assert TrainedTokens.of(LlamaConfig.from_pretrained(tmp_path)) == spec
     assert json.loads((tmp_path / "config.json").read_text())["ragcache"]["version"] == 1
 
 
@@ -63,7 +63,7 @@ def test_ids_of_anchors():
 
 
 def test_no_section_is_no_training():
-    assert ReuseSpec.of(LlamaConfig()) is None
+    assert TrainedTokens.of(LlamaConfig()) is None
 
 
 def test_link_ids_by_slot_and_place():
@@ -75,7 +75,7 @@ def test_link_ids_by_slot_and_place():
 
 def test_the_layout_of_the_authors_llama3_checkpoints():
     """128011 + K*n + j, KV-START 128254, KV-END 128255, as the paper's code has it."""
-    spec = ReuseSpec.llama3(5)
+    spec = TrainedTokens.llama3(5)
     assert spec.link_ids(0) == [128011, 128012, 128013, 128014, 128015]
     assert spec.link_ids(7)[2] == 128011 + 5 * 7 + 2
     assert (spec.kv_start_id, spec.kv_end_id) == (128254, 128255)
@@ -115,13 +115,13 @@ def test_a_section_that_cannot_be_read_is_named(section, named):
     config = LlamaConfig()
     config.ragcache = section
     with pytest.raises(ConfigError, match=named):
-        ReuseSpec.of(config)
+        TrainedTokens.of(config)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A tiny checkpoint that holds its added tokens, 258 to 265."""
-    spec = ReuseSpec("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
+    spec = TrainedTokens("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
     return save_tiny_llama(tmp_path_factory.mktemp("linked"), reuse=spec), spec
 
 

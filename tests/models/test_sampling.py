@@ -11,7 +11,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.models.generate import decode
-from ragcache.models.sampler import Chooser, Sampling
+from ragcache.models.sampler import Sampler, Sampling
 
 PROMPT = random_prompt(1)
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_penalties_are_the_published_formulas(llama, penalties):
 def test_min_p_leaves_out_what_is_less_likely_than_its_share_of_the_likeliest():
     logits = torch.tensor([2.0, 1.9, 1.0, 0.5, -3.0])
     shares = np.exp(logits.numpy() - logits.numpy().max())
-    draw = Chooser(Sampling(temperature=1.0, min_p=0.3, seed=0), CPU)
+    draw = Sampler(Sampling(temperature=1.0, min_p=0.3, seed=0), CPU)
     drawn = torch.bincount(torch.tensor([draw(logits) for _ in range(3000)]), minlength=5) / 3000
     expected = np.where(shares >= 0.3, shares, 0)
     np.testing.assert_allclose(drawn.numpy(), expected / expected.sum(), atol=0.03)

@@ -16,9 +16,9 @@ from ragcache.kv.buffers import BufferPool
 from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.models import scheduler as scheduler_module
-from ragcache.models.batch import Run
+from ragcache.models.batch import ForwardRequest
 from ragcache.models.deadline import NO_LIMIT, Limit, limited
-from ragcache.models.scheduler import Decoding, Scheduler
+from ragcache.models.scheduler import DecodingSequence, Scheduler
 
 SHAPE = CacheShape((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 WAIT_S = 20.0  # for what must happen; nothing is measured
@@ -60,9 +60,9 @@ def cache() -> FusedCache:
     return FusedCache(BufferPool(SHAPE, 0), 1)
 
 
-def run_of(first: int, tokens: int = 1, *, ordered: bool = True, held: FusedCache | None = None) -> Run:
+def run_of(first: int, tokens: int = 1, *, ordered: bool = True, held: FusedCache | None = None) -> ForwardRequest:
     ids = torch.arange(first, first + tokens)
-    return Run(ids, ids, cache() if held is None else held, ordered)
+    return ForwardRequest(ids, ids, cache() if held is None else held, ordered)
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def decode(scheduler, first, tokens, *, held=None, eos=(), limit=NO_LIMIT):
     """Ids first, first + 10, ...: every token is ten more than what ran before it."""
     logits = torch.tensor(float(first))
     held = cache() if held is None else held
-    return scheduler.decode(Decoding(held, lambda found: int(found), 100, 100 + tokens, eos, limit), logits)
+    return scheduler.decode(DecodingSequence(held, lambda found: int(found), 100, 100 + tokens, eos, limit), logits)
 
 
 class Counting(Model):
@@ -307,7 +307,7 @@ def test_an_answer_waits_for_room_and_goes_on(decoder, counting):
         return 2
 
     def grown(tokens):
-        decoding = Decoding(cache(), lambda found: int(found), 100, 100 + tokens, (), NO_LIMIT, 103, more)
+        decoding = DecodingSequence(cache(), lambda found: int(found), 100, 100 + tokens, (), NO_LIMIT, 103, more)
         return decoder.decode(decoding, torch.tensor(7.0))
 
     assert list(grown(7)) == [7, 17, 27, 37, 47, 57, 67]
@@ -415,7 +415,7 @@ def test_choosing_may_fail(decoder):
             raise ValueError("nothing to choose from")
         return int(logits)
 
-    steps = decoder.decode(Decoding(cache(), choose, 0, 9, (), NO_LIMIT), torch.tensor(1.0))
+    steps = decoder.decode(DecodingSequence(cache(), choose, 0, 9, (), NO_LIMIT), torch.tensor(1.0))
     with pytest.raises(ValueError, match="nothing to choose"):
         list(steps)
     assert int(decoder.run(run_of(5))) == 15

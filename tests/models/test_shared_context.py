@@ -12,7 +12,7 @@ import ragcache as rc
 from ragcache.kv.buffers import BufferPool
 from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.models.batch import Run, RunPiece, run_pieces
+from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
 
 FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt_neox", "smollm3", "mistral-window", "cohere2")
 CONTEXT = 31
@@ -36,7 +36,7 @@ def ids_of(count, seed):
 
 
 def run_of(ids, start, cache):
-    return Run(torch.tensor(ids), torch.arange(start, start + len(ids)), cache, ordered=True)
+    return ForwardRequest(torch.tensor(ids), torch.arange(start, start + len(ids)), cache, ordered=True)
 
 
 def expected(oracle, ids):
@@ -63,7 +63,7 @@ def test_requests_over_one_context_in_one_pass(models, family):
     lm.run(texts[1][CONTEXT:-1], CONTEXT, caches[1])  # it decodes in the shared pass
     starts = [len(cache.layer_state(0)[2]) for cache in caches]
     rows = zip(texts, starts, caches, strict=True)
-    pieces = [RunPiece.next(run_of(ids[start:], start, cache), len(ids) - start) for ids, start, cache in rows]
+    pieces = [ScheduledTokens.next(run_of(ids[start:], start, cache), len(ids) - start) for ids, start, cache in rows]
     for ids, logits in zip(texts, run_pieces(lm.model, pieces), strict=True):
         assert_same(logits, expected(oracle, ids))
     assert caches[0].lengths == [len(texts[0])] * lm.shape.num_layers

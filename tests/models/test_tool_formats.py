@@ -8,7 +8,7 @@ import pytest
 from templates import FAMILIES, TOOL_TEMPLATES, template_tokenizer
 
 from ragcache.errors import ConfigError
-from ragcache.models.generate import TextStream
+from ragcache.models.generate import Detokenizer
 from ragcache.models.tool_calls import FORMATS, ToolParser, format_of
 
 F, G = ("f", {"a": 1}), ("g", {})
@@ -140,5 +140,5 @@ def test_markers_are_kept_where_special_tokens_are_left_out():
     tokenizer.add_special_tokens({"additional_special_tokens": [*FAMILIES["mistral"][1][2:], "[TOOL_CALLS]"]})
     ids = tokenizer('[INST] a[TOOL_CALLS]f[ARGS]{"b": 1}</s>', add_special_tokens=False)["input_ids"]
     for markers, text in (((), ' af[ARGS]{"b": 1}'), (FORMATS["mistral"].markers, ' a[TOOL_CALLS]f[ARGS]{"b": 1}')):
-        stream = TextStream(tokenizer, (), markers)
+        stream = Detokenizer(tokenizer, (), markers)
         assert "".join([*(stream.push(id) for id in ids), stream.finish()]).replace("  ", " ") == text

@@ -15,7 +15,7 @@ from families import (
 )
 
 import ragcache as rc
-from ragcache.models.batch import Run, RunPiece, run_pieces
+from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
 
 WINDOWED = ("mistral-window", "gemma2", "gpt_oss")
 EDGE = (-1, 0, 1, 2)  # tokens that a context has more than the window
@@ -75,8 +75,8 @@ def test_joint_passes(model, rows):
     for ids in texts:
         cache, start = lm.new_cache(32), len(ids) - rows
         lm.run(ids[:start], 0, cache)
-        run = Run(torch.tensor(ids[start:]), torch.arange(start, len(ids)), cache, ordered=True)
-        pieces.append(RunPiece.next(run, rows))
+        run = ForwardRequest(torch.tensor(ids[start:]), torch.arange(start, len(ids)), cache, ordered=True)
+        pieces.append(ScheduledTokens.next(run, rows))
     for ids, logits in zip(texts, run_pieces(lm.model, pieces), strict=True):
         assert_same(logits, expected(oracle, ids))
 

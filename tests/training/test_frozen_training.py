@@ -19,7 +19,7 @@ import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError
 from ragcache.models.adapter import Adapter
 from ragcache.models.load import checkpoint_digest
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.attention import NAME, register
 from ragcache_train.collate import Pair, collate, collate_pairs
@@ -31,13 +31,13 @@ from ragcache_train.options import TrainOptions
 from ragcache_train.special_tokens import choose_spec
 from ragcache_train.trainer import train
 
-LINK = ReuseSpec("link", "isolated", 2, 4, 199, 207, 208, first_packet_id=209, header_tokens=2)
-PACKET = ReuseSpec("packet", first_packet_id=199, header_tokens=3, trailer_tokens=2)
+LINK = TrainedTokens("link", "isolated", 2, 4, 199, 207, 208, first_packet_id=209, header_tokens=2)
+PACKET = TrainedTokens("packet", first_packet_id=199, header_tokens=3, trailer_tokens=2)
 PROMPT = random_prompt(3)
 ASKS = [Ask(list(PROMPT.suffix_ids), [110, 111, 2]), Ask([101, 102, 103], [112, 2])]
 USED = {*PROMPT.ids, *(id for ask in ASKS for id in (*ask.suffix, *ask.answer))}
 FREE = next(id for id in range(3, 190) if not USED & {id, id + 1, id + 2})
-INSIDE = ReuseSpec("packet", first_packet_id=FREE, header_tokens=2, trailer_tokens=1)
+INSIDE = TrainedTokens("packet", first_packet_id=FREE, header_tokens=2, trailer_tokens=1)
 SPECS = {"link": LINK, "packet": PACKET, "reserved ids": INSIDE}
 ROW = EncodedRow("qa", "", PROMPT.prefix_ids, PROMPT.chunk_ids, ASKS, None, True)
 
@@ -232,11 +232,11 @@ def logits_as_trained(out):
 @pytest.mark.parametrize(
     ("changes", "spec"),
     [
-        ({}, ReuseSpec("link", "isolated", 2, 4, 258, 266, 267, first_packet_id=268, header_tokens=8)),
-        ({"header_tokens": 0}, ReuseSpec("link", "isolated", 2, 4, 258, 266, 267)),
+        ({}, TrainedTokens("link", "isolated", 2, 4, 258, 266, 267, first_packet_id=268, header_tokens=8)),
+        ({"header_tokens": 0}, TrainedTokens("link", "isolated", 2, 4, 258, 266, 267)),
         (
             {"reuse": "packet", "freeze": False, "trailer_tokens": 3},
-            ReuseSpec("packet", first_packet_id=258, header_tokens=8, trailer_tokens=3),
+            TrainedTokens("packet", first_packet_id=258, header_tokens=8, trailer_tokens=3),
         ),
     ],
     ids=["link", "link alone", "packet"],
@@ -343,7 +343,7 @@ def test_rows_start_as_the_prefix_and_as_a_lines_end(options, base):
 def test_ids_of_a_packet_stand_beside_those_of_links():
     tokenizer = byte_tokenizer()
     spec = choose_spec(tokenizer, "link", 2, 2, "reordered", 3, 1)
-    assert spec == ReuseSpec(
+    assert spec == TrainedTokens(
         "link", "isolated", 2, 2, 258, 262, 263, first_packet_id=264, header_tokens=3, trailer_tokens=1
     )
     names = ["<|header_1|>", "<|header_2|>", "<|header_3|>", "<|trailer_1|>"]

@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.batches import BatchOptions, BatchPlan, Draw
 from ragcache_train.collate import DrawnRows, collate
 from ragcache_train.layout import Ask, EncodedRow, lay_out
 
-LINK = ReuseSpec("link", "isolated", 2, 16, 500, 600, 601)
+LINK = TrainedTokens("link", "isolated", 2, 16, 500, 600, 601)
 
 
 def rows(count: int = 200, kind: str = "qa", apart: bool | None = None) -> list[EncodedRow]:
@@ -22,7 +22,7 @@ def rows(count: int = 200, kind: str = "qa", apart: bool | None = None) -> list[
     return [EncodedRow(kind, str(n), [1], chunks(n), [Ask([2, 3], [4, 5])], apart, True) for n in range(count)]
 
 
-def plan(data: list[EncodedRow], spec: ReuseSpec | None = LINK, seed: int = 0, **more) -> BatchPlan:
+def plan(data: list[EncodedRow], spec: TrainedTokens | None = LINK, seed: int = 0, **more) -> BatchPlan:
     options = {name: more.pop(name) for name in ("tokens", "rows", "separate_share", "mixture") if name in more}
     return BatchPlan(data, spec, BatchOptions(**options), seed, **more)
 

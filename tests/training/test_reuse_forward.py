@@ -12,17 +12,18 @@ from families import FAMILIES, oracle_logits_of, oracle_model, random_prompt, sa
 from transformers import AutoConfig
 
 import ragcache as rc
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.attention import NAME, register
 from ragcache_train.collate import collate
 from ragcache_train.layout import Ask, EncodedRow, lay_out
 from ragcache_train.loss import answer_logits, answer_loss
 
-LINK = ReuseSpec("link", "isolated", 2, 8, 20, 60, 61)
+LINK = TrainedTokens("link", "isolated", 2, 8, 20, 60, 61)
 MARKERS = {
-    name: ReuseSpec("markers", doc_start_id=70, doc_end_id=71, positions=name) for name in ("reordered", "composite")
+    name: TrainedTokens("markers", doc_start_id=70, doc_end_id=71, positions=name)
+    for name in ("reordered", "composite")
 }
-SPECS = {"link": LINK, "reposition": ReuseSpec("reposition"), **MARKERS}
+SPECS = {"link": LINK, "reposition": TrainedTokens("reposition"), **MARKERS}
 ANCHORS = {"first_anchor_id": 62, "anchor_tokens": 2, "anchor_segment": 4}
 ANCHORED = {name: replace(SPECS[name], **ANCHORS) for name in ("link", "reposition")}
 PROMPT = random_prompt(3)
@@ -52,7 +53,7 @@ def training_logits(model, batch):
         return answer_logits(model, model, batch)
 
 
-def papers_tokens(spec: ReuseSpec, questions: list[list[int]]) -> list[oracle.Tok]:
+def papers_tokens(spec: TrainedTokens, questions: list[list[int]]) -> list[oracle.Tok]:
     prefix, chunks = list(PROMPT.prefix_ids), [list(chunk) for chunk in PROMPT.chunk_ids]
     if spec.method == "markers":
         return oracle.marked(prefix, chunks, questions, (70, 71), spec.positions == "composite")
@@ -65,7 +66,7 @@ def papers_tokens(spec: ReuseSpec, questions: list[list[int]]) -> list[oracle.To
     return oracle.linked(prefix, chunks, questions, [[]] * len(chunks))
 
 
-def oracle_training_logits(model, spec: ReuseSpec):
+def oracle_training_logits(model, spec: TrainedTokens):
     """Each question alone behind the context, each answer token by a forward of its own."""
     found = []
     for question, answer in zip(QUESTIONS, ANSWERS, strict=True):

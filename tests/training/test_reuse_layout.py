@@ -8,13 +8,14 @@ import pytest
 import reuse_oracle as oracle
 
 from ragcache.errors import ConfigError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.layout import Ask, EncodedRow, context_tokens, lay_out, layout_tokens
 
-LINK = ReuseSpec("link", "isolated", 2, 4, 50, 90, 91)
-REPOSITION = ReuseSpec("reposition")
+LINK = TrainedTokens("link", "isolated", 2, 4, 50, 90, 91)
+REPOSITION = TrainedTokens("reposition")
 MARKERS = {
-    name: ReuseSpec("markers", doc_start_id=80, doc_end_id=81, positions=name) for name in ("reordered", "composite")
+    name: TrainedTokens("markers", doc_start_id=80, doc_end_id=81, positions=name)
+    for name in ("reordered", "composite")
 }
 ANCHORED = replace(LINK, first_anchor_id=92, anchor_tokens=2, anchor_segment=3)
 PREFIX, CHUNKS = [1, 2], [[10, 11, 12], [13], [14, 15]]

@@ -10,14 +10,14 @@ import torch
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.collate import collate
 from ragcache_train.layout import Ask, EncodedRow, lay_out
 from ragcache_train.mask import PADDING, Visibility
 
-LINK = ReuseSpec("link", "isolated", 2, 8, 50, 90, 91)
-ANCHORED = ReuseSpec("link", "isolated", 2, 8, 50, 90, 91, first_anchor_id=92, anchor_tokens=2, anchor_segment=3)
-COMPOSITE = ReuseSpec("markers", doc_start_id=80, doc_end_id=81, positions="composite")
+LINK = TrainedTokens("link", "isolated", 2, 8, 50, 90, 91)
+ANCHORED = TrainedTokens("link", "isolated", 2, 8, 50, 90, 91, first_anchor_id=92, anchor_tokens=2, anchor_segment=3)
+COMPOSITE = TrainedTokens("markers", doc_start_id=80, doc_end_id=81, positions="composite")
 WINDOWS = (None, 5)
 
 
@@ -38,7 +38,7 @@ def both(seed: int):
     if kind == 0:
         return lay_out(row, LINK, False), oracle.together(prefix, chunks, questions)
     if kind == 1:
-        spec = ReuseSpec("reposition")
+        spec = TrainedTokens("reposition")
         return lay_out(row, spec, True), oracle.linked(prefix, chunks, questions, [[]] * len(chunks))
     if kind == 2:
         return lay_out(row, COMPOSITE, True), oracle.marked(prefix, chunks, questions, (80, 81), True)
@@ -94,7 +94,7 @@ def test_flex_attention_gives_what_dense_attention_gives(drawn, window):
 
 def test_blocks_that_nobody_sees_are_left_out():
     row = EncodedRow("qa", "", [1], [[5] * 128] * 6, [Ask([7], [8, 3])], None, True)
-    batch = collate([lay_out(row, ReuseSpec("reposition"), True)], multiple=128)
+    batch = collate([lay_out(row, TrainedTokens("reposition"), True)], multiple=128)
     blocks = Visibility(batch["segments"], batch["position_ids"]).blocks(None)
     assert blocks.sparsity() > 50  # per cent of the blocks
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import AddedToken, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ragcache.errors import ConfigError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.special_tokens import choose_spec, prepare_model
 
 
@@ -27,7 +27,7 @@ def test_reserved_tokens_are_used_where_there_are_enough_in_a_row():
     size = len(tokenizer)
     spec = choose_spec(tokenizer, "link", 2, 5, "reordered")
     assert len(tokenizer) == size
-    assert spec == ReuseSpec("link", "isolated", 2, 5, 258, 268, 269)
+    assert spec == TrainedTokens("link", "isolated", 2, 5, 258, 268, 269)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_reserved_tokens_are_used_where_there_are_enough_in_a_row():
 )
 def test_the_names_of_reserved_tokens(name):
     tokenizer = tokenizer_with([name.format(n) for n in range(4)])
-    assert choose_spec(tokenizer, "link", 2, 1, "reordered") == ReuseSpec("link", "isolated", 2, 1, 258, 260, 261)
+    assert choose_spec(tokenizer, "link", 2, 1, "reordered") == TrainedTokens("link", "isolated", 2, 1, 258, 260, 261)
 
 
 @pytest.mark.parametrize("kept", [[f"<|reserved_{n}|>" for n in range(5)], ["<unused0>", "x0", "<unused1>", "x1"], []])
@@ -61,11 +61,11 @@ def test_a_tokenizer_that_was_trained_before_keeps_its_ids():
 
 def test_markers_take_two_ids_and_block_attention_none():
     tokenizer = byte_tokenizer()
-    assert choose_spec(tokenizer, "link", 0, 16, "reordered") == ReuseSpec("reposition")
+    assert choose_spec(tokenizer, "link", 0, 16, "reordered") == TrainedTokens("reposition")
     assert choose_spec(tokenizer, "none", 5, 16, "reordered") is None
     assert len(tokenizer) == 258
     spec = choose_spec(tokenizer, "markers", 5, 16, "composite")
-    assert spec == ReuseSpec("markers", doc_start_id=258, doc_end_id=259, positions="composite")
+    assert spec == TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="composite")
 
 
 def llama3_tokenizer() -> PreTrainedTokenizerFast:
@@ -90,13 +90,13 @@ def test_llama_3_gets_the_ids_of_the_authors_code():
 def test_anchors_take_ids_behind_the_links():
     tokenizer = byte_tokenizer()
     spec = choose_spec(tokenizer, "link", 2, 2, "reordered", anchor_tokens=3, anchor_segment=8)
-    assert spec == ReuseSpec(
+    assert spec == TrainedTokens(
         "link", "isolated", 2, 2, 258, 262, 263, first_anchor_id=264, anchor_tokens=3, anchor_segment=8
     )
     assert tokenizer.convert_ids_to_tokens(list(range(264, 267))) == ["<|anchor_1|>", "<|anchor_2|>", "<|anchor_3|>"]
     spec.check(267, tokenizer, "it")
     alone = choose_spec(byte_tokenizer(), "link", 0, 2, "reordered", anchor_tokens=3, anchor_segment=8)
-    assert alone == ReuseSpec("reposition", first_anchor_id=258, anchor_tokens=3, anchor_segment=8)
+    assert alone == TrainedTokens("reposition", first_anchor_id=258, anchor_tokens=3, anchor_segment=8)
 
 
 @pytest.mark.parametrize("make", [byte_tokenizer, lambda: tokenizer_with([f"<unused{n}>" for n in range(9)]), None])
@@ -130,19 +130,19 @@ def test_growing_keeps_old_rows_and_tied_heads_tied(tied):
     model = tiny(tied)
     old = model.get_input_embeddings().weight.detach().clone()
     old_head = model.get_output_embeddings().weight.detach().clone()
-    spec = ReuseSpec("link", "isolated", 2, 3, 199, 205, 206)
+    spec = TrainedTokens("link", "isolated", 2, 3, 199, 205, 206)
     prepare_model(model, spec, seed=1)
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert embeddings.shape[0] == head.shape[0] == model.config.vocab_size == 207
     assert torch.equal(embeddings[:199], old)
     assert torch.equal(head[:199], old_head)
     assert (head is embeddings) == tied
-    assert ReuseSpec.of(model.config) == spec
+    assert TrainedTokens.of(model.config) == spec
 
 
 def test_new_rows_look_like_words_and_differ():
     model = tiny(False)
-    spec = ReuseSpec("link", "isolated", 2, 3, 50, 56, 57)  # inside the vocabulary
+    spec = TrainedTokens("link", "isolated", 2, 3, 50, 56, 57)  # inside the vocabulary
     ids = sorted(spec.added_ids)
     others = [i for i in range(199) if i not in spec.added_ids]
     old = model.get_input_embeddings().weight.detach()[others].clone()
@@ -161,14 +161,14 @@ def test_the_start_depends_on_the_seed_alone():
     for seed in (1, 1, 2):
         model = tiny(True)
         torch.rand(seed)  # whatever ran before
-        prepare_model(model, ReuseSpec("link", "isolated", 2, 3, 199, 205, 206), seed)
+        prepare_model(model, TrainedTokens("link", "isolated", 2, 3, 199, 205, 206), seed)
         starts.append(model.get_input_embeddings().weight.detach())
     assert torch.equal(starts[0], starts[1])
     assert not torch.equal(starts[0], starts[2])
 
 
 def test_a_checkpoint_that_was_trained_before_keeps_its_rows():
-    model, spec = tiny(True), ReuseSpec("link", "isolated", 2, 3, 199, 205, 206)
+    model, spec = tiny(True), TrainedTokens("link", "isolated", 2, 3, 199, 205, 206)
     prepare_model(model, spec, 1)
     before = model.get_input_embeddings().weight.detach().clone()
     prepare_model(model, spec, 2)
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_was_trained_before_keeps_its_rows():
 
 def test_ids_that_stand_for_the_same_keep_their_rows():
     """Anchors are added to links, then there are fewer anchors: link tokens stay, and so do the first anchors."""
-    model, links = tiny(True), ReuseSpec("link", "isolated", 2, 3, 199, 205, 206)
+    model, links = tiny(True), TrainedTokens("link", "isolated", 2, 3, 199, 205, 206)
     prepare_model(model, links, 1)
     before = model.get_input_embeddings().weight.detach().clone()
     many = replace(links, first_anchor_id=207, anchor_tokens=4, anchor_segment=8)
@@ -189,7 +189,7 @@ def test_ids_that_stand_for_the_same_keep_their_rows():
 
 
 def test_ids_that_stand_for_something_else_start_anew():
-    model, links = tiny(True), ReuseSpec("link", "isolated", 2, 3, 199, 205, 206)
+    model, links = tiny(True), TrainedTokens("link", "isolated", 2, 3, 199, 205, 206)
     prepare_model(model, links, 1)
     before = model.get_input_embeddings().weight.detach().clone()
     prepare_model(model, replace(links, link_tokens=3, link_slots=2), 2)
@@ -200,7 +200,7 @@ def test_ids_that_stand_for_something_else_start_anew():
 
 def test_ordinary_training_takes_the_section_away():
     model = tiny(True)
-    prepare_model(model, ReuseSpec("reposition"), 0)
-    assert ReuseSpec.of(model.config) == ReuseSpec("reposition")
+    prepare_model(model, TrainedTokens("reposition"), 0)
+    assert TrainedTokens.of(model.config) == TrainedTokens("reposition")
     prepare_model(model, None, 0)
-    assert ReuseSpec.of(model.config) is None
+    assert TrainedTokens.of(model.config) is None

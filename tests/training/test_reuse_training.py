@@ -13,7 +13,7 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ModelNotFoundError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text, prompt_format
 from ragcache.retrieval.fake import BagOfWords
 from ragcache_train.attention import NAME
@@ -89,7 +89,7 @@ def as_trained(out, apart: bool = True) -> torch.Tensor:
     chunks = [encode_text(tokenizer, passage_text(text)) for text in PASSAGES]
     ask = Ask(form.suffix_ids(tokenizer, "Where is Ann?"), [1])
     row = EncodedRow("qa", "", form.prefix_ids, chunks, [ask], None, True)
-    batch = collate([lay_out(row, ReuseSpec.of(model.config), apart)])
+    batch = collate([lay_out(row, TrainedTokens.of(model.config), apart)])
     model.set_attn_implementation(NAME)
     with torch.no_grad():
         return answer_logits(model, model, batch)[0]
@@ -103,7 +103,7 @@ def test_link_training_learns_and_the_engine_computes_what_was_trained(options):
     assert report.rows == len(LINES)
     assert not report.bad
     lm = rc.load_lm(report.out)
-    assert lm.reuse == ReuseSpec("link", "isolated", 2, 4, 258, 266, 267)
+    assert lm.reuse == TrainedTokens("link", "isolated", 2, 4, 258, 266, 267)
     assert lm.model.get_input_embeddings().weight.shape[0] == lm.vocab_size >= 268
     torch.testing.assert_close(fused(report.out, method="link"), as_trained(report.out), atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(fused(report.out, method="full"), as_trained(report.out, False), atol=2e-4, rtol=2e-4)
@@ -112,21 +112,23 @@ def test_link_training_learns_and_the_engine_computes_what_was_trained(options):
 @pytest.mark.parametrize(
     ("changes", "spec", "method"),
     [
-        ({"link_tokens": 0}, ReuseSpec("reposition"), "reposition"),
+        ({"link_tokens": 0}, TrainedTokens("reposition"), "reposition"),
         ({"reuse": "none"}, None, "full"),
         (
             {"reuse": "markers", "positions": "composite"},
-            ReuseSpec("markers", doc_start_id=258, doc_end_id=259, positions="composite"),
+            TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="composite"),
             "markers",
         ),
         (
             {"anchor_tokens": 3, "anchor_segment": 8},
-            ReuseSpec("link", "isolated", 2, 4, 258, 266, 267, first_anchor_id=268, anchor_tokens=3, anchor_segment=8),
+            TrainedTokens(
+                "link", "isolated", 2, 4, 258, 266, 267, first_anchor_id=268, anchor_tokens=3, anchor_segment=8
+            ),
             "link",
         ),
         (
             {"anchor_tokens": 2, "anchor_segment": 5, "link_tokens": 0, "lora_rank": 2},
-            ReuseSpec("reposition", first_anchor_id=258, anchor_tokens=2, anchor_segment=5),
+            TrainedTokens("reposition", first_anchor_id=258, anchor_tokens=2, anchor_segment=5),
             "reposition",
         ),
     ],

@@ -13,7 +13,7 @@ import ragcache as rc
 from ragcache.models.adapter import Base, write_adapter
 from ragcache.models.hub import resolve
 from ragcache.models.load import checkpoint_digest
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.retrieval.fake import BagOfWords
 
 pytest.importorskip("vllm", reason="runs in vLLM's own environment")
@@ -30,7 +30,7 @@ def save_adapter(directory: Path) -> None:
     """Link tokens and a packet beside mini-base, their rows near those of words."""
     lm = rc.load_lm("mini-base")
     first = len(lm.tokenizer)
-    links = ReuseSpec("link", "isolated", 2, 8, first, first + 16, first + 17)
+    links = TrainedTokens("link", "isolated", 2, 8, first, first + 16, first + 17)
     spec = replace(links, first_packet_id=first + 18, header_tokens=3, trailer_tokens=2)
     names = [f"<|row-{number}|>" for number in range(len(spec.added_ids))]
     lm.tokenizer.add_special_tokens({"additional_special_tokens": names})

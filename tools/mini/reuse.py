@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.layout import Ask, EncodedRow, context_tokens, lay_out
 from ragcache_train.special_tokens import choose_spec, prepare_model
 from tools.mini.base import Options, Trainer, below, train
@@ -244,7 +244,7 @@ class ReuseTrainer(Trainer):
 
 
 @torch.no_grad()
-def start_slots_alike(embeddings: Tensor, spec: ReuseSpec) -> None:
+def start_slots_alike(embeddings: Tensor, spec: TrainedTokens) -> None:
     """The j-th link token of every slot starts (almost) the same, so that what one slot learns helps all."""
     first = embeddings[spec.link_ids(0)].clone()
     for slot in range(1, spec.link_slots):
@@ -252,7 +252,7 @@ def start_slots_alike(embeddings: Tensor, spec: ReuseSpec) -> None:
         embeddings[ids] = first + SLOT_NOISE * (embeddings[ids] - first)
 
 
-def slots_by_id(spec: ReuseSpec | None) -> dict[int, int]:
+def slots_by_id(spec: TrainedTokens | None) -> dict[int, int]:
     """The slot of each link token."""
     return {} if spec is None else {i: slot for slot in range(spec.link_slots) for i in spec.link_ids(slot)}
 

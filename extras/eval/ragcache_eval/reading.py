@@ -18,7 +18,7 @@ from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.fused_cache import FusedCache, Step
 from ragcache.kv.prefix_cache import Exact
 from ragcache.models.card import eos_token_ids
-from ragcache.models.generate import TextStream, decode
+from ragcache.models.generate import Detokenizer, decode
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.sampler import Sampling
 from ragcache.prompt import Prompt, PromptFormat
@@ -130,7 +130,7 @@ def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequenc
     """The greedy answer. The cache is left as it was found, but for passages' tokens that its method ran again."""
     held = list(fused.cache.lengths)
     sampling = Sampling(max_tokens=max_tokens, stop=tuple(stop))
-    pieces, text, ids = TextStream(lm.tokenizer, sampling.stop), "", []
+    pieces, text, ids = Detokenizer(lm.tokenizer, sampling.stop), "", []
     eos = eos_token_ids(lm)
     never = fused.reserved_ids
     for token in decode(lm, fused.cache, fused.next_logits, fused.next_position, sampling, eos_ids=eos, never=never):

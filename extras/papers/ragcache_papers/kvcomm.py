@@ -12,7 +12,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.layout import Piece
+from ragcache.fusion.layout import Segment
 from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.kv.block import KVBlock, empty_block
 from ragcache.runtime import torch
@@ -105,7 +105,7 @@ class KVComm(FusionMethod):
             blocks.append(found)
         return blocks
 
-    def _under(self, job: Job, piece: Piece, block: KVBlock) -> KVBlock | None:
+    def _under(self, job: Job, piece: Segment, block: KVBlock) -> KVBlock | None:
         scope, before = job.scope or self.pool.scope, job.layout.ids[: piece.start]
         anchors, context = self.pool.of(scope, _passage(job.lm, piece)), ids_digest(before)
         for anchor in anchors:
@@ -135,7 +135,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _passage(lm: LanguageModel, piece: Piece) -> bytes:
+def _passage(lm: LanguageModel, piece: Segment) -> bytes:
     return sha256(lm.fingerprint.encode() + ids_digest(piece.ids)).digest()
 
 

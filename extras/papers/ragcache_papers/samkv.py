@@ -12,7 +12,7 @@ from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
 from ragcache.runtime import torch
 from ragcache_papers.gather import Gather
-from ragcache_papers.samkv_selection import Pieces, Survey
+from ragcache_papers.samkv_selection import BlockPartition, Survey
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +97,7 @@ class SamKV(FusionMethod):
         if len(job.blocks) < 2:
             return job.read()
         context, gather = Context.of(job), Gather(job)
-        pieces = Pieces.of(context, self.block_size, self.initial_blocks, self.local_blocks)
+        pieces = BlockPartition.of(context, self.block_size, self.initial_blocks, self.local_blocks)
         survey, surveyed = self._survey(job, context, pieces, gather)
         kept = self._kept(context, pieces, survey)
         again = self._again(context, pieces, survey, kept)
@@ -105,7 +105,9 @@ class SamKV(FusionMethod):
         computed = tuple(a + b for a, b in zip(surveyed, done.computed_tokens, strict=True))
         return replace(done, computed_tokens=computed)
 
-    def _survey(self, job: Job, context: Context, pieces: Pieces, gather: Gather) -> tuple[Survey, tuple[int, ...]]:
+    def _survey(
+        self, job: Job, context: Context, pieces: BlockPartition, gather: Gather
+    ) -> tuple[Survey, tuple[int, ...]]:
         """Run the suffix, and the local tokens for their queries, over the composite cache (section 3.1).
 
         Returns the scores and the tokens that ran in each layer.
@@ -136,7 +138,7 @@ class SamKV(FusionMethod):
         count = context.lm.shape.num_layers
         return range(count - (self.stable_layers or -(-count // 8)), count)
 
-    def _kept(self, context: Context, pieces: Pieces, survey: Survey) -> Tensor:
+    def _kept(self, context: Context, pieces: BlockPartition, survey: Survey) -> Tensor:
         """bool [num_layers, context_tokens]: what each layer keeps."""
         shares = survey.shares(self._stable(context))
         if self.top_p is not None:
@@ -150,7 +152,7 @@ class SamKV(FusionMethod):
             kept[layer, pieces.middle[torch.isin(pieces.middle_block, chosen)]] = True
         return kept
 
-    def _again(self, context: Context, pieces: Pieces, survey: Survey, kept: Tensor) -> Tensor:
+    def _again(self, context: Context, pieces: BlockPartition, survey: Survey, kept: Tensor) -> Tensor:
         """bool [context_tokens]: tokens that run again in the layers that keep them (section 3.3)."""
         again = kept.any(0)
         again[: context.prefix_tokens] = False

@@ -20,7 +20,7 @@ PAUTA = 3.0  # standard deviations beyond which the PauTa criterion calls a valu
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class BlockPartition:
     """Chunks cut into an initial part, middle blocks and a local part.
 
     A chunk shorter than its initial and local part has no middle. All tensors are int64; slots are ascending.
@@ -43,7 +43,7 @@ class Pieces:
     block_chunk: Tensor
 
     @classmethod
-    def of(cls, context: Context, block_size: int, initial_blocks: int, local_blocks: int) -> Pieces:
+    def of(cls, context: Context, block_size: int, initial_blocks: int, local_blocks: int) -> BlockPartition:
         parts: dict[str, list[int]] = {name: [] for name in cls.__dataclass_fields__}
         for chunk, (start, count) in enumerate(zip(context.chunk_starts, context.chunk_tokens, strict=True)):
             end = start + count
@@ -96,7 +96,7 @@ class Survey:
     middle:  by layer, float32 [num_middle]: of each middle token
     """
 
-    def __init__(self, context: Context, pieces: Pieces, gather: Gather, local_rows: int) -> None:
+    def __init__(self, context: Context, pieces: BlockPartition, gather: Gather, local_rows: int) -> None:
         self._context = context
         self._pieces = pieces
         self._gather = gather

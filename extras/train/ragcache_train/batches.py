@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.layout import EncodedRow, layout_tokens
 
 POOL_BATCHES = 50  # batches' worth of shuffled rows within which rows of like length are put together
@@ -54,7 +54,7 @@ class BatchPlan:
     def __init__(
         self,
         rows: Sequence[EncodedRow],
-        spec: ReuseSpec | None,
+        spec: TrainedTokens | None,
         options: BatchOptions,
         seed: int,
         *,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.batches import Draw
 from ragcache_train.layout import IGNORED, EncodedRow, Sample, lay_out
 from ragcache_train.mask import PADDING
@@ -18,7 +18,7 @@ from ragcache_train.mask import PADDING
 class DrawnRows:
     """A data set for torch's DataLoader: from a Draw to its Sample."""
 
-    def __init__(self, rows: Sequence[EncodedRow], spec: ReuseSpec | None, shuffle: bool) -> None:
+    def __init__(self, rows: Sequence[EncodedRow], spec: TrainedTokens | None, shuffle: bool) -> None:
         self.rows, self.spec, self.shuffle = rows, spec, shuffle
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 class DrawnPairs:
     """The same data set for training on frozen weights: from a Draw to its Pair."""
 
-    def __init__(self, rows: Sequence[EncodedRow], spec: ReuseSpec, shuffle: bool) -> None:
+    def __init__(self, rows: Sequence[EncodedRow], spec: TrainedTokens, shuffle: bool) -> None:
         self._student, self._teacher = DrawnRows(rows, spec, shuffle), DrawnRows(rows, None, shuffle)
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ from ragcache.models.adapter import Adapter, Base, write_adapter
 from ragcache.models.hub import resolve
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import checkpoint_digest
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text
 from ragcache_train.data import BadLine
 from ragcache_train.layout import EncodedRow
@@ -89,7 +89,7 @@ class FrozenModel(nn.Module):
 
 
 def freeze(
-    lm: LanguageModel, spec: ReuseSpec, prefix_ids: Sequence[int], seed: int, earlier: Adapter | None = None
+    lm: LanguageModel, spec: TrainedTokens, prefix_ids: Sequence[int], seed: int, earlier: Adapter | None = None
 ) -> FrozenModel:
     """The model with rows that start as words: a header's as the prefix, all others as a line's end.
 
@@ -111,7 +111,7 @@ def freeze(
     return FrozenModel(lm.model, row_of, start)
 
 
-def _earlier_rows(earlier: Adapter, spec: ReuseSpec, row_of: Mapping[int, int]) -> dict[int, tuple[Tensor, bool]]:
+def _earlier_rows(earlier: Adapter, spec: TrainedTokens, row_of: Mapping[int, int]) -> dict[int, tuple[Tensor, bool]]:
     """By number: an earlier row of the same kind, and whether another one started as it too."""
     rows, known = earlier.rows(), earlier.spec.groups
     found = {
@@ -127,7 +127,7 @@ def _earlier_rows(earlier: Adapter, spec: ReuseSpec, row_of: Mapping[int, int]) 
     return found
 
 
-def number_rows(spec: ReuseSpec) -> dict[int, int]:
+def number_rows(spec: TrainedTokens) -> dict[int, int]:
     """The row of each added id. The j-th link tokens of all slots share one: what one slot learns serves all."""
     found = {id: place for slot in range(spec.link_slots) for place, id in enumerate(spec.link_ids(slot))}
     alone = sorted(spec.added_ids - found.keys())
@@ -159,7 +159,7 @@ def keep_passages(rows: Sequence[EncodedRow]) -> tuple[list[EncodedRow], list[Ba
     return kept, idle
 
 
-def save_frozen(model: FrozenModel, lm: LanguageModel, spec: ReuseSpec, out: Path) -> None:
+def save_frozen(model: FrozenModel, lm: LanguageModel, spec: TrainedTokens, out: Path) -> None:
     """Write the rows, the tokenizer and what they belong to: an adapter, which `load_lm` takes for a model."""
     name = str(lm.name)
     text = lm.config.get_text_config(decoder=True)

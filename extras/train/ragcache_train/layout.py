@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Piece
+from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Segment
 from ragcache.fusion.layout import lay_out as lay_out_parts
 from ragcache.kv.anchor_tokens import OPEN
 from ragcache.kv.block_key import Recipe
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Passages, Text
 
 IGNORED = -100
@@ -70,7 +70,7 @@ class Sample:
         self.labels += [IGNORED] * len(ids) if labels is None else labels
 
 
-def lay_out(row: EncodedRow, spec: ReuseSpec | None, apart: bool, order: Sequence[int] | None = None) -> Sample:
+def lay_out(row: EncodedRow, spec: TrainedTokens | None, apart: bool, order: Sequence[int] | None = None) -> Sample:
     """The row as one sequence.
 
     spec:  how passages are encoded separately; None: never
@@ -89,7 +89,7 @@ def lay_out(row: EncodedRow, spec: ReuseSpec | None, apart: bool, order: Sequenc
     return sample
 
 
-def _segments(piece: Piece, spec: ReuseSpec | None) -> list[int]:
+def _segments(piece: Segment, spec: TrainedTokens | None) -> list[int]:
     """The number of each token for the mask. spec: None where passages are read as one text"""
     if piece.passage is None or spec is None:
         return [OPEN] * len(piece.ids)
@@ -98,7 +98,7 @@ def _segments(piece: Piece, spec: ReuseSpec | None) -> list[int]:
     return [piece.passage + 1] * len(piece.ids)
 
 
-def _context(row: EncodedRow, spec: ReuseSpec | None, order: Sequence[int] | None) -> Layout:
+def _context(row: EncodedRow, spec: TrainedTokens | None, order: Sequence[int] | None) -> Layout:
     """Layout of everything before the questions, as for serving."""
     chunks = tuple(tuple(row.chunks[rank]) for rank in (range(len(row.chunks)) if order is None else order))
     parts = (Text(tuple(row.prefix)), Passages(chunks))
@@ -113,17 +113,17 @@ def _context(row: EncodedRow, spec: ReuseSpec | None, order: Sequence[int] | Non
     return lay_out_parts(parts, Recipe(markers=added.markers, anchors=added.anchors), added)
 
 
-def _added(row: EncodedRow, spec: ReuseSpec) -> Additions:
+def _added(row: EncodedRow, spec: TrainedTokens) -> Additions:
     return Additions.trained(spec) if row.linked else Additions.in_blocks(spec)
 
 
-def layout_tokens(row: EncodedRow, spec: ReuseSpec | None, apart: bool) -> int:
+def layout_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> int:
     """Length of the row's sequence."""
     asked = sum(len(ask.suffix) + len(ask.answer) - 1 for ask in row.asks)
     return context_tokens(row, spec, apart) + asked
 
 
-def context_tokens(row: EncodedRow, spec: ReuseSpec | None, apart: bool) -> int:
+def context_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> int:
     """Tokens before the questions."""
     chunks = [len(chunk) for chunk in row.chunks]
     added = _added(row, spec).num_tokens(chunks) if apart and spec is not None else 0

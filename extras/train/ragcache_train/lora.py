@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ragcache.errors import ConfigError
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 
 
-def add_lora(model: PreTrainedModel, spec: ReuseSpec | None, rank: int, alpha: int | None) -> nn.Module:
+def add_lora(model: PreTrainedModel, spec: TrainedTokens | None, rank: int, alpha: int | None) -> nn.Module:
     """alpha: scale of the matrices' product, over the rank; None: twice the rank.
 
     Raises ConfigError when peft is not installed.

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
-from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, SECTION, ReuseSpec, grown
+from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, SECTION, TrainedTokens, grown
 from ragcache.prompt import list_controls
 
 REUSES = ("link", "markers", "none", "packet")
@@ -37,7 +37,7 @@ def choose_spec(
     trailer_tokens: int = 0,
     anchor_tokens: int = 0,
     anchor_segment: int = 0,
-) -> ReuseSpec | None:
+) -> TrainedTokens | None:
     """Ids for a way of reuse; adds tokens to the tokenizer where it has too few reserved ones.
 
     reuse: "link" (with link_tokens 0: Block-Attention, which has no ids of its own), "markers", "packet" or "none"
@@ -53,8 +53,8 @@ def choose_spec(
         return None
     if reuse == "markers":
         start, end = _ids(tokenizer, ["<|doc_start|>", "<|doc_end|>"])
-        return ReuseSpec("markers", doc_start_id=start, doc_end_id=end, positions=positions)
-    spec = ReuseSpec("packet") if reuse == "packet" else _link_spec(tokenizer, link_tokens, link_slots)
+        return TrainedTokens("markers", doc_start_id=start, doc_end_id=end, positions=positions)
+    spec = TrainedTokens("packet") if reuse == "packet" else _link_spec(tokenizer, link_tokens, link_slots)
     spec = _with_packet(tokenizer, spec, header_tokens, trailer_tokens)
     if not anchor_tokens:
         return spec
@@ -62,9 +62,9 @@ def choose_spec(
     return replace(spec, first_anchor_id=first, anchor_tokens=anchor_tokens, anchor_segment=anchor_segment)
 
 
-def _link_spec(tokenizer: PreTrainedTokenizerBase, link_tokens: int, link_slots: int) -> ReuseSpec:
+def _link_spec(tokenizer: PreTrainedTokenizerBase, link_tokens: int, link_slots: int) -> TrainedTokens:
     if link_tokens == 0:
-        return ReuseSpec("reposition")
+        return TrainedTokens("reposition")
     if link_tokens < 0 or link_slots < 1:
         raise ConfigError(
             f"link_tokens is {link_tokens} and link_slots {link_slots}; they must be at least 0 and at least 1"
@@ -73,10 +73,10 @@ def _link_spec(tokenizer: PreTrainedTokenizerBase, link_tokens: int, link_slots:
         return _llama3_spec(link_tokens, link_slots)
     names = [f"<|link_{slot + 1}_{place + 1}|>" for slot in range(link_slots) for place in range(link_tokens)]
     *links, start, end = _ids(tokenizer, [*names, "<|kv_start|>", "<|kv_end|>"])
-    return ReuseSpec("link", "isolated", link_tokens, link_slots, links[0], start, end)
+    return TrainedTokens("link", "isolated", link_tokens, link_slots, links[0], start, end)
 
 
-def _with_packet(tokenizer: PreTrainedTokenizerBase, spec: ReuseSpec, header: int, trailer: int) -> ReuseSpec:
+def _with_packet(tokenizer: PreTrainedTokenizerBase, spec: TrainedTokens, header: int, trailer: int) -> TrainedTokens:
     names = [f"<|header_{n + 1}|>" for n in range(header)] + [f"<|trailer_{n + 1}|>" for n in range(trailer)]
     if not names:
         return spec
@@ -87,13 +87,13 @@ def _with_packet(tokenizer: PreTrainedTokenizerBase, spec: ReuseSpec, header: in
 def _is_llama3(tokenizer: PreTrainedTokenizerBase) -> bool:
     if len(tokenizer) < LLAMA3_VOCABULARY:  # more: it has grown by what found no reserved ids
         return False
-    spec = ReuseSpec.llama3(1)
+    spec = TrainedTokens.llama3(1)
     tokens = tokenizer.convert_ids_to_tokens(sorted(spec.added_ids))
     return all(RESERVED.fullmatch(token) for token in tokens)
 
 
-def _llama3_spec(link_tokens: int, link_slots: int) -> ReuseSpec:
-    spec = ReuseSpec.llama3(link_tokens)
+def _llama3_spec(link_tokens: int, link_slots: int) -> TrainedTokens:
+    spec = TrainedTokens.llama3(link_tokens)
     if link_slots > spec.link_slots:
         raise ConfigError(
             f"a Llama 3 vocabulary has link tokens for {spec.link_slots} passages at {link_tokens} each; "
@@ -138,7 +138,7 @@ def _in_a_row(ids: list[int]) -> bool:
     return ids == list(range(ids[0], ids[0] + len(ids)))
 
 
-def prepare_model(model: PreTrainedModel, spec: ReuseSpec | None, seed: int) -> None:
+def prepare_model(model: PreTrainedModel, spec: TrainedTokens | None, seed: int) -> None:
     """Make room for the ids, give their rows a start, and write the section into the configuration.
 
     Tied heads stay tied. An id that stood for the same in an earlier training keeps its row.
@@ -147,7 +147,7 @@ def prepare_model(model: PreTrainedModel, spec: ReuseSpec | None, seed: int) -> 
         if getattr(model.config, SECTION, None) is not None:
             delattr(model.config, SECTION)
         return
-    before, roles = ReuseSpec.of(model.config), spec.roles
+    before, roles = TrainedTokens.of(model.config), spec.roles
     earlier = {} if before is None else before.roles
     old_size = model.get_input_embeddings().weight.shape[0]
     new_size = grown(old_size, roles)

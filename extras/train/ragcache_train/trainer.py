@@ -21,7 +21,7 @@ from ragcache.models.hub import resolve
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import checkpoint_digest, load_lm
 from ragcache.models.machine import find_device
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.batches import BatchPlan
 from ragcache_train.data import BadLine, DataRow, read_rows
 from ragcache_train.encoding import RowEncoder
@@ -150,7 +150,7 @@ def _read(options: TrainOptions) -> tuple[list[DataRow], list[BadLine]]:
 
 def _encode(
     options: TrainOptions, lm: LanguageModel, rows: Sequence[DataRow]
-) -> tuple[list[EncodedRow], ReuseSpec | None, list[BadLine]]:
+) -> tuple[list[EncodedRow], TrainedTokens | None, list[BadLine]]:
     """Rows as ids, the way of reuse with its ids, and lines that cannot be used."""
     form = options.encoding(lm.max_positions)
     filled: Sequence[DataRow | BadLine] = rows
@@ -176,7 +176,7 @@ def encode_rows(encoder: RowEncoder, rows: Sequence[DataRow | BadLine]) -> tuple
     return encoded, bad
 
 
-def _check_slots(rows: Sequence[EncodedRow], spec: ReuseSpec | None) -> None:
+def _check_slots(rows: Sequence[EncodedRow], spec: TrainedTokens | None) -> None:
     if spec is None or not spec.link_tokens:
         return
     longest = max(rows, key=lambda row: len(row.chunks))
@@ -191,7 +191,7 @@ def _trainer(
     options: TrainOptions,
     way: Way,
     rows: Sequence[EncodedRow],
-    spec: ReuseSpec | None,
+    spec: TrainedTokens | None,
     log: ProgressLog,
     device: str,
 ) -> ReuseTrainer:

@@ -15,7 +15,7 @@ from ragcache.errors import ConfigError
 from ragcache.models.adapter import Adapter
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import DTYPES, base_of
-from ragcache.models.trained_tokens import ReuseSpec
+from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.attention import NAME, register
 from ragcache_train.collate import DrawnPairs, DrawnRows, collate, collate_pairs
 from ragcache_train.frozen import divergence_loss, freeze, save_frozen
@@ -43,7 +43,7 @@ class Way(NamedTuple):
 
 
 def on_weights(
-    lm: LanguageModel, spec: ReuseSpec | None, rows: Sequence[EncodedRow], options: TrainOptions, out: Path
+    lm: LanguageModel, spec: TrainedTokens | None, rows: Sequence[EncodedRow], options: TrainOptions, out: Path
 ) -> Way:
     """Train all weights, or LoRA's matrices; a Hugging Face directory comes out."""
     prepare_model(lm.model, spec, options.seed)
@@ -60,7 +60,7 @@ def on_weights(
 
 def on_frozen_weights(
     lm: LanguageModel,
-    spec: ReuseSpec | None,
+    spec: TrainedTokens | None,
     rows: Sequence[EncodedRow],
     options: TrainOptions,
     out: Path,

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import ragcache
 from ragcache.errors import IngestError, ModelMismatchError, PromptError, ReaderError
-from ragcache.ingest.chunker import Chunker, WholeTexts
+from ragcache.ingest.chunker import Chunker, PassthroughSplitter
 from ragcache.ingest.document import Document, ReadLimits
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.report import IngestReport, IngestSeconds
 from ragcache.ingest.sandbox import IsolatedReader
-from ragcache.ingest.worker import CutResult, EncodeJob, Record, Source, Vectors, Workbench
+from ragcache.ingest.worker import CutResult, EncodeJob, Record, Source, Vectors, Worker
 from ragcache.kv.block_key import Recipe
 from ragcache.models.load import load_lm
 from ragcache.retrieval.embedder import Embedder
@@ -69,12 +69,12 @@ class Setup:
     prefix_ids: list[int]
     tenant: str
     embedder: Embedder
-    chunker: Chunker | WholeTexts
+    chunker: Chunker | PassthroughSplitter
     open_kv: Callable[[], KVStore]
     limits: ReadLimits
     batch_tokens: int | None
 
-    def build(self) -> Workbench:
+    def build(self) -> Worker:
         """Raises ModelMismatchError where the model has other weights here, and what loading raises."""
         with contextlib.suppress(OSError):  # a file that is not there is reported by its path
             os.chdir(self.folder)
@@ -88,7 +88,7 @@ class Setup:
         kv = self.open_kv()
         kv.use_device(lm.device)
         reader = IsolatedReader(self.limits)
-        return Workbench(self.limits, reader, self.chunker, self.embedder, encoder, kv, self.batch_tokens)
+        return Worker(self.limits, reader, self.chunker, self.embedder, encoder, kv, self.batch_tokens)
 
 
 class Actor:
@@ -97,7 +97,7 @@ class Actor:
     def __init__(self, setup: bytes) -> None:
         """setup: a pickled Setup"""
         self._setup = setup
-        self._bench: Workbench | None = None
+        self._bench: Worker | None = None
         self._building = threading.Lock()
         self._batch = -1
         self._records: Iterator[tuple[int, Record]] = iter(())
@@ -133,20 +133,20 @@ class Actor:
         vectors = self._ready().compute(job, report, lambda stage, step: said.append((stage, step)))
         return Computed(vectors, report, said)
 
-    def _ready(self) -> Workbench:
+    def _ready(self) -> Worker:
         with self._building:
             if self._bench is None:
                 setup: Setup = pickle.loads(self._setup)
                 self._bench = setup.build()
             return self._bench
 
-    def _read(self, bench: Workbench, items: Sequence[Item]) -> Iterator[tuple[int, Record]]:
+    def _read(self, bench: Worker, items: Sequence[Item]) -> Iterator[tuple[int, Record]]:
         for rank, (source, known) in enumerate(items):
             for found in () if source is None else bench.read(source, self._seconds):
                 cut = None if isinstance(found, ReaderError) else self._cut(bench, found, known)
                 yield rank, Record(found, cut)
 
-    def _cut(self, bench: Workbench, document: Document, known: frozenset[str]) -> CutResult:
+    def _cut(self, bench: Worker, document: Document, known: frozenset[str]) -> CutResult:
         try:
             bench.check(document)
             if document.content_hash(bench.chunker.settings) in known:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Self
 from ragcache.errors import ClusterError, ConfigError, IngestError, RagCacheError, check_least
 from ragcache.ingest.document import Document
 from ragcache.ingest.report import IngestReport
-from ragcache.ingest.worker import EncodeJob, Record, Say, Source, T, Vectors, Work, Workbench
+from ragcache.ingest.worker import EncodeJob, Record, Say, Source, T, Vectors, Work, Worker
 from ragcache.models.deadline import LIMIT, POLL_S
 from ragcache.store.kv_store import KVStore
 from ragcache_ray.actor import Actor, Computed, Item, ReadRecords, Setup
@@ -86,7 +86,7 @@ class Cluster:
         self._open_kv = open_kv
 
     @contextmanager
-    def work(self, bench: Workbench) -> Iterator[Callable[[IngestReport, Say], Work]]:
+    def work(self, bench: Worker) -> Iterator[Callable[[IngestReport, Say], Work]]:
         """Actors that have loaded what the bench consists of. Raises ClusterError, ConfigError, and what loading
         raises."""
         ray = _import_ray()
@@ -100,7 +100,7 @@ class Cluster:
                 for actor in actors:
                     ray.kill(actor)
 
-    def _setup(self, bench: Workbench) -> Setup:
+    def _setup(self, bench: Worker) -> Setup:
         lm, encoder = bench.names.encoder.lm, bench.names.encoder
         return Setup(
             folder=str(Path.cwd()),
@@ -154,9 +154,7 @@ class _WorkThere:
     """Work of actors. A window's blocks that another one is being computed for are left to that: each is encoded
     once, and it is stored before the later window is committed."""
 
-    def __init__(
-        self, ray: ModuleType, actors: Sequence[Any], bench: Workbench, report: IngestReport, say: Say
-    ) -> None:
+    def __init__(self, ray: ModuleType, actors: Sequence[Any], bench: Worker, report: IngestReport, say: Say) -> None:
         self._ray, self._actors, self._bench, self._report, self._say = ray, actors, bench, report, say
         self._begun: deque[_Begun] = deque()
 

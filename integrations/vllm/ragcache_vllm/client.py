@@ -42,9 +42,9 @@ UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 TIMEOUT = httpx.Timeout(SILENCE_S, connect=CONNECT_S, pool=CONNECT_S)
 
 
-def connect(url: str, fingerprint: str, key: str | None) -> VllmEngine:
+def connect(url: str, fingerprint: str, key: str | None) -> VllmClient:
     """The servers at an address, asked for this model. Raises ConfigError for another kind of address."""
-    return VllmEngine(url, served_name(fingerprint), key)
+    return VllmClient(url, served_name(fingerprint), key)
 
 
 class EngineServer(NamedTuple):
@@ -54,7 +54,7 @@ class EngineServer(NamedTuple):
     base: str
 
 
-class VllmEngine:
+class VllmClient:
     """vLLM servers of one model. Thread-safe; nothing is sent before it is asked.
 
     url: "vllm://host:port", or several, separated by commas; name: of the model that they are asked for; key: sent as
@@ -80,9 +80,9 @@ class VllmEngine:
 
     def engine(self, card: ModelCard, prompts: Prompts, kv: KVStore) -> Engine:
         """What answers by these servers, over a store's blocks."""
-        from ragcache_vllm.engine import RemoteReader
+        from ragcache_vllm.engine import VllmEngine
 
-        return RemoteReader(card, prompts, kv, self)
+        return VllmEngine(card, prompts, kv, self)
 
     def longest_prompt(self) -> int | None:
         """Tokens of prompt and answer that every server takes; None where none of them says.
@@ -216,7 +216,7 @@ class Completion:
     """
 
     def __init__(
-        self, engine: VllmEngine, body: Mapping[str, Any], limit: Limit, servers: Sequence[EngineServer]
+        self, engine: VllmClient, body: Mapping[str, Any], limit: Limit, servers: Sequence[EngineServer]
     ) -> None:
         self.cached_tokens: int | None = None
         self._limit = limit

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Usage
 from ragcache.engine.block_writer import COMPUTED
 from ragcache.engine.kv_lookup import UNUSED
-from ragcache.engine.output import AnswerSoFar, write
+from ragcache.engine.output import OutputProcessor, write
 from ragcache.engine.prompts import Prompts
-from ragcache.engine.request import Clock, Kept, OpenQuestion, Reading
+from ragcache.engine.request import Clock, Kept, Request, RequestOptions
 from ragcache.engine.verdict import FULL
 from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
@@ -26,7 +26,7 @@ from ragcache.models.scheduler import PassStats
 from ragcache.prompt import PromptEnds
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.kv_store import KVStore
-from ragcache_vllm.client import Completion, VllmEngine
+from ragcache_vllm.client import Completion, VllmClient
 from ragcache_vllm.request_layout import RequestLayout
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ NEVER = -100.0  # the least that OpenAI's protocol has
 NO_PREFIXES = PrefixStats(0, 0, 0, 0, 0, 0, 0)
 
 
-class EngineRequest(NamedTuple):
+class CompletionRequest(NamedTuple):
     """What the engine is asked.
 
     ids:     the prompt
@@ -64,17 +64,17 @@ def reads(card: ModelCard, method: FusionMethod) -> bool:
     return method.reruns(Layout(())) is not None and method.additions(card).positions == "global"
 
 
-class RemoteReader:
+class VllmEngine:
     """Answers prompts with a model that another engine runs, over this store's blocks. Thread-safe."""
 
-    def __init__(self, card: ModelCard, prompts: Prompts, kv: KVStore, engine: VllmEngine) -> None:
+    def __init__(self, card: ModelCard, prompts: Prompts, kv: KVStore, engine: VllmClient) -> None:
         self.card = card
         self.prompts = prompts
         self._kv = kv
         self._engine = engine
         self._eos = eos_token_ids(card)
 
-    def check(self, reading: Reading) -> None:
+    def check(self, reading: RequestOptions) -> None:
         self.prompts.check(reading.method)
         reading.sampling.check_ids(self.card.vocab_size, self.card.name)
         if reading.evict is not None:
@@ -90,7 +90,7 @@ class RemoteReader:
         self._reruns(reading, Layout(()))
 
     def stream(
-        self, ends: PromptEnds, hits: Sequence[Hit], reading: Reading, clock: Clock, kept: Kept | None = None
+        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions, clock: Clock, kept: Kept | None = None
     ) -> Generator[Event, None, None]:
         """Raises EngineError, ModelMismatchError, CancelledError, TimedOutError, and what `Prompts.prompt` raises."""
         limit = reading.limit(clock.started)
@@ -98,12 +98,12 @@ class RemoteReader:
             reading = self.prompts.settled(ends, hits, reading)
             ends, hits = self.prompts.ordered(ends, hits, reading)
         prompt, dropped = self.prompts.prompt(ends, hits, reading)
-        asked = OpenQuestion(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
+        asked = Request(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
         request = self._request(asked)
         yield Sources(request.sources, reading.method.name, reading.choice.why)
         limit.check()
         most = self.prompts.room(len(request.ids), reading)
-        written, answering = AnswerSoFar(), None
+        written, answering = OutputProcessor(), None
         try:
             if most:
                 answering = self._engine.complete(self._body(request, reading, most), limit, request.routing_key)
@@ -131,7 +131,7 @@ class RemoteReader:
     def pass_stats(self) -> PassStats:
         return PassStats()
 
-    def _request(self, asked: OpenQuestion) -> EngineRequest:
+    def _request(self, asked: Request) -> CompletionRequest:
         """Raises ConfigError for a layout that no blocks can be placed by."""
         parts, hits = asked.prompt.parts, list(asked.hits)
         if asked.kept is not None:
@@ -141,17 +141,19 @@ class RemoteReader:
         layout = method.layout(self.card, parts, names.recipe)
         handles = [names.key(hit.chunk.token_ids) for hit in hits]
         if not layout.separate or not handles:
-            return EngineRequest(layout.ids, None, _sources(asked, handles, [UNUSED] * len(handles)))
+            return CompletionRequest(layout.ids, None, _sources(asked, handles, [UNUSED] * len(handles)))
         reruns = self._reruns(asked.reading, layout)
         stored = self._kv.sizes(handles)
         absent = sum(handle not in stored for handle in handles)
         if absent:
             log.warning("%d of %d passages have no KV yet: the engine reads the prompt", absent, len(hits))
-            return EngineRequest(layout.ids, None, _sources(asked, handles, [COMPUTED] * len(handles)))
+            return CompletionRequest(layout.ids, None, _sources(asked, handles, [COMPUTED] * len(handles)))
         sent = self._layout(asked, layout, reruns)
-        return EngineRequest(layout.ids, sent, _sources(asked, handles, [stored[handle].tier for handle in handles]))
+        return CompletionRequest(
+            layout.ids, sent, _sources(asked, handles, [stored[handle].tier for handle in handles])
+        )
 
-    def _reruns(self, reading: Reading, layout: Layout) -> list[Span]:
+    def _reruns(self, reading: RequestOptions, layout: Layout) -> list[Span]:
         reruns = reading.method.reruns(layout)
         if reruns is None:
             plain = [name for name, kind in METHODS.items() if not kind.needs_training and reads(self.card, kind())]
@@ -162,7 +164,7 @@ class RemoteReader:
             )
         return reruns
 
-    def _layout(self, asked: OpenQuestion, layout: Layout, reruns: Sequence[Span]) -> RequestLayout:
+    def _layout(self, asked: Request, layout: Layout, reruns: Sequence[Span]) -> RequestLayout:
         names, first = self.prompts.names, self.prompts.names.first_ids
         blocks = [Span(piece.start, piece.end) for piece in layout.placed()]
         seen = len(asked.reading.method.prefix_ids(self.card, asked.prompt)) if names.recipe.sees_prefix else 0
@@ -176,7 +178,7 @@ class RemoteReader:
         begins = layout.pieces[0].passage is None and layout.pieces[0].ids[: len(first)] == first
         return begins and key is not None and self._kv.locate(key) is not None
 
-    def _body(self, request: EngineRequest, reading: Reading, most: int) -> dict[str, Any]:
+    def _body(self, request: CompletionRequest, reading: RequestOptions, most: int) -> dict[str, Any]:
         body: dict[str, Any] = {
             "prompt": request.ids,
             "max_tokens": most,
@@ -198,7 +200,7 @@ class RemoteReader:
         return body
 
     def _steps(
-        self, answering: Completion, reading: Reading, clock: Clock, written: AnswerSoFar
+        self, answering: Completion, reading: RequestOptions, clock: Clock, written: OutputProcessor
     ) -> Generator[int, None, None]:
         """The answer's ids, without the one that ends it; their log-probabilities, if any, go into `written`."""
         sent = time.perf_counter()
@@ -213,7 +215,7 @@ class RemoteReader:
             yield id
 
     def _answer(
-        self, asked: OpenQuestion, request: EngineRequest, answering: Completion | None, written: AnswerSoFar
+        self, asked: Request, request: CompletionRequest, answering: Completion | None, written: OutputProcessor
     ) -> Answer:
         told = None if answering is None else answering.cached_tokens
         if told is not None and told < request.stored_tokens:
@@ -252,7 +254,7 @@ def _form(sampling: Sampling) -> dict[str, Any]:
     return {"structured_outputs": given} if given else {}
 
 
-def _sources(asked: OpenQuestion, handles: Sequence[str], origins: Sequence[str]) -> list[Source]:
+def _sources(asked: Request, handles: Sequence[str], origins: Sequence[str]) -> list[Source]:
     """This turn's passages, and those of them that were read before."""
     again = asked.kept.earlier.again if asked.kept is not None else ()
     hits = [*asked.kept.earlier.hits, *asked.hits] if asked.kept is not None else asked.hits

@@ -12,7 +12,7 @@ from ragcache.codecs import Codec
 from ragcache.codecs.block_file import codec_of, encode_block, pack_block, unpack_block
 from ragcache.errors import ConfigError, DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
-from ragcache.store.counters import Complaints
+from ragcache.store.counters import WarnOnce
 from ragcache.store.remote import Blob, Blobs, Connection
 from ragcache.store.tiers.disk_budget import SUFFIX, check_key
 from ragcache.store.tiers.tier import DurableTier, Tier, TierUsage
@@ -35,7 +35,7 @@ class RemoteTier(DurableTier):
         self.where = connection.where
         self._connection = connection
         self._codec = codec
-        self._complaints = Complaints(log)
+        self._complaints = WarnOnce(log)
 
     @property
     def budget_bytes(self) -> int | None:
@@ -190,7 +190,7 @@ class CachedTier(DurableTier):
         self.shared = shared
         self.name = shared.name
         self._fills = fills
-        self._complaints = Complaints(log)
+        self._complaints = WarnOnce(log)
 
     @property
     def caches(self) -> tuple[Tier, ...]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ragcache.errors import DamagedBlockError, PinError, StoreError
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch
-from ragcache.store.counters import Complaints, Loaded
+from ragcache.store.counters import Loaded, WarnOnce
 from ragcache.store.tiers import BudgetedTier, DurableTier, Tier
 
 
@@ -153,7 +153,7 @@ class Demotion:
         self._referenced = referenced
         self._passing: set[str] = set()  # held in memory for a moment, and never to be written
         self._late: set[str] = set()  # written since the last look at what is referenced
-        self._complaints = Complaints(log)
+        self._complaints = WarnOnce(log)
         self._lock = threading.Lock()
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import Home, torch, work_alone
-from ragcache.store.counters import Complaints
+from ragcache.store.counters import WarnOnce
 from ragcache.store.ledger import leased
 from ragcache.store.tiers.memory import private_copy
 from ragcache.store.tiers.tier import DurableTier, Tier, TierUsage
@@ -47,7 +47,7 @@ class WriteBehind(DurableTier):
         self._changed = threading.Condition()
         self._closing = False
         self._writer: threading.Thread | None = None
-        self._complaints = Complaints(log)
+        self._complaints = WarnOnce(log)
         self._home = Home("this store was opened", "open it")
 
     @property
