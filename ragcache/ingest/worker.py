@@ -264,7 +264,7 @@ SAMPLE_TOKENS = 8192
 def calibrate(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder, chunks: Sequence[Sequence[int]]) -> None:
     """Give the store's codec its basis: one that another process has made meanwhile, or one of these chunks' KV.
 
-    Raises BasisError when they have too few tokens, and what `KeptBasis.add` and `IngestRun` raise.
+    Raises BasisError when they have too few tokens, and what `CodecBasis.add` and `IngestRun` raise.
     """
     name = known_basis(documents)
     if name is not None:
