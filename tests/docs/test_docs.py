@@ -130,6 +130,20 @@ def test_the_tree_names_what_is_there():
     assert there <= named, there - named
 
 
+def test_the_tree_of_the_readme_has_every_folder_in_at_most_30_lines():
+    short, long = (
+        TEXTS[page].split("## Where things are")[1].split("##")[0] for page in ("README.md", "docs/architecture.md")
+    )
+    assert len(re.findall(r"^    .+", short, re.M)) <= 30
+    outer = r"^    (\w+)/\s"
+    assert set(re.findall(outer, short, re.M)) == set(re.findall(outer, long, re.M))
+    named = [name for names in re.findall(r"^      ((?:\S+/ +)+)", short, re.M) for name in names.split()]
+    found = [{path.name for path in (ROOT / "ragcache").glob(name.rstrip("/"))} for name in named]
+    assert all(found), named
+    folders = {path.name for path in (ROOT / "ragcache").iterdir() if path.is_dir() and path.name[0] not in "._"}
+    assert set().union(*found) == folders
+
+
 def test_the_table_of_methods_is_complete():
     table = TEXTS["README.md"].split("## Methods")[1].split("##")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(rc.METHODS)
