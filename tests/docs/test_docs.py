@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 import typer
+import yaml
 from families import random_prompt, save_tiny
 
 import ragcache as rc
@@ -88,6 +90,20 @@ def test_scripts_are_there(words):
     script = ROOT / words[0]
     assert script.is_file(), script
     assert script.stat().st_mode & 0o111
+
+
+def test_commands_of_workflows_and_templates_are_understood():
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / ".github").rglob("*.yml"))}
+    assert {yaml.safe_load(text)["name"] for text in texts.values()} == {"test", "Bug report", "Feature request"}
+    asked = [shlex.split(line) for text in texts.values() for line in re.findall(r"(?:bin/|`)ragcache ([^`\n]+)", text)]
+    assert len(asked) == 4
+    for command, *arguments in asked:
+        assert command == "--help" or COMMANDS[command].make_context(command, arguments)
+    workflow = yaml.safe_load(texts["test.yml"])["jobs"]
+    scripts = [step["run"] for step in workflow["test"]["steps"] if "run" in step]
+    assert scripts == ["scripts/test"]
+    least = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["requires-python"]
+    assert f">={workflow['test']['strategy']['matrix']['python'][0]}" == least
 
 
 def test_there_are_commands_to_check():
