@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 import typer
+import yaml
 from families import random_prompt, save_tiny
 
 import ragcache as rc
@@ -90,6 +92,20 @@ def test_scripts_are_there(words):
     assert script.stat().st_mode & 0o111
 
 
+def test_commands_of_workflows_and_templates_are_understood():
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / ".github").rglob("*.yml"))}
+    assert {yaml.safe_load(text)["name"] for text in texts.values()} == {"test", "Bug report", "Feature request"}
+    asked = [shlex.split(line) for text in texts.values() for line in re.findall(r"(?:bin/|`)ragcache ([^`\n]+)", text)]
+    assert len(asked) == 4
+    for command, *arguments in asked:
+        assert command == "--help" or COMMANDS[command].make_context(command, arguments)
+    workflow = yaml.safe_load(texts["test.yml"])["jobs"]
+    scripts = [step["run"] for step in workflow["test"]["steps"] if "run" in step]
+    assert scripts == ["scripts/test"]
+    least = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["requires-python"]
+    assert f">={workflow['test']['strategy']['matrix']['python'][0]}" == least
+
+
 def test_there_are_commands_to_check():
     assert len(shell_commands()) > 10
 
@@ -128,6 +144,20 @@ def test_the_tree_names_what_is_there():
     named = set(re.findall(r"^      (\S+?)(?:/|\.py) ", tree, re.M))
     there = {path.stem for path in (ROOT / "ragcache").iterdir() if not path.name.startswith(("_", "py."))}
     assert there <= named, there - named
+
+
+def test_the_tree_of_the_readme_has_every_folder_in_at_most_30_lines():
+    short, long = (
+        TEXTS[page].split("## Where things are")[1].split("##")[0] for page in ("README.md", "docs/architecture.md")
+    )
+    assert len(re.findall(r"^    .+", short, re.M)) <= 30
+    outer = r"^    (\w+)/\s"
+    assert set(re.findall(outer, short, re.M)) == set(re.findall(outer, long, re.M))
+    named = [name for names in re.findall(r"^      ((?:\S+/ +)+)", short, re.M) for name in names.split()]
+    found = [{path.name for path in (ROOT / "ragcache").glob(name.rstrip("/"))} for name in named]
+    assert all(found), named
+    folders = {path.name for path in (ROOT / "ragcache").iterdir() if path.is_dir() and path.name[0] not in "._"}
+    assert set().union(*found) == folders
 
 
 def test_the_table_of_methods_is_complete():
