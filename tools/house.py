@@ -80,7 +80,6 @@ RENAMED = {
     "Member": "ScheduledRequest",
     "Need": "MemoryNeed",
     "OpenQuestion": "Request",
-    "Parts": "Components",
     "Piece": "Segment",
     "Pieces": "BlockPartition",
     "Prefix": "PrefixKV",
