@@ -52,7 +52,8 @@ class Registry(MutableMapping[str, T]):
             except PluginError as error:
                 log.warning("%s", error)
                 del self._plugins()[name]  # said once
-        return iter(self._loaded)
+        later = [name for name in self._plugins() if name in self._loaded]  # in their order, whichever was used first
+        return iter([*(name for name in self._loaded if name not in later), *later])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

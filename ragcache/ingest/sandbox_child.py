@@ -1,4 +1,4 @@
-"""The process that reads files for `isolated.py`: it may be slow, grow or die, and only one file fails.
+"""The process that reads files for `sandbox.py`: it may be slow, grow or die, and only one file fails.
 
 It imports readers and no model. A line of JSON on standard input asks for a file's first record or the next one, a line
 of JSON on standard output answers: a document, an error or the end. Nothing is pickled.
