@@ -278,7 +278,7 @@ class SharedPrefixes:
 
     @property
     def budget_bytes(self) -> int:
-        """Of all answers in progress."""
+        """Bytes that all answers in progress may hold together."""
         return self._admission.budget_bytes
 
     @contextmanager
