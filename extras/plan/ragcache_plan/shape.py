@@ -8,15 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-
 from ragcache.codecs import CODECS, get_codec
-from ragcache.errors import ConfigError, ModelNotFoundError, check_least, first_line
+from ragcache.errors import ConfigError, check_least
 from ragcache.kv.cache_shape import ATTENTION_LAYERS, LayerShape
-from ragcache.models.hub import ADAPTER, CONFIG, resolve, split_file
-from ragcache.models.load import base_of
-from ragcache.models.support import refuse_by_config
+from ragcache.models.hub import ADAPTER, CONFIG, resolve
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Families whose config.json says what the model does, field by field; of all others, and of a field that is absent,
@@ -77,6 +72,8 @@ def shape_of(model: str | Path, dtype: str = "auto") -> KVShape:
     """
     found = plain_shape(Path(resolve(model)))
     if found is None:
+        from ragcache_plan.configured import configured_shape
+
         found = configured_shape(model)
     return found if dtype == "auto" else replace(found, dtype=dtype)
 
@@ -123,52 +120,6 @@ def _plainly_rotates(rope: object) -> bool:
 def _width_of_hidden(stated: dict[str, Any]) -> int | None:
     hidden, heads = stated.get("hidden_size"), stated.get("num_attention_heads")
     return hidden // heads if type(hidden) is type(heads) is int and heads else None
-
-
-# The shape of a model's KV by transformers' configuration classes, for what a config.json leaves to them.
-
-
-def configured_shape(model: str | Path) -> KVShape:
-    """`shape_of`, of every model and in the configuration's own dtype."""
-    where, file = split_file(base_of(model))
-    if not file and Path(where).exists() and not (Path(where) / CONFIG).is_file():
-        raise ModelNotFoundError(f"--model {model}: there is no config.json in it")
-    try:
-        config = AutoConfig.from_pretrained(where, **file)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelNotFoundError(f"--model {model}: no configuration can be read ({first_line(error)})") from error
-    refuse_by_config(config, str(model))
-    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    if layers := _layers_that_differ(config):
-        return KVShape(len(layers), layers[0].num_kv_heads, layers[0].key_dim, dtype, layers)
-    config = config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    num_layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
-    head_dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
-    if not num_layers or not kv_heads or not head_dim:
-        raise ConfigError(f"--model {model}: its config.json does not state its shape; give --layers, --kv-heads, ...")
-    return KVShape(int(num_layers), int(kv_heads), int(head_dim), dtype)
-
-
-def _layers_that_differ(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
-    """Shapes of the layers, by the projections of a model without weights; none where all are alike.
-
-    No field of a configuration says it in every family. Layers of one type are alike: most models need not be built.
-    """
-    if len(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())) < 2:
-        return ()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    shapes: dict[int, LayerShape] = {}
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "k_proj") and hasattr(module, "head_dim"):
-            made: Any = module
-            heads = made.k_proj.out_features // made.head_dim
-            values = made.v_proj or made.k_proj  # Gemma 4 may make both from one projection
-            shapes[made.layer_idx] = LayerShape(heads, made.head_dim, values.out_features // heads)
-    layers = tuple(shape for _, shape in sorted(shapes.items()))
-    return layers if len(set(layers)) > 1 else ()
 
 
 # Size of a model's KV under each codec.

@@ -1,0 +1,62 @@
+"""The shape of a model's KV by transformers' configuration classes, for what a config.json leaves to them.
+
+A module of its own: transformers takes seconds to import, and most models need none of it here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from ragcache.errors import ConfigError, ModelNotFoundError, first_line
+from ragcache.kv.cache_shape import LayerShape
+from ragcache.models.hub import CONFIG, split_file
+from ragcache.models.load import base_of
+from ragcache.models.support import refuse_by_config
+from ragcache_plan.shape import KVShape
+
+
+def configured_shape(model: str | Path) -> KVShape:
+    """`shape_of`, of every model and in the configuration's own dtype."""
+    where, file = split_file(base_of(model))
+    if not file and Path(where).exists() and not (Path(where) / CONFIG).is_file():
+        raise ModelNotFoundError(f"--model {model}: there is no config.json in it")
+    try:
+        config = AutoConfig.from_pretrained(where, **file)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotFoundError(f"--model {model}: no configuration can be read ({first_line(error)})") from error
+    refuse_by_config(config, str(model))
+    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if layers := _layers_that_differ(config):
+        return KVShape(len(layers), layers[0].num_kv_heads, layers[0].key_dim, dtype, layers)
+    config = config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    num_layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    head_dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+    if not num_layers or not kv_heads or not head_dim:
+        raise ConfigError(f"--model {model}: its config.json does not state its shape; give --layers, --kv-heads, ...")
+    return KVShape(int(num_layers), int(kv_heads), int(head_dim), dtype)
+
+
+def _layers_that_differ(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
+    """Shapes of the layers, by the projections of a model without weights; none where all are alike.
+
+    No field of a configuration says it in every family. Layers of one type are alike: most models need not be built.
+    """
+    if len(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())) < 2:
+        return ()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes: dict[int, LayerShape] = {}
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "k_proj") and hasattr(module, "head_dim"):
+            made: Any = module
+            heads = made.k_proj.out_features // made.head_dim
+            values = made.v_proj or made.k_proj  # Gemma 4 may make both from one projection
+            shapes[made.layer_idx] = LayerShape(heads, made.head_dim, values.out_features // heads)
+    layers = tuple(shape for _, shape in sorted(shapes.items()))
+    return layers if len(set(layers)) > 1 else ()
