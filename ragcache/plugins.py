@@ -60,7 +60,8 @@ class Registry(MutableMapping[str, T]):
 
     def _plugins(self) -> dict[str, EntryPoint]:
         if self._entries is None:
-            self._entries = {entry.name: entry for entry in entry_points(group=self._group)}
+            found = entry_points(group=self._group)
+            self._entries = {entry.name: entry for entry in found if entry.name not in self._loaded}
         return self._entries
 
 

@@ -54,8 +54,8 @@ def test_the_order_is_that_of_the_entries_whichever_is_used_first(distribution):
 
 def test_a_name_of_ones_own_stays(distribution):
     distribution("good-plugs", {"own": "plug_good:ONE"}, plug_good="ONE = 1\n")
-    found = Registry(GROUP, {"own": 0})
-    assert (found["own"], dict(found), len(found)) == (0, {"own": 0}, 1)
+    found = Registry(GROUP, {"own": 0, "other": 2})
+    assert (found["own"], list(found.items()), len(found)) == (0, [("own", 0), ("other", 2)], 2)
 
 
 def test_a_broken_plug_in_is_named_and_the_rest_works(distribution, caplog):
