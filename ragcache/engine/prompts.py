@@ -159,7 +159,7 @@ class Prompts:
         if not choice.is_open:
             return reading
         exact = reading.exactly(choice.why)
-        prompt, _ = self.prompt(*self.ordered(ends, hits, exact), exact)
+        prompt, _ = self.prompt(*self._in_order(ends, hits, exact), exact)
         full_s = self._full_s(prompt.num_tokens - self._known(exact.method, prompt.ids))
         return replace(reading, choice=choice.settled(full_s))
 
@@ -169,8 +169,18 @@ class Prompts:
         """Order passages as shares most with the prefix tree, each once, followed by the hint, if order="shared".
 
         Methods that read blocks ignore the order: a block is reusable at any position. Passages with labels stay.
+        Counts what is read, by which later questions are ordered.
         """
-        if reading.order != "shared" or not reading.method.takes_exact or ends.label_ids:
+        ends, hits = self._in_order(ends, hits, reading)
+        if _takes_order(ends, reading):
+            self._read_counts.count([tuple(hit.chunk.token_ids) for hit in hits])
+        return ends, hits
+
+    def _in_order(
+        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions
+    ) -> tuple[PromptEnds, Sequence[Hit]]:
+        """`ordered`, without counting."""
+        if not _takes_order(ends, reading):
             return ends, hits
         once = list({tuple(hit.chunk.token_ids): hit for hit in hits}.values())
         if reading.on_overflow == "trim":
@@ -178,7 +188,6 @@ class Prompts:
         passages = [tuple(hit.chunk.token_ids) for hit in once]
         known = partial(self._known, reading.method)
         order = shared_order(known, self._read_counts, tuple(ends.prefix_ids), passages)
-        self._read_counts.count(passages)
         hint = encode_text(self.lm.tokenizer, relevance_hint(order)) if reading.hint else []
         return PromptEnds(ends.prefix_ids, [*hint, *ends.suffix_ids]), [once[rank] for rank in order]
 
@@ -191,6 +200,10 @@ class Prompts:
         """For an answer when it begins: for all of it where the caller limits it."""
         room = self.room(prompt_tokens, reading)
         return min(room, ANSWER_TOKENS) if reading.sampling.max_tokens is None else room
+
+
+def _takes_order(ends: PromptEnds, reading: RequestOptions) -> bool:
+    return reading.order == "shared" and reading.method.takes_exact and not ends.label_ids
 
 
 def _fitting(labels: Sequence[int], chunks: Sequence[int], room: int, added: Additions) -> int:
