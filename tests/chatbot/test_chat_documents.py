@@ -114,6 +114,9 @@ def test_uploads_keep_to_the_servers_limits(open_tab, kb):
                 f"{NAME} has {len(TEXT) / 10.24:.1f} KiB; this server takes 4.0 KiB at once."
             )
             assert len(sent) == 2  # three files and two
+            # The list asks for each new document; one that is deleted before would be a 404.
+            for name in names:
+                expect(tab.page.locator("#documents-list")).to_contain_text(name.removesuffix(".md"))
         finally:
             kb.delete(names)
         # A page that does not know the limits hears of them.
