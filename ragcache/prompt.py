@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ragcache.errors import ConfigError, PromptError
+from ragcache.errors import ConfigError, PromptError, check_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,7 +181,10 @@ def as_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special_only: bool
     character cannot be spelled in pieces: the cut takes its place.
 
     special_only: leave alone those that are control tokens because the template writes them; see `control_tokens`
+
+    Raises PromptError for half of a surrogate pair.
     """
+    check_text(text)
     controls = control_tokens(tokenizer, special_only=special_only)
     pieces, cut = text.split(CUT), True
     while cut:  # what is left of a cut may spell another one

@@ -28,7 +28,7 @@ from ragcache.engine.prefixes import check_whole, whole_hits
 from ragcache.engine.request import Clock, Kept, RequestOptions
 from ragcache.engine.tool_use import tool_use
 from ragcache.engine.verdict import AUTO, FULL, Choice, UncheckedNotice, choose_method
-from ragcache.errors import ConfigError, blaming, check_type
+from ragcache.errors import ConfigError, blaming, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
@@ -59,6 +59,7 @@ class Questions:
         retriever = self._parts.retriever
         find: Callable[..., list[Hit]] = retriever.retrieve_by_vector
         if isinstance(question, str):
+            check_text(question)
             find = retriever.retrieve
         hits = find(question, k, **options, foresee=None if ahead is None else ahead.begin)
         self.handed_out.add(hit.chunk for hit in hits)

@@ -25,6 +25,7 @@ NUMBERS = (
     "max_tokens", "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logprobs",
 )  # fmt: skip
+COLD = 1e-5
 MAX_LOGPROBS = 20
 """OpenAI's and vLLM's own bound."""
 
@@ -192,7 +193,8 @@ class Sampler:
         self._scores = scores
         self._logprobs = sampling.logprobs
         self._never = torch.tensor(sorted(never), dtype=torch.int64, device=device)
-        self._greedy = sampling.temperature == 0
+        # Logits divided by less than this overflow float32; the likeliest token has all of the probability long before.
+        self._greedy = sampling.temperature < COLD
         self._warpers = LogitsProcessorList()
         if self._greedy:
             return

@@ -325,3 +325,14 @@ with rc.Library.open({str(made)!r}, store=rc.StoreConfig(read_only=True)) as kb:
 def test_answers_end_by_themselves_unless_a_length_is_given():
     assert AnswerOptions().sampling().max_tokens is None
     assert AnswerOptions(max_tokens=7).sampling().max_tokens == 7
+
+
+def test_letters_that_the_output_lacks_are_written_out(store, tmp_path):
+    """Where standard output is not UTF-8: cron, or a pipe on Windows."""
+    (tmp_path / "hafen.md").write_text("# 港のページ\n\nThe harbour opens at nine.\n", encoding="utf-8")
+    assert invoke("ingest", tmp_path / "hafen.md", "--store", store).exit_code == 0
+    environment = {**_environment(), "PYTHONIOENCODING": "cp1252"}
+    command_line = [sys.executable, "-m", "ragcache", "list", "--store", str(store)]
+    done = subprocess.run(command_line, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u6e2f\\u306e" in done.stdout

@@ -70,7 +70,7 @@ class ChatRagCache(BaseChatModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
     seed: int | None = None
-    stop: list[str] | None = None
+    stop: list[str] | str | None = None
     method: str | None = None
     method_options: Mapping[str, Any] | None = None
     evict: int | None = Field(default=None, ge=1)
@@ -174,15 +174,15 @@ class ChatRagCache(BaseChatModel):
     def _option(self, given: Mapping[str, Any], name: str) -> Any:
         return given.get(name, getattr(self, name))
 
-    def _reading(self, stop: list[str] | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _reading(self, stop: list[str] | str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         """Options of the engine for one call. Raises ConfigError, ModelMismatchError."""
         refuse_unknown(type(self).__name__, given, CALL_OPTIONS)
         self._check_model(given.get("model") or self.model)
         sampling = {name: self._option(given, name) for name in SAMPLING} | {name: given.get(name) for name in FORMS}
-        ends = (self.stop or []) if stop is None else stop
+        ends = (self.stop or ()) if stop is None else stop  # a text is one stop string
         reading = {name: self._option(given, name) for name in READING}
         limit = self._option(given, "timeout")
-        options = {**reading, "timeout_s": limit, "sampling": rc.Sampling(**sampling, stop=tuple(ends))}
+        options = {**reading, "timeout_s": limit, "sampling": rc.Sampling(**sampling, stop=ends)}
         return {**options, **_tools(given)}
 
     def bind_tools(

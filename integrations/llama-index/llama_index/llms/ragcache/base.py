@@ -247,8 +247,7 @@ class RagCacheLLM(HeldToSchema):
         known = (*_OPTIONS, *more)
         _refuse_unknown(set(kwargs) - set(known), known)
         chosen = {name: kwargs.get(name, getattr(self, name)) for name in (*_SAMPLING, *_READING)}
-        stop = chosen["stop"] or ()
-        chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        chosen["stop"] = chosen["stop"] or ()
         if chosen["max_tokens"] is None:
             chosen["max_tokens"] = self.max_tokens
         forms = {name: kwargs[name] for name in _FORMS if name in kwargs}
