@@ -19,7 +19,8 @@ from transformers.generation.logits_process import (
 )
 
 from ragcache.errors import ConfigError, check_type
-from ragcache.models.structured import Constraint, as_json, choice_grammar, json_grammar, regex_grammar
+from ragcache.models.structured import as_json, choice_grammar, json_grammar, regex_grammar
+from ragcache.models.thinking import Form
 
 NUMBERS = (
     "max_tokens", "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
@@ -184,7 +185,7 @@ class Sampler:
         sampling: Sampling,
         device: torch.device,
         never: Collection[int] = (),
-        constraint: Constraint | None = None,
+        constraint: Form | None = None,
         prompt_ids: Sequence[int] = (),
         scores: list[TokenScores] | None = None,
     ) -> None:

@@ -249,11 +249,14 @@ def test_options_reach_the_engine():
         "evict": 7,
         "order": "shared",
         "hint": False,
+        "reasoning_effort": "low",
+        "enable_thinking": True,
+        "thinking_budget": 7,
     }
-    options = AnswerOptions(k=3, seed=4, filter='{"year": 2024}', on_overflow="trim", **given).stream_options()
-    assert options == {
-        **given, "k": 3, "filter": {"year": 2024}, "on_overflow": "trim", "sampling": rc.Sampling(seed=4),
-    }  # fmt: skip
+    given_json = {"filter": '{"year": 2024}', "chat_template_kwargs": '{"a": 1}'}
+    options = AnswerOptions(k=3, seed=4, on_overflow="trim", **given, **given_json).stream_options()
+    told = {"filter": {"year": 2024}, "chat_template_kwargs": {"a": 1}}
+    assert options == {**given, **told, "k": 3, "on_overflow": "trim", "sampling": rc.Sampling(seed=4)}
 
 
 def test_an_answer_may_take_so_long(store):
