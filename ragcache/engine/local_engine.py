@@ -27,7 +27,7 @@ from ragcache.models.deadline import limited
 from ragcache.models.generate import decode
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
-from ragcache.models.thinking import ThoughtLimit
+from ragcache.models.thoughts import ThoughtLimit
 from ragcache.plugins import Registry
 from ragcache.prompt import Prompt, PromptEnds
 from ragcache.retrieval.retriever import Hit

@@ -12,7 +12,7 @@ from ragcache.engine.request import Request
 from ragcache.models.card import ModelCard
 from ragcache.models.generate import Detokenizer
 from ragcache.models.sampler import TokenScores
-from ragcache.models.tool_calls import Piece, Thought, ToolCall, ToolParser, answer_format
+from ragcache.models.tool_calls import Parsed, Thought, ToolCall, ToolParser, answer_format
 from ragcache.prompt import control_tokens, encode_text
 
 
@@ -89,7 +89,7 @@ class OutputProcessor:
 
     def events(self, piece: str, *, last: bool = False) -> Iterator[Event]:
         """The events of a piece of text, which adds to the answer. Log-probabilities go with the next text."""
-        found: list[Piece] = [piece] if piece else []
+        found: list[Parsed] = [piece] if piece else []
         if self.parser is not None:
             thought = self.parser.is_thinking
             found = [*self.parser.push(piece), *(self.parser.finish() if last else ())]

@@ -34,7 +34,7 @@ from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.models.hub import BUNDLED
 from ragcache.models.sampler import Sampling
-from ragcache.models.thinking import TEMPLATE_OPTIONS, template_variables, thinking_of
+from ragcache.models.thoughts import TEMPLATE_OPTIONS, template_variables, thinking_of
 from ragcache.prompt import PromptEnds, Shown, control_tokens
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team

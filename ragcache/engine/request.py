@@ -20,7 +20,7 @@ from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.models.deadline import Limit
 from ragcache.models.sampler import Sampling
-from ragcache.models.thinking import Thinking
+from ragcache.models.thoughts import Thinking
 from ragcache.prompt import Prompt
 from ragcache.retrieval.retriever import Hit
 

@@ -14,7 +14,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.sampler import Sampler, Sampling, TokenScores
 from ragcache.models.scheduler import DecodingSequence
 from ragcache.models.structured import Constraint
-from ragcache.models.thinking import Form
+from ragcache.models.thoughts import Form
 from ragcache.prompt import control_tokens
 
 

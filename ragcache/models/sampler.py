@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 
 from ragcache.errors import ConfigError, check_type
 from ragcache.models.structured import as_json, choice_grammar, json_grammar, regex_grammar
-from ragcache.models.thinking import Form
+from ragcache.models.thoughts import Form
 
 NUMBERS = (
     "max_tokens", "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from transformers.utils.chat_parsing import ResponseParser
 
 from ragcache.errors import ConfigError, check_choice
-from ragcache.models.thinking import Thinking
+from ragcache.models.thoughts import Thinking
 
 UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError)  # what json and ast raise for a text
 START = "\ue000"
@@ -284,7 +284,7 @@ def format_of(template: str, name: str | None = None) -> ToolFormat:
 ID_CHARACTERS = 9  # letters and digits: Mistral's templates take no other ids
 
 
-Piece = str | Thought | ToolCall
+Parsed = str | Thought | ToolCall
 
 
 class ToolParser:
@@ -317,17 +317,17 @@ class ToolParser:
     def is_full(self) -> bool:
         return self._calls == self._most
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[Parsed]:
         """What this text completes."""
         return self._pieces(self._parser.feed(text))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[Parsed]:
         """What is still held back. A call that was cut has an error, if it cannot be read."""
         pieces = self._pieces(self._parser.finalize()[1])
         return [*pieces, self._space] if self._space and not self._calls else pieces
 
-    def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[Parsed]:
+        pieces: list[Parsed] = []
         for event in events:
             name = event["field"]
             if name in self._format.thoughts:
@@ -339,7 +339,7 @@ class ToolParser:
                 pieces += self._called(str(event["value"]), marked="open_pattern" not in self._format.calls[name])
         return pieces
 
-    def _thought(self, event: Mapping[str, Any]) -> list[Piece]:
+    def _thought(self, event: Mapping[str, Any]) -> list[Parsed]:
         if event["type"] != "region_chunk":
             self.is_thinking = event["type"] == "region_open"
             self._begins, self._space = True, ""
@@ -355,7 +355,7 @@ class ToolParser:
         self._space = text[len(kept) :]
         return [kept] if kept else []
 
-    def _called(self, text: str, *, marked: bool) -> Sequence[Piece]:
+    def _called(self, text: str, *, marked: bool) -> Sequence[Parsed]:
         if not marked and self._format.bare is not None and not self._format.bare.match(text):
             return self._said(text)
         calls = read_calls(self._format, text, self._tools)

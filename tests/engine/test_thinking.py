@@ -14,7 +14,7 @@ import ragcache as rc
 from ragcache.engine.conversation import Conversation
 from ragcache.errors import ConfigError
 from ragcache.models.sampler import Sampling
-from ragcache.models.thinking import EFFORTS, FORMS, thinking_of
+from ragcache.models.thoughts import EFFORTS, FORMS, thinking_of
 from ragcache.prompt import Shown
 from ragcache.retrieval.fake import BagOfWords
 
