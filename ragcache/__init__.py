@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ragcache.engine.answer import Answer, Done, Source, Sources, Timings, Token, Usage
+    from ragcache.engine.answer import Answer, Done, Reasoning, Source, Sources, Timings, Token, Usage
     from ragcache.engine.kb import RagCache
     from ragcache.engine.options import ReadOptions, RetrieveOptions
     from ragcache.engine.passages import Passage
@@ -64,6 +64,7 @@ __all__ = [
     "RagCacheError",
     "RayConfig",
     "ReadOptions",
+    "Reasoning",
     "Recipe",
     "RecomputeMethod",
     "RetrieveOptions",
@@ -89,7 +90,7 @@ __all__ = [
 # Public names by module. Modules are imported at first use: torch and transformers take seconds, and `ragcache --help`
 # needs neither.
 _NAMES = {
-    "engine.answer": "Answer Done Source Sources Timings Token Usage",
+    "engine.answer": "Answer Done Reasoning Source Sources Timings Token Usage",
     "engine.passages": "Passage",
     "engine.kb": "RagCache",
     "engine.store": "Library",

@@ -1,5 +1,6 @@
 """The `ragcache` command, also as `python -m ragcache`."""
 
+import io
 import sys
 
 from ragcache.errors import ForeignPackageError
@@ -14,6 +15,10 @@ def main() -> None:
         sys.exit(f"error: {error}")
     from ragcache.cli.commands import main as run
 
+    for stream in (sys.stdout, sys.stderr):
+        # A pipe's encoding may lack letters of a passage: these are written out, and the answer is not lost for them.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     run()
 
 

@@ -305,6 +305,17 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], way_out
         raise ConfigError(f"{name} is {reprlib.repr(value)}, of type {type(value).__name__}; {way_out}", name)
 
 
+def check_text(text: str) -> None:
+    """Raises PromptError for a text that is no Unicode: a front end cut it in the middle of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"a text holds half of a surrogate pair at character {error.start}: {reprlib.repr(text)}; cut texts "
+            "between characters, or remove it"
+        ) from error
+
+
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether the value is an int; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)

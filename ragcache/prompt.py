@@ -15,9 +15,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ragcache.errors import ConfigError, PromptError
+from ragcache.errors import ConfigError, PromptError, check_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,7 +182,10 @@ def as_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special_only: bool
     character cannot be spelled in pieces: the cut takes its place.
 
     special_only: leave alone those that are control tokens because the template writes them; see `control_tokens`
+
+    Raises PromptError for half of a surrogate pair.
     """
+    check_text(text)
     controls = control_tokens(tokenizer, special_only=special_only)
     pieces, cut = text.split(CUT), True
     while cut:  # what is left of a cut may spell another one
@@ -257,8 +261,29 @@ def _control_spans(
             yield start, end
 
 
+class Shown(NamedTuple):
+    """What a chat template is given beside messages, cut (`as_text`).
+
+    tools: functions that it describes. variables: others of its own, such as enable_thinking
+    """
+
+    tools: Sequence[Message] = ()
+    variables: Mapping[str, Any] = MappingProxyType({})
+
+    def as_text(self, tokenizer: PreTrainedTokenizerBase) -> Shown:
+        """The same without control tokens."""
+        return Shown(all_as_text(tokenizer, self.tools), all_as_text(tokenizer, self.variables))
+
+
+NOTHING_SHOWN = Shown()
+
+
 def prompt_format(
-    tokenizer: PreTrainedTokenizerBase, *, system: str | None = None, question_format: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    system: str | None = None,
+    question_format: str | None = None,
+    shown: Shown = NOTHING_SHOWN,
 ) -> PromptFormat:
     """Split the tokenizer's chat template at the context, which opens the user message.
 
@@ -269,31 +294,32 @@ def prompt_format(
     Raises ConfigError when the question format has no {question}, or the template drops or repeats the user message.
     """
     question_format = _question_format(tokenizer, question_format)
-    head, tail = _halves(tokenizer, [*system_turn(tokenizer, system), {"role": "user", "content": CONTEXT_MARK}])
+    turns = [*system_turn(tokenizer, system), {"role": "user", "content": CONTEXT_MARK}]
+    head, tail = _halves(tokenizer, turns, shown)
     return PromptFormat(tuple(_opening_ids(tokenizer, head)), tail, question_format)
 
 
 def conversation_ends(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], tools: Sequence[Message] = ()
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown: Shown = NOTHING_SHOWN
 ) -> PromptEnds:
     """Split a conversation (role, content) at CONTEXT_MARK, which stands in one of its turns.
 
     turns: contents of assistant turns as they were said, all else already cut (`as_text`)
-    tools: functions that the template describes, cut
+    shown: what else the template is given
 
     Without the mark all ids are suffix. Raises PromptError when the chat template refuses the turns or loses the mark.
     """
     try:
         if not any(CONTEXT_MARK in turn["content"] for turn in turns):
-            return PromptEnds((), _opening_ids(tokenizer, _render(tokenizer, turns, tools)))
-        head, tail = _halves(tokenizer, turns, tools)
+            return PromptEnds((), _opening_ids(tokenizer, _render(tokenizer, turns, shown)))
+        head, tail = _halves(tokenizer, turns, shown)
     except ConfigError as error:
         raise PromptError(str(error)) from error
     return PromptEnds(_opening_ids(tokenizer, head), encode_rendered(tokenizer, tail))
 
 
 def conversation_pieces(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], marks: Sequence[str], tools: Sequence[Message] = ()
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], marks: Sequence[str], shown: Shown = NOTHING_SHOWN
 ) -> list[str]:
     """The rendered conversation in pieces at these marks, which stand in its turns in this order; one more than marks.
 
@@ -301,7 +327,7 @@ def conversation_pieces(
     chat template refuses the turns, or drops, repeats or moves one.
     """
     try:
-        text = _render(tokenizer, turns, tools)
+        text = _render(tokenizer, turns, shown)
     except ConfigError as error:
         raise PromptError(str(error)) from error
     if tokenizer.chat_template is None:
@@ -339,24 +365,24 @@ def _question_format(tokenizer: PreTrainedTokenizerBase, given: str | None) -> s
 
 
 def _halves(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], tools: Sequence[Message] = ()
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown: Shown = NOTHING_SHOWN
 ) -> tuple[str, str]:
-    text = _render(tokenizer, turns, tools)
+    text = _render(tokenizer, turns, shown)
     if text.count(CONTEXT_MARK) != 1:
         raise ConfigError("the chat template does not render the user message exactly once; pass a tokenizer that does")
     head, tail = text.split(CONTEXT_MARK)
     return head, tail
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown: Shown = NOTHING_SHOWN) -> str:
     """The turns as the template writes them.
 
     A template may read what an assistant said: Qwen's drops what stands before </think>. So where cutting such a token
     changes what is written, those that are not special are left to the template.
     """
-    text = _written(tokenizer, _with_answers_cut(tokenizer, turns), tools)
+    text = _written(tokenizer, _with_answers_cut(tokenizer, turns), shown)
     if CUT in text and (left := _with_answers_cut(tokenizer, turns, special_only=True)) != turns:
-        read = _written(tokenizer, left, tools)
+        read = _written(tokenizer, left, shown)
         return text if text.replace(CUT, "") == read.replace(CUT, "") else read
     return text
 
@@ -372,12 +398,12 @@ def _with_answers_cut(
     ]
 
 
-def _written(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+def _written(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown: Shown = NOTHING_SHOWN) -> str:
     if tokenizer.chat_template is None:  # a line a turn
         return "\n".join([*(turn["content"] for turn in turns), "Answer:"])
     try:
         text: str = tokenizer.apply_chat_template(
-            turns, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            turns, tools=list(shown.tools) or None, tokenize=False, add_generation_prompt=True, **shown.variables
         )
     except Exception as error:  # templates raise whatever they like (jinja2's TemplateError, mostly)
         raise ConfigError(f"the model's chat template refuses these messages: {error}") from error

@@ -20,7 +20,7 @@ from ragcache.cli.flags import (
     option,
 )
 from ragcache.cli.serve import AddressOptions, run_page
-from ragcache.cli.terminal import command, print_json, say, say_error, seconds_text
+from ragcache.cli.terminal import command, print_json, printable, say, say_error, seconds_text
 from ragcache.errors import RagCacheError
 
 if TYPE_CHECKING:
@@ -119,11 +119,13 @@ def _questions() -> Iterator[str]:
 
 
 def stream_text(events: Iterator[Event]) -> Answer:
-    """Write the answer as its tokens come; returns all of it."""
-    from ragcache import Done, Token
+    """Write the answer as its tokens come, and what the model thinks to standard error; returns all of it."""
+    from ragcache import Done, Reasoning, Token
 
     for event in events:
-        if isinstance(event, Token):
+        if isinstance(event, Reasoning):
+            print(printable(event.text), end="", file=sys.stderr, flush=True)
+        elif isinstance(event, Token):
             say(event.text, end="")
         elif isinstance(event, Done):
             say()

@@ -47,16 +47,16 @@ def size_option(flag: str, help: str, default: str | bool = True) -> Any:
     return option(flag, help, parser=size, metavar="SIZE", show_default=default)
 
 
-def json_object(text: str | None) -> dict[str, Any] | None:
-    """Raises ConfigError when the text is not a JSON object."""
+def json_object(text: str | None, name: str = "--filter", example: str = '{"year": 2024}') -> dict[str, Any] | None:
+    """Raises ConfigError naming the option when the text is not a JSON object."""
     if text is None:
         return None
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f'--filter {text!r} is not JSON ({error}); write it like {{"year": 2024}}') from error
+        raise ConfigError(f"{name} {text!r} is not JSON ({error}); write it like {example}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f'--filter {text!r} is not a JSON object; write it like {{"year": 2024}}')
+        raise ConfigError(f"{name} {text!r} is not a JSON object; write it like {example}")
     return value
 
 
@@ -356,6 +356,18 @@ class AnswerOptions:
         bool, option("--hint/--no-hint", "With --order shared: say before the question which passages rank first.")
     ] = True
 
+    reasoning_effort: Annotated[
+        str | None, option("--reasoning-effort", "How much a model thinks before it answers: none, low, medium, high.")
+    ] = None
+    enable_thinking: Annotated[
+        bool | None,
+        option("--thinking/--no-thinking", "Whether it thinks at all; by default as its chat template has it."),
+    ] = None
+    thinking_budget: Annotated[int | None, option("--thinking-budget", "End its thoughts after so many tokens.")] = None
+    chat_template_kwargs: Annotated[
+        str | None, option("--chat-template-kwargs", "Further variables of the chat template, as a JSON object.")
+    ] = None
+
     def sampling(self) -> Sampling:
         from ragcache import Sampling
 
@@ -365,7 +377,9 @@ class AnswerOptions:
         """Arguments of `RagCache.stream` and `RagCache.ask`: k, sampling, and the fields that they know."""
         known = {*names(ReadOptions), *names(RetrieveOptions)}
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name in known}
-        return {"k": self.k, "sampling": self.sampling(), **given, "filter": json_object(self.filter)}
+        told = json_object(self.chat_template_kwargs, "--chat-template-kwargs", '{"enable_thinking": false}')
+        own = {"filter": json_object(self.filter), "chat_template_kwargs": told}
+        return {"k": self.k, "sampling": self.sampling(), **given, **own}
 
 
 @dataclass(frozen=True)

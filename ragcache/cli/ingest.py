@@ -226,7 +226,8 @@ def print_report(report: IngestReport, *, named: bool = False) -> None:
     if not report.dry_run:
         say(report.kv_text)
     if report.skipped:
-        say(f"{len(report.skipped)} files of kinds that cannot be read were skipped, such as {report.skipped[0]}")
+        what = "files of kinds that cannot be read, or links to folders,"
+        say(f"{len(report.skipped)} {what} were skipped, such as {report.skipped[0]}")
 
 
 @command

@@ -60,10 +60,11 @@ class Usage:
 
     prompt_tokens:     all of the prompt, with those that the method put between (link tokens, markers)
     cached_tokens:     of these, tokens whose KV was reused
-    completion_tokens: of the answer
+    completion_tokens: of the answer, its thoughts included
     created_tokens:    of blocks that no tier held and that were computed for this question
     computed_tokens:   prompt tokens that the model ran for this question, in the layer where it ran most: the suffix,
                        what the method adds or recomputes, and created_tokens
+    reasoning_tokens:  of completion_tokens, those of the model's thoughts
     """
 
     prompt_tokens: int
@@ -71,6 +72,7 @@ class Usage:
     completion_tokens: int
     created_tokens: int = 0
     computed_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Answer:
     finish_reason: "stop" (end of text, stop string or stop token), "length", or "tool_calls" (it has some)
     logprobs: of every token, those of a stop string among them; None where `Sampling.logprobs` did not ask for them
     tool_calls: calls of tools, which are no part of the text
+    reasoning: what the model thought before it answered, which is no part of the text either
     """
 
     text: str
@@ -108,6 +111,7 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...] | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     method_reason: str = ""
+    reasoning: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The answer as JSON values: all fields, the hits as `source_to_json` has them."""
@@ -122,6 +126,7 @@ class Answer:
             "finish_reason": self.finish_reason,
             "logprobs": None if self.logprobs is None else [asdict(one) for one in self.logprobs],
             "tool_calls": [asdict(call) for call in self.tool_calls],
+            "reasoning": self.reasoning,
         }
 
 
@@ -159,10 +164,17 @@ class Token:
 
 
 @dataclass(frozen=True)
+class Reasoning:
+    """A piece of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Done:
     """Last event of a stream: the whole answer."""
 
     answer: Answer
 
 
-Event = Sources | Token | ToolCall | Done
+Event = Sources | Reasoning | Token | ToolCall | Done

@@ -16,8 +16,10 @@ from ragcache.models.tool_calls import ToolCall
 from ragcache.prompt import (
     CONTEXT_MARK,
     MARK,
+    NOTHING_SHOWN,
     PromptEnds,
     PromptFormat,
+    Shown,
     all_as_text,
     as_text,
     conversation_ends,
@@ -96,14 +98,14 @@ class Said(NamedTuple):
 class Conversation:
     """Turns of a chat; see `RagCache.stream_chat`.
 
-    tools: functions that the template describes. Raises ConfigError for what is no list, PromptError naming the message
-           that cannot be read.
+    shown: what the chat template is given beside the turns. Raises ConfigError for what is no list, PromptError naming
+           the message that cannot be read.
     """
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, messages: Sequence[Mapping[str, Any]], shown: Shown = NOTHING_SHOWN) -> None:
         check_type("messages", messages, (list, tuple), WAY_OUT)
         self.turns = _named([_turn(rank, message) for rank, message in enumerate(messages)])
-        self._tools = tools
+        self._shown = shown
         users = [turn for turn in self.turns if turn.role == "user"]
         if not users:
             raise PromptError("there is no user message; end the conversation with a question")
@@ -180,7 +182,7 @@ class Conversation:
         texts = [self._marked(tokenizer, rank, form, mark) for rank in range(len(self.turns))]
         marks = [f"{MARK}turn-{number}\ue000" for number in range(len(places))]
         messages = self._messages(tokenizer, texts, system)
-        pieces = conversation_pieces(tokenizer, messages, marks, all_as_text(tokenizer, self._tools))
+        pieces = conversation_pieces(tokenizer, messages, marks, self._shown.as_text(tokenizer))
         found: list[str | Slot | Said] = [pieces[0]]
         for place, piece in zip(places, pieces[1:], strict=True):
             found += [place, piece]
@@ -206,7 +208,7 @@ class Conversation:
 
     def _ends(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], system: str | None) -> PromptEnds:
         messages = self._messages(tokenizer, texts, system)
-        return conversation_ends(tokenizer, messages, all_as_text(tokenizer, self._tools))
+        return conversation_ends(tokenizer, messages, self._shown.as_text(tokenizer))
 
     def _messages(
         self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], system: str | None

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from ragcache import plugins
@@ -26,6 +27,7 @@ from ragcache.models.deadline import limited
 from ragcache.models.generate import decode
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
+from ragcache.models.thoughts import ThoughtLimit
 from ragcache.plugins import Registry
 from ragcache.prompt import Prompt, PromptEnds
 from ragcache.retrieval.retriever import Hit
@@ -165,7 +167,11 @@ class LocalEngine:
     def _decode(
         self, asked: Request, fused: Fused, written: OutputProcessor, seat: SharedPrefixRef, most: int
     ) -> Generator[int, None, None]:
-        cache, read = fused.cache, fused.cache.own_tokens
+        cache, read, reading = fused.cache, fused.cache.own_tokens, asked.reading
+        thoughts = None
+        if reading.thinking is not None:
+            is_open = reading.thinking.is_open(self.lm.tokenizer, asked.prompt.suffix_ids)
+            thoughts = partial(ThoughtLimit, reading.thinking, self.lm.tokenizer, reading.thinking_budget, is_open)
 
         def more() -> int:
             """Room for half as much again as there is, within `most`."""
@@ -180,7 +186,7 @@ class LocalEngine:
             fused.cache,
             fused.next_logits,
             fused.next_position,
-            asked.reading.sampling,
+            reading.sampling,
             eos_ids=self._eos,
             never=fused.reserved_ids,
             prompt_ids=fused.layout.ids,
@@ -188,7 +194,8 @@ class LocalEngine:
             limit=asked.limit,
             more=more,
             most=most,
-            room=self.prompts.room_at_first(fused.next_position, asked.reading),
+            thoughts=thoughts,
+            room=self.prompts.room_at_first(fused.next_position, reading),
         )
 
     def _read(self, asked: Request, ready: ResolvedKV, seat: SharedPrefixRef) -> Fused:
@@ -240,7 +247,7 @@ def _answer(asked: Request, ready: ResolvedKV, fused: Fused, written: OutputProc
     created = ready.prefix.created_tokens + ready.loaded.encoded_tokens
     computed = max(fused.computed_tokens) + fused.encoded_tokens + created
     cached = max(0, fused.prompt_tokens - computed)
-    usage = Usage(fused.prompt_tokens, cached, len(written.ids), created, computed)
+    usage = Usage(fused.prompt_tokens, cached, len(written.ids), created, computed, written.reasoning_tokens)
     return written.answer(asked, ready.sources, usage)
 
 

@@ -62,6 +62,10 @@ class ReadOptions(TypedDict, total=False):
     order:          of the passages: "relevance", or "shared": as `full` finds most of them in the prefix tree (no
                     effect on methods that read blocks)
     hint:           with "shared": a line before the question says which passages are the most relevant
+    reasoning_effort: how much a model thinks before it answers: "none" to "xhigh"; None: as its chat template has it
+    enable_thinking: False: it answers at once; True: it thinks. For templates that know the word, such as Qwen3's
+    thinking_budget: tokens after which its thoughts are ended, and it answers
+    chat_template_kwargs: further variables of the chat template. These four are nothing to a raw prompt
     """
 
     method: str | FusionMethod | None
@@ -73,6 +77,10 @@ class ReadOptions(TypedDict, total=False):
     timeout_s: float | None
     order: Order
     hint: bool
+    reasoning_effort: str | None
+    enable_thinking: bool | None
+    thinking_budget: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 class AskOptions(RetrieveOptions, ReadOptions, total=False):

@@ -6,13 +6,13 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ragcache.engine.answer import Answer, Event, Source, Token, TokenLogprob, Usage
+from ragcache.engine.answer import Answer, Event, Reasoning, Source, Token, TokenLogprob, Usage
 from ragcache.engine.conversation import said
 from ragcache.engine.request import Request
 from ragcache.models.card import ModelCard
 from ragcache.models.generate import Detokenizer
 from ragcache.models.sampler import TokenScores
-from ragcache.models.tool_calls import ToolCall, ToolParser
+from ragcache.models.tool_calls import Parsed, Thought, ToolCall, ToolParser, answer_format
 from ragcache.prompt import control_tokens, encode_text
 
 
@@ -26,8 +26,9 @@ class OutputProcessor:
     scores:      log-probabilities of its tokens, if asked for; those of tokens to come may be among them
     logprobs:    the same of its tokens, with their texts
     sent:        how many of these are in its events
-    parser:      finds calls in its text, where there are tools
+    parser:      finds thoughts and calls in its text, where there may be any
     calls:       those found
+    reasoning:   the thoughts, and reasoning_tokens: how many of the tokens they are
     """
 
     text: str = ""
@@ -40,6 +41,8 @@ class OutputProcessor:
     sent: int = 0
     parser: ToolParser | None = None
     calls: list[ToolCall] = field(default_factory=list)
+    reasoning: str = ""
+    reasoning_tokens: int = 0
 
     @property
     def run_ids(self) -> list[int]:
@@ -54,7 +57,7 @@ class OutputProcessor:
     def said(self, card: ModelCard) -> list[int]:
         """Ids that the next turn reads as this answer: its tokens, where they are its text and nothing else."""
         specials = control_tokens(card.tokenizer, special_only=True)
-        if self.is_cut or self.calls or not specials.keys().isdisjoint(self.ids):
+        if self.is_cut or self.calls or self.reasoning_tokens or not specials.keys().isdisjoint(self.ids):
             return encode_text(card.tokenizer, self.text)
         return self.ids
 
@@ -72,6 +75,7 @@ class OutputProcessor:
             None if asked.reading.sampling.logprobs is None else tuple(self.logprobs),
             tuple(self.calls),
             choice.why,
+            self.reasoning,
         )
 
     def add(self, card: ModelCard, token: int) -> None:
@@ -85,13 +89,18 @@ class OutputProcessor:
 
     def events(self, piece: str, *, last: bool = False) -> Iterator[Event]:
         """The events of a piece of text, which adds to the answer. Log-probabilities go with the next text."""
-        found: list[str | ToolCall] = [piece] if piece else []
+        found: list[Parsed] = [piece] if piece else []
         if self.parser is not None:
+            thought = self.parser.is_thinking
             found = [*self.parser.push(piece), *(self.parser.finish() if last else ())]
+            self.reasoning_tokens += not last and (thought or self.parser.is_thinking)
         for one in found:
             if isinstance(one, ToolCall):
                 self.calls.append(one)
                 yield one
+            elif isinstance(one, Thought):
+                self.reasoning += one
+                yield Reasoning(str(one))
             else:
                 self.text += one
                 yield Token(one, self._unsent())
@@ -118,13 +127,20 @@ def write(
 ) -> Iterator[Event]:
     """Write the answer whose tokens `steps` gives, `most` of them at most, into `written`. `steps` is closed when this
     ends."""
-    tools = asked.reading.tools
-    written.parser = tools.parser() if tools else None
-    pieces = Detokenizer(card.tokenizer, asked.reading.sampling.stop, tools.format.markers if tools else ())
+    tools, thinking = asked.reading.tools, asked.reading.thinking
+    is_open = thinking is not None and thinking.is_open(card.tokenizer, asked.prompt.suffix_ids)
+    markers = thinking.markers(card.tokenizer) if thinking else ()
+    format = answer_format(tools.format if tools else None, thinking, markers, is_open=is_open)
+    if format is not None:
+        opened = thinking.open if thinking and is_open else ""
+        calls = (tools.most, tools.shown) if tools else (None, ())
+        written.parser = ToolParser(format, *calls, opened)
+    pieces = Detokenizer(card.tokenizer, asked.reading.sampling.stop, format.markers if format else ())
     try:
         for token in steps:
             asked.clock.first_token()
             written.add(card, token)
+            pieces.stops = written.parser is None or not written.parser.is_thinking
             yield from written.events(pieces.push(token))
             if pieces.stopped or (written.parser and written.parser.is_full):
                 written.is_cut = True

@@ -16,7 +16,7 @@ from ragcache.fusion.layout import Additions
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import BlockKeys
 from ragcache.models.card import ModelCard
-from ragcache.prompt import Prompt, PromptEnds, PromptFormat, encode_text, prompt_format
+from ragcache.prompt import NOTHING_SHOWN, Prompt, PromptEnds, PromptFormat, Shown, encode_text, prompt_format
 from ragcache.retrieval.retriever import Hit
 
 # An answer that may be as long as the context has memory for so many tokens when it begins.
@@ -72,14 +72,15 @@ class Prompts:
                 'open it with recipe="isolated" or with this system prompt, or ask with method="full"'
             )
 
-    def question_ends(self, question: str, system: str | None = None) -> PromptEnds:
-        """system: in place of the store's own
+    def question_ends(self, question: str, system: str | None = None, shown: Shown | None = None) -> PromptEnds:
+        """system: in place of the store's own, as soon as the template is shown anything; shown: what else it is given
 
         Raises PromptError (empty question), ConfigError (a chat template that takes no system message).
         """
-        form = self.format
-        if system is not None:
-            form = prompt_format(self.lm.tokenizer, system=system, question_format=form.question_format)
+        form, tokenizer = self.format, self.lm.tokenizer
+        if system is not None or shown is not None:
+            shown = (shown or NOTHING_SHOWN).as_text(tokenizer)
+            form = prompt_format(tokenizer, system=system, question_format=form.question_format, shown=shown)
         return PromptEnds(form.prefix_ids, form.suffix_ids(self.lm.tokenizer, question))
 
     def prompt(self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions) -> tuple[Prompt, int]:

@@ -28,13 +28,14 @@ from ragcache.engine.prefixes import check_whole, whole_hits
 from ragcache.engine.request import Clock, Kept, RequestOptions
 from ragcache.engine.tool_use import tool_use
 from ragcache.engine.verdict import AUTO, FULL, Choice, UncheckedNotice, choose_method
-from ragcache.errors import ConfigError, blaming, check_type
+from ragcache.errors import ConfigError, blaming, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.models.hub import BUNDLED
 from ragcache.models.sampler import Sampling
-from ragcache.prompt import PromptEnds, control_tokens
+from ragcache.models.thoughts import TEMPLATE_OPTIONS, template_variables, thinking_of
+from ragcache.prompt import PromptEnds, Shown, control_tokens
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team
 
@@ -59,6 +60,7 @@ class Questions:
         retriever = self._parts.retriever
         find: Callable[..., list[Hit]] = retriever.retrieve_by_vector
         if isinstance(question, str):
+            check_text(question)
             find = retriever.retrieve
         hits = find(question, k, **options, foresee=None if ahead is None else ahead.begin)
         self.handed_out.add(hit.chunk for hit in hits)
@@ -68,22 +70,20 @@ class Questions:
         check_type("question", question, str, "give its text")
         if options.get("whole"):
             return self._ask_whole(question, options)
-        reading = self._reading(options)
+        reading, ends = self._asked(question, options)
         self._look([question], reading)
-        prompts, system = self._parts.reader.prompts, options.get("system")
-        prompts.check_system(system, reading.method)
+        self._parts.reader.prompts.check_system(options.get("system"), reading.method)
         find = partial(self._find, options.get("hits"), question, k, options, reading)
-        return self._read(partial(prompts.question_ends, question, system), find, reading)
+        return self._read(ends, find, reading)
 
     def _ask_whole(self, question: str, options: AskOptions) -> Iterator[Event]:
         """A question over every passage, by full prefill."""
         named = options.get("method")
         chosen: AskOptions = {**options, "method": FULL if named in (None, AUTO) else named}
-        reading = self._reading(chosen)
+        reading, ends = self._asked(question, chosen)
         check_whole(options, reading.method)
         documents, prompts = self._parts.store.documents, self._parts.reader.prompts
         reading = replace(reading, whole=documents.generation())  # before they are listed: a change is then noticed
-        ends = partial(prompts.question_ends, question, options.get("system"))
 
         def find() -> Sequence[Given]:
             self.drop_deleted()
@@ -102,14 +102,15 @@ class Questions:
     def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Iterator[Event]:
         passages, k, context = options.get("passages"), options.get("k"), options.get("context", "last")
         tools = tool_use(options, self._parts.card.tokenizer)
-        conversation = Conversation(messages, tools.shown if tools else ())
+        shown = self._shown(options)
+        conversation = Conversation(messages, shown._replace(tools=tools.shown if tools else ()))
         if sum((conversation.has_passages, passages is not None, k is not None)) > 1:
             raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
         if context not in get_args(Context):
             raise ConfigError(
                 f"context {context!r} is unknown; choose one of {', '.join(get_args(Context))}", "context"
             )
-        reading = self._reading(options)
+        reading = self._thinking(self._reading(options))
         system = self._system(conversation, options, reading)
         if tools is not None:
             reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))
@@ -142,6 +143,22 @@ class Questions:
 
     # Options
 
+    def _asked(self, question: str, options: AskOptions) -> tuple[RequestOptions, Callable[[], PromptEnds]]:
+        """How a question is read, and what makes its prompt's ends."""
+        reading, shown = self._thinking(self._reading(options)), self._shown(options)
+        ends, system = self._parts.reader.prompts.question_ends, options.get("system")
+        if not shown.variables:
+            return reading, partial(ends, question, system)
+        return reading, partial(ends, question, self._parts.system if system is None else system, shown)
+
+    def _shown(self, options: ReadOptions) -> Shown:
+        """What the chat template is told. Raises ConfigError."""
+        effort, enable, given = (options.get(name) for name in TEMPLATE_OPTIONS)
+        return Shown(variables=template_variables(self._parts.card.tokenizer, effort, enable, given))
+
+    def _thinking(self, reading: RequestOptions) -> RequestOptions:
+        return replace(reading, thinking=thinking_of(self._parts.card.tokenizer))
+
     def _reading(self, options: ReadOptions) -> RequestOptions:
         parts = self._parts
         sampling = options.get("sampling") or Sampling()
@@ -161,6 +178,7 @@ class Questions:
             parts.loader.ahead() if parts.loader is not None and choice.method.reuses_blocks else None,
             options.get("order", "relevance"),
             options.get("hint", True),
+            thinking_budget=options.get("thinking_budget"),
         )
         with blaming("method"):
             parts.reader.check(reading)

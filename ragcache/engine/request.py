@@ -15,11 +15,12 @@ from ragcache.engine.loader import Prefetch
 from ragcache.engine.options import Order, Overflow
 from ragcache.engine.tool_use import ToolUse
 from ragcache.engine.verdict import Choice
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, check_least
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.models.deadline import Limit
 from ragcache.models.sampler import Sampling
+from ragcache.models.thoughts import Thinking
 from ragcache.prompt import Prompt
 from ragcache.retrieval.retriever import Hit
 
@@ -30,6 +31,8 @@ class RequestOptions:
 
     whole: generation of the documents, all of which are read; None: what was found is
     tools: what the model may call; None: nothing
+    thinking: how the model's template has it think; None: it does not, or there is no template (a raw prompt)
+    thinking_budget: tokens after which its thoughts are ended
     """
 
     choice: Choice
@@ -43,8 +46,12 @@ class RequestOptions:
     hint: bool = True
     whole: int | None = None
     tools: ToolUse | None = None
+    thinking: Thinking | None = None
+    thinking_budget: int | None = None
 
     def __post_init__(self) -> None:
+        if self.thinking_budget is not None:
+            check_least("thinking_budget", self.thinking_budget, 0)
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; it must be above 0", "timeout_s")
         for name, known in (("order", get_args(Order)), ("on_overflow", get_args(Overflow))):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ragcache.engine.options import ChatOptions
 from ragcache.errors import ConfigError
 from ragcache.models.sampler import Sampling
-from ragcache.models.tool_calls import ToolFormat, ToolParser, Written, format_of, read_json
+from ragcache.models.tool_calls import ToolFormat, Written, format_of, read_json
 
 EXAMPLE = '{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}'
 CHOICES = ("auto", "none", "required")
@@ -28,9 +28,6 @@ class ToolUse:
     format: ToolFormat
     schema: str | None = None
     most: int | None = None
-
-    def parser(self) -> ToolParser:
-        return ToolParser(self.format, self.most, self.shown)
 
     def sampling(self, given: Sampling) -> Sampling:
         """The sampling that makes calls. Raises ConfigError where the answer is to have another form."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
 
-from ragcache.errors import ConfigError, ContextTooLongError, check_least
+from ragcache.errors import ConfigError, ContextTooLongError, check_least, check_text
 from ragcache.ingest.text_blocks import MAX_TITLE, Block, split_blocks, split_sentences
 from ragcache.models.deadline import LIMIT
 from ragcache.prompt import control_tokens, encode_text
@@ -385,9 +385,11 @@ class ChunkTokenizer:
             self._fast.encode_special_tokens = True
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text."""
+        """Ids of each text. Raises PromptError for half of a surrogate pair."""
         if not texts:
             return []
+        for text in texts:
+            check_text(text)
         if self._fast is not None:
             rows = [encoding.ids for encoding in self._fast.encode_batch(list(texts), add_special_tokens=False)]
         else:

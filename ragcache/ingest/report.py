@@ -76,7 +76,7 @@ class IngestSeconds:
 
 @dataclass
 class IngestReport:
-    """added, updated, unchanged: document ids. skipped: files in folders that no reader reads.
+    """added, updated, unchanged: document ids. skipped: files in folders that no reader reads, links to folders.
 
     moved:           documents that have another id now; those with changed content are in `updated`, too
     removed:         ids of documents whose files have vanished (sync=True)

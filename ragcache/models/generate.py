@@ -14,6 +14,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.sampler import Sampler, Sampling, TokenScores
 from ragcache.models.scheduler import DecodingSequence
 from ragcache.models.structured import Constraint
+from ragcache.models.thoughts import Form
 from ragcache.prompt import control_tokens
 
 
@@ -31,6 +32,7 @@ def decode(
     cancelled: threading.Event | None = None,
     limit: Limit | None = None,
     most: int | None = None,
+    thoughts: Callable[[Form | None], Form] | None = None,
     room: int | None = None,
     more: Callable[[], int] | None = None,
 ) -> Generator[int, None, None]:
@@ -43,6 +45,7 @@ def decode(
     scores:     gets each token's log-probabilities before the token is yielded, if the sampling asks for them
     limit:      when to give up, in place of `cancelled` alone
     most:       tokens at which the answer ends, where that is before all else
+    thoughts:   holds the answer's form, where it has one, behind the model's thoughts (`ThoughtLimit`)
     room:       tokens that there is memory for before `more` is asked for further ones; None: all
     more:       waits for memory, in the thread that reads the answer; returns for how many tokens there is some
 
@@ -51,7 +54,8 @@ def decode(
     model cannot be held to.
     """
     grammar = sampling.grammar()
-    form = None if grammar is None else Constraint(grammar, lm.tokenizer, lm.vocab_size, eos_ids)
+    form: Form | None = None if grammar is None else Constraint(grammar, lm.tokenizer, lm.vocab_size, eos_ids)
+    form = form if thoughts is None else thoughts(form)
     choose = Sampler(sampling, logits.device, {*never, *lm.unsaid_ids}, form, prompt_ids, scores)
     last = min([lm.max_positions, *(position + n for n in (sampling.max_tokens, most) if n is not None)])
     ends = {*eos_ids, *sampling.stop_token_ids}
@@ -68,6 +72,7 @@ class Detokenizer:
     string. Joined, the pieces equal the decoded ids, cut before the first stop string (law 7).
 
     markers: special tokens that are part of the text; no others are
+    stops:   whether a stop string ends the text here; not while the model thinks, who is not answering yet
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._ids: list[int] = []
         self._sent = 0
+        self.stops = True
         self.stopped = False
 
     def push(self, token: int) -> str:
@@ -98,7 +104,8 @@ class Detokenizer:
         )
 
     def _emit(self, text: str, *, final: bool) -> str:
-        cut = min((at for s in self._stop if (at := text.find(s)) >= 0), default=-1)
+        stop = self._stop if self.stops else ()
+        cut = min((at for s in stop if (at := text.find(s, self._sent)) >= 0), default=-1)
         if cut >= 0:
             self.stopped = True
             text = text[:cut]
@@ -111,5 +118,7 @@ class Detokenizer:
     def _held_back(self, text: str) -> int:
         """Characters at the end that may still change, and before them those that may begin a stop string."""
         sure = text.rstrip("\ufffd")
-        begun = (n for s in self._stop for n in range(min(len(s) - 1, len(sure)), 0, -1) if sure.endswith(s[:n]))
+        begun = (
+            n for s in self._stop * self.stops for n in range(min(len(s) - 1, len(sure)), 0, -1) if sure.endswith(s[:n])
+        )
         return len(text) - len(sure) + max(begun, default=0)

@@ -19,12 +19,14 @@ from transformers.generation.logits_process import (
 )
 
 from ragcache.errors import ConfigError, check_type
-from ragcache.models.structured import Constraint, as_json, choice_grammar, json_grammar, regex_grammar
+from ragcache.models.structured import as_json, choice_grammar, json_grammar, regex_grammar
+from ragcache.models.thoughts import Form
 
 NUMBERS = (
     "max_tokens", "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logprobs",
 )  # fmt: skip
+COLD = 1e-5
 MAX_LOGPROBS = 20
 """OpenAI's and vLLM's own bound."""
 
@@ -183,7 +185,7 @@ class Sampler:
         sampling: Sampling,
         device: torch.device,
         never: Collection[int] = (),
-        constraint: Constraint | None = None,
+        constraint: Form | None = None,
         prompt_ids: Sequence[int] = (),
         scores: list[TokenScores] | None = None,
     ) -> None:
@@ -192,7 +194,8 @@ class Sampler:
         self._scores = scores
         self._logprobs = sampling.logprobs
         self._never = torch.tensor(sorted(never), dtype=torch.int64, device=device)
-        self._greedy = sampling.temperature == 0
+        # Logits divided by less than this overflow float32; the likeliest token has all of the probability long before.
+        self._greedy = sampling.temperature < COLD
         self._warpers = LogitsProcessorList()
         if self._greedy:
             return

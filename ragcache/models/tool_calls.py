@@ -8,14 +8,16 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing import ResponseParser
 
 from ragcache.errors import ConfigError, check_choice
+from ragcache.models.thoughts import Thinking
 
 UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError)  # what json and ast raise for a text
+START = "\ue000"
 TEXT = {"content": "text", "content_args": {"strip": False}}
 
 
@@ -54,7 +56,7 @@ class ToolFormat:
     read:    the calls that a region's text states; raises one of UNREADABLE
     calls:   regions of calls, as a response template of transformers names them
     said:    regions whose text is part of the answer, beside what is in no region
-    unsaid:  regions that are not
+    thoughts: regions whose text is not
     markers: control tokens that the regions are found by
     signs:   words of a chat template that teach the format: all of one group, and none of `unlike`
     untyped: arguments are written as text, whatever their type
@@ -65,7 +67,7 @@ class ToolFormat:
     read: Read
     calls: Mapping[str, Mapping[str, Any]]
     said: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    unsaid: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    thoughts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     markers: tuple[str, ...] = ()
     signs: tuple[tuple[str, ...], ...] = ()
     unlike: tuple[str, ...] = ()
@@ -78,9 +80,35 @@ class ToolFormat:
         return taught and not any(sign in template for sign in self.unlike)
 
     def response_template(self) -> dict[str, Any]:
-        regions = {**self.calls, **self.said, **self.unsaid}
+        regions = {**self.calls, **self.said, **self.thoughts}
         fields = {name: {**TEXT, "repeats": True, **ends} for name, ends in regions.items()}
-        return {"start_anchor": "\ue000", "fields": {"text": TEXT, **fields}}
+        return {"start_anchor": START, "fields": {"text": TEXT, **fields}}
+
+
+class Thought(str):
+    """What a model thinks before it answers."""
+
+
+def answer_format(
+    tools: ToolFormat | None, thinking: Thinking | None, markers: tuple[str, ...], *, is_open: bool
+) -> ToolFormat | None:
+    """The format of an answer with tools, thoughts or both; None: it is all text.
+
+    markers: special tokens of the thoughts. is_open: whether the prompt has begun them
+    """
+    if thinking is None:
+        return tools
+    if tools is None:
+        plain = FORMATS["harmony"] if thinking.answer else ToolFormat(read_json, {})
+        tools = replace(plain, calls={})
+    thoughts = tools.thoughts or {"thought": {"open": thinking.open, "close": thinking.close}}
+    start = f"(?<={re.escape(thinking.close + thinking.answer)})"
+    start = start if is_open else rf"(?:\A|{start})"
+    calls = {
+        name: {key: ends.replace(r"\A", start) if key == "open_pattern" else ends for key, ends in region.items()}
+        for name, region in tools.calls.items()
+    }
+    return replace(tools, calls=calls, thoughts=thoughts, markers=(*tools.markers, *markers))
 
 
 def _arguments(found: Any) -> str:
@@ -185,7 +213,7 @@ FORMATS = {
                 "close": ["<|end|>", "<|return|>"],
             }
         },
-        unsaid={"thought": {"open_pattern": HARMONY + r"<\|channel\|>analysis<\|message\|>", "close": "<|end|>"}},
+        thoughts={"thought": {"open_pattern": HARMONY + r"<\|channel\|>analysis<\|message\|>", "close": "<|end|>"}},
         markers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>", "<|return|>"),
         signs=(("<|channel|>", "commentary"),),
     ),
@@ -256,18 +284,30 @@ def format_of(template: str, name: str | None = None) -> ToolFormat:
 ID_CHARACTERS = 9  # letters and digits: Mistral's templates take no other ids
 
 
+Parsed = str | Thought | ToolCall
+
+
 class ToolParser:
-    """Splits an answer, as it arrives, into text and calls.
+    """Splits an answer, as it arrives, into text, thoughts and calls.
 
-    White space around calls is part of no text.
+    White space around thoughts and calls is part of no text. is_thinking: whether what comes next is a thought.
 
-    most:  calls, of which later ones are dropped; None: all
-    tools: functions in OpenAI's form, for the types of arguments
+    most:   calls, of which later ones are dropped; None: all
+    tools:  functions in OpenAI's form, for the types of arguments
+    opened: what opens the thoughts that the prompt has begun
     """
 
-    def __init__(self, format: ToolFormat, most: int | None = None, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        format: ToolFormat,
+        most: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        opened: str = "",
+    ) -> None:
         self._format = format
-        self._parser = ResponseParser(format.response_template(), prefix="")
+        self._parser = ResponseParser(format.response_template(), prefix=START + opened if opened else "")
+        self.is_thinking = bool(opened)
+        self._begins = bool(opened)  # nothing but white space was written since a region opened or closed
         self._space = ""
         self._most = most
         self._tools = tools
@@ -277,32 +317,45 @@ class ToolParser:
     def is_full(self) -> bool:
         return self._calls == self._most
 
-    def push(self, text: str) -> list[str | ToolCall]:
+    def push(self, text: str) -> list[Parsed]:
         """What this text completes."""
         return self._pieces(self._parser.feed(text))
 
-    def finish(self) -> list[str | ToolCall]:
+    def finish(self) -> list[Parsed]:
         """What is still held back. A call that was cut has an error, if it cannot be read."""
         pieces = self._pieces(self._parser.finalize()[1])
         return [*pieces, self._space] if self._space and not self._calls else pieces
 
-    def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[str | ToolCall]:
-        pieces: list[str | ToolCall] = []
+    def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[Parsed]:
+        pieces: list[Parsed] = []
         for event in events:
             name = event["field"]
+            if name in self._format.thoughts:
+                pieces += self._thought(event)
+                continue
             if event["type"] == "region_chunk" and (name == "text" or name in self._format.said):
                 pieces += self._said(event["text"])
             elif event["type"] == "region_close" and name in self._format.calls:
                 pieces += self._called(str(event["value"]), marked="open_pattern" not in self._format.calls[name])
         return pieces
 
+    def _thought(self, event: Mapping[str, Any]) -> list[Parsed]:
+        if event["type"] != "region_chunk":
+            self.is_thinking = event["type"] == "region_open"
+            self._begins, self._space = True, ""
+            return []
+        return [Thought(one) for one in self._said(event["text"])]
+
     def _said(self, text: str) -> list[str]:
         text = self._space + text
+        if self._begins:
+            text = text.lstrip()
+            self._begins = not text
         kept = text.rstrip()
         self._space = text[len(kept) :]
         return [kept] if kept else []
 
-    def _called(self, text: str, *, marked: bool) -> Sequence[str | ToolCall]:
+    def _called(self, text: str, *, marked: bool) -> Sequence[Parsed]:
         if not marked and self._format.bare is not None and not self._format.bare.match(text):
             return self._said(text)
         calls = read_calls(self._format, text, self._tools)

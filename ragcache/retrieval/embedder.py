@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import ConfigError, EmbedderError, EmbedderMismatchError, check_least
+from ragcache.errors import ConfigError, EmbedderError, EmbedderMismatchError, check_least, check_text
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT
 from ragcache.models.machine import AUTO, find_device
@@ -187,6 +187,8 @@ class SentenceEmbedder:
         vectors = np.empty((len(texts), self._dimension), dtype=np.float32)
         for start in range(0, len(texts), WINDOW_TEXTS):
             window = list(texts[start : start + WINDOW_TEXTS])
+            for text in window:
+                check_text(text)
             lengths = []
             for row, (text, length) in enumerate(self._with_lengths(window)):
                 lengths.append(min(length, self._max_tokens))
@@ -200,6 +202,7 @@ class SentenceEmbedder:
         return vectors
 
     def embed_query(self, text: str) -> Vectors:
+        check_text(text)
         vector: Vectors = self._encode(QUESTION, self._model.encode_query, [text])[0]
         return vector
 

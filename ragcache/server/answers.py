@@ -30,6 +30,7 @@ from ragcache.server.chat_types import (
     SchemaFormat,
     ScoredToken,
     SourceItem,
+    TemplateFields,
     TextLogprobs,
 )
 from ragcache.server.settings import AnswerDefaults
@@ -52,6 +53,7 @@ def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: i
     options = {
         "sampling": sampling(request, defaults, max_positions),
         **_given(READ, asked, defaults),
+        **request.model_dump(include=set(TemplateFields.model_fields), exclude_none=True),
         "context": asked.context or ("last" if asked.documents is not None else defaults.context),
         **_passages(asked, defaults),
         **_tools(request),
@@ -171,7 +173,10 @@ def usage_of(answers: Sequence[Answer]) -> ChatUsage:
         total_tokens=usage.prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens, audio_tokens=0),
         completion_tokens_details=CompletionTokensDetails(
-            reasoning_tokens=0, audio_tokens=0, accepted_prediction_tokens=0, rejected_prediction_tokens=0
+            reasoning_tokens=sum(answer.usage.reasoning_tokens for answer in answers),
+            audio_tokens=0,
+            accepted_prediction_tokens=0,
+            rejected_prediction_tokens=0,
         ),
     )
 

@@ -34,7 +34,7 @@ def read_keys(file: Path | None, environment: Mapping[str, str]) -> tuple[str, .
 
 def _keys_in(file: Path) -> list[str]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: the API keys cannot be read ({error})") from error
     return [key for line in lines if (key := line.partition("#")[0].strip())]

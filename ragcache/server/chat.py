@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragcache import Answer, Done, Sources, Token, ToolCall
+from ragcache import Answer, Done, Reasoning, Sources, Token, ToolCall
 from ragcache.engine.answer import Event
 from ragcache.server.answers import chat_logprobs, costs_of, dearest, each_of, engine_call, sources_of, usage_of
 from ragcache.server.body import JSON, read_json, request_body
@@ -134,7 +134,9 @@ class Writer:
     def choice(self, index: int, answer: Answer) -> Choice:
         calls = [MessageCall(**call.to_json()) for call in answer.tool_calls]
         content = answer.text or (None if calls else "")
-        more = {"tool_calls": calls} if calls else {}
+        more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if answer.reasoning:
+            more["reasoning_content"] = answer.reasoning
         message = AnswerMessage(role="assistant", content=content, refusal=None, annotations=[], **more)
         logprobs = None if answer.logprobs is None else chat_logprobs(answer.logprobs)
         return Choice(index=index, message=message, logprobs=logprobs, finish_reason=self.reason(answer))
@@ -144,6 +146,11 @@ class Writer:
         delta = Delta(content=added.text) if added.text else Delta()
         logprobs = chat_logprobs(added.logprobs) if added.logprobs else None
         return self.event([ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)], **more)
+
+    def thought(self, index: int, added: Reasoning, **more: Any) -> AnswerModel:
+        """One event. added: to what the model thinks"""
+        delta = Delta(reasoning_content=added.text)
+        return self.event([ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)], **more)
 
     def call(self, index: int, call: ToolCall, rank: int, **more: Any) -> AnswerModel:
         """One event: a call, and which one of its answer."""
@@ -168,6 +175,8 @@ class Writer:
                     yield _event(self.start(index, **more))
                 elif isinstance(one, Token):
                     yield _event(self.chunk(index, one, None, **more))
+                elif isinstance(one, Reasoning):
+                    yield _event(self.thought(index, one, **more))
                 elif isinstance(one, ToolCall):
                     yield _event(self.call(index, one, calls[index], **more))
                     calls[index] += 1

@@ -24,6 +24,7 @@ SeedInt = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
 StopText = Annotated[Text, Field(min_length=1)]
 Nothing = Annotated[list[JsonValue], Field(max_length=0)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 LikeliestCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
@@ -36,7 +37,7 @@ MAX_ANSWERS = 128
 # Features that change an answer and that this server does not have: refused by name unless they ask for nothing.
 UNSUPPORTED = {
     "audio", "background", "best_of", "echo", "function_call", "functions", "include", "modalities", "moderation",
-    "reasoning", "reasoning_effort", "suffix", "tool_choice", "tools", "truncation", "verbosity", "web_search_options",
+    "suffix", "tool_choice", "tools", "truncation", "verbosity", "web_search_options",
 }  # fmt: skip
 
 
@@ -130,7 +131,16 @@ class RetrieveFields(RequestModel):
     rerank: bool | None = Field(default=None, description="Whether the server's reranker, if it has one, orders them")
 
 
-class ReadFields(RequestModel):
+class TemplateFields(RequestModel):
+    """What the chat template is told; OpenAI's and vLLM's names."""
+
+    reasoning_effort: Effort | None = Field(default=None, description="How much the model thinks; none: not at all")
+    chat_template_kwargs: JsonObject | None = Field(
+        default=None, description='Variables of the chat template, such as {"enable_thinking": false}'
+    )
+
+
+class ReadFields(TemplateFields):
     """How a prompt is read and answered."""
 
     method: Name | None = Field(default=None, description="Fusion method; see GET /v1/methods")
@@ -144,6 +154,10 @@ class ReadFields(RequestModel):
     evict: TokenCount | None = Field(default=None, description="Passages' tokens to keep after the first token")
     timeout_s: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="Seconds for the whole answer, waiting included; the server's own limit holds too"
+    )
+    enable_thinking: bool | None = Field(default=None, description="false: the model answers at once")
+    thinking_budget: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        default=None, description="Tokens after which its thoughts are ended"
     )
 
 
@@ -252,7 +266,7 @@ class SampledRequest(RequestModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatRequest(SampledRequest):
+class ChatRequest(SampledRequest, TemplateFields):
     """OpenAI's request. Features that would change the answer and are not supported are refused by name."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
@@ -281,7 +295,6 @@ class ChatRequest(SampledRequest):
     modalities: list[Literal["text"]] | None = None
     audio: None = None
     moderation: None = None
-    reasoning_effort: None = None
     verbosity: None = None
     web_search_options: None = None
 
@@ -392,10 +405,11 @@ class DeltaCall(MessageCall):
 
 
 class AnswerMessage(AnswerModel):
-    """content: null where the answer is calls alone"""
+    """content: null where the answer is calls alone. reasoning_content: what the model thought, as vLLM sends it"""
 
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str = ""
     tool_calls: list[MessageCall] = Field(default_factory=list)
     refusal: None
     annotations: list[JsonValue]
@@ -441,6 +455,7 @@ class ChatCompletion(AnswerModel):
 class Delta(AnswerModel):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str = ""
     tool_calls: list[DeltaCall] = Field(default_factory=list)
     refusal: None = None
 

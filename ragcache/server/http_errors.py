@@ -100,6 +100,7 @@ PLACES = {
     "question": ("messages", "prompt", "query", "input"),
     "json_schema": ("response_format", "text"),
     "max_tokens": ("max_tokens", "max_completion_tokens", "max_output_tokens"),
+    "reasoning_effort": ("reasoning_effort", "reasoning"),
 }
 
 

@@ -21,6 +21,7 @@ from ragcache.server.chat import Writer, respond
 from ragcache.server.chat_types import (
     ChatExtension,
     ChatRequest,
+    Effort,
     Extension,
     JsonFormat,
     JsonSchema,
@@ -77,6 +78,14 @@ class TextOptions(RequestModel):
     verbosity: None = None
 
 
+class ReasoningField(BaseModel):
+    """effort: how much the model thinks. What it thought is not given out, so that there is nothing to summarise."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    effort: Effort | None = None
+
+
 class ResponsesRequest(RequestModel):
     """OpenAI's newer request for an answer. The server keeps nothing between two of them."""
 
@@ -90,6 +99,7 @@ class ResponsesRequest(RequestModel):
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
     ragcache: Extension | None = None
+    reasoning: ReasoningField | None = None
     previous_response_id: Text | None = None
     conversation: JsonValue = None
 
@@ -107,7 +117,6 @@ class ResponsesRequest(RequestModel):
     background: Literal[False] | None = None
     include: Nothing | None = None
     prompt: None = None
-    reasoning: None = None
     tools: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -132,6 +141,7 @@ class ResponsesRequest(RequestModel):
             model=self.model,
             messages=[*told, *(message.as_message() for message in asked)],
             max_completion_tokens=self.max_output_tokens,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
             temperature=self.temperature,
             top_p=self.top_p,
             stream=self.stream,
@@ -335,6 +345,6 @@ def _usage(answer: Answer) -> ResponseUsage:
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )

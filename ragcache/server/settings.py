@@ -25,7 +25,8 @@ class AnswerDefaults:
     temperature: 0 is greedy
     top_p, top_k, seed, stop: as for `Sampling`
     search, filter, score_threshold, mmr_lambda, fetch_k, rerank: as for `RetrieveOptions`
-    on_overflow, evict, order, hint: as for `ReadOptions`
+    on_overflow, evict, order, hint, reasoning_effort, enable_thinking, thinking_budget, chat_template_kwargs: as for
+                 `ReadOptions`
     context:     as for `RagCache.stream_chat`; a request with documents of its own is read by these alone
     """
 
@@ -46,6 +47,10 @@ class AnswerDefaults:
     evict: int | None = None
     order: Order = "relevance"
     hint: bool = True
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: int | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     context: Context = "last"
 
 

@@ -41,7 +41,7 @@ def mount_page(app: FastAPI, directory: Path) -> None:
     async def page() -> Response:
         return FileResponse(index, headers={"Cache-Control": "no-cache"})
 
-    app.add_api_route("/", page, include_in_schema=False, response_model=None)
+    app.add_api_route("/", page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
     app.mount("/static", StaticFiles(directory=directory), name="static")
 
 
@@ -186,11 +186,13 @@ def _models(service: Service) -> list[ModelItem]:
 operation_router = APIRouter(tags=["operation"])
 
 
+@operation_router.head("/healthz", include_in_schema=False)
 @operation_router.get("/healthz", summary="Whether the process lives", responses={200: {"model": Health}, **errors()})
 async def healthz() -> Response:
     return Response(Health(status="ok").to_json(), media_type=JSON)
 
 
+@operation_router.head("/readyz", include_in_schema=False)
 @operation_router.get(
     "/readyz", summary="Whether it takes questions", responses={200: {"model": Health}, **errors(503)}
 )

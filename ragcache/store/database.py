@@ -157,6 +157,9 @@ class Database:
         # A commit that was reported outlives a power cut, too. Against NORMAL that is one flush of the log a document,
         # beside the flushes of its KV blocks, which are a thousand times larger.
         connection.execute("PRAGMA synchronous = FULL")
+        connection.create_function(
+            migrations.SPACED, 1, migrations.spaced, deterministic=True
+        )  # triggers of the index of words call it
         return connection
 
     def _postgres_engine(self, url: URL) -> Engine:

@@ -9,6 +9,7 @@ When anything here changes, raise SCHEMA_VERSION and add the step to `migrations
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 
 from sqlalchemy import (
@@ -36,6 +37,16 @@ from ragcache.errors import DatabaseMismatchError, SchemaVersionError
 
 SCHEMA_VERSION = 4
 PREFIX = "ragcache_"
+
+# Letters of scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese. An index of words holds
+# what they made of its texts: other letters here take another name of the index.
+LETTERS = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f"
+    r"\U00020000-\U0003ffff"
+)
+_LETTER = re.compile(f"([{LETTERS}])")
+SPACED = PREFIX + "spaced"
+"""Name of `spaced` in SQL."""
 
 metadata_obj = MetaData()
 _Text = Text().with_variant(Text(collation="C"), "postgresql")
@@ -220,3 +231,8 @@ def chunks_with(connection: Connection, handles: Sequence[str]) -> int:
     """How many chunks have one of these handles, at most a thousand."""
     query = select(func.count()).select_from(chunks).where(chunks.c.handle.in_(handles))
     return int(connection.execute(query).scalar_one())
+
+
+def spaced(text: str) -> str:
+    """The text with a space around each letter of a script that puts none between words."""
+    return text if text.isascii() else _LETTER.sub(r" \1 ", text)

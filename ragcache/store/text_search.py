@@ -1,12 +1,16 @@
 """Full-text search of the chunks: SQLite's FTS5, ranked by BM25, or PostgreSQL's, ranked by cover density.
 
 The index is made at the first search; from then on the database keeps it true to the chunks, commit by commit. Both
-reduce English words to their stems.
+reduce English words to their stems. Chinese, Japanese, Thai and others are written without spaces between words: each
+of their letters is indexed, and a question's pairs of neighbouring letters are looked for.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 from sqlalchemy import Connection, Select, bindparam, column, func, literal_column, select, table, text
@@ -15,25 +19,31 @@ from ragcache.errors import StoreReadOnlyError
 from ragcache.store import records as rows
 from ragcache.store.database import Database
 from ragcache.store.filters import Filter
-from ragcache.store.schema import PREFIX, advance, chunks
+from ragcache.store.schema import LETTERS, PREFIX, SPACED, advance, chunks
 
 WORDS = 64
 """Words of a question that are looked for, the first ones: no question takes unbounded time."""
 
-_NAME = PREFIX + "text"
-_WORD = re.compile(r"\w+")
+_TERM = re.compile(rf"(?P<run>[{LETTERS}]+)|[^\W{LETTERS}]+")
+_NAME, _BEFORE = PREFIX + "words", PREFIX + "text"  # the second one holds words between spaces alone
 # A chunk's text never changes under its vector id.
 _SQLITE = (
-    f"CREATE VIRTUAL TABLE {_NAME} USING fts5(text, content='{chunks.name}', content_rowid='vector_id', "
-    "tokenize='porter unicode61 remove_diacritics 2')",
+    *(
+        f"DROP {kind} IF EXISTS {_BEFORE}{end}"
+        for kind, end in (("TRIGGER", "_insert"), ("TRIGGER", "_delete"), ("TABLE", ""))
+    ),
+    f"CREATE VIRTUAL TABLE {_NAME} USING fts5(text, content='', tokenize='porter unicode61 remove_diacritics 2')",
     f"CREATE TRIGGER {_NAME}_insert AFTER INSERT ON {chunks.name} BEGIN "
-    f"INSERT INTO {_NAME}(rowid, text) VALUES (new.vector_id, new.text); END",
+    f"INSERT INTO {_NAME}(rowid, text) VALUES (new.vector_id, {SPACED}(new.text)); END",
     f"CREATE TRIGGER {_NAME}_delete AFTER DELETE ON {chunks.name} BEGIN "
-    f"INSERT INTO {_NAME}({_NAME}, rowid, text) VALUES ('delete', old.vector_id, old.text); END",
-    f"INSERT INTO {_NAME}({_NAME}) VALUES ('rebuild')",
+    f"INSERT INTO {_NAME}({_NAME}, rowid, text) VALUES ('delete', old.vector_id, {SPACED}(old.text)); END",
+    f"INSERT INTO {_NAME}(rowid, text) SELECT vector_id, {SPACED}(text) FROM {chunks.name}",
 )
-_VECTOR = "to_tsvector('english', text)"
-_POSTGRES = (f"CREATE INDEX {_NAME} ON {chunks.name} USING gin ({_VECTOR})",)
+_VECTOR = f"to_tsvector('english', regexp_replace(text, '([{LETTERS}])', ' \\1 ', 'g'))"
+_POSTGRES = (
+    f"DROP INDEX IF EXISTS {_BEFORE}",
+    f"CREATE INDEX {_NAME} ON {chunks.name} USING gin ({_VECTOR})",
+)
 
 
 def _is_indexed(connection: Connection) -> bool:
@@ -55,7 +65,7 @@ def search(database: Database, question: str, limit: int, where: Filter | None) 
 
     Makes the index where there is none. Raises FilterError, StoreReadOnlyError where that is not allowed.
     """
-    words = list(dict.fromkeys(_WORD.findall(question.lower())))[:WORDS]
+    words = list(dict.fromkeys(_terms(question)))[:WORDS]
     if not words:
         return []
     query, id = _postgres_query(words) if database.dialect == "postgresql" else _sqlite_query(words)
@@ -64,6 +74,13 @@ def search(database: Database, question: str, limit: int, where: Filter | None) 
     _ensure_index(database)
     with database.read() as connection:
         return [int(found) for found in connection.scalars(query.limit(limit))]
+
+
+def _terms(question: str) -> Iterator[str]:
+    """Words, and pairs of letters where nothing says where a word ends."""
+    for term in _TERM.finditer(question.lower()):
+        run = term["run"] or ""
+        yield from map(" ".join, pairwise(run)) if len(run) > 1 else (term[0],)
 
 
 def _ensure_index(database: Database) -> None:
@@ -91,7 +108,8 @@ def _sqlite_query(words: list[str]) -> tuple[Select[Any], Any]:
 
 def _postgres_query(words: list[str]) -> tuple[Select[Any], Any]:
     vector: Any = literal_column(_VECTOR)
-    wanted = func.to_tsquery(literal_column("'english'"), bindparam("words", " | ".join(words)))
+    each: list[Any] = [func.phraseto_tsquery(literal_column("'english'"), bindparam(None, word)) for word in words]
+    wanted = reduce(lambda some, one: some.op("||")(one), each[1:], each[0])
     rank = func.ts_rank_cd(vector, wanted, 1)
     query = select(chunks.c.vector_id).where(vector.op("@@")(wanted)).order_by(rank.desc(), chunks.c.vector_id)
     return query, chunks.c.vector_id

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from browsing import Tab
 from playwright.sync_api import expect
 
+PHASES = ("queue_s", "retrieve_s", "load_s", "encode_s", "place_s", "prefill_s", "ttft_s", "total_s")
+ENDING = {"method": "full", "timings": dict.fromkeys(PHASES, 0.1)}
 QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 OTHER, OTHER_ANSWER = "Which product is Mount Birchcombe known for?", "Mount Birchcombe is known for saddles."
 
@@ -52,3 +55,29 @@ def test_two_methods_answer_side_by_side(tab: Tab):
     expect(tab.page.locator("#conversation-figures")).to_contain_text("Answers2")
     tab.page.reload()
     expect(answers.locator(".answer")).to_have_text([ANSWER, ANSWER])
+
+
+def test_thoughts_are_a_line_that_opens(tab: Tab):
+    """What a thinking model's server sends, piece by piece."""
+    pieces = [
+        {"role": "assistant"},
+        {"reasoning_content": "It is <b>"},
+        {"reasoning_content": "his."},
+        {"content": "His."},
+    ]
+    chunks = [{"choices": [{"index": 0, "delta": piece, "finish_reason": None}]} for piece in pieces]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "ragcache": ENDING})
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    tab.page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(body=body, headers={"Content-Type": "text/event-stream"})
+    )
+    turn = tab.ask("Whose is it?")
+    expect(turn.locator(".answer-part")).to_contain_text("His.")
+    line = turn.locator(".thinking summary")
+    expect(line).to_have_text(re.compile(r"^Thought( for [0-9.]+ s)?$"))
+    expect(turn.locator(".thoughts")).to_be_hidden()
+    line.click()
+    expect(turn.locator(".thoughts")).to_have_text("It is <b>his.")
+    tab.page.reload()
+    expect(tab.page.locator(".thinking summary")).to_have_text(re.compile("^Thought"))
+    tab.expect_no_overflow()

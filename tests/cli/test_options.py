@@ -249,11 +249,14 @@ def test_options_reach_the_engine():
         "evict": 7,
         "order": "shared",
         "hint": False,
+        "reasoning_effort": "low",
+        "enable_thinking": True,
+        "thinking_budget": 7,
     }
-    options = AnswerOptions(k=3, seed=4, filter='{"year": 2024}', on_overflow="trim", **given).stream_options()
-    assert options == {
-        **given, "k": 3, "filter": {"year": 2024}, "on_overflow": "trim", "sampling": rc.Sampling(seed=4),
-    }  # fmt: skip
+    given_json = {"filter": '{"year": 2024}', "chat_template_kwargs": '{"a": 1}'}
+    options = AnswerOptions(k=3, seed=4, on_overflow="trim", **given, **given_json).stream_options()
+    told = {"filter": {"year": 2024}, "chat_template_kwargs": {"a": 1}}
+    assert options == {**given, **told, "k": 3, "on_overflow": "trim", "sampling": rc.Sampling(seed=4)}
 
 
 def test_an_answer_may_take_so_long(store):
@@ -325,3 +328,14 @@ with rc.Library.open({str(made)!r}, store=rc.StoreConfig(read_only=True)) as kb:
 def test_answers_end_by_themselves_unless_a_length_is_given():
     assert AnswerOptions().sampling().max_tokens is None
     assert AnswerOptions(max_tokens=7).sampling().max_tokens == 7
+
+
+def test_letters_that_the_output_lacks_are_written_out(store, tmp_path):
+    """Where standard output is not UTF-8: cron, or a pipe on Windows."""
+    (tmp_path / "hafen.md").write_text("# 港のページ\n\nThe harbour opens at nine.\n", encoding="utf-8")
+    assert invoke("ingest", tmp_path / "hafen.md", "--store", store).exit_code == 0
+    environment = {**_environment(), "PYTHONIOENCODING": "cp1252"}
+    command_line = [sys.executable, "-m", "ragcache", "list", "--store", str(store)]
+    done = subprocess.run(command_line, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u6e2f\\u306e" in done.stdout

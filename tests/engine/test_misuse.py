@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ragcache as rc
-from ragcache.errors import ConfigError, StoreClosedError
+from ragcache.errors import ConfigError, PromptError, StoreClosedError
 
 QUESTION = "Where do dogs bark?"
 ONE = rc.Sampling(max_tokens=1)
@@ -67,3 +67,23 @@ async def test_a_closed_store_says_so(kb):
         await kb.aask(QUESTION)
     with pytest.raises(StoreClosedError):
         _ = [event async for event in kb.astream(QUESTION)]
+
+
+HALF = f"{QUESTION} \ud83d"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kb: kb.ask(HALF, k=1),
+        lambda kb: kb.retrieve(HALF, k=1),
+        lambda kb: kb.retrieve(HALF, k=1, search="text"),
+        lambda kb: kb.chat([{"role": "user", "content": HALF}]),
+        lambda kb: kb.chat([{"role": "user", "content": [rc.Passage(HALF), QUESTION]}]),
+        lambda kb: kb.complete(HALF),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_named(kb, call):
+    with pytest.raises(PromptError, match="half of a surrogate pair"):
+        call(kb)
+    assert kb.ask(QUESTION, k=1, sampling=ONE).hits

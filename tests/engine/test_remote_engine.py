@@ -324,6 +324,8 @@ def test_eviction_is_refused(front, vllm):
         front().ask(QUESTION, evict=8)
     with pytest.raises(ConfigError, match="evict drops"):
         front(evict=8)
+    with pytest.raises(ConfigError, match="thinking_budget is kept where the tokens are chosen"):
+        front().ask(QUESTION, thinking_budget=8)
     assert not vllm.bodies
 
 

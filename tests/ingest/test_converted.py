@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import zipfile
+from datetime import datetime
 from io import BytesIO
 from pathlib import Path
 
@@ -169,3 +170,24 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch):
     (error,) = read_file(find_files([tmp_path]).files[0])
     assert isinstance(error, ReaderError)
     assert 'pip install "ragcache-kv[documents]"' in error.reason
+
+
+def test_cells_keep_their_own_types(tmp_path):
+    rows = [
+        ["boat", "owner", "berth", "region", "since"],
+        ["Heron", None, 3, "NA", datetime(2020, 5, 1)],
+        [None, None, None, None, None],
+        ["Swan|II", "Petra\nElley", None, True, datetime(2020, 5, 1, 12, 30)],
+        ["Teal", 0.1 + 0.2, 1e-7, "007"],
+    ]
+    path = tmp_path / "boats.xlsx"
+    path.write_bytes(xlsx(rows))
+    (document,) = read_file(find_files([path]).files[0])
+    assert document.text.splitlines() == [
+        "## Rivers",
+        "| boat | owner | berth | region | since |",
+        "| --- | --- | --- | --- | --- |",
+        "| Heron |  | 3 | NA | 2020-05-01 |",
+        "| Swan\\|II | Petra Elley |  | TRUE | 2020-05-01 12:30:00 |",
+        "| Teal | 0.3 | 1e-07 | 007 |  |",
+    ]

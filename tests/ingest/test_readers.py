@@ -70,7 +70,7 @@ def test_byte_order_mark_and_line_ends_are_taken_off(write):
         (b"\xef\xbb\xbf", "empty"),
         (b"caf\xe9 and more", "not UTF-8 (byte 0xe9 at offset 3)"),
         (b"MZ\x00\x01\x02", "binary"),
-        ("text".encode("utf-16"), "UTF-16"),
+        ("te\0xt".encode("utf-16"), "NUL"),
         (b"ends in the middle \xe5\xa5", "not UTF-8"),
     ],
 )
@@ -333,3 +333,60 @@ def test_a_name_that_is_not_utf8_gets_a_printable_id(tmp_path):
     (document,) = read_path(tmp_path)
     document.check()
     assert document.id == f"{tmp_path}/caf\\xe9.txt"
+
+
+# What the eye reads
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("10<sup>6</sup> litres", "10^6 litres"),
+        ("1,200<sup><a href='#n3'>3</a></sup> crowns", "1,200[3] crowns"),
+        ("tides<sup><a href='#n1'>[1]</a></sup>", "tides[1]"),
+        ("the 2<sup>nd</sup> berth", "the 2nd berth"),
+        ("CO<sub>2</sub>", "CO2"),
+        ("costs <del>12</del> <s>13</s> 15 crowns", "costs ~~12~~ ~~13~~ 15 crowns"),
+    ],
+)
+def test_raised_and_struck_text_joins_no_other(write, markup, text):
+    assert read_one(write("page.html", f"<p>{markup}</p>")).text == text
+
+
+@pytest.mark.parametrize("declared", ["utf-16", "UTF-16LE", "unicode", "utf-32"])
+@pytest.mark.parametrize("pad", ["", " "])
+def test_a_page_that_declares_utf_16_in_ascii_is_utf_8(write, declared, pad):
+    page = f"<head><meta charset='{declared}'></head><body><p>Caf\u00e9 at nine.</p>{pad}</body>"
+    assert read_one(write("page.html", page)).text == "Caf\u00e9 at nine."
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-8"])
+def test_a_byte_order_mark_says_the_encoding(write, encoding):
+    document = read_one(write("a.txt", "\ufeffCaf\u00e9 at nine.\r\n".encode(encoding)))
+    assert document.text == "Caf\u00e9 at nine.\n"
+
+
+def test_half_of_utf_16_and_guesses_are_refused(write):
+    assert "not UTF-16 (byte" in error_of(write("a.txt", b"\xff\xfea"))
+    assert "not UTF-8 (byte 0xe9 at offset 3); save it as UTF-8" in error_of(write("b.txt", b"Caf\xe9"))
+
+
+def test_characters_without_width_and_ligatures_split_no_word(write):
+    assert read_one(write("a.html", "<p>The light&shy;house, the boat&#8203;builder.</p>")).text == (
+        "The lighthouse, the boatbuilder."
+    )
+    assert read_one(write("b.txt", "The o\ufb03ce keeps one \ufb01le.")).text == "The office keeps one file."
+    kept = "Non\u00a0breaking, e\u0301, \u200dzwj"
+    assert read_one(write("c.txt", kept)).text == kept
+
+
+def test_links_to_folders_and_to_nothing_are_told(write, tmp_path):
+    own = write("docs/own.md", "The boathouse is locked.\n")
+    write("share/opening.md", "The office opens at nine.\n")
+    (tmp_path / "docs" / "linked").symlink_to(tmp_path / "share", target_is_directory=True)
+    (tmp_path / "docs" / "file.md").symlink_to(tmp_path / "share" / "opening.md")
+    (tmp_path / "docs" / "gone.md").symlink_to(tmp_path / "nowhere.md")
+    found = find_files([tmp_path / "docs"])
+    assert [file.id for file in found.files] == [str(tmp_path / "share" / "opening.md"), str(own)]
+    assert sorted(path.name for path in found.skipped) == ["gone.md", "linked"]
+    assert [file.path.name for file in find_files([tmp_path / "docs" / "linked"]).files] == ["opening.md"]

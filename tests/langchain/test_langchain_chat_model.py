@@ -219,6 +219,26 @@ async def test_stop_strings_end_an_answer_and_are_no_part_of_it(chat, passages):
         assert "".join(chunk.text for chunk in model.stream(reading(passages), **options)) == expected
         assert (await model.ainvoke(reading(passages), **options)).text == expected
     assert stopping.invoke(reading(passages), stop=[]).text == whole
+    # A text is one stop string, as OpenAI's API has it.
+    assert chat.invoke(reading(passages), stop=stop[0]).text == expected
+    assert chat.bind(stop=stop[0]).invoke(reading(passages)).text == expected
+    assert ChatRagCache(kb=chat.kb, stop=stop[0]).invoke(reading(passages)).text == expected
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "reasoning", "reasoning": "Greet back."},
+        {"type": "thinking", "thinking": "Greet back.", "signature": "s"},
+        {"type": "redacted_thinking", "data": "x"},
+    ],
+)
+def test_what_another_model_thought_is_read_over(chat, block):
+    answers = [
+        chat.invoke([HumanMessage("Hello"), AIMessage(content=content), HumanMessage(ASKED)]).text
+        for content in ([block, {"type": "text", "text": "Hello!"}], "Hello!")
+    ]
+    assert answers[0] == answers[1]
 
 
 def test_another_method(chat, passages):

@@ -162,3 +162,17 @@ def test_an_agent_answers_as_an_object(chat, registry, lm, monkeypatch):
     script(monkeypatch, lm, look, '[{"name":"Member","arguments":{"member":true}}]')
     agent = agents.create_agent(chat, [registry], response_format=Member)
     assert agent.invoke({"messages": [HumanMessage(ASKED)]})["structured_response"] == Member(member=True)
+
+
+async def test_thoughts_are_a_block_of_their_own(chat, lm, monkeypatch):
+    monkeypatch.setattr(lm.tokenizer, "chat_template", "{# <think> #}{{ messages[-1].content }}")
+    script(monkeypatch, lm, *["<think>\nWho is it?\n</think>\n\nJonas."] * 4)
+    chunks = [chunk async for chunk in chat.astream(ASKED)]
+    for message in (chat.invoke(ASKED), await chat.ainvoke(ASKED), sum(chunks[1:], chunks[0])):
+        assert message.text == "Jonas."
+        assert [(block["type"], block.get("reasoning")) for block in message.content_blocks] == [
+            ("reasoning", "Who is it?"),
+            ("text", None),
+        ]
+        assert message.usage_metadata["output_token_details"]["reasoning"] > 0
+    assert chat.invoke([HumanMessage(ASKED), message, HumanMessage("Sure?")], enable_thinking=False).text == "Jonas."

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from li_loop import ticking
 from li_texts import QUESTION, SHORT, TEXTS
-from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock, ThinkingBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore, TextNode
@@ -345,3 +345,11 @@ async def test_async_errors_are_the_same(llm):
     stream = await llm.astream_chat(MESSAGES, segments=[{"id": "nobody"}])
     with pytest.raises(UnknownHandleError):
         [piece async for piece in stream]
+
+
+def test_what_another_model_thought_is_read_over(llm):
+    answers = [
+        llm.chat([ChatMessage("Hello"), ChatMessage(role="assistant", blocks=blocks), ChatMessage(QUESTION)])
+        for blocks in ([ThinkingBlock(content="Greet back."), TextBlock(text="Hello!")], [TextBlock(text="Hello!")])
+    ]
+    assert answers[0].message.content == answers[1].message.content

@@ -22,6 +22,10 @@ GIVEN = {
     "timeout_s": 9.0,
     "order": "shared",
     "hint": False,
+    "reasoning_effort": "low",
+    "enable_thinking": True,
+    "thinking_budget": 7,
+    "chat_template_kwargs": {"a": 1},
 }
 MESSAGES = [ChatMessage("Hi")]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent
-from llama_index.core.base.llms.types import ChatMessage, MessageRole, ToolCallBlock
+from llama_index.core.base.llms.types import ChatMessage, MessageRole, ThinkingBlock, ToolCallBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel
@@ -148,3 +148,13 @@ def test_a_model_whose_template_shows_no_tools(kb, tools, monkeypatch):
     assert not llm.metadata.is_function_calling_model
     with pytest.raises(ConfigError, match="shows no tools"):
         llm.chat_with_tools(tools, ASKED)
+
+
+def test_thoughts_are_a_block_of_their_own(llm, lm, monkeypatch):
+    monkeypatch.setattr(lm.tokenizer, "chat_template", "{# <think> #}{{ messages[-1].content }}")
+    script(monkeypatch, lm, *["<think>\nWho is it?\n</think>\n\nJonas."] * 3)
+    for answer in (llm.chat([ChatMessage("Who?")]), list(llm.stream_chat([ChatMessage("Who?")]))[-1]):
+        assert answer.message.content == "Jonas."
+        assert [block.content for block in answer.message.blocks if isinstance(block, ThinkingBlock)] == ["Who is it?"]
+        assert answer.raw["usage"]["reasoning_tokens"] > 0
+    assert llm.chat([answer.message, ChatMessage("Sure?")], reasoning_effort="none").message.content == "Jonas."

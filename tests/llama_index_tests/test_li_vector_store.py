@@ -33,12 +33,10 @@ from llama_index.embeddings.ragcache import RagCacheEmbedding
 from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
 from ragcache.errors import (
     ConfigError,
-    DuplicateDocumentError,
     EmbedderMismatchError,
     FilterError,
     IngestError,
     MetadataError,
-    ReaderError,
     StoreBusyError,
 )
 from ragcache.retrieval.fake import BagOfWords
@@ -353,7 +351,6 @@ BEHIND = "{content} ({metadata_str})"
         (TextNode(id_="n", text="Text.", metadata={"when": float("nan")}), MetadataError, "n:"),
         (TextNode(id_="n", text="Text.", metadata={"_node_id": "x"}), MetadataError, "'_node_id' is used by the store"),
         (TextNode(id_="", text="Text."), IngestError, "no id"),
-        (TextNode(id_="n", text=" \n", metadata={"a": 1}), ReaderError, "no text"),
         (TextNode(id_="n", text="T.", metadata={"a": 1}, text_template=BEHIND), ConfigError, "text_template"),
     ],
 )  # fmt: skip
@@ -363,9 +360,16 @@ def test_a_bad_node_is_refused_and_nothing_is_stored(store, nodes, node, error, 
     assert store.get_nodes() == []
 
 
-def test_the_same_id_twice_and_too_long_a_text_are_named(store, nodes):
-    with pytest.raises(DuplicateDocumentError, match="cats"):
-        store.add([nodes[0], nodes[0]])
+def test_nodes_without_text_are_left_out_and_the_last_of_an_id_is_kept(store, caplog):
+    """As other stores take what a crawler or an empty file gives: the rest of the batch is stored."""
+    texts = [("page", "First."), ("none", " \n"), ("other", "Other."), ("page", "Second.")]
+    assert store.add([TextNode(id_=id, text=text) for id, text in texts]) == ["page", "none", "other", "page"]
+    assert {node.node_id: node.text for node in store.get_nodes()} == {"page": "Second.", "other": "Other."}
+    assert "2 of 4 nodes" in caplog.text
+
+
+def test_too_long_a_text_is_named(store, nodes):
+    store.add(nodes[:1])
     with pytest.raises(rc.RagCacheError, match="512") as caught:
         store.add([nodes[1], TextNode(id_="long", text="word " * 400), TextNode(id_="longer", text="word " * 500)])
     assert "2 nodes were not stored" in caught.value.__notes__[0]

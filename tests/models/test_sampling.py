@@ -114,3 +114,10 @@ def test_bad_sampling_is_named(bad):
 def test_ids_that_the_model_does_not_have_are_named(wrong):
     with pytest.raises(ConfigError, match=rf"{next(iter(wrong))} names token id .* tiny has ids 0 to 99"):
         Sampling(**wrong).check_ids(100, "tiny")
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-12, 1e-38, 1e-40])
+def test_a_temperature_near_zero_is_greedy(llama, temperature):
+    """Logits divided by it overflow; the limit is the likeliest token."""
+    cold = Sampling(max_tokens=6, temperature=temperature, seed=1)
+    assert said(llama[0], cold) == said(llama[0], Sampling(max_tokens=6))

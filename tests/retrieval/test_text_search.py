@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 from postgres_server import postgres_schema
+from sqlalchemy import text
 
 from ragcache.errors import ConfigError, FilterError, StoreReadOnlyError
 from ragcache.retrieval.fake import BagOfWords
@@ -15,6 +16,18 @@ from ragcache.retrieval.retriever import FETCH_FACTOR, Retriever
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NewChunk, NewDocument, StoredVersion
 from ragcache.store.text_search import WORDS
+
+OLD = {
+    "sqlite": [
+        "CREATE VIRTUAL TABLE ragcache_text USING fts5(text, content='ragcache_chunks', content_rowid='vector_id')",
+        "CREATE TRIGGER ragcache_text_insert AFTER INSERT ON ragcache_chunks BEGIN "
+        "INSERT INTO ragcache_text(rowid, text) VALUES (new.vector_id, new.text); END",
+        "CREATE TRIGGER ragcache_text_delete AFTER DELETE ON ragcache_chunks BEGIN "
+        "INSERT INTO ragcache_text(ragcache_text, rowid, text) VALUES ('delete', old.vector_id, old.text); END",
+        "INSERT INTO ragcache_text(ragcache_text) VALUES ('rebuild')",
+    ],
+    "postgresql": ["CREATE INDEX ragcache_text ON ragcache_chunks USING gin (to_tsvector('english', text))"],
+}
 
 # No word of these is changed by stemming, and none is a stop word.
 TEXTS = [
@@ -181,3 +194,42 @@ def test_what_cannot_be_searched_is_said(retriever):
         retriever.retrieve("mill", search="bm25")
     with pytest.raises(ConfigError, match="give its text"):
         retriever.retrieve_by_vector(EMBEDDER.embed_query("mill"), search="hybrid")
+
+
+@pytest.mark.parametrize(
+    ("question", "found"),
+    [
+        ("大阪", "ja"),
+        ("会議はどこで", "ja"),
+        ("木曜日", "ja"),
+        ("报销流程", "zh"),
+        ("กฎหมาย", "th"),
+        ("harbour第3章", "en"),
+    ],
+)
+def test_words_are_found_where_no_spaces_part_them(url, question, found):
+    texts = {
+        "ja": "会議は来週の木曜日に大阪で行われます。",
+        "zh": "公司的报销流程需要主管签字。",
+        "th": "ประชาชนต้องเคารพกฎหมายไทย",
+        "en": "The harbour office opens at nine.",
+    }
+    with DocumentStore.open(url) as store:
+        for id, text in texts.items():
+            put(store, id, [text])
+        assert texts_of(store, question)[0] == texts[found]
+        put(store, found, ["other words"])  # replaced: the index follows
+        assert texts[found] not in texts_of(store, question)
+
+
+def test_an_index_of_words_between_spaces_is_replaced(url):
+    """What the version before made: a store goes on, and its first search makes the index anew."""
+    with DocumentStore.open(url) as store:
+        put(store, "ja", ["会議は大阪で行われます。"])
+        with store._db.write() as connection:
+            for statement in OLD[store._db.dialect]:
+                connection.execute(text(statement))
+        put(store, "more", ["大阪 river"])
+        assert texts_of(store, "大阪") == ["大阪 river", "会議は大阪で行われます。"]
+        put(store, "more", ["club"])
+        assert texts_of(store, "大阪") == ["会議は大阪で行われます。"]

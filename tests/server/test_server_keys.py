@@ -66,6 +66,9 @@ def test_nothing_else_does(serve, headers):
         assert "key-one" not in response.text
     for path in ("/healthz", "/readyz", "/openapi.json"):
         assert served.http.get(path, headers=headers).status_code == 200
+    for path in ("/healthz", "/readyz"):  # what monitors send
+        response = served.http.head(path, headers=headers)
+        assert (response.status_code, response.content) == (200, b"")
 
 
 def test_metrics_may_be_open(serve):
@@ -163,3 +166,9 @@ def test_the_key_is_declared(serve):
             assert ("401" in operation["responses"]) == ("security" in operation)
     document = httpx.get(f"{without.url}/openapi.json", trust_env=False).json()
     assert "securitySchemes" not in document["components"]
+
+
+def test_keys_of_a_file_with_a_byte_order_mark(tmp_path):
+    """As editors on Windows write it."""
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    assert read_keys(tmp_path / "keys", {}) == ("one", "two")

@@ -18,6 +18,10 @@ READ = {
     "on_overflow": "trim",
     "order": "shared",
     "hint": False,
+    "reasoning_effort": "low",
+    "enable_thinking": True,
+    "thinking_budget": 7,
+    "chat_template_kwargs": {"a": 1},
 }
 RETRIEVE = {
     "search": "hybrid",

@@ -107,7 +107,7 @@ def test_a_schema_is_the_chats(kb):
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation as 'input'"),
         ({"tools": [{"type": "web_search"}]}, "tools", "not supported"),
-        ({"reasoning": {"effort": "high"}}, "reasoning", "not supported"),
+        ({"reasoning": {"effort": "high"}}, "reasoning", "does not have it think"),
         ({"background": True}, "background", "not supported"),
         ({"input": []}, "input", ""),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", ""),

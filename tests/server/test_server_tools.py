@@ -135,3 +135,49 @@ def test_what_cannot_be_is_the_requests_fault(ask, fields, param):
     with pytest.raises(BadRequestError) as caught:
         ask(**fields)
     assert param is None or caught.value.param == param
+
+
+# Thoughts
+
+THINKS = "{# <think> #}{{ '(quiet)' if enable_thinking == false }}{{ reasoning_effort }}{{ messages[-1].content }}"
+THOUGHT = "<think>\nWho is it?\n</think>\n\nJonas."
+
+
+@pytest.fixture
+def think(agent, ask, monkeypatch):
+    monkeypatch.setattr(agent.service.kb.lm.tokenizer, "chat_template", THINKS)
+    script(monkeypatch, agent.service.kb.lm, THOUGHT, THOUGHT)
+    return lambda **more: ask(tools=[], **more)
+
+
+def test_thoughts_are_apart_as_vllm_sends_them(think):
+    whole = think()
+    message = whole.choices[0].message
+    assert (message.content, message.reasoning_content) == ("Jonas.", "Who is it?")
+    assert len("Who is it?") < whole.usage.completion_tokens_details.reasoning_tokens < len(THOUGHT)
+    assert whole.usage.completion_tokens == len(THOUGHT)
+    deltas = [chunk.choices[0].delta for chunk in think(stream=True)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Who is it?"
+    assert "".join(delta.content or "" for delta in deltas) == "Jonas."
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"reasoning_effort": "none"}, "(quiet)"),
+        ({"reasoning_effort": "low"}, "low"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}, **PLAIN["extra_body"]}}, "(quiet)"),
+        ({"extra_body": {"ragcache": {"retrieve": False, "enable_thinking": False}}}, "(quiet)"),
+    ],
+)
+def test_how_much_a_model_thinks_is_told_in_its_clients_words(think, more, told):
+    plain = think().usage.prompt_tokens
+    assert think(**more).usage.prompt_tokens == plain + len(told)
+
+
+def test_a_model_that_does_not_think_says_so(ask):
+    with pytest.raises(BadRequestError, match="does not have it think") as caught:
+        ask(reasoning_effort="high", tools=[])
+    assert caught.value.body["param"] == "reasoning_effort"
+    with pytest.raises(BadRequestError, match="reasoning_effort"):
+        ask(reasoning_effort="huge", tools=[])

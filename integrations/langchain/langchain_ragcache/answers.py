@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCall
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
@@ -20,6 +20,7 @@ def to_result(answer: rc.Answer, model: str) -> ChatResult:
     valid, invalid = to_calls(answer.tool_calls)
     message = AIMessage(
         answer.text,
+        additional_kwargs=_thoughts(answer.reasoning),
         tool_calls=valid,
         invalid_tool_calls=invalid,
         usage_metadata=to_usage(answer.usage),
@@ -39,6 +40,11 @@ def to_calls(calls: Sequence[rc.ToolCall]) -> tuple[list[ToolCall], list[Invalid
     return valid, invalid
 
 
+def _thoughts(text: str) -> dict[str, Any]:
+    """Where LangChain reads a message's reasoning block from (`content_blocks`)."""
+    return {"reasoning_content": text} if text else {}
+
+
 class ChunkWriter:
     """Writes one answer's events as chunks.
 
@@ -50,10 +56,12 @@ class ChunkWriter:
         self._model = model
         self._calls = 0
 
-    def chunk(self, event: rc.Sources | rc.Token | rc.ToolCall | rc.Done) -> ChatGenerationChunk | None:
+    def chunk(self, event: rc.Sources | rc.Reasoning | rc.Token | rc.ToolCall | rc.Done) -> ChatGenerationChunk | None:
         """A piece of text, a call, or at the end what is known about the whole; None where there is nothing to say."""
         if isinstance(event, rc.Token):
             return ChatGenerationChunk(message=AIMessageChunk(content=event.text))
+        if isinstance(event, rc.Reasoning):
+            return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=_thoughts(event.text)))
         if isinstance(event, rc.ToolCall):
             return ChatGenerationChunk(message=self._call(event))
         return ChatGenerationChunk(message=self._last(event.answer)) if isinstance(event, rc.Done) else None
@@ -80,6 +88,7 @@ def to_usage(usage: rc.Usage) -> UsageMetadata:
         output_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         input_token_details=InputTokenDetails(cache_read=usage.cached_tokens, cache_creation=usage.created_tokens),
+        output_token_details=OutputTokenDetails(reasoning=usage.reasoning_tokens),
     )
 
 

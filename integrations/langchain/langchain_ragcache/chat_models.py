@@ -51,7 +51,8 @@ class ChatRagCache(BaseChatModel):
     kb:          an open `rc.RagCache`, or the path of a store, which is opened; what RAGCACHE_STORE names if left out
     model:       the store's own model by name; any other is refused
     max_tokens, temperature, top_p, top_k, seed, stop: see `rc.Sampling`
-    method, method_options, evict, on_overflow, order, hint: see `rc.ReadOptions`
+    method, method_options, evict, on_overflow, order, hint, reasoning_effort, enable_thinking, thinking_budget,
+    chat_template_kwargs: see `rc.ReadOptions`
     context:     "last", or "keep": every turn keeps the passages that stand in its message
     timeout:     seconds that an answer may take, waiting included: `timeout_s` of `rc.ReadOptions`
 
@@ -70,13 +71,17 @@ class ChatRagCache(BaseChatModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
     seed: int | None = None
-    stop: list[str] | None = None
+    stop: list[str] | str | None = None
     method: str | None = None
     method_options: Mapping[str, Any] | None = None
     evict: int | None = Field(default=None, ge=1)
     on_overflow: str = "error"
     order: str = "relevance"
     hint: bool = True
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: int | None = Field(default=None, ge=0)
+    chat_template_kwargs: Mapping[str, Any] | None = None
     context: str = "last"
     timeout: float | None = Field(default=None, gt=0)
     streaming: bool = False
@@ -174,12 +179,12 @@ class ChatRagCache(BaseChatModel):
     def _option(self, given: Mapping[str, Any], name: str) -> Any:
         return given.get(name, getattr(self, name))
 
-    def _reading(self, stop: list[str] | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _reading(self, stop: list[str] | str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         """Options of the engine for one call. Raises ConfigError, ModelMismatchError."""
         refuse_unknown(type(self).__name__, given, CALL_OPTIONS)
         self._check_model(given.get("model") or self.model)
         sampling = {name: self._option(given, name) for name in SAMPLING} | {name: given.get(name) for name in FORMS}
-        ends = (self.stop or []) if stop is None else stop
+        ends = _stops(self.stop if stop is None else stop)
         reading = {name: self._option(given, name) for name in READING}
         limit = self._option(given, "timeout")
         options = {**reading, "timeout_s": limit, "sampling": rc.Sampling(**sampling, stop=tuple(ends))}
@@ -258,7 +263,7 @@ class ChatRagCache(BaseChatModel):
         return {"model": self.model, "fingerprint": self.kb.lm.fingerprint, **own, "method": method}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=self.stop if stop is None else stop, **kwargs)
+        params = super()._get_ls_params(stop=_stops(self.stop if stop is None else stop) or None, **kwargs)
         params["ls_provider"] = PROVIDER
         return params
 
@@ -310,3 +315,8 @@ def naming_timeout(limit: float | None) -> Iterator[None]:
         yield
     except TimedOutError as error:
         raise CancelledError(f"the answer took longer than timeout={limit} s; allow more time") from error
+
+
+def _stops(given: list[str] | str | None) -> list[str]:
+    """Stop strings, of which a text is one."""
+    return [given] if isinstance(given, str) else list(given or ())

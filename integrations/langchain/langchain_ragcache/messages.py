@@ -22,8 +22,12 @@ from ragcache.errors import PromptError
 KEY = "ragcache"
 PASSAGE_KEYS = {"handle", "score", "metadata"}
 ROLES = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant", ToolMessage: "tool"}
-# Blocks of an answer's calls, which `tool_calls` and `invalid_tool_calls` hold too.
-CALL_BLOCKS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use")
+# Blocks that are no text of the conversation: an answer's calls, which `tool_calls` and `invalid_tool_calls` hold too,
+# and what a model thought before it answered, which chat templates leave out of earlier turns.
+READ_OVER = (
+    "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "reasoning", "reasoning_content", "thinking",
+    "redacted_thinking",
+)  # fmt: skip
 
 
 def document_block(document: Document) -> TextContentBlock:
@@ -68,7 +72,7 @@ def _content(message: BaseMessage) -> str | list[str | rc.Passage]:
         return found
     if isinstance(message.content, str):
         return message.content
-    blocks = [block for block in message.content if isinstance(block, str) or block.get("type") not in CALL_BLOCKS]
+    blocks = [block for block in message.content if isinstance(block, str) or block.get("type") not in READ_OVER]
     return [block if isinstance(block, str) else _part(block) for block in blocks]
 
 

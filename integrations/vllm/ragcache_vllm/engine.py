@@ -82,6 +82,11 @@ class VllmEngine:
                 f"evict drops KV by the model's own attention, which {self._engine.url} keeps; leave it out",
                 "evict",
             )
+        if reading.thinking_budget is not None:
+            raise ConfigError(
+                f"thinking_budget is kept where the tokens are chosen, which is {self._engine.url}; leave it out",
+                "thinking_budget",
+            )
         if reading.method.reuses_blocks and not self.prompts.names.recipe.keeps_all:
             raise ConfigError(
                 f"this store's blocks are of recipe {self.prompts.names.recipe}: they leave out tokens, and "
@@ -226,7 +231,7 @@ class VllmEngine:
             )
         cached = request.stored_tokens if told is None else told
         num_tokens = len(request.ids)
-        usage = Usage(num_tokens, cached, len(written.ids), 0, num_tokens - cached)
+        usage = Usage(num_tokens, cached, len(written.ids), 0, num_tokens - cached, written.reasoning_tokens)
         return written.answer(asked, request.sources, usage)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.plain import Reader, printable, unreadable
+from ragcache.ingest.readers.plain import Reader, printable, readable, unreadable
 
 # Source code. JSON, XML and YAML are data, of which a folder may hold much that nobody asks for.
 CODE = (
@@ -52,7 +52,8 @@ class SourceFile(NamedTuple):
 
 
 class FileList(NamedTuple):
-    """files: to be read. failed: given paths that cannot be. skipped: files in folders of a kind that has no reader."""
+    """files: to be read. failed: given paths that cannot be. skipped: in folders, files of a kind that has no reader,
+    and links to folders, which are not followed (they may lead anywhere), or to nothing."""
 
     files: list[SourceFile]
     failed: list[ReaderError]
@@ -78,7 +79,7 @@ def file_id(path: str | os.PathLike[str]) -> str:
 def _find(path: Path, found: FileList) -> None:
     if path.is_dir():
         for file in _walk(path, found.failed):
-            if file.suffix.lower() in READERS:
+            if file.suffix.lower() in READERS and file.is_file():
                 found.files.append(SourceFile(file, file_id(file)))
             else:
                 found.skipped.append(file)
@@ -95,6 +96,8 @@ def read_file(file: SourceFile) -> Iterator[Document | ReaderError]:
     """The documents in a file; what cannot be read is yielded as its error."""
     try:
         for record in reader_of(file.path)(file.path, file.id):
+            if isinstance(record, Document):
+                record = replace(record, text=readable(record.text), title=readable(record.title))
             yield _renamed(record, file)
     except ReaderError as error:
         yield _renamed(error, file)
@@ -124,7 +127,8 @@ def _walk(root: Path, failed: list[ReaderError]) -> Iterator[Path]:
 
     for folder, folders, names in os.walk(root, onerror=report):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (link for name in folders if (link := Path(folder, name)).is_symlink())
         for name in sorted(names):
             path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
+            if not name.startswith(".") and (path.is_file() or path.is_symlink()):
                 yield path

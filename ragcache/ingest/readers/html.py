@@ -16,6 +16,7 @@ from ragcache.ingest.readers.plain import decode, fenced, read_bytes
 
 DROPPED = ["script", "style", "nav", "noscript", "template", "svg", "iframe", "head", "button", "select"]
 HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
+STRUCK = ("del", "s", "strike")
 BLOCKS = {
     "address", "article", "aside", "blockquote", "body", "dd", "details", "div", "dl", "dt", "fieldset", "figcaption",
     "figure", "footer", "form", "header", "hr", "html", "li", "main", "ol", "p", "pre", "section", "summary", "table",
@@ -39,9 +40,10 @@ def read_html(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
 
 
 def _decode(data: bytes, path: Path) -> str:
-    """UTF-8, or the encoding that the page declares."""
+    """UTF-8, or the encoding that the page declares. A declaration that was read as ASCII does not stand in UTF-16:
+    such a page is UTF-8, as browsers read it (WHATWG, "prescan a byte stream")."""
     declared = EncodingDetector.find_declared_encoding(data, is_html=True)
-    if declared and declared.lower().replace("-", "") != "utf8":
+    if declared and not re.fullmatch("utf-?8|utf-?(16|32).*|unicode", declared, re.IGNORECASE):
         try:
             return data.decode(declared)
         except (LookupError, UnicodeDecodeError) as error:
@@ -84,12 +86,28 @@ def _open(tag: Tag) -> str:
         return "\n"
     if tag.name == "br":
         return "\n"
+    if tag.name in STRUCK:
+        return "~~"
+    if tag.name == "sup":
+        return _raised(tag)[0]
     return "\n\n" + HEADINGS.get(tag.name, "") if tag.name in BLOCKS else ""
+
+
+def _raised(tag: Tag) -> tuple[str, str]:
+    """What stands around a raised text: a power is no further digit, and a footnote's number belongs to no word."""
+    text = tag.get_text().strip()
+    if tag.find("a"):
+        return ("", "") if text.startswith("[") else ("[", "]")
+    return ("", "") if re.fullmatch(r"[^\W\d]{2,}", text) else ("^", "")  # 1st, 2nd
 
 
 def _close(tag: Tag) -> str:
     if tag.name in ("td", "th"):
         return " | " if tag.find_next_sibling(["td", "th"]) else ""
+    if tag.name in STRUCK:
+        return "~~"
+    if tag.name == "sup":
+        return _raised(tag)[1]
     if tag.name in ("li", "tr"):
         return " "  # the next one begins with a line end
     return "\n\n" if tag.name in BLOCKS else ""

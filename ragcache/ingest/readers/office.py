@@ -1,9 +1,11 @@
-"""Office documents, e-books, notebooks and tables, turned into Markdown by markitdown (extra `documents`)."""
+"""Office documents, e-books, notebooks and tables, turned into Markdown by markitdown, sheets by openpyxl (extra
+`documents`)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import datetime
 from io import BytesIO
 from pathlib import Path
 
@@ -35,10 +37,12 @@ def _convert(data: bytes, suffix: str, path: Path) -> tuple[str, str]:
     except ImportError as error:
         raise ReaderError(path, lacking) from error
     try:
+        if suffix == ".xlsx":
+            return "", storable(_sheets(data))
         # The converter is named, not guessed from the bytes: that would load a model.
         converter = getattr(converters, f"{suffix[1:].capitalize()}Converter")()
         made = converter.convert(BytesIO(data), StreamInfo(extension=suffix, charset="utf-8"))
-    except MissingDependencyException as error:
+    except (MissingDependencyException, ModuleNotFoundError) as error:
         raise ReaderError(path, lacking) from error
     except MemoryError:
         raise
@@ -46,3 +50,32 @@ def _convert(data: bytes, suffix: str, path: Path) -> tuple[str, str]:
         raise ReaderError(path, f"the file is damaged or encrypted ({type(error).__name__}: {error})") from error
     text = storable(made.markdown).replace("\r\n", "\n").replace("\r", "\n")
     return " ".join(storable(made.title or "").split()), text
+
+
+# Spreadsheets. markitdown reads them as columns of one type each: an empty cell is NaN, 3 is 3.0, and "NA" nothing.
+
+
+def _sheets(data: bytes) -> str:
+    """Each sheet as a table under its name. A formula is the value that was saved with it."""
+    from openpyxl import load_workbook
+
+    book = load_workbook(BytesIO(data), read_only=True, data_only=True)
+    tables = []
+    for sheet in book.worksheets:
+        sheet.reset_dimensions()  # what the file states may be any number
+        rows = [row for cells in sheet.iter_rows(values_only=True) if any(row := [_cell(value) for value in cells])]
+        width = max(map(len, rows), default=0)
+        lines = ["| " + " | ".join(row + [""] * (width - len(row))) + " |" for row in rows]
+        tables.append("\n".join([f"## {sheet.title}", *lines[:1], *["|" + " --- |" * width] * bool(lines), *lines[1:]]))
+    return "\n\n".join(tables)
+
+
+def _cell(value: object) -> str:
+    """As the sheet shows it: 15 digits, and no time of a bare date."""
+    if isinstance(value, bool):
+        return str(value).upper()
+    if isinstance(value, float):
+        return f"{value:.15g}"
+    if isinstance(value, datetime):
+        return value.isoformat(" ").removesuffix(" 00:00:00")
+    return "" if value is None else " ".join(str(value).split()).replace("|", "\\|")

@@ -15,6 +15,11 @@ from ragcache.ingest.document import Document
 Reader = Callable[[Path, str], Iterator[Document | ReaderError]]
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
+# Characters without a width, which split words for tokenizers and searches, and ligatures of print.
+_UNSEEN: dict[int, str | None] = {
+    **dict.fromkeys((0xAD, 0x200B, 0x2060, 0xFEFF)),
+    **{0xFB00 + rank: letters for rank, letters in enumerate(("ff", "fi", "fl", "ffi", "ffl"))},
+}
 
 
 def read_bytes(path: Path) -> bytes:
@@ -29,17 +34,24 @@ def read_bytes(path: Path) -> bytes:
 
 
 def decode(data: bytes, path: str | os.PathLike[str]) -> str:
-    """UTF-8, with or without a byte order mark, as text with "\\n" line ends. Raises ReaderError."""
-    if data.startswith(_UTF16):
-        raise ReaderError(path, "the file is UTF-16; save it as UTF-8")
-    if b"\0" in data:
+    """UTF-8, or UTF-16 with a byte order mark, as text with "\\n" line ends.
+
+    Raises ReaderError. Other encodings can only be guessed, and a wrong guess changes names without a word.
+    """
+    encoding = "utf-16" if data.startswith(_UTF16) else "utf-8-sig"
+    if encoding != "utf-16" and b"\0" in data:
         raise ReaderError(path, "the file is binary (it holds NUL bytes), not text")
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode(encoding)
     except UnicodeDecodeError as error:
         raise ReaderError(
-            path, f"the file is not UTF-8 (byte {data[error.start]:#04x} at offset {error.start}); save it as UTF-8"
+            path,
+            f"the file is not {encoding.upper().removesuffix('-SIG')} (byte {data[error.start]:#04x} at offset "
+            f"{error.start}); save it as UTF-8",
         ) from error
+    text = text.removeprefix("\ufeff")
+    if "\0" in text:
+        raise ReaderError(path, "the file is binary (it holds NUL characters), not text")
     if not text.strip():
         raise ReaderError(path, "the file is empty")
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -57,6 +69,11 @@ def printable(path: Path) -> str:
 def storable(text: str) -> str:
     """The text without NULs and halves of surrogate pairs, which broken files give and no store can hold."""
     return text.replace("\0", "").encode("utf-8", "ignore").decode()
+
+
+def readable(text: str) -> str:
+    """The text as it is seen: without soft hyphens and other characters of no width, ligatures as letters."""
+    return text if text.isascii() else text.translate(_UNSEEN)
 
 
 def fenced(code: str, language: str = "") -> str:

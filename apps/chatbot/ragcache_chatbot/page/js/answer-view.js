@@ -3,6 +3,7 @@
 import { AnswerText } from "./answer-text.js";
 import { cite } from "./citations.js";
 import { element } from "./dom.js";
+import { Fold } from "./fold.js";
 import { counted } from "./format.js";
 import { PrefillView } from "./prefill-view.js";
 import { nameOf, SourcesView } from "./sources-view.js";
@@ -11,6 +12,8 @@ import { nameOf, SourcesView } from "./sources-view.js";
 
 export class AnswerView {
   #name = element("h4", { class: "answer-name", hidden: true });
+  #thoughts = element("p", { class: "thoughts" });
+  #thinking = new Fold("thinking", this.#thoughts);
   #text = new AnswerText();
   #note = element("p", { class: "turn-note" });
   #trouble = element("div", { class: "trouble", role: "alert" });
@@ -24,7 +27,7 @@ export class AnswerView {
   constructor(answer, measure) {
     this.answer = answer;
     this.prefill = new PrefillView(() => measure(this));
-    const parts = [this.#name, this.#text.node, this.#note, this.#trouble, this.#sources.node, ...this.prefill.nodes];
+    const parts = [this.#name, this.#thinking.node, this.#text.node, this.#note, this.#trouble, this.#sources.node, ...this.prefill.nodes];
     this.node = element("div", { class: "answer-part" }, ...parts);
     this.update();
   }
@@ -50,7 +53,11 @@ export class AnswerView {
   /** Only the text: for every token. */
   updateText() {
     this.#text.update(this.answer.text);
-    this.#text.node.hidden = !this.answer.text && this.answer.state !== "asking";
+    const { text, thoughts, thought_s, state } = this.answer;
+    this.#text.node.hidden = !text && (state !== "asking" || !!thoughts);
+    this.#thinking.node.hidden = !thoughts;
+    this.#thinking.title(thought_s ? `Thought for ${thought_s.toFixed(1)} s` : state === "asking" && !text ? "Thinking\u2026" : "Thought");
+    this.#thoughts.textContent = thoughts ?? "";
   }
 
   /** Only the costs: while their clock runs. */

@@ -23,7 +23,7 @@ import { ApiError, ConnectionError } from "./api.js";
 
 /** @typedef {{prompt_tokens: number, completion_tokens: number, cached_tokens: number}} Usage */
 
-/** @typedef {{sources?: Source[], text?: string, ending?: Ending, usage?: Usage}} ChatEvent */
+/** @typedef {{sources?: Source[], text?: string, thought?: string, ending?: Ending, usage?: Usage}} ChatEvent */
 
 /** @typedef {{role: string, content: string}} Message */
 
@@ -65,6 +65,7 @@ function readChunk(chunk) {
   return {
     sources: extra.sources,
     text: choice?.delta?.content ?? "",
+    thought: choice?.delta?.reasoning_content ?? "",
     ending: choice?.finish_reason ? readEnding(extra, choice.finish_reason) : undefined,
     usage: chunk.usage ? readUsage(chunk.usage) : undefined,
   };

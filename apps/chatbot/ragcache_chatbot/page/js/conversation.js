@@ -7,6 +7,8 @@ const VERSION = 1;
  * @typedef {object} Answer
  * @property {"asking" | "done" | "stopped" | "failed"} state
  * @property {string} text as far as it came
+ * @property {string} [thoughts] what the model thought before it answered
+ * @property {number | null} [thought_s] how long it thought
  * @property {string} method that was asked for; "" for the store's own
  * @property {import("./chat.js").Source[] | null} sources
  * @property {import("./chat.js").Ending | null} ending

@@ -154,8 +154,11 @@ export class Talk {
     const spoken = new SpokenAnswer();
     const clock = startClock(shown);
     try {
+      let thought_ms = 0;
       for await (const event of events) {
-        if (event.text) clock.stop();
+        if (event.text || event.thought) clock.stop();
+        if (event.thought && !answer.thoughts) thought_ms = performance.now();
+        if (event.text && thought_ms && !answer.thought_s) answer.thought_s = (performance.now() - thought_ms) / 1000;
         this.#take(shown, event);
         spoken.add(event.text ?? "");
       }
@@ -170,12 +173,13 @@ export class Talk {
   }
 
   /** @param {AnswerView} view @param {import("./chat.js").ChatEvent} event */
-  #take(view, { sources, text, ending, usage }) {
+  #take(view, { sources, text, thought, ending, usage }) {
     const { answer } = view;
     answer.sources = sources ?? answer.sources;
     answer.ending = ending ?? answer.ending;
     answer.usage = usage ?? answer.usage;
     answer.text += text ?? "";
+    if (thought) answer.thoughts = (answer.thoughts ?? "") + thought;
     if (sources || ending || usage) view.update();
     else view.updateText();
     if (sources) this.#save();

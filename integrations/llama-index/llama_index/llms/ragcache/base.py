@@ -18,6 +18,7 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
     TextBlock,
+    ThinkingBlock,
     ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
@@ -41,16 +42,17 @@ _READING = tuple(name for name in rc.ReadOptions.__annotations__ if name not in 
 _FORMS = ("json_schema", "regex", "choices")  # of the sampling, with a call alone
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
 _OPTIONS = (*_SAMPLING, *_FORMS, *_READING, "segments")
-Event = rc.Sources | rc.Token | rc.ToolCall | rc.Done
+Event = rc.Sources | rc.Reasoning | rc.Token | rc.ToolCall | rc.Done
 T = TypeVar("T")
 
 
 class _Step(NamedTuple):
-    """text and calls so far, what is new in the text, and at the end the engine's answer."""
+    """text, calls and thoughts so far, what is new in the text, and at the end the engine's answer."""
 
     text: str
     delta: str
     calls: tuple[rc.ToolCall, ...]
+    thoughts: str = ""
     answer: rc.Answer | None = None
 
 
@@ -78,6 +80,10 @@ class RagCacheLLM(HeldToSchema):
     timeout_s: float | None = Field(default=None, description="Seconds that an answer may take, waiting included.")
     order: str = Field(default="relevance", description='Of passages: "relevance", or "shared" for method full.')
     hint: bool = Field(default=True, description="With order shared: say which passages rank first.")
+    reasoning_effort: str | None = Field(default=None, description="How much the model thinks: none to xhigh.")
+    enable_thinking: bool | None = Field(default=None, description="False: it answers at once.")
+    thinking_budget: int | None = Field(default=None, description="Tokens after which its thoughts are ended.")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
     context: str = Field(default="last", description='"keep": each turn of a chat keeps the passages of its message.')
     _kb: rc.RagCache = PrivateAttr()
 
@@ -247,8 +253,7 @@ class RagCacheLLM(HeldToSchema):
         known = (*_OPTIONS, *more)
         _refuse_unknown(set(kwargs) - set(known), known)
         chosen = {name: kwargs.get(name, getattr(self, name)) for name in (*_SAMPLING, *_READING)}
-        stop = chosen["stop"] or ()
-        chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        chosen["stop"] = chosen["stop"] or ()
         if chosen["max_tokens"] is None:
             chosen["max_tokens"] = self.max_tokens
         forms = {name: kwargs[name] for name in _FORMS if name in kwargs}
@@ -266,18 +271,20 @@ class _Stepper:
 
     def __init__(self) -> None:
         self._watch = Watch()
-        self._text = ""
+        self._text = self._thoughts = ""
         self._calls: tuple[rc.ToolCall, ...] = ()
 
     def see(self, event: Event) -> _Step | None:
         self._watch.see(event)
-        if isinstance(event, rc.Token):
-            self._text += event.text
-            return _Step(self._text, event.text, self._calls)
-        if isinstance(event, rc.ToolCall):
+        if isinstance(event, rc.Done):
+            return _Step(event.answer.text, "", self._calls, self._thoughts, event.answer)
+        delta = event.text if isinstance(event, rc.Token) else ""
+        if isinstance(event, rc.Reasoning):
+            self._thoughts += event.text
+        elif isinstance(event, rc.ToolCall):
             self._calls += (event,)
-            return _Step(self._text, "", self._calls)
-        return _Step(event.answer.text, "", self._calls, event.answer) if isinstance(event, rc.Done) else None
+        self._text += delta
+        return None if isinstance(event, rc.Sources) else _Step(self._text, delta, self._calls, self._thoughts)
 
 
 def _steps(events: Iterator[Event]) -> Iterator[_Step]:
@@ -312,7 +319,8 @@ async def _alast(steps: AsyncIterator[T]) -> T:
 
 def _chat_response(step: _Step) -> ChatResponse:
     text = [TextBlock(text=step.text)] if step.text or not step.calls else []
-    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*text, *map(_block, step.calls)])
+    thoughts = [ThinkingBlock(content=step.thoughts)] if step.thoughts else []
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*thoughts, *text, *map(_block, step.calls)])
     return ChatResponse(message=message, delta=step.delta, **_account(step.answer))
 
 

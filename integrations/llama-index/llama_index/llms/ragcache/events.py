@@ -82,7 +82,7 @@ class Watch:
         self._span_id = active_span_id.get()
         self._waiting = True
 
-    def see(self, event: rc.Sources | rc.Token | rc.ToolCall | rc.Done) -> None:
+    def see(self, event: rc.Sources | rc.Reasoning | rc.Token | rc.ToolCall | rc.Done) -> None:
         if isinstance(event, rc.Sources):
             self._loaded(event)
         elif isinstance(event, rc.Done):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ToolCallBlock
+from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ThinkingBlock, ToolCallBlock
 
 import ragcache as rc
 from llama_index.llms.ragcache.segments import PassageBlock
@@ -55,7 +55,9 @@ def _call(block: ToolCallBlock) -> rc.ToolCall:
 
 
 def _content(rank: int, message: ChatMessage) -> str | list[str | rc.Passage]:
-    other = next((block for block in message.blocks if not isinstance(block, TextBlock | ToolCallBlock)), None)
+    # What a model thought before it answered is read over: chat templates leave it out of earlier turns.
+    known = TextBlock | ToolCallBlock | ThinkingBlock
+    other = next((block for block in message.blocks if not isinstance(block, known)), None)
     if other is not None:
         raise PromptError(f"message {rank} holds a block of type {other.block_type!r}; this model reads text only")
     if not any(isinstance(block, PassageBlock) for block in message.blocks):

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
-from llama_index.core.schema import BaseNode
+from llama_index.core.schema import BaseNode, MetadataMode
 
 import ragcache as rc
 from llama_index.vector_stores.ragcache.nodes import embedded_text, to_document
 from ragcache.errors import EmbedderMismatchError
 
+log = logging.getLogger(__name__)
 # Share of a vector's length: far above what batching and bfloat16 change, far below what another model gives.
 TOLERANCE = 0.02
 
 
 def to_documents(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> list[rc.Document]:
-    """Documents that keep the nodes. Raises what `to_document` raises, and EmbedderMismatchError."""
-    documents = [to_document(node) for node in nodes]
+    """Documents that keep the nodes: nodes without text are left out, as there is nothing to find in them, and of nodes
+    of one id the last one is kept, as by an update. Raises what `to_document` raises, and EmbedderMismatchError."""
+    texts = {node.node_id: node for node in nodes if node.get_content(metadata_mode=MetadataMode.NONE).strip()}
+    if len(texts) < len(nodes):
+        left = len(nodes) - len(texts)
+        log.warning("%d of %d nodes have no text, or an id that a later node has: not stored", left, len(nodes))
+    documents = [to_document(node) for node in texts.values()]
     check_embeddings(kb, nodes)
     return documents
 

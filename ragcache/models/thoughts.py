@@ -1,0 +1,183 @@
+"""What a model thinks before it answers: where that stands in its output, and what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ragcache.errors import ConfigError
+from ragcache.prompt import control_tokens
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+"""OpenAI's levels of `reasoning_effort`."""
+TEMPLATE_OPTIONS = ("reasoning_effort", "enable_thinking", "chat_template_kwargs")
+"""Options that a chat template is told."""
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How a chat template has its model think.
+
+    open, close: stand around its thoughts
+    answer:      what stands between them and the answer, where that is written too
+    """
+
+    open: str
+    close: str
+    answer: str = ""
+
+    @property
+    def signs(self) -> tuple[str, ...]:
+        """What a chat template writes that has its model think; some write the end alone, to drop earlier thoughts."""
+        return (self.open, self.close) if "/" in self.close else (self.open,)
+
+    def ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        """Ids of one of these, as the model writes it."""
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def markers(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+        """Special tokens that are found by their text, and so are no part of any other."""
+        written = self.open + self.close + self.answer
+        special = control_tokens(tokenizer, special_only=True)
+        return tuple(spelling for spelling in special.values() if spelling and spelling in written)
+
+    def is_open(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> bool:
+        """Whether the template has begun the thoughts: the prompt ends with their opening."""
+        tail = str(tokenizer.decode(list(prompt_ids[-16:]), clean_up_tokenization_spaces=False))
+        return tail.rstrip().endswith(self.open.rstrip())
+
+
+FORMS = (
+    Thinking("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant<|channel|>final<|message|>"),
+    Thinking("<|channel>thought\n", "<channel|>"),
+    Thinking("[THINK]", "[/THINK]"),
+    Thinking("<think>", "</think>"),
+)
+
+
+def thinking_of(tokenizer: PreTrainedTokenizerBase) -> Thinking | None:
+    """How the tokenizer's chat template has the model think; None: it does not."""
+    template = tokenizer.chat_template
+    written = "\n".join(template.values()) if isinstance(template, dict) else template or ""
+    return next((form for form in FORMS if any(sign in written for sign in form.signs)), None)
+
+
+def template_variables(
+    tokenizer: PreTrainedTokenizerBase,
+    effort: Any,
+    enable: Any,
+    given: Any,
+) -> dict[str, Any]:
+    """What the chat template is told about thinking, beside what the caller tells it.
+
+    Raises ConfigError for an unknown effort, for values that contradict each other, for names that a template's own
+    input has, and where a model is asked to think whose template does not know how.
+    """
+    if effort is not None and effort not in EFFORTS:
+        raise ConfigError(
+            f"reasoning_effort {effort!r} is unknown; choose one of {', '.join(EFFORTS)}", "reasoning_effort"
+        )
+    if effort is not None and enable is not None and enable == (effort == "none"):
+        raise ConfigError(
+            f"reasoning_effort {effort!r} and enable_thinking={enable} contradict each other", "reasoning_effort"
+        )
+    if not isinstance(enable, bool | None):
+        raise ConfigError(f"enable_thinking is {enable!r}; give True, False or None", "enable_thinking")
+    if not isinstance(given, Mapping | None):
+        raise ConfigError(f"chat_template_kwargs is {given!r:.80}; give a mapping of names", "chat_template_kwargs")
+    told = {str(name): value for name, value in (given or {}).items()}
+    if taken := sorted(RESERVED & told.keys()):
+        raise ConfigError(
+            f"chat_template_kwargs has {', '.join(taken)}, which ragcache gives the template itself; leave it out",
+            "chat_template_kwargs",
+        )
+    wanted = enable if effort is None else effort != "none"
+    if wanted and thinking_of(tokenizer) is None:
+        name = "enable_thinking" if effort is None else "reasoning_effort"
+        raise ConfigError(
+            f"{name}: the model's chat template does not have it think; leave it out, or take a model that does "
+            "(Qwen3, GPT-OSS, Magistral)",
+            name,
+        )
+    if wanted is not None:
+        told.setdefault("enable_thinking", wanted)
+    if effort is not None and effort != "none":
+        told.setdefault("reasoning_effort", effort)
+    return told
+
+
+RESERVED = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
+    "continue_final_message", "return_tensors", "return_dict", "padding", "truncation", "max_length",
+    "tokenizer_kwargs", "return_assistant_tokens_mask",
+}  # fmt: skip
+
+
+class Form(Protocol):
+    """Says what may come next in an answer."""
+
+    def allow(self, logits: Tensor) -> Tensor: ...
+
+    def accept(self, token: int) -> None: ...
+
+
+class ThoughtLimit:
+    """Ends thoughts at a budget, and holds the answer behind them to its form.
+
+    form:    of the answer; it has no say inside the thoughts
+    budget:  tokens of thoughts after which their end is written; None: no limit
+    is_open: whether the prompt has begun them
+    """
+
+    def __init__(
+        self,
+        thinking: Thinking,
+        tokenizer: PreTrainedTokenizerBase,
+        budget: int | None,
+        is_open: bool,
+        form: Form | None,
+    ) -> None:
+        self._open, self._close, self._end = (
+            thinking.ids(tokenizer, text) for text in (thinking.open, thinking.close, thinking.close + thinking.answer)
+        )
+        self._form = form
+        self._budget = budget
+        self._is_open = is_open
+        self._spent = 0
+        self._due: list[int] = []
+        self._ids: list[int] = []
+
+    def allow(self, logits: Tensor) -> Tensor:
+        """The logits, float32 [vocab_size], with every token at -inf that may not come next."""
+        if self._due:
+            only = torch.full_like(logits, float("-inf"))
+            only[self._due[0]] = 0.0
+            return only
+        return logits if self._is_open or self._form is None else self._form.allow(logits)
+
+    def accept(self, token: int) -> None:
+        """Go on behind this token."""
+        self._ids.append(token)
+        if self._due:
+            self._due.pop(0)
+            self._is_open = bool(self._due)
+        elif self._is_open:
+            self._spent += 1
+            if self._ends_with(self._close):
+                self._is_open = False
+            elif self._budget is not None and self._spent >= self._budget:
+                self._due = list(self._end)
+        elif self._form is not None:
+            self._form.accept(token)
+        elif self._ends_with(self._open):
+            self._is_open = True
+            if self._budget == 0:
+                self._due = list(self._end)
+
+    def _ends_with(self, ids: Sequence[int]) -> bool:
+        return self._ids[-len(ids) :] == list(ids)
