@@ -40,7 +40,7 @@ ROOMS = {
     "ragcache/ingest": Room(3_595, 21, 3_348, 21),
     "ragcache/engine": Room(6_754, 31, 5_518, 26),
     "ragcache/server": Room(4_195, 22, 4_003, 20),
-    "ragcache/cli": Room(1_775, 9, 1_448, 8),
+    "ragcache/cli": Room(1_860, 9, 1_448, 8),
     # Annexes.
     "extras/eval/ragcache_eval": Room(5_466, 50, 5_150, 23),
     "extras/train/ragcache_train": Room(2_519, 21, 2_390, 12),

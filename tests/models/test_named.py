@@ -11,12 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import huggingface_hub
 import pytest
 import torch
-from fake_index import HUB, MEMBER, NAME, WHEEL, make_wheel, name_it
-from tiny_model import save_tiny_llama
+from fake_index import HUB, MEMBER, NAME, WHEEL, make_wheel, name_it, save_tiny_gguf
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
-from benchmarks.prose import train_tokenizer
 from ragcache.errors import ConfigError, ModelNotFoundError, StoreReadOnlyError
 from ragcache.models import hub
 from ragcache.models.hub import place_of, resolve
@@ -28,20 +26,18 @@ PROMPT = rc.Prompt(IDS[:2], [IDS[2:6], IDS[6:9]], IDS[9:])
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    path = save_tiny_llama(tmp_path_factory.mktemp("base") / "tiny")
-    train_tokenizer(["Dogs bark at night. Who barks? Dogs bark."], vocab_size=258).save_pretrained(path)
-    return path
+def gguf_file(tmp_path_factory):
+    return save_tiny_gguf(tmp_path_factory.mktemp("gguf"))
 
 
 @pytest.fixture(scope="module")
-def weights(base, tmp_path_factory) -> bytes:
-    pytest.importorskip("gguf")
-    from benchmarks.peer_workers.gguf_file import write_gguf
+def base(gguf_file):
+    return gguf_file.parent / "base"
 
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    write_gguf(base, path, "bfloat16")
-    return path.read_bytes()
+
+@pytest.fixture(scope="module")
+def weights(gguf_file) -> bytes:
+    return gguf_file.read_bytes()
 
 
 @pytest.fixture
@@ -73,9 +69,8 @@ def last_logits(path, **options):
         return model(torch.tensor([IDS])).logits[0, -1]
 
 
-def test_a_name_answers_as_its_gguf_file_does(base, weights, made, tmp_path):
-    (tmp_path / "tiny.gguf").write_bytes(weights)
-    right = last_logits(tmp_path, gguf_file="tiny.gguf")
+def test_a_name_answers_as_its_gguf_file_does(base, gguf_file, made):
+    right = last_logits(gguf_file.parent, gguf_file=gguf_file.name)
     lm = rc.load_lm(NAME)
     assert lm.name == NAME
     torch.testing.assert_close(last_logits(made), right, atol=0, rtol=0)
