@@ -248,7 +248,10 @@ def _load_config(where: str, name: str | Path) -> PreTrainedConfig:
     except ImportError as error:
         raise ConfigError(f"{name}: {first_line(error)}; install ragcache-kv[gguf]") from error
     except UNREADABLE as error:
-        raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {first_line(error)}") from error
+        if file and "architecture" in str(error):
+            raise UnsupportedModelError(f"{name} is not supported: {first_line(error)}") from error
+        again = "; it is no whole GGUF file of a language model: get it again" if file else ""
+        raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {first_line(error)}{again}") from error
 
 
 def _reuse(config: PreTrainedConfig, name: str) -> TrainedTokens | None:
