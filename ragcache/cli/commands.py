@@ -11,7 +11,7 @@ from ragcache import plugins
 from ragcache.cli.ask import ask, chat
 from ragcache.cli.demo import demo
 from ragcache.cli.ingest import delete, ingest, list_documents, watch
-from ragcache.cli.maintain import doctor, info, methods, pin, reencode, unpin
+from ragcache.cli.maintain import doctor, info, methods, pin, pull, reencode, unpin
 from ragcache.cli.serve import serve
 from ragcache.plugins import Registry
 
@@ -34,6 +34,7 @@ COMMANDS: Registry[Callable[..., None]] = Registry(
         "info": info,
         "doctor": doctor,
         "methods": methods,
+        "pull": pull,
         "demo": demo,
     },
 )

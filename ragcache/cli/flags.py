@@ -189,7 +189,10 @@ class ModelOptions:
 
     model: Annotated[
         str | None,
-        option("--model", "Bundled name, directory or hub id; the store's own if not given, mini if it is new."),
+        option(
+            "--model",
+            "Bundled name, smollm2, directory, hub id or GGUF file; the store's own if not given, mini if new.",
+        ),
     ] = None
     method: Annotated[
         str | None,

