@@ -52,10 +52,11 @@ BUDGETS = (
 )
 """Beside each method with its default options: other budgets."""
 SYSTEM = "Give only the short answer that the text states, such as a name, a number or a date. No full sentence."
-OPENING = "Short answer:"
-"""What a chat model's answer begins with; without a chat template the prompt ends with "Answer:"."""
+OPENING = {True: 'According to the text, the answer is "', False: ' "'}
+"""What an answer begins with, by whether there is a chat template; without one the prompt ends with "Answer:" before it.
+An open quotation has small models copy a few words where they would write a sentence."""
 MAX_ANSWER_TOKENS = 24
-STOP = ("\n",)
+STOP = ("\n", '"')
 
 
 def every_method() -> list[MethodSpec]:
@@ -84,7 +85,7 @@ def choose(source: str, directory: Path, seed: int) -> list[Case]:
 def short_answers(lm: rc.LanguageModel) -> PromptFormat:
     """A prompt that asks for a few words."""
     form = prompt_format(lm.tokenizer, system=SYSTEM)
-    return form if lm.tokenizer.chat_template is None else replace(form, tail=form.tail + OPENING)
+    return replace(form, tail=form.tail + OPENING[lm.tokenizer.chat_template is not None])
 
 
 def fitted(case: Case, lm: rc.LanguageModel, form: PromptFormat, context: int) -> Case | None:
@@ -195,6 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> Result:
             measure(runner, list(in_turn(questions)), specs, journal, options.minutes)
             print(file=sys.stderr)
         scores = list(journal.done.values())
+    if not scores:
+        raise ConfigError(f"nothing was measured, and {path} holds nothing; allow more --minutes")
     left_out = [spec.label for spec in asked if spec not in specs]
     regime = {"model": Path(lm.name).name, **settings, "questions": options.questions, "left_out": left_out}
     result = Result(name, regime, where, {}, {}, {**figures_of(scores), "runs": runs.all()}, ())

@@ -214,7 +214,7 @@ def _about(found: Mapping[str, Any]) -> Iterator[str]:
     settings, hardware = found["settings"], found["hardware"]
     runs = found["figures"]["runs"] or [hardware]
     yield f"`{hardware['command']}`: {settings['model']}, {settings['dtype']}, at most {settings['context']:,}"
-    yield "tokens of prompt and answer; greedy answers of at most 24 tokens, to the end of the line. Intervals are 95 %"
+    yield "tokens of prompt and answer; greedy answers of at most 24 tokens, to the end of the quotation. Intervals are 95 %"
     yield "and by the bootstrap."
     yield ""
     for run in runs:
