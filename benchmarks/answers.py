@@ -53,7 +53,7 @@ BUDGETS = (
 """Beside each method with its default options: other budgets."""
 SYSTEM = "Give only the short answer that the text states, such as a name, a number or a date. No full sentence."
 OPENING = {True: 'According to the text, the answer is "', False: ' "'}
-"""What an answer begins with, by whether there is a chat template; without one the prompt ends with "Answer:" before it.
+"""What an answer begins with, by whether there is a chat template; without one the prompt ends with "Answer:" before.
 An open quotation has small models copy a few words where they would write a sentence."""
 MAX_ANSWER_TOKENS = 24
 STOP = ("\n", '"')

@@ -195,12 +195,47 @@ def _interval(mean: Numbers, drawn: Numbers) -> Interval:
 
 def markdown(found: Mapping[str, Any]) -> list[str]:
     """A page from a result's file: where and how it was measured, the table over all sets, one a set."""
-    rows = [Row.from_json(row) for row in found["figures"]["rows"]]
+    groups = _groups(found)
     lines = [f"# {found['name']}", "", *_about(found), "", *safe_lines(found), ""]
-    for name in dict.fromkeys(row.set for row in rows):
-        own = [row for row in rows if row.set == name]
-        lines += [f"## {_title(found, name)}", "", *table(own, found["settings"]["questions"]), ""]
+    for name, rows in groups.items():
+        lines += [f"## {_title(found, name)}", "", *table(rows, found["settings"]["questions"]), ""]
     return lines[:-1]
+
+
+def overview(found: Mapping[str, Any]) -> list[str]:
+    """What docs/results.md holds of a page: the table over all sets, and KL and accuracy over each."""
+    groups = _groups(found)
+    whole = next(iter(groups.values()))
+    lines = [*_about(found), "", *safe_lines(found), "", *table(whole, found["settings"]["questions"]), ""]
+    return [*lines, *_by_set(found, groups), ""] if len(groups) > 1 else lines
+
+
+def _groups(found: Mapping[str, Any]) -> dict[str, list[Row]]:
+    """Rows by set, in the order of the file."""
+    groups: dict[str, list[Row]] = {}
+    for row in found["figures"]["rows"]:
+        groups.setdefault(row["set"], []).append(Row.from_json(row))
+    return groups
+
+
+def _by_set(found: Mapping[str, Any], groups: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+    sets = [name for name in groups if name != ALL]
+    rows = {(row.set, row.method): row for own in groups.values() for row in own}
+    tokens = found["figures"]["prompt_tokens"]
+    yield "KL, and in brackets right answers over all of them, by set with the median tokens of its prompts:"
+    yield ""
+    yield "| method | " + " | ".join(f"{name}, {tokens[name]:,.0f}" for name in sets) + " |"
+    yield "|---|" + "---|" * len(sets)
+    for row in groups[ALL]:
+        if row.kl is not None:
+            cells = (_cell(rows.get((name, row.method))) for name in sets)
+            yield f"| `{row.method}` | {' | '.join(cells)} |"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None or row.kl is None:
+        return "-"
+    return f"{row.kl[0]:.3f} ({row.accuracy[0] * row.questions:.0f}/{row.questions})"
 
 
 def _title(found: Mapping[str, Any], name: str) -> str:
@@ -212,19 +247,26 @@ def _title(found: Mapping[str, Any], name: str) -> str:
 
 def _about(found: Mapping[str, Any]) -> Iterator[str]:
     settings, hardware = found["settings"], found["hardware"]
-    runs = found["figures"]["runs"] or [hardware]
-    yield f"`{hardware['command']}`: {settings['model']}, {settings['dtype']}, at most {settings['context']:,}"
-    yield "tokens of prompt and answer; greedy answers of at most 24 tokens, to the end of the quotation. Intervals are 95 %"
-    yield "and by the bootstrap."
+    yield f"`{hardware['command']}`: {settings['model']}, {settings['dtype']}, prompts and answers of at most"
+    yield f"{settings['context']:,} tokens; greedy answers of at most 24 tokens, to the end of their quotation."
+    yield "Intervals are 95 %, by the bootstrap over questions; over all, sets count alike. KL is taken along full"
+    yield "prefill's own answer, in nats a token. Seconds depend on the machine's load: read first tokens as shares of"
+    yield "full prefill's at the same question."
     yield ""
-    for run in runs:
-        clean = "clean tree" if run["clean"] else "uncommitted changes"
-        machine = run["gpu"] or f"{run['cpu']}, {run['threads']} of {run['cores']} threads"
-        yield f"- measured {run['date']}: {machine}, load {run['load_1min']:g} before, commit {run['commit']}, {clean}"
-    yield ""
-    yield "Questions do not depend on the load, seconds do: compare first tokens as shares of full prefill's."
+    yield _measured_on(found["figures"]["runs"] or [hardware])
     if settings["left_out"]:
         yield f"Left out, as this model was not trained for them: {', '.join(f'`{n}`' for n in settings['left_out'])}."
+
+
+def _measured_on(runs: Sequence[Mapping[str, Any]]) -> str:
+    """What the runs that a journal holds have in common, and what differs between them."""
+    machines = dict.fromkeys(run["gpu"] or f"{run['cpu']}, {run['threads']} of {run['cores']} threads" for run in runs)
+    loads = sorted(run["load_1min"] for run in runs)
+    clean = "clean tree" if all(run["clean"] for run in runs) else "uncommitted changes"
+    commits = ", ".join(dict.fromkeys(str(run["commit"]) for run in runs))
+    days = sorted({str(run["date"])[:10] for run in runs})
+    when = " to ".join(dict.fromkeys((days[0], days[-1])))
+    return f"Measured {when} on {'; '.join(machines)}; load {loads[0]:g} to {loads[-1]:g}; commit {commits}, {clean}."
 
 
 def safe_lines(found: Mapping[str, Any]) -> Iterator[str]:
