@@ -109,8 +109,8 @@ def figures_of(scores: Sequence[Score]) -> dict[str, Any]:
     return {
         "prompt_tokens": {name: median(s.prompt_tokens for s in of[FULL].values()) for name, of in by_set.items()},
         "rows": [asdict(row) for row in sorted(rows, key=lambda row: list(groups).index(row.set))],
-        "safe": [row.method for row in overall if row.is_safe],
-        "surely_safe": [row.method for row in overall if row.is_surely_safe],
+        "safe": [row.method for row in overall if row.is_safe and row.sets == len(by_set)],
+        "surely_safe": [row.method for row in overall if row.is_surely_safe and row.sets == len(by_set)],
     }
 
 
@@ -272,7 +272,7 @@ def _measured_on(runs: Sequence[Mapping[str, Any]]) -> str:
 def safe_lines(found: Mapping[str, Any]) -> Iterator[str]:
     figures = found["figures"]
     rule = f"KL at most {MOST_KL:g}, accuracy at least {LEAST_RELATIVE:g} of full prefill's"
-    enough = f"over {FEWEST_QUESTIONS} questions or more"
+    enough = f"over {FEWEST_QUESTIONS} questions or more and every set"
     yield f"Safe by this table ({rule}, {enough}), cheapest first: {_names(figures['safe'])}."
     yield f"With both limits outside of the 95 % intervals: {_names(figures['surely_safe'])}."
 
@@ -292,8 +292,10 @@ def table(rows: Sequence[Row], asked: int) -> Iterator[str]:
     yield "| " + " | ".join(HEADS) + " |"
     yield "|" + "---|" * len(HEADS)
     for row in rows:
-        due = asked * max(one.sets for one in rows)
+        most = max(one.sets for one in rows)
+        due = asked * most
         count = str(row.questions) if row.questions >= due else f"{row.questions} of {due}"
+        count += f", {row.sets} of {most} sets" * (row.sets < most)
         costs = [f"{row.computed_share:.3f}", f"{row.kept_share:.3f}", f"{row.first_token_s:.2f} s"]
         closed = row.method == NO_PASSAGES
         marks = [

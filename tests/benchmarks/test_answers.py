@@ -20,7 +20,7 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from benchmarks import answers, answers_plot
 from benchmarks.answers import choose, every_method, fitted, in_turn, short_answers
-from benchmarks.answers_report import FEWEST_QUESTIONS, Row, figures_of, interval, label, markdown, ratio
+from benchmarks.answers_report import FEWEST_QUESTIONS, Row, figures_of, interval, label, markdown, ratio, table
 from ragcache.errors import ConfigError
 from ragcache.prompt import Prompt
 from ragcache_eval.case import Case, CasePassage
@@ -272,6 +272,17 @@ def test_rows_are_what_hand_made_scores_come_to():
     assert (few["questions"], few["sets"], few["relative"]) == (1, 1, (1.0, 1.0, 1.0))
     assert figures["prompt_tokens"] == {"a": 101.5, "b": 100.5}
     assert (figures["safe"], figures["surely_safe"]) == ([], []), "too few questions"
+    assert any("| `epic:first_tokens=4` | 1 of 8, 1 of 2 sets |" in line for line in table(overall(figures), 4))
+
+
+def overall(figures: dict[str, list[dict[str, object]]]) -> list[Row]:
+    return [Row.from_json(found) for found in figures["rows"] if found["set"] == "all"]
+
+
+def test_a_method_that_read_some_of_the_sets_alone_is_not_called_safe():
+    found = [score("a", n, name, True, 0.0, 0.5) for n in range(20) for name in ("full@", "a3@", "epic@")]
+    found += [score("b", n, name, True, 0.0, 0.5) for n in range(20) for name in ("full@", "epic@")]
+    assert figures_of(found)["safe"] == figures_of(found)["surely_safe"] == ["epic"]
 
 
 def test_intervals_hold_their_means_and_draw_within_sets():
