@@ -22,21 +22,28 @@ COLOURS = {"isolated": "#1f6f8b", "prefix": "#c7843b"}
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    """KL and accuracy over the share of tokens that ran, with their intervals; dotted: the limits of what is safe."""
+    """KL and accuracy over the share of tokens that ran, with their intervals; dotted: the limits of what is safe.
+
+    Methods that lack one of the sets are left out, and so is accuracy where full prefill answers nothing.
+    """
     rows = [Row.from_json(row) for row in result["figures"]["rows"]]
-    shown = [row for row in rows if row.set == rows[0].set and row.method not in (FULL, NO_PASSAGES)]
-    figure = Figure(figsize=(9, 9), layout="constrained", facecolor="white")
-    above, below = figure.subplots(2, 1, sharex=True)
-    _points(above, [(row, row.kl) for row in shown], MOST_KL)
-    above.set_yscale("log")
-    above.set_ylabel("KL from full prefill along its answer, nats a token")
-    _points(below, [(row, row.relative) for row in shown], LEAST_RELATIVE)
-    below.set_ylabel("accuracy, of full prefill's")
-    below.set_xscale("log")
-    below.set_xlabel("tokens computed, share of the prompt; intervals 95 %, dotted: the limit")
+    most = max(row.sets for row in rows)
+    shown = [row for row in rows if row.set == rows[0].set and row.sets == most]
+    shown = [row for row in shown if row.method not in (FULL, NO_PASSAGES)]
+    right = any(row.relative is not None for row in shown)
+    figure = Figure(figsize=(9, 9 if right else 5), layout="constrained", facecolor="white")
+    axes = list(figure.subplots(1 + right, 1, squeeze=False, sharex=True)[:, 0])
+    _points(axes[0], [(row, row.kl) for row in shown], MOST_KL)
+    axes[0].set_yscale("log")
+    axes[0].set_ylabel("KL from full prefill, nats a token")
+    if right:
+        _points(axes[1], [(row, row.relative) for row in shown], LEAST_RELATIVE)
+        axes[1].set_ylabel("accuracy, of full prefill's")
+    axes[-1].set_xscale("log")
+    axes[-1].set_xlabel("tokens computed, share of the prompt; intervals 95 %, dotted: the limit")
     counts = sorted({row.questions for row in shown})
     asked = f"{counts[0]} questions" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} questions a method"
-    above.set_title(f"{result['settings']['model']}, {rows[0].set}, {asked}", fontsize=11)
+    axes[0].set_title(f"{result['settings']['model']}, {rows[0].set}, {asked}", fontsize=11)
     return figure
 
 
