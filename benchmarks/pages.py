@@ -3,7 +3,8 @@
 Sections stand between <!-- NAME: begin --> and <!-- NAME: end -->: `methods` comes from the code, those of QUALITY from
 results of these names (`python -m benchmarks.quality`), `costs` from results/methods-*.json (`python -m
 benchmarks.methods`), `public` from results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json
-(`python -m benchmarks.peers`), and `timed` from the goals of all results. What was not measured says so.
+(`python -m benchmarks.peers`), `answers` from results/answers-*.json (`python -m benchmarks.answers`), and `timed` from
+the goals of all results. What was not measured says so.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ragcache as rc
-from benchmarks import peers_report
+from benchmarks import answers_report, peers_report
 from benchmarks.quality import Row, markdown
 from benchmarks.report import GOALS_HEAD, RESULTS, goal_line, goal_lines, goals_of
 from ragcache.errors import ConfigError
@@ -139,6 +140,13 @@ def peers_lines(results: Path) -> list[str]:
     return peers_report.markdown(json.loads(path.read_text(encoding="utf-8")))
 
 
+def answers_lines(results: Path) -> list[str]:
+    """A part for each real model."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("answers-*.json"))]
+    parts = [[f"### {one['settings']['model']}", "", *answers_report.overview(one)] for one in found]
+    return [line for part in parts for line in part][:-1] or ["Not measured: run `python -m benchmarks.answers`."]
+
+
 def _where(found: dict[str, Any]) -> str:
     hardware = found["hardware"]
     machine = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
@@ -154,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (METHODS_PAGE, "methods"): methods_table(),
         **{(METHODS_PAGE, name): quality_lines(given.results, name) for name in QUALITY},
         (METHODS_PAGE, "costs"): cost_lines(given.results),
+        (RESULTS_PAGE, "answers"): answers_lines(given.results),
         (RESULTS_PAGE, "timed"): timed_lines(given.results),
         (RESULTS_PAGE, "public"): public_lines(given.results),
         (RESULTS_PAGE, "peers"): peers_lines(given.results),

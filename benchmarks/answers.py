@@ -1,0 +1,211 @@
+"""Answers of a real model to real questions: every method beside full prefill of the same weights.
+
+python -m benchmarks.answers --model DIR --data DIR                      # every method, every set, 24 questions each
+python -m benchmarks.answers --model DIR --data DIR --methods reposition,epic:first_tokens=4 --sets nq10 --questions 100
+python -m benchmarks.answers --model DIR --data DIR --minutes 0          # the report of what the journal holds
+
+Questions are chosen by a hash of their ids, so that more of them hold the fewer. Sets are asked in turn, a question of
+each, and every method reads a question before the next is asked: whenever a run ends, all methods have read the same
+ones. One full prefill a question is what all of them are compared with. Where a set names positions of its gold
+passage, the n-th question has it at the n-th of them, and so on round. Passages that hold no answer are dropped from
+the end where a prompt is longer than --context.
+
+Every score is on disk before the next is measured. Run it again to go on, with more questions, sets or methods if you
+like: the report is of all that the journal holds. A method is made anew for each question: one that learns from earlier
+prompts (`kvcomm`, `cachecraft`) knows none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from hashlib import sha256
+from itertools import chain, zip_longest
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import ragcache as rc
+from benchmarks.answers_report import figures_of, markdown
+from benchmarks.environment import Environment, environment
+from benchmarks.report import RESULTS, Result, write
+from ragcache.errors import ConfigError, check_least, translate_os_errors
+from ragcache.prompt import PromptFormat, encode_text, prompt_format
+from ragcache_eval.case import Case
+from ragcache_eval.journal import Journal
+from ragcache_eval.methods import MethodSpec, all_methods, parse_methods, usable_methods
+from ragcache_eval.runner import Runner, RunSettings
+from ragcache_eval.sources import load_cases
+
+SETS = ("xquad_en:passages=6", "nq10", "hotpotqa", "musique", "2wiki")
+BUDGETS = (
+    *(f"epic:first_tokens={tokens}" for tokens in (4, 8, 32)),
+    "cacheblend:ratio=0.3",
+    "a3:boundary_tokens=16",
+    "prophet:boundary_tokens=16",
+)
+"""Beside each method with its default options: other budgets."""
+SYSTEM = "Give only the short answer that the text states, such as a name, a number or a date. No full sentence."
+OPENING = {True: 'According to the text, the answer is "', False: ' "'}
+"""What an answer begins with, by whether there is a chat template; without one the prompt ends with "Answer:" before.
+An open quotation has small models copy a few words where they would write a sentence."""
+MAX_ANSWER_TOKENS = 24
+STOP = ("\n", '"')
+
+
+def every_method() -> list[MethodSpec]:
+    """Each method with its default options and each at other budgets, then all under every other recipe that they
+    take."""
+    own = [*all_methods(), *(MethodSpec.parse(text) for text in BUDGETS)]
+    others = [(spec, recipe) for spec in own if not spec.is_reference for recipe in spec.method().recipes[1:]]
+    return [*own, *(MethodSpec.parse(f"{spec.label}:recipe={recipe}") for spec, recipe in others)]
+
+
+def choose(source: str, directory: Path, seed: int) -> list[Case]:
+    """All questions of a set, in the order in which they are asked; ids begin with the set's name.
+
+    Raises ConfigError naming the sets that there are, the line that is no question, or the question without an answer.
+    """
+    found: dict[str, list[Case]] = defaultdict(list)
+    for case in load_cases(source, len, directory=directory):
+        if not case.answers:
+            raise ConfigError(f"{source}: question {case.id!r} has no answer; give it one, or leave the set out")
+        found[case.cluster].append(case)
+    order = sorted(found, key=lambda name: sha256(f"{seed}/{name}".encode()).digest())
+    chosen = [found[name][number % len(found[name])] for number, name in enumerate(order)]
+    return [replace(case, id=f"{source}/{case.id}", cell={"set": source}) for case in chosen]
+
+
+def short_answers(lm: rc.LanguageModel) -> PromptFormat:
+    """A prompt that asks for a few words."""
+    form = prompt_format(lm.tokenizer, system=SYSTEM)
+    return replace(form, tail=form.tail + OPENING[lm.tokenizer.chat_template is not None])
+
+
+def fitted(case: Case, lm: rc.LanguageModel, form: PromptFormat, context: int) -> Case | None:
+    """The case with as many passages as prompt and answer have room for in `context` tokens; None where those that
+    hold the answer do not fit."""
+    ends = len(form.prefix_ids) + len(form.suffix_ids(lm.tokenizer, case.question)) + MAX_ANSWER_TOKENS
+    room = context - ends
+    lengths = [len(encode_text(lm.tokenizer, passage.rendered())) for passage in case.passages]
+    kept = list(range(len(lengths)))
+    while sum(lengths[rank] for rank in kept) > room:
+        last = next((rank for rank in reversed(kept) if case.passages[rank].is_gold is not True), None)
+        if last is None:
+            return None
+        kept.remove(last)
+    return replace(case, passages=tuple(case.passages[rank] for rank in kept)) if kept else None
+
+
+def questions_of(
+    sources: Sequence[str], directory: Path, runner: Runner, context: int, count: int, seed: int
+) -> dict[str, list[Case]]:
+    """By set, the first `count` questions that fit."""
+    found = {}
+    for source in sources:
+        cases = (fitted(case, runner.lm, runner.form, context) for case in choose(source, directory, seed))
+        found[source] = [case for case, _ in zip(filter(None, cases), range(count), strict=False)]
+        if not found[source]:
+            raise ConfigError(f"{source}: no question fits into --context {context}; allow more tokens")
+    return found
+
+
+def in_turn(questions: dict[str, list[Case]]) -> Iterator[Case]:
+    """The first question of each set, the second of each, and so on."""
+    return filter(None, chain.from_iterable(zip_longest(*questions.values())))
+
+
+class Runs:
+    """What the scores of a journal were measured on: an environment a run, in a file of JSON lines beside it."""
+
+    def __init__(self, journal: Path) -> None:
+        self.path = journal.with_suffix(".runs.jsonl")
+
+    def add(self, where: Environment) -> None:
+        with translate_os_errors(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(where)) + "\n")
+
+    def all(self) -> list[dict[str, object]]:
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]  # a kill leaves half a line
+
+
+def measure(
+    runner: Runner, cases: Sequence[Case], specs: Sequence[MethodSpec], journal: Journal, minutes: float
+) -> int:
+    """Read questions until all are read or the time is up; returns how many were."""
+    until = time.monotonic() + 60 * minutes
+    for done, case in enumerate(cases):
+        if time.monotonic() >= until:
+            return done
+        for _ in runner.run([case], specs, journal):
+            pass
+        print(f"\r{done + 1} of {len(cases)} questions", end="", file=sys.stderr, flush=True)
+    return len(cases)
+
+
+def parse(given: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "benchmarks.answers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="bundled name, directory or hub id")
+    parser.add_argument("--data", type=Path, required=True, help="directory of question sets, as `ragcache eval` takes")
+    parser.add_argument(
+        "--sets", nargs="+", default=list(SETS), help="as --data of `ragcache eval`; default %(default)s"
+    )
+    parser.add_argument("--methods", action="append", help="A,B:option=value; may be repeated; default: every one")
+    parser.add_argument("--questions", type=int, default=24, help="of each set")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of prompt and answer, at most")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no question after these")
+    parser.add_argument("--journal", type=Path, help="default: NAME.journal.jsonl in --out")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of questions")
+    parser.add_argument("--name", help="of the files in --out; default answers-MODEL")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(given)
+    for name in ("questions", "context"):
+        check_least(f"--{name}", getattr(options, name), 1)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> Result:
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parse(given)
+    asked = parse_methods(options.methods) if options.methods else every_method()
+    lm = rc.load_lm(options.model, dtype=options.dtype, device=options.device)
+    where = environment("benchmarks.answers", given, torch.device(options.device))
+    runner = Runner(lm, short_answers(lm), RunSettings(MAX_ANSWER_TOKENS, STOP, "skip", "full"))
+    specs = usable_methods(asked, lm)
+    questions = questions_of(options.sets, options.data, runner, options.context, options.questions, options.seed)
+    name = options.name or f"answers-{Path(lm.name).name}"
+    path = options.journal or options.out / f"{name}.journal.jsonl"
+    settings = {"dtype": options.dtype, "context": options.context, "seed": options.seed}
+    runs = Runs(path)
+    with Journal(path, {**settings, **runner.describe()}) as journal:
+        if options.minutes > 0:
+            runs.add(where)
+            measure(runner, list(in_turn(questions)), specs, journal, options.minutes)
+            print(file=sys.stderr)
+        scores = list(journal.done.values())
+    if not scores:
+        raise ConfigError(f"nothing was measured, and {path} holds nothing; allow more --minutes")
+    left_out = [spec.label for spec in asked if spec not in specs]
+    regime = {"model": Path(lm.name).name, **settings, "questions": options.questions, "left_out": left_out}
+    result = Result(name, regime, where, {}, {}, {**figures_of(scores), "runs": runs.all()}, ())
+    page = markdown(result.to_json())
+    write(result, options.out).with_suffix(".md").write_text("\n".join(page) + "\n", encoding="utf-8")
+    Console(width=200).print("\n".join(page), highlight=False, markup=False, soft_wrap=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()
