@@ -33,9 +33,19 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Latent attention has no head_dim of its own choice, and as many heads of keys as of queries.
+LATENT_SIZES: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
 # What the sizes above do not fit.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "axk1": {"n_group": 1, "topk_group": 1},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1},
     "blenderbot": {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": VOCAB},
     "blt": {"encoder_hash_byte_group_vocab": 99},
@@ -45,7 +55,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
-    "longcat_flash": {"num_layers": 1},
+    "longcat_flash": {"num_layers": 1, "head_dim": 8},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
     "plbart": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 48]},
@@ -74,7 +84,10 @@ def causal_config(family: str) -> PreTrainedConfig:
 
 def _small(kind: type[PreTrainedConfig], more: dict[str, Any]) -> PreTrainedConfig:
     names = set(inspect.signature(kind).parameters) | set(kind.attribute_map)
-    sizes = {name: value for name, value in SIZES.items() if name in names}
+    chosen = SIZES
+    if "kv_lora_rank" in names:
+        chosen = {name: value for name, value in SIZES.items() if name != "head_dim"} | LATENT_SIZES
+    sizes = {name: value for name, value in chosen.items() if name in names}
     parts = {name: getattr(kind(), name, None) for name in kind.sub_configs if name not in more}
     small = {
         name: _small(type(part), {}).to_dict() for name, part in parts.items() if isinstance(part, PreTrainedConfig)

@@ -19,17 +19,13 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
-LONG = _rope("longrope", short_factor=[1.0] * 6, long_factor=[2.0] * 6, factor=4.0)
-LONG["rope_parameters"]["original_max_position_embeddings"] = 64
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "dynamic NTK": ("llama", _rope("dynamic", factor=2.0), "dynamic NTK"),
-    "LongRoPE": ("phi3", LONG, "LongRoPE"),
     "ALiBi in name": ("falcon", {"alibi": True, "new_decoder_architecture": False}, "ALiBi"),
     "ALiBi in fact": ("bloom", {"n_layer": 2, "n_head": 4}, "ALiBi"),
     "learned positions": ("gpt2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128}, "learned"),
     "state space": ("mamba", {"state_size": 8}, "keep a state"),
     "hybrid": ("qwen3_next", {"num_experts": 4, "num_experts_per_tok": 2}, "keep a state"),
-    "latent attention": ("deepseek_v3", {"kv_lora_rank": 16, "q_lora_rank": 16}, "latent"),
+    "keys chosen by an index": ("deepseek_v32", {"kv_lora_rank": 16, "q_lora_rank": 16}, "indexed_attention"),
     "own attention": ("gptj", {"n_embd": 48, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "attention interface"),
     "encoder-decoder": ("t5", {"d_model": 48}, "encoder-decoder"),
 }

@@ -33,6 +33,10 @@ def configured_shape(model: str | Path) -> KVShape:
     if layers := _layers_that_differ(config):
         return KVShape(len(layers), layers[0].num_kv_heads, layers[0].key_dim, dtype, layers)
     config = config.get_text_config(decoder=True)
+    rank, rotary = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
+    if rank and rotary:  # multi-head latent attention
+        layers = (LayerShape(1, int(rotary), int(rank)),) * int(config.num_hidden_layers)
+        return KVShape(len(layers), 1, layers[0].key_dim, dtype, layers)
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     num_layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
