@@ -145,7 +145,7 @@ FAMILIES |= {
             "intermediate_size_mlp": 64,
             "no_rope_layers": [1, 0, 1],
             "num_local_experts": 4,
-            "attention_chunk_size": 64,
+            "attention_chunk_size": 128,
             "rope_parameters": _rope("default"),
         },
     ),
@@ -162,18 +162,18 @@ FAMILIES |= {
         {
             "head_dim": 12,
             "sliding_window": None,
-            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64},
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1},
         },
     ),
     "phi3-long": (
         "phi3",
         {
-            "original_max_position_embeddings": 64,
+            "original_max_position_embeddings": 128,
             "rope_parameters": _rope(
                 "longrope",
                 short_factor=[1.0, 1.1, 1.2, 1.4, 1.8, 2.0],
                 long_factor=[3.0] * 6,
-                original_max_position_embeddings=64,
+                original_max_position_embeddings=128,
             ),
         },
     ),
