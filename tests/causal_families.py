@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 from families import VOCAB
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 CAUSAL_FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# Those that read images and have no causal language model of their own: their text part is read through the whole.
+IMAGE_FAMILIES = sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(CAUSAL_FAMILIES))
 LARGEST_PARAMETERS = 40_000_000
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -42,6 +47,13 @@ LATENT_SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_OF_HALF = {**_SECTIONS, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+# By text part: rotary sections, of which a small head has few.
+SECTIONED = {
+    "qwen2_5_vl_text": _SECTIONS, "paddleocr_vl_text": _SECTIONS, "qwen2_5_omni_text": _SECTIONS,
+    "glm4v_text": _OF_HALF, "glm4v_moe_text": _OF_HALF, "glm_ocr_text": _OF_HALF, "glmga_text": _OF_HALF,
+}  # fmt: skip
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
 # What the sizes above do not fit.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -70,6 +82,25 @@ UNBUILT = {
     "dbrx": "its small configuration does not come back from a directory as it was saved",
     "gemma3n": "its vision tower needs timm",
     "cohere_compass_text": "its rotary module takes no small head",
+    "chameleon": "its vocabulary is read from a table of image tokens",
+    "cohere_compass": "its rotary module takes no small head",
+    "cosmos3_edge": "its rotary sections do not fit a small head",
+    "deepseek_ocr2": "its vision tower takes no small sizes",
+    "diffusion_gemma": "it is put together from other models",
+    "ernie4_5_vl_moe": "it wants one width of experts for each modality",
+    "evolla": "it reads proteins, and transformers' automatic class does not make it",
+    "fast_vlm": "its vision tower needs timm",
+    "florence2": "its vision tower takes no small sizes",
+    "glm5_next": "its configuration takes no small head",
+    "granite4_vision": "its parts take no small sizes",
+    "janus": "its vision tower takes no small sizes",
+    "muse_glimmer": "its vision tower takes no small sizes",
+    "nemotron_h_omni": "its parts take no small sizes",
+    "perception_lm": "its vision tower needs timm",
+    "qwen2_vl": "its vision tower takes no small sizes",
+    "step3p7": "its small configuration states no window for its sliding layers",
+    "shieldgemma2": "it classifies and gives out no text",
+    "vision-encoder-decoder": "it is put together from two other models",
     "gemma4_assistant": "it drafts for another model and has no vocabulary of its own",
     "gemma4_unified_assistant": "it drafts for another model and has no vocabulary of its own",
     "musicgen": "it is put together from three other models",
@@ -83,6 +114,8 @@ def causal_config(family: str) -> PreTrainedConfig:
 
 
 def _small(kind: type[PreTrainedConfig], more: dict[str, Any]) -> PreTrainedConfig:
+    if kind.model_type in SECTIONED:
+        more = {"rope_parameters": SECTIONED[kind.model_type], **more}
     names = set(inspect.signature(kind).parameters) | set(kind.attribute_map)
     chosen = SIZES
     if "kv_lora_rank" in names:
@@ -98,12 +131,13 @@ def _small(kind: type[PreTrainedConfig], more: dict[str, Any]) -> PreTrainedConf
 def causal_model(family: str) -> PreTrainedModel:
     """Random weights that leave no part without effect: norms scale by anything but 1."""
     config = causal_config(family)
+    kind = AutoModelForImageTextToText if family in IMAGE_FAMILIES else AutoModelForCausalLM
     with torch.device("meta"):
-        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(weight.numel() for weight in kind.from_config(config).parameters())
     if size > LARGEST_PARAMETERS:
         raise ValueError(f"{family} has {size} parameters; make it smaller in OVERRIDES")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = kind.from_config(config)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:

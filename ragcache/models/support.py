@@ -85,8 +85,9 @@ class _Plain(NamedTuple):
 @torch.inference_mode()
 def inspect(model: PreTrainedModel, name: str) -> Inspected:
     """Run a few tokens and learn the model's rotation. Raises UnsupportedModelError naming what stands in the way."""
-    rotaries = _rotary_modules(model, name)
-    plain = _run_probe(model, name, rotaries)
+    if "logits_to_keep" not in signature(model.forward).parameters:
+        raise _unsupported(model, name, "it gives out logits of every token, not of those that are asked for alone")
+    plain = _run_probe(model, name)
     calls, layers = plain.watch.calls, sorted(plain.seen)
     num_layers = int(text_config(model).num_hidden_layers)
     if layers != list(range(num_layers)):
@@ -97,12 +98,12 @@ def inspect(model: PreTrainedModel, name: str) -> Inspected:
     if not any(sources):
         raise _unsupported(model, name, "no layer rotates its keys: its positions are not rotary")
     apply = _rotation_function(model, name, modules[0])
-    for rotary in rotaries:
-        hook_rotary(rotary)
     hook_layers(model, modules)
     shape = _shape(model, name, plain.seen, frozenset(n for n, module in modules.items() if hasattr(module, LATENT)))
     widths = [layer.key_dim for layer in shape.layers]
     rope = Rope(sources, apply, widths, longest_alike(text_config(model))[0])
+    for rotary in rope.modules:
+        hook_rotary(rotary)
     _verify(model, name, rope, shape, plain)
     _verify_narrowing(model, name, shape, plain)
     return Inspected(rope, shape)
@@ -145,7 +146,7 @@ def _probe_ids(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return torch.tensor([ids], device=model.device), torch.arange(_PROBE_TOKENS, device=model.device)[None]
 
 
-def _run_probe(model: PreTrainedModel, name: str, rotaries: Sequence[nn.Module]) -> _Plain:
+def _run_probe(model: PreTrainedModel, name: str) -> _Plain:
     probe, plain, watch = KeptCache(), EncodePass(None), Watch()
     ids, positions = _probe_ids(model)
     given: dict[int, nn.Module] = {}  # rotary modules by the identity of what they gave
@@ -155,12 +156,15 @@ def _run_probe(model: PreTrainedModel, name: str, rotaries: Sequence[nn.Module])
         given[id(output)] = module
         kept.append(output)
 
-    handles = [rotary.register_forward_hook(keep) for rotary in rotaries]
+    handles = [rotary.register_forward_hook(keep) for rotary in _rotary_modules(model, name)]
     try:
         with watch.watching(model):
             run_decoder(model, ids, positions, probe, plain)
     except Exception as error:  # a foreign architecture may fail in any way; the reason is all that can be said
-        raise _unsupported(model, name, f"it does not run on transformers' cache interface ({error})") from error
+        dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in model.parameters()})
+        mixed = f"; its weights mix {' and '.join(dtypes)}: bring it to one dtype, such as by model.float()"
+        reason = f"it does not run on transformers' cache interface ({error}){mixed if len(dtypes) > 1 else ''}"
+        raise _unsupported(model, name, reason) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -173,7 +177,7 @@ def _run_probe(model: PreTrainedModel, name: str, rotaries: Sequence[nn.Module])
         received, (keys, values) = plain.received[layer], expand(call.module, _in_order(call.module, probe.seen[layer]))
         if not (torch.equal(received[0], keys) and torch.equal(received[1], values)):
             raise _unsupported(model, name, f"layer {layer} attends to other keys or values than its cache gives it")
-        alone = rotaries[0] if len(rotaries) == 1 else None
+        alone = called.pop() if len(called := set(given.values())) == 1 else None
         rotary, kinds = given.get(id(call.given.get("position_embeddings")), alone), _layer_types(model)
         by_type = rotary is not None and kinds is not None and takes_layer_type(rotary)
         sources[layer] = None if rotary is None else (rotary, kinds[layer] if by_type and kinds else None)

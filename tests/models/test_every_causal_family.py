@@ -8,10 +8,10 @@ import warnings
 
 import pytest
 import torch
-from causal_families import CAUSAL_FAMILIES, UNBUILT, causal_model
+from causal_families import CAUSAL_FAMILIES, IMAGE_FAMILIES, UNBUILT, causal_model
 from families import assert_same, block_diagonal, random_prompt
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import ragcache as rc
 from ragcache.models import attention, layerwise
@@ -25,7 +25,7 @@ EXACT = {
 LEAST_EFFECT = 1e-3  # of the mask on the logits, to be seen beside rounding
 
 
-@pytest.fixture(params=sorted(set(CAUSAL_FAMILIES) - set(UNBUILT)))
+@pytest.fixture(params=sorted({*CAUSAL_FAMILIES, *IMAGE_FAMILIES} - set(UNBUILT)))
 def family(request, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a family's own code
@@ -46,7 +46,8 @@ def test_a_family_is_exact_by_every_recipe_or_refused(family):
         assert name not in EXACT, refusal
         assert "is not supported: " in refusal
         return
-    oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    kind = AutoModelForImageTextToText if name in IMAGE_FAMILIES else AutoModelForCausalLM
+    oracle = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     prompt = random_prompt(1, prefix=6, chunks=(7, 13, 4))
     apart, joined = logits_of(oracle, prompt.ids, block_diagonal(prompt)), logits_of(oracle, prompt.ids)
     assert (apart - joined).abs().max() > LEAST_EFFECT * joined.abs().max(), "this model cannot tell the masks apart"

@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 from families import FAMILIES, VOCAB, assert_same, block_diagonal, load_tiny, oracle_logits_of, random_prompt
-from ragcache_plan.shape import shape_of
 from transformers import DynamicCache
 
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.kv.cache_shape import LayerShape
 from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
+from ragcache_plan.shape import shape_of
 
 LATENT = ("deepseek_v2", "deepseek_v3")
 

@@ -36,8 +36,8 @@ class Gather:
         self._lm = lm = job.lm
         if lm.shape.latent:
             raise ConfigError(
-                f"the method chooses by keys of heads, and {lm.name} keeps latents in their place; choose one that does "
-                "not, such as reposition, cacheblend or a3"
+                f"the method chooses by keys of heads, and {lm.name} keeps latents in their place; choose one that "
+                "does not, such as reposition, cacheblend or a3"
             )
         placements = job.placements
         self._blocks = [p.block for p in placements]

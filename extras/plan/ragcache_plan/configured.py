@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line
 from ragcache.kv.cache_shape import LayerShape
 from ragcache.models.hub import CONFIG, split_file
-from ragcache.models.load import base_of
+from ragcache.models.load import auto_class, base_of
 from ragcache.models.support import refuse_by_config
 from ragcache_plan.shape import KVShape
 
@@ -54,7 +54,7 @@ def _layers_that_differ(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     if len(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())) < 2:
         return ()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     shapes: dict[int, LayerShape] = {}
     for module in model.modules():
         if hasattr(module, "layer_idx") and hasattr(module, "k_proj") and hasattr(module, "head_dim"):
