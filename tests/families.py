@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -257,6 +259,19 @@ def oracle_logits_of(
     mask = masks_of(model, allowed, positions)
     with torch.no_grad():
         return model(input_ids=torch.tensor([ids]), position_ids=at, attention_mask=mask).logits[0, -1]
+
+
+def logits_under(model: PreTrainedModel, ids: list[int], allowed: Tensor | None = None) -> Tensor:
+    """One plain forward of any family's model, under a mask (bool [n, n]) where one is given; last token's logits."""
+    mask: Any = None
+    if allowed is not None:
+        mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[None, None]
+        kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+        if kinds and "isinstance(causal_mask_mapping" in inspect.getsource(sys.modules[type(model).__module__]):
+            mask = dict.fromkeys(kinds, mask)  # no window is as short as the prompt
+    with torch.no_grad():
+        at = torch.arange(len(ids))[None]
+        return model(input_ids=torch.tensor([ids]), position_ids=at, attention_mask=mask).logits[0, -1].float()
 
 
 def assert_same(ours: Tensor, theirs: Tensor) -> None:

@@ -96,8 +96,9 @@ def longest_alike(text: PreTrainedConfig) -> tuple[int, str]:
     stated = getattr(text, "rope_parameters", None) or {}
     for rope in [one for one in stated.values() if isinstance(one, dict)] or [stated]:
         first = int(rope.get("original_max_position_embeddings") or ends[0][0])
-        if rope.get("rope_type") == "longrope":
-            ends.append((first, " by its short factors (LongRoPE takes other frequencies for longer prompts)"))
+        if rope.get("rope_type") == "longrope" and rope.get("short_factor") != rope.get("long_factor"):
+            way_out = "with long_factor in place of short_factor in config.json it reads all prompts by those"
+            ends.append((first, f" by its short factors (LongRoPE takes other frequencies beyond; {way_out})"))
         if rope.get("llama_4_scaling_beta"):
             ends.append((first, " before its queries grow with their position"))
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):

@@ -142,6 +142,18 @@ def test_prompts_are_exact_up_to_the_length_that_changes_the_model_and_refused_b
             rc.fuse(lm, longer, method)
 
 
+def test_longrope_by_its_long_factors_is_exact_beyond_and_never_shares_kv_with_the_short_class(tmp_path):
+    short, oracle = load_tiny("phi3-long", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"]["short_factor"] = config["rope_parameters"]["long_factor"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lm = rc.load_lm(tmp_path)
+    prompt = random_prompt(6, prefix=5, chunks=(70, 60, 40), suffix=6)  # by its long factors in plain transformers too
+    fused = rc.fuse(lm, prompt, "reposition", recipe="isolated")
+    assert_same(fused.next_logits, oracle_logits(oracle, prompt, block_diagonal(prompt)))
+    assert lm.fingerprint != short.fingerprint
+
+
 def test_dynamic_ntk_is_exact_up_to_its_longest_prompt(tmp_path):
     torch.manual_seed(0)
     rope = _rope("dynamic", factor=2.0)
