@@ -49,11 +49,15 @@ LATENT_SIZES: dict[str, Any] = {
 }
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _OF_HALF = {**_SECTIONS, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
-# By text part: rotary sections, of which a small head has few.
-SECTIONED = {
-    "qwen2_5_vl_text": _SECTIONS, "paddleocr_vl_text": _SECTIONS, "qwen2_5_omni_text": _SECTIONS,
-    "glm4v_text": _OF_HALF, "glm4v_moe_text": _OF_HALF, "glm_ocr_text": _OF_HALF, "glmga_text": _OF_HALF,
-}  # fmt: skip
+_WHOLE = ("qwen2_5_vl_text", "paddleocr_vl_text", "qwen2_5_omni_text")
+_PARTIAL = ("glm4v_text", "glm4v_moe_text", "glm_ocr_text", "glmga_text")
+# By a configuration's own type, wherever it is a part: rotary sections, of which a small head has few, and layers that
+# two by default would not have.
+PARTS: dict[str, dict[str, Any]] = {
+    **{name: {"rope_parameters": _SECTIONS} for name in _WHOLE},
+    **{name: {"rope_parameters": _OF_HALF} for name in _PARTIAL},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
 # What the sizes above do not fit.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -114,8 +118,7 @@ def causal_config(family: str) -> PreTrainedConfig:
 
 
 def _small(kind: type[PreTrainedConfig], more: dict[str, Any]) -> PreTrainedConfig:
-    if kind.model_type in SECTIONED:
-        more = {"rope_parameters": SECTIONED[kind.model_type], **more}
+    more = {**PARTS.get(kind.model_type, {}), **more}
     names = set(inspect.signature(kind).parameters) | set(kind.attribute_map)
     chosen = SIZES
     if "kv_lora_rank" in names:

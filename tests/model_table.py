@@ -52,7 +52,7 @@ def outcome(name: str, directory: Path) -> str:
 
 def row_of(name: str, found: str) -> str:
     """The row that a family is listed in: no layer and no foreign error tells two of one kind apart."""
-    if name in IMAGE_FAMILIES and not found.startswith("refused"):
+    if name in IMAGE_FAMILIES and found.startswith("exact"):
         return f"{found}, by its text part: it reads images too"
     reason = re.sub(r" \([^()]*(\([^()]*\)[^()]*)*\)", "", found).partition(" or a pattern")[0]
     return re.sub(r"layer \d+", "a layer", reason)

@@ -85,9 +85,9 @@ class _Plain(NamedTuple):
 @torch.inference_mode()
 def inspect(model: PreTrainedModel, name: str) -> Inspected:
     """Run a few tokens and learn the model's rotation. Raises UnsupportedModelError naming what stands in the way."""
+    plain = _run_probe(model, name)
     if "logits_to_keep" not in signature(model.forward).parameters:
         raise _unsupported(model, name, "it gives out logits of every token, not of those that are asked for alone")
-    plain = _run_probe(model, name)
     calls, layers = plain.watch.calls, sorted(plain.seen)
     num_layers = int(text_config(model).num_hidden_layers)
     if layers != list(range(num_layers)):
