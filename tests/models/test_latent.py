@@ -6,7 +6,16 @@ import json
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB, assert_same, block_diagonal, load_tiny, oracle_logits_of, random_prompt
+from families import (
+    FAMILIES,
+    VOCAB,
+    assert_same,
+    block_diagonal,
+    load_tiny,
+    masks_of,
+    oracle_logits_of,
+    random_prompt,
+)
 from transformers import DynamicCache
 
 import ragcache as rc
@@ -90,3 +99,17 @@ def test_methods_that_choose_by_keys_of_heads_are_refused(model, method):
     more = {"top_k": 1} if method == "entropy" else {}
     with pytest.raises(ConfigError, match="keeps latents"):
         rc.fuse(lm, random_prompt(5, chunks=(40, 30, 20)), method, **more)
+
+
+def test_eviction_keeps_what_all_heads_together_attend_to_most(model):
+    lm, oracle = model
+    prompt = random_prompt(6, prefix=0, chunks=(17, 12))
+    with torch.no_grad():
+        mask = masks_of(oracle, block_diagonal(prompt))
+        out = oracle(input_ids=torch.tensor([prompt.ids]), attention_mask=mask, output_attentions=True)
+    fused = rc.fuse(lm, prompt, "reposition", evict=rc.SnapKV(9, kernel=1))
+    behind = list(range(prompt.context_tokens, prompt.num_tokens))
+    for layer, weights in enumerate(out.attentions):
+        votes = weights[0, :, behind[0] :, : behind[0]].sum((0, 1))
+        kept = sorted(votes.topk(9).indices.tolist()) + behind
+        assert fused.cache.layer_state(layer)[2].tolist() == [kept]
