@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 from families import VOCAB
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 CAUSAL_FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# Those that read images and have no causal language model of their own: their text part is read through the whole.
+IMAGE_FAMILIES = sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(CAUSAL_FAMILIES))
 LARGEST_PARAMETERS = 40_000_000
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -33,9 +38,30 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Latent attention has no head_dim of its own choice, and as many heads of keys as of queries.
+LATENT_SIZES: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_OF_HALF = {**_SECTIONS, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+_WHOLE = ("qwen2_5_vl_text", "paddleocr_vl_text", "qwen2_5_omni_text")
+_PARTIAL = ("glm4v_text", "glm4v_moe_text", "glm_ocr_text", "glmga_text")
+# By a configuration's own type, wherever it is a part: rotary sections, of which a small head has few, and layers that
+# two by default would not have.
+PARTS: dict[str, dict[str, Any]] = {
+    **{name: {"rope_parameters": _SECTIONS} for name in _WHOLE},
+    **{name: {"rope_parameters": _OF_HALF} for name in _PARTIAL},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
 # What the sizes above do not fit.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "axk1": {"n_group": 1, "topk_group": 1},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1},
     "blenderbot": {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": VOCAB},
     "blt": {"encoder_hash_byte_group_vocab": 99},
@@ -45,7 +71,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
-    "longcat_flash": {"num_layers": 1},
+    "longcat_flash": {"num_layers": 1, "head_dim": 8},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
     "plbart": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 48]},
@@ -60,6 +86,25 @@ UNBUILT = {
     "dbrx": "its small configuration does not come back from a directory as it was saved",
     "gemma3n": "its vision tower needs timm",
     "cohere_compass_text": "its rotary module takes no small head",
+    "chameleon": "its vocabulary is read from a table of image tokens",
+    "cohere_compass": "its rotary module takes no small head",
+    "cosmos3_edge": "its rotary sections do not fit a small head",
+    "deepseek_ocr2": "its vision tower takes no small sizes",
+    "diffusion_gemma": "it is put together from other models",
+    "ernie4_5_vl_moe": "it wants one width of experts for each modality",
+    "evolla": "it reads proteins, and transformers' automatic class does not make it",
+    "fast_vlm": "its vision tower needs timm",
+    "florence2": "its vision tower takes no small sizes",
+    "glm5_next": "its configuration takes no small head",
+    "granite4_vision": "its parts take no small sizes",
+    "janus": "its vision tower takes no small sizes",
+    "muse_glimmer": "its vision tower takes no small sizes",
+    "nemotron_h_omni": "its parts take no small sizes",
+    "perception_lm": "its vision tower needs timm",
+    "qwen2_vl": "its vision tower takes no small sizes",
+    "step3p7": "its small configuration states no window for its sliding layers",
+    "shieldgemma2": "it classifies and gives out no text",
+    "vision-encoder-decoder": "it is put together from two other models",
     "gemma4_assistant": "it drafts for another model and has no vocabulary of its own",
     "gemma4_unified_assistant": "it drafts for another model and has no vocabulary of its own",
     "musicgen": "it is put together from three other models",
@@ -73,8 +118,12 @@ def causal_config(family: str) -> PreTrainedConfig:
 
 
 def _small(kind: type[PreTrainedConfig], more: dict[str, Any]) -> PreTrainedConfig:
+    more = {**PARTS.get(kind.model_type, {}), **more}
     names = set(inspect.signature(kind).parameters) | set(kind.attribute_map)
-    sizes = {name: value for name, value in SIZES.items() if name in names}
+    chosen = SIZES
+    if "kv_lora_rank" in names:
+        chosen = {name: value for name, value in SIZES.items() if name != "head_dim"} | LATENT_SIZES
+    sizes = {name: value for name, value in chosen.items() if name in names}
     parts = {name: getattr(kind(), name, None) for name in kind.sub_configs if name not in more}
     small = {
         name: _small(type(part), {}).to_dict() for name, part in parts.items() if isinstance(part, PreTrainedConfig)
@@ -85,12 +134,13 @@ def _small(kind: type[PreTrainedConfig], more: dict[str, Any]) -> PreTrainedConf
 def causal_model(family: str) -> PreTrainedModel:
     """Random weights that leave no part without effect: norms scale by anything but 1."""
     config = causal_config(family)
+    kind = AutoModelForImageTextToText if family in IMAGE_FAMILIES else AutoModelForCausalLM
     with torch.device("meta"):
-        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(weight.numel() for weight in kind.from_config(config).parameters())
     if size > LARGEST_PARAMETERS:
         raise ValueError(f"{family} has {size} parameters; make it smaller in OVERRIDES")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = kind.from_config(config)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:

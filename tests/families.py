@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,65 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+LATENT = {  # heads' keys and values are made of one latent
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+FAMILIES |= {
+    "deepseek_v2": ("deepseek_v2", {**LATENT, "topk_method": "greedy"}),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "llama4": (
+        "llama4_text",
+        {
+            "head_dim": 12,
+            "intermediate_size_mlp": 64,
+            "no_rope_layers": [1, 0, 1],
+            "num_local_experts": 4,
+            "attention_chunk_size": 128,
+            "rope_parameters": _rope("default"),
+        },
+    ),
+    "granite_swa": (
+        "granite_swa",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "layer_rope_theta": [10000.0, 500.0, 0.0],
+            "sliding_window": 9,
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 12,
+            "sliding_window": None,
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1},
+        },
+    ),
+    "phi3-long": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": _rope(
+                "longrope",
+                short_factor=[1.0, 1.1, 1.2, 1.4, 1.8, 2.0],
+                long_factor=[3.0] * 6,
+                original_max_position_embeddings=128,
+            ),
+        },
+    ),
+}
+
+
 def tiny_config(family: str) -> PreTrainedConfig:
     kind, extra = FAMILIES[family]
     return CONFIG_MAPPING[kind](**{**SMALL, **extra})
@@ -178,6 +239,8 @@ def masks_of(model: PreTrainedModel, allowed: Tensor, positions: Sequence[int] |
         return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
 
     kinds = getattr(model.config, "layer_types", None)
+    if model.config.model_type == "llama4_text":  # no prompt here is longer than a chunk
+        return dict.fromkeys(("full_attention", "chunked_attention"), additive(allowed))
     if kinds and model.config.model_type in TYPED_MASKS:
         return {"full_attention": additive(allowed), "sliding_attention": additive(allowed & near)}
     return additive(allowed & near if window and not kinds else allowed)
@@ -198,6 +261,19 @@ def oracle_logits_of(
         return model(input_ids=torch.tensor([ids]), position_ids=at, attention_mask=mask).logits[0, -1]
 
 
+def logits_under(model: PreTrainedModel, ids: list[int], allowed: Tensor | None = None) -> Tensor:
+    """One plain forward of any family's model, under a mask (bool [n, n]) where one is given; last token's logits."""
+    mask: Any = None
+    if allowed is not None:
+        mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[None, None]
+        kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+        if kinds and "isinstance(causal_mask_mapping" in inspect.getsource(sys.modules[type(model).__module__]):
+            mask = dict.fromkeys(kinds, mask)  # no window is as short as the prompt
+    with torch.no_grad():
+        at = torch.arange(len(ids))[None]
+        return model(input_ids=torch.tensor([ids]), position_ids=at, attention_mask=mask).logits[0, -1].float()
+
+
 def assert_same(ours: Tensor, theirs: Tensor) -> None:
     """Equal to float32 rounding, relative to the largest of the expected values."""
     scale = theirs.abs().max()
@@ -209,6 +285,6 @@ METHOD_FAMILIES = [
     "llama", "qwen3", "phi3", "mixtral", "mistral-window", "gemma2", "gemma3", "glm4", "smollm3", "gpt_oss", "gemma4",
 ]  # fmt: skip
 TYPED_MASKS = {
-    "cohere2", "exaone4", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "mimo_v2_flash", "olmo3", "qwen2", "qwen3",
-    "smollm3",
+    "cohere2", "exaone4", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "granite_swa", "mimo_v2_flash", "olmo3",
+    "qwen2", "qwen3", "smollm3",
 }  # fmt: skip

@@ -31,8 +31,8 @@ class Room(NamedTuple):
 
 ROOMS = {
     "ragcache": Room(1_280, 7, 1_120, 7),
-    "ragcache/kv": Room(1_929, 9, 1_870, 9),
-    "ragcache/models": Room(5_148, 26, 4_300, 20),
+    "ragcache/kv": Room(1_942, 9, 1_870, 9),
+    "ragcache/models": Room(5_239, 26, 4_300, 20),
     "ragcache/codecs": Room(2_397, 16, 2_321, 15),
     "ragcache/fusion": Room(2_081, 15, 1_863, 15),
     "ragcache/store": Room(6_134, 30, 5_559, 30),

@@ -6,27 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ragcache.errors import UnsupportedModelError
 from ragcache.runtime import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LayerKind(Enum):
     """Kinds of layers by what they keep. A kind that is built has a shape type for `CacheShape.layers`.
 
-    KV:     keys and values by head: `LayerShape`
-    LATENT: one latent for all heads, from which keys and values are made (multi-head latent attention); not built
+    KV:     keys and values, by head or as one latent for all heads: `LayerShape`
     STATE:  a state that each token changes (recurrent layers), or keys that a pattern of its own picks; not built
     """
 
-    KV = "keep keys and values by head"
-    LATENT = "keep a joint latent, not keys and values by head"
+    KV = "keep keys and values"
     STATE = "keep a state or a pattern that cannot be moved"
 
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-"""Types of layers, as configurations call them, that keep keys and values by head."""
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers, as configurations call them, that keep keys and values."""
 
 
 def refuse_unbuilt(model: str, kinds: Mapping[str, LayerKind]) -> None:
@@ -43,7 +44,11 @@ def refuse_unbuilt(model: str, kinds: Mapping[str, LayerKind]) -> None:
 
 
 class LayerShape(NamedTuple):
-    """Keys and values of one token in one layer: [num_kv_heads, key_dim] and [num_kv_heads, value_dim]."""
+    """Keys and values of one token in one layer: [num_kv_heads, key_dim] and [num_kv_heads, value_dim].
+
+    Of a latent layer (multi-head latent attention) they are the rotary key and the latent that all heads share. The key
+    moves as any does, the latent stays as it is; the heads' keys and values are made of both where they are read.
+    """
 
     num_kv_heads: int
     key_dim: int
@@ -57,15 +62,20 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape of a model's cache, layer by layer."""
+    """The shape of a model's cache, layer by layer. latent: layers that keep a latent"""
 
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
     device: torch.device
+    latent: frozenset[int] = frozenset()
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def in_order(self, layer: int, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What a model hands to its cache as keys and values, or those in the model's order: it puts latents first."""
+        return (pair[1], pair[0]) if layer in self.latent else pair
 
     @cached_property
     def token_bytes(self) -> int:

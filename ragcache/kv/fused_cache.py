@@ -233,6 +233,8 @@ class FusedCache(Cache):  # type: ignore[misc]
         if self.probing:
             self._projected[layer_idx] = max(num_tokens, self._projected[layer_idx])
             return key_states, value_states
+        in_order = self._pool.shape.in_order
+        key_states, value_states = in_order(layer_idx, (key_states, value_states))
         self._ran[layer_idx] += num_tokens
         self._ensure(layer_idx)
         slots = self._slots if self._slots is None or isinstance(self._slots, Tensor) else self._slots[layer_idx]
@@ -248,7 +250,7 @@ class FusedCache(Cache):  # type: ignore[misc]
             slots = self._running(slots)
             self._replace(self._buffers.keys[layer_idx], slots, key_states)
             self._replace(self._buffers.values[layer_idx], slots, value_states)
-        return self.own_state(layer_idx)
+        return in_order(layer_idx, self.own_state(layer_idx))
 
     def _replace(self, held: Tensor, slots: Tensor, new: Tensor) -> None:
         new = new.to(held.dtype)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-Kind = tuple[str | None, int]
+Source = tuple[nn.Module, str | None]
 _TABLE_STEP = 1024
 
 
@@ -38,49 +38,49 @@ class Angles(NamedTuple):
 class Rope:
     """Rotates keys of any layer to any positions.
 
-    rotary:      the model's rotary module; called with (x, position_ids) or (x, position_ids, layer_type)
+    sources:     by layer, the rotary module that it gets its angles from, called with (x, position_ids), and the type
+                 that the module knows the layer by, where it wants one as well (Gemma 3); None: it does not rotate
     apply:       the family's apply_rotary_pos_emb(q, k, cos, sin)
-    layer_types: one string a layer where the module wants it (Gemma 3), else None
-    rotated:     whether layer i rotates at all (SmolLM3 has layers that do not)
     key_dims:    width of a key by layer
+    longest:     positions that the modules are asked for at most: beyond, some change all their angles (LongRoPE)
     """
 
     def __init__(
-        self,
-        rotary: nn.Module,
-        apply: Apply,
-        layer_types: Sequence[str] | None,
-        rotated: Sequence[bool],
-        key_dims: Sequence[int],
+        self, sources: Sequence[Source | None], apply: Apply, key_dims: Sequence[int], longest: int = 1 << 62
     ) -> None:
-        self.rotary = rotary
+        self.sources = tuple(sources)
         self.apply = apply
-        self.rotated = tuple(rotated)
-        by_type = takes_layer_type(rotary) and layer_types is not None
-        self._types: tuple[str | None, ...] = tuple(layer_types or ()) if by_type else (None,) * len(self.rotated)
-        self._kinds = tuple(zip(self._types, key_dims, strict=True))
-        self._tables: dict[Kind, Angles] = {}
+        self.key_dims = tuple(key_dims)
+        self.longest = longest
+        self._tables: dict[tuple[Source, int], Angles] = {}
         self._lock = threading.Lock()
 
-    def layer_type(self, layer: int) -> str | None:
-        """The type under which the rotary module knows this layer; None where all layers share one table."""
-        return self._types[layer]
+    @property
+    def modules(self) -> set[nn.Module]:
+        """The rotary modules."""
+        return {source[0] for source in self.sources if source is not None}
 
-    def kind(self, layer: int) -> Kind:
-        """Layers of one kind have the same angles, where they rotate."""
-        return self._kinds[layer]
+    @property
+    def device(self) -> torch.device:
+        return next(buffer.device for module in self.modules for buffer in module.buffers())
+
+    def kind(self, layer: int) -> tuple[Source | None, int]:
+        """Layers of one kind have the same angles."""
+        return self.sources[layer], self.key_dims[layer]
 
     def angles(self, layer: int, positions: Tensor | int, count: int = 0) -> Angles | None:
         """Angles at int64 positions, [num_tokens] or [num_kv_heads, num_tokens], or at `count` places from an int on;
         None for a layer that does not rotate."""
-        if not self.rotated[layer]:
+        source = self.sources[layer]
+        if source is None:
             return None
+        kind = (source, self.key_dims[layer])
         if isinstance(positions, int):
-            table = self._table(layer, positions + count)
+            table = self._table(kind, positions + count)
             return Angles(
                 table.cos[positions : positions + count], table.sin[positions : positions + count], table.half
             )
-        table = self._table(layer, int(positions.max()) + 1 if positions.numel() else 1)
+        table = self._table(kind, int(positions.max()) + 1 if positions.numel() else 1)
         return Angles(table.cos[positions], table.sin[positions], table.half)
 
     def rotate(self, keys: Tensor, layer: int, positions: Tensor | int, out: Tensor | None = None) -> Tensor:
@@ -122,24 +122,22 @@ class Rope:
         rotated = self.apply(keys4[:, :0], keys4, cos, sin)[1]
         return rotated.reshape(keys.shape)
 
-    def _table(self, layer: int, end: int) -> Angles:
-        """Angles of positions 0 to at least end - 1, kept by layer type."""
-        kind = self._kinds[layer]
+    def _table(self, kind: tuple[Source, int], end: int) -> Angles:
+        """Angles of positions 0 to at least end - 1, kept by source."""
         with self._lock:
             table = self._tables.get(kind)
             if table is None or table.cos.shape[0] < end:
-                table = self._compute(kind, -(-end // _TABLE_STEP) * _TABLE_STEP)
+                table = self._compute(kind, max(end, min(-(-end // _TABLE_STEP) * _TABLE_STEP, self.longest)))
                 self._tables[kind] = table
         return table
 
     @torch.no_grad()
-    def _compute(self, kind: Kind, end: int) -> Angles:
-        layer_type, key_dim = kind
-        device = next(self.rotary.buffers()).device
+    def _compute(self, kind: tuple[Source, int], end: int) -> Angles:
+        source, key_dim = kind
+        device = self.device
         positions = torch.arange(end, device=device)[None]
         x = torch.zeros(1, dtype=torch.float32, device=device)
-        args: tuple[Any, ...] = (x, positions) if layer_type is None else (x, positions, layer_type)
-        cos, sin = (part[0] for part in self.rotary(*args))
+        cos, sin = (part[0] for part in as_angles(ask(source, x, positions)))
         half = _pairs_halves(self.apply, key_dim, cos.shape[-1], device)
         if half is not None:
             cos, sin = cos[:, :half].contiguous(), sin[:, :half].contiguous()
@@ -156,12 +154,10 @@ class AnglesAt:
         self._rope = rope
         self._positions = positions
         self._count = count
-        self._known: dict[Kind, Angles | None] = {}
+        self._known: dict[tuple[Source | None, int], Angles | None] = {}
 
     def of(self, layer: int) -> Angles | None:
         """None for a layer that does not rotate."""
-        if not self._rope.rotated[layer]:
-            return None
         kind = self._rope.kind(layer)
         if kind not in self._known:
             self._known[kind] = self._rope.angles(layer, self._positions, self._count)
@@ -171,6 +167,28 @@ class AnglesAt:
 def takes_layer_type(rotary: nn.Module) -> bool:
     """Whether the rotary module computes different angles for different layer types (Gemma 3)."""
     return "layer_type" in inspect.signature(rotary.forward).parameters
+
+
+def ask(source: Source, like: Tensor, positions: Tensor) -> Any:
+    """What a rotary module gives, of the dtype and on the device of `like`, at positions [batch, num_tokens]."""
+    module, layer_type = source
+    return module(like, positions) if layer_type is None else module(like, positions, layer_type)
+
+
+def as_angles(given: Any) -> tuple[Tensor, Tensor]:
+    """cos and sin that a rotary module gave; some give them as one complex number a pair (Llama 4, DeepSeek V2)."""
+    return (given.real, given.imag) if isinstance(given, Tensor) else given
+
+
+def turn_pairs(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotation that complex angles stand for, of dimensions 2 d and 2 d + 1. cos: [batch, num_tokens, width / 2]"""
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = x.float()[..., ::2], x.float()[..., 1::2]
+        pairs = first * cos[:, None] - second * sin[:, None], first * sin[:, None] + second * cos[:, None]
+        return torch.stack(pairs, -1).flatten(-2).type_as(x)
+
+    return turn(query), turn(key)
 
 
 def _rotate_halves(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from transformers import AttentionInterface
 from ragcache.kv.anchor_tokens import OPEN, sees_within
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.rope import Rope
+from ragcache.kv.rope import Rope, Source, as_angles
 from ragcache.models.attention_kernels import (
     PartialAttention,
     Scoring,
@@ -44,6 +44,7 @@ from ragcache.models.attention_kernels import (
 )
 
 NAME = "ragcache"
+LATENT = "expand_kv"  # what transformers calls the method of an attention that caches latents and makes KV of them
 # Rows that share one mask: more of them attend to keys that only the last can see. A GPU repeats the KV heads for every
 # span and wants few of them.
 CPU_SPAN_ROWS = 128
@@ -58,7 +59,7 @@ class EncodePass:
     rope:   None in a plain pass, where the model rotates its keys itself
     prefix: rotated keys and values of the prefix by layer, [1, num_kv_heads, prefix_tokens, head_dim]; empty for none
     numbers: int64 [batch, num_tokens] that say who sees whom of chunks with anchors; see `kv/anchor_tokens.py`
-    angles: cos and sin by layer type, as the model computed them; filled by the rotary hook
+    angles: cos and sin by their source, as the model computed them; filled by the rotary hook
     windows: the sliding window that each layer asked for; None where it sees everything
     received: keys and values that each layer last attended to, in a plain pass alone
     """
@@ -66,7 +67,7 @@ class EncodePass:
     rope: Rope | None
     prefix: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     numbers: Tensor | None = None
-    angles: dict[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    angles: dict[Source, tuple[Tensor, Tensor]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     received: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -211,9 +212,14 @@ def _identity_angles(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if not isinstance(current, EncodePass) or current.rope is None:
         return None
     kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-    cos, sin = output
-    current.angles[kind] = (cos, sin)
-    return torch.ones_like(cos), torch.zeros_like(sin)
+    current.angles[module, kind] = as_angles(output)
+    return torch.ones_like(output) if isinstance(output, Tensor) else (torch.ones_like(output[0]), output[1] * 0)
+
+
+def expand(module: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values of all heads, of those that a cache holds: a latent layer makes them of what is kept."""
+    make: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(module, LATENT, None)
+    return pair if make is None else make(pair[1], pair[0])
 
 
 def attention(
@@ -234,16 +240,15 @@ def attention(
     """
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     current = CURRENT.get()
-    layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(current, FusedPass):
         if current.cache.probing:
             raise ProjectedSignal(Projected(query, key, value, current.running, scoring, sliding_window))
-        out = _attend_members([current], layer, [query], sliding_window, scoring)
+        out = _attend_members([current], module, [query], sliding_window, scoring, (key, value))
     elif isinstance(current, JointPass):
         rows = torch.split(query, list(current.lengths), dim=2)
-        out = _attend_members(current.members, layer, rows, sliding_window, scoring)
+        out = _attend_members(current.members, module, rows, sliding_window, scoring)
     elif isinstance(current, EncodePass):
-        query, key, value = _encode_inputs(current, layer, query, key, value, sliding_window)
+        query, key, value = _encode_inputs(current, module, query, key, value, sliding_window)
         out = _attend_encoded(current.numbers, query, key, value, sliding_window, scoring)
     else:
         out = attend(query, key, value, attention_mask, attention_mask is None and query.shape[2] > 1, scoring)
@@ -251,17 +256,23 @@ def attention(
 
 
 def _encode_inputs(
-    current: EncodePass, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None
+    current: EncodePass, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What is attended: rotated, behind the prefix."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
     current.windows[layer] = window
-    if current.rope is None:
+    rope = current.rope
+    if rope is None:
         current.received[layer] = (key, value)
-    if current.rope is not None and current.rope.rotated[layer]:
-        cos, sin = current.angles[current.rope.layer_type(layer)]
-        query, key = current.rope.apply(query, key, cos, sin)
+    elif (source := rope.sources[layer]) is not None:
+        cos, sin = current.angles[source]
+        still = query.shape[-1] - rope.key_dims[layer]  # in front of the rotary key, in heads made of latents
+        turned = rope.apply(query[..., still:], key[..., still:], cos, sin)
+        query, key = (
+            torch.cat([a[..., :still], b], -1) if still else b for a, b in zip((query, key), turned, strict=True)
+        )
     if current.prefix:
-        prefix_keys, prefix_values = current.prefix[layer]
+        prefix_keys, prefix_values = expand(module, current.prefix[layer])
         key = torch.cat([prefix_keys.expand(key.shape[0], -1, -1, -1), key], dim=2)
         value = torch.cat([prefix_values.expand(value.shape[0], -1, -1, -1), value], dim=2)
     return query, key, value
@@ -302,13 +313,21 @@ def _attend_anchored(
 
 
 def _attend_members(
-    members: Sequence[FusedPass], layer: int, rows: Sequence[Tensor], window: int | None, scoring: Scoring
+    members: Sequence[FusedPass],
+    module: nn.Module,
+    rows: Sequence[Tensor],
+    window: int | None,
+    scoring: Scoring,
+    own: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Each request's rows over what its own cache holds, one request's behind the other's.
 
     A context that several caches stand on is read once for all of their rows (Hydragen, arXiv 2402.05099), unless
     some rows must see all keys at once.
+
+    own: keys and values of all heads that the cache of a single member holds, its base aside
     """
+    layer: int = module.layer_idx  # type: ignore[assignment]
     outs: list[Tensor] = [rows[0]] * len(members)
     groups: dict[int, tuple[SharedContext, list[int]]] = {}
     for rank, member in enumerate(members):
@@ -316,26 +335,28 @@ def _attend_members(
         if base is not None and _sees_all_of_base(member, window):
             groups.setdefault(id(base), (base, []))[1].append(rank)
         else:
-            key, value, _ = member.cache.layer_state(layer)
-            outs[rank] = _attend_fused(member, layer, rows[rank], key, value, window, scoring)
+            held = own if own is not None and base is None else expand(module, member.cache.layer_state(layer)[:2])
+            outs[rank] = _attend_fused(member, layer, rows[rank], *held, window, scoring)
     for base, ranks in groups.values():
         of_group = [rows[rank] for rank in ranks]
-        out = _attend_over_base(base, [members[rank] for rank in ranks], layer, of_group, scoring)
-        for rank, own in zip(ranks, torch.split(out, [one.shape[2] for one in of_group], dim=2), strict=True):
-            outs[rank] = own
+        out = _attend_over_base(base, [members[rank] for rank in ranks], module, of_group, scoring)
+        for rank, part in zip(ranks, torch.split(out, [one.shape[2] for one in of_group], dim=2), strict=True):
+            outs[rank] = part
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
 def _attend_over_base(
-    base: SharedContext, members: Sequence[FusedPass], layer: int, rows: Sequence[Tensor], scoring: Scoring
+    base: SharedContext, members: Sequence[FusedPass], module: nn.Module, rows: Sequence[Tensor], scoring: Scoring
 ) -> Tensor:
     """The rows over the context that their caches stand on, merged with what each gets of its own tokens."""
-    keys, values, _ = base.layer_state(layer)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = expand(module, base.layer_state(layer)[:2])
     shared = attend_part(torch.cat(list(rows), dim=2), keys, values, False, scoring)
-    own = [
-        attend_last(query, *member.cache.own_state(layer), scoring) for member, query in zip(members, rows, strict=True)
+    apart = [
+        attend_last(query, *expand(module, member.cache.own_state(layer)), scoring)
+        for member, query in zip(members, rows, strict=True)
     ]
-    return shared.merge(PartialAttention.join(own)).complete(scoring.sinks, rows[0].dtype)
+    return shared.merge(PartialAttention.join(apart)).complete(scoring.sinks, rows[0].dtype)
 
 
 def _sees_all_of_base(current: FusedPass, window: int | None) -> bool:
@@ -392,7 +413,9 @@ def _observe(current: FusedPass, layer: int, query: Tensor, key: Tensor, window:
     def weights(rows: int) -> Tensor:
         total = positions.shape[0]
         mask = additive(_mask(current, layer, positions, total - rows, total, window), torch.float32)
-        return attention_weights(query[:, :, -rows:], key, mask, False, scoring)[0]
+        found = attention_weights(query[:, :, -rows:], key, mask, False, scoring)[0]
+        held = current.cache.layer_state(layer)[0].shape[1]  # one for all heads, where they are made of latents
+        return found.reshape(held, -1, *found.shape[2:])
 
     observer(Attended(layer, query, positions, weights))
 

@@ -41,7 +41,7 @@ class ModelCard:
         self.reuse = reuse
         text = config.get_text_config(decoder=True)
         self.num_layers = int(text.num_hidden_layers)
-        self.max_positions = int(getattr(text, "max_position_embeddings", 0)) or 1 << 20
+        self.max_positions, self._ends = longest_alike(text)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -69,7 +69,8 @@ class ModelCard:
         """Raises PromptError for ids outside the vocabulary, ContextTooLongError for too many."""
         if len(ids) > self.max_positions:
             raise ContextTooLongError(
-                f"{what} has {len(ids)} tokens and {self.name} takes {self.max_positions}; use fewer or shorter chunks"
+                f"{what} has {len(ids)} tokens and {self.name} takes {self.max_positions}{self._ends}; use fewer or "
+                "shorter chunks"
             )
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
@@ -84,6 +85,27 @@ class ModelCard:
         neighbours: Neighbours = (),
     ) -> str:
         return block_key(self.fingerprint, recipe, prefix_ids, chunk_ids, tenant, neighbours)
+
+
+def longest_alike(text: PreTrainedConfig) -> tuple[int, str]:
+    """Positions up to which a model reads a passage alike wherever it stands, and what ends there, as errors say it.
+
+    Beyond, its tokens would need to know where they are going to stand: KV that was made before is another model's.
+    """
+    ends = [(int(getattr(text, "max_position_embeddings", 0)) or 1 << 20, "")]
+    stated = getattr(text, "rope_parameters", None) or {}
+    for rope in [one for one in stated.values() if isinstance(one, dict)] or [stated]:
+        first = int(rope.get("original_max_position_embeddings") or ends[0][0])
+        if rope.get("rope_type") == "longrope" and rope.get("short_factor") != rope.get("long_factor"):
+            way_out = "with long_factor in place of short_factor in config.json it reads all prompts by those"
+            ends.append((first, f" by its short factors (LongRoPE takes other frequencies beyond; {way_out})"))
+        if rope.get("llama_4_scaling_beta"):
+            ends.append((first, " before its queries grow with their position"))
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        ends.append((int(text.attention_chunk_size), " in one chunk of its attention"))
+    if getattr(text, "attn_temperature_tuning", False):
+        ends.append((int(text.floor_scale) - 1, " before its queries grow with their position"))
+    return min(ends)
 
 
 def eos_token_ids(card: ModelCard) -> tuple[int, ...]:

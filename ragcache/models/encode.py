@@ -36,6 +36,7 @@ class Recorder(Cache):  # type: ignore[misc]
         wanted: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__(layers=[])
+        self.shape = shape
         self.skips = skips
         self.wanted = wanted
         self.blocks = [empty_block(shape, length - skip) for length, skip in zip(lengths, skips, strict=True)]
@@ -45,10 +46,11 @@ class Recorder(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         if self.wanted is not None and not self.wanted():
             raise AbandonedSignal
+        keys, values = self.shape.in_order(layer_idx, (key_states, value_states))
         for row, (block, skip) in enumerate(zip(self.blocks, self.skips, strict=True)):
             kept = slice(skip, skip + block.num_tokens)
-            block.layer_keys(layer_idx).copy_(key_states[row, :, kept])
-            block.layer_values(layer_idx).copy_(value_states[row, :, kept])
+            block.layer_keys(layer_idx).copy_(keys[row, :, kept])
+            block.layer_values(layer_idx).copy_(values[row, :, kept])
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

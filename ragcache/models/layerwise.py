@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ragcache.errors import ConfigError
-from ragcache.models.attention import CURRENT, FusedPass, Projected, ProjectedSignal
+from ragcache.models.attention import CURRENT, FusedPass, Projected, ProjectedSignal, expand
 
 BY_TOKEN = ("position_embeddings", "position_ids", "cache_position", "per_layer_input")
 
@@ -50,6 +50,7 @@ class LayerPoint:
     _hidden: Tensor = field(repr=False)
     _call: _LayerCall = field(repr=False)
     _current: FusedPass = field(repr=False)
+    _attention: nn.Module = field(repr=False)
 
     def probe(self) -> Projected:
         """Queries, keys and values of the running tokens in this layer, which goes no further than that."""
@@ -64,8 +65,10 @@ class LayerPoint:
         raise RuntimeError(f"layer {self.layer} did not reach its attention")
 
     def held(self) -> tuple[Tensor, Tensor, Tensor]:
-        """keys and values, [1, num_kv_heads, length, head_dim], and key positions, int64 [length], as they stand."""
-        return self._current.cache.layer_state(self.layer)
+        """keys and values, [1, num_kv_heads, length, head_dim], and key positions, int64 [length], as they stand: those
+        that `probe` gives of the running tokens stand behind them."""
+        keys, values, positions = self._current.cache.layer_state(self.layer)
+        return *expand(self._attention, (keys, values)), positions
 
 
 BeforeLayer = Callable[[LayerPoint], Tensor | None]
@@ -95,17 +98,14 @@ class _Walk:
 WALK: ContextVar[_Walk | None] = ContextVar("ragcache_walk", default=None)
 
 
-def hook_layers(layers: Sequence[nn.Module]) -> None:
-    """Let `walking` narrow the tokens before each of these decoder layers. Does nothing in other passes."""
-    for index, layer in enumerate(layers):
-        names = list(signature(layer.forward).parameters)[1:]
-        layer.register_forward_pre_hook(partial(_before, index, names), with_kwargs=True)
-
-
-def decoder_layers(model: PreTrainedModel, attention: Mapping[int, nn.Module]) -> list[nn.Module]:
-    """The decoder layers by index: the modules that hold the attention modules."""
+def hook_layers(model: PreTrainedModel, attention: Mapping[int, nn.Module]) -> None:
+    """Let `walking` narrow the tokens before each decoder layer, which is what holds the attention module of its index.
+    Does nothing in other passes."""
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
-    return [parents[id(attention[index])] for index in sorted(attention)]
+    for index, module in attention.items():
+        layer = parents[id(module)]
+        names = list(signature(layer.forward).parameters)[1:]
+        layer.register_forward_pre_hook(partial(_before, index, names, module), with_kwargs=True)
 
 
 @contextmanager
@@ -122,7 +122,14 @@ def walking(before_layer: BeforeLayer | None) -> Iterator[None]:
         WALK.reset(token)
 
 
-def _before(index: int, names: Sequence[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _before(
+    index: int,
+    names: Sequence[str],
+    attention: nn.Module,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     walk = WALK.get()
     if walk is None:
         return None
@@ -134,7 +141,7 @@ def _before(index: int, names: Sequence[str], module: nn.Module, args: tuple[Any
         walk.embedded = hidden
     current = walk.current
     rows = torch.arange(walk.num_tokens, device=hidden.device) if current.rows is None else current.rows
-    kept = walk.before_layer(LayerPoint(index, rows, hidden, call, current))
+    kept = walk.before_layer(LayerPoint(index, rows, hidden, call, current, attention))
     if kept is not None:
         hidden = _with_rows(walk, index, hidden, rows, kept)
         rows = kept

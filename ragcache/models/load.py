@@ -15,11 +15,13 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as IMAGE_READERS
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ragcache.errors import (
@@ -261,25 +263,45 @@ def _reuse(config: PreTrainedConfig, name: str) -> TrainedTokens | None:
         raise ConfigError(f"{name}: {error}") from error
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """What makes a model of this configuration. A model that reads images too, and has no class for text alone, is
+    loaded as a whole, and read by its text part."""
+    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in IMAGE_READERS
+    return AutoModelForCausalLM if alone else AutoModelForImageTextToText
+
+
 def _load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     place, file = split_file(where)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto_class(config).from_pretrained(
             place, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True, **file
         )
     except UNREADABLE as error:
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if type(config) not in {*MODEL_FOR_CAUSAL_LM_MAPPING, *IMAGE_READERS}:
             reason = "transformers has no causal language model of this kind"
             raise UnsupportedModelError(f"{where} ({config.model_type}) is not supported: {reason}") from error
         if isinstance(error, KeyError) and NAME in error.args:  # a family with attention classes of its own
             reason = "it does not use transformers' attention interface"
             raise UnsupportedModelError(f"{where} ({config.model_type}) is not supported: {reason}") from error
+        if "ignore_mismatched_sizes" in str(error):
+            raise _other_weights(where, config, "some have other shapes") from error
         raise ModelNotFoundError(f"cannot load a causal language model from {where!r}: {first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would go on with random numbers in their place
         raise ModelNotFoundError(f"{where} lacks {len(missing)} of its weights, such as {missing[0]}; get it again")
+    known = {f"{place}." for place, module in model.named_modules() if getattr(module, "weight", None) is not None}
+    for name in sorted(report["unexpected_keys"]):  # such as a bias that this family has not: another model's
+        if name.removesuffix(name.rpartition(".")[2]) in known:
+            raise _other_weights(where, config, f"{name} has no place in it")
     model.eval().requires_grad_(False)
     return model.to(device)
+
+
+def _other_weights(where: str, config: PreTrainedConfig, reason: str) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"{where}: its config.json says {config.model_type}, and its weights are not of such a model: {reason}; get "
+        "the config.json that belongs to them"
+    )
 
 
 def _load_tokenizer(where: str) -> Tokenizer | None:

@@ -26,16 +26,13 @@ from ragcache.errors import UnsupportedModelError
 from ragcache.kv.buffers import BufferPool
 from ragcache.kv.cache_shape import ATTENTION_LAYERS, CacheShape, LayerKind, LayerShape, refuse_unbuilt
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.rope import Apply, Rope, takes_layer_type
-from ragcache.models.attention import EncodePass, FusedPass, hook_rotary
+from ragcache.kv.rope import Apply, Rope, Source, ask, takes_layer_type, turn_pairs
+from ragcache.models.attention import LATENT, EncodePass, FusedPass, expand, hook_rotary
+from ragcache.models.card import longest_alike
 from ragcache.models.encode import encode_batch, run_decoder
-from ragcache.models.layerwise import decoder_layers, hook_layers
+from ragcache.models.layerwise import hook_layers
 from ragcache.models.pass_watch import Call, KeptCache, Watch
 
-MOVING_ROPE = {
-    "dynamic": "dynamic NTK scaling changes the rotary frequencies with the length of the prompt",
-    "longrope": "LongRoPE changes the rotary frequencies with the length of the prompt",
-}
 _PROBE_TOKENS = 5
 
 
@@ -54,28 +51,13 @@ def refuse_by_config(config: PreTrainedConfig, name: str) -> None:
 def _layer_kinds(config: PreTrainedConfig) -> dict[str, LayerKind]:
     """Kinds of the layers, by the name of their type."""
     types = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-    kinds = {kind: LayerKind.KV if kind in ATTENTION_LAYERS else LayerKind.STATE for kind in types}
-    if getattr(config, "kv_lora_rank", None):
-        kinds["multi-head latent attention"] = LayerKind.LATENT
-    return kinds
+    return {kind: LayerKind.KV if kind in ATTENTION_LAYERS else LayerKind.STATE for kind in types}
 
 
 def _position_reason(config: PreTrainedConfig) -> str | None:
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         return "ALiBi adds a bias by distance to the scores; there is no rotation to move"
-    for parameters in _rope_parameters(config):
-        kind = str(parameters.get("rope_type", "default"))
-        if kind in MOVING_ROPE:
-            return MOVING_ROPE[kind]
-        if parameters.get("llama_4_scaling_beta"):
-            return "its queries grow with their position in the prompt, which a chunk that is read alone does not know"
     return None
-
-
-def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """One dictionary for all layers, or one a layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
 
 
 @dataclass(frozen=True)
@@ -91,32 +73,37 @@ class _Plain(NamedTuple):
 
     seen:    rotated keys and values, [1, num_kv_heads, num_tokens, head_dim]
     windows: sliding windows; None where a layer sees everything
+    sources: where the layer has its angles from; None where it is given none
     """
 
     seen: dict[int, tuple[Tensor, Tensor]]
     windows: dict[int, int | None]
+    sources: dict[int, Source | None]
     watch: Watch
 
 
 @torch.inference_mode()
 def inspect(model: PreTrainedModel, name: str) -> Inspected:
     """Run a few tokens and learn the model's rotation. Raises UnsupportedModelError naming what stands in the way."""
-    rotary = _rotary_module(model, name)
     plain = _run_probe(model, name)
+    if "logits_to_keep" not in signature(model.forward).parameters:
+        raise _unsupported(model, name, "it gives out logits of every token, not of those that are asked for alone")
     calls, layers = plain.watch.calls, sorted(plain.seen)
     num_layers = int(text_config(model).num_hidden_layers)
     if layers != list(range(num_layers)):
         raise _unsupported(model, name, f"only {len(layers)} of {num_layers} layers keep keys and values")
     _check_windows(model, name, plain.windows)
     modules = {layer: call.module for layer, call in calls.items()}
-    apply = _rotation_function(model, name, modules[0])
-    rotated = [_rotates(model, name, calls[layer], rotary, layer) for layer in layers]
-    if not any(rotated):
+    sources = [_rotates(model, name, calls[layer], plain.sources[layer], layer) for layer in layers]
+    if not any(sources):
         raise _unsupported(model, name, "no layer rotates its keys: its positions are not rotary")
-    hook_rotary(rotary)
-    hook_layers(decoder_layers(model, modules))
-    shape = _shape(model, name, plain.seen)
-    rope = Rope(rotary, apply, _layer_types(model), rotated, [layer.key_dim for layer in shape.layers])
+    apply = _rotation_function(model, name, modules[0])
+    hook_layers(model, modules)
+    shape = _shape(model, name, plain.seen, frozenset(n for n, module in modules.items() if hasattr(module, LATENT)))
+    widths = [layer.key_dim for layer in shape.layers]
+    rope = Rope(sources, apply, widths, longest_alike(text_config(model))[0])
+    for rotary in rope.modules:
+        hook_rotary(rotary)
     _verify(model, name, rope, shape, plain)
     _verify_narrowing(model, name, shape, plain)
     return Inspected(rope, shape)
@@ -136,7 +123,7 @@ def _unsupported(model: PreTrainedModel, name: str, reason: str) -> UnsupportedM
     return UnsupportedModelError(f"{name} ({model.config.model_type}) is not supported: {reason}")
 
 
-def _rotary_module(model: PreTrainedModel, name: str) -> nn.Module:
+def _rotary_modules(model: PreTrainedModel, name: str) -> list[nn.Module]:
     found: list[nn.Module] = [
         module
         for module in model.modules()
@@ -146,9 +133,7 @@ def _rotary_module(model: PreTrainedModel, name: str) -> nn.Module:
         raise _unsupported(
             model, name, "it has no rotary module: learned, ALiBi or absent positions cannot be moved, nor can states"
         )
-    if len(found) > 1:
-        raise _unsupported(model, name, f"it has {len(found)} rotary modules and its layers choose among them")
-    return found[0]
+    return found
 
 
 def _probe_ids(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -164,20 +149,45 @@ def _probe_ids(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 def _run_probe(model: PreTrainedModel, name: str) -> _Plain:
     probe, plain, watch = KeptCache(), EncodePass(None), Watch()
     ids, positions = _probe_ids(model)
+    given: dict[int, nn.Module] = {}  # rotary modules by the identity of what they gave
+    kept: list[object] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        given[id(output)] = module
+        kept.append(output)
+
+    handles = [rotary.register_forward_hook(keep) for rotary in _rotary_modules(model, name)]
     try:
         with watch.watching(model):
             run_decoder(model, ids, positions, probe, plain)
     except Exception as error:  # a foreign architecture may fail in any way; the reason is all that can be said
-        raise _unsupported(model, name, f"it does not run on transformers' cache interface ({error})") from error
+        dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in model.parameters()})
+        mixed = f"; its weights mix {' and '.join(dtypes)}: bring it to one dtype, such as by model.float()"
+        reason = f"it does not run on transformers' cache interface ({error}){mixed if len(dtypes) > 1 else ''}"
+        raise _unsupported(model, name, reason) from error
+    finally:
+        for handle in handles:
+            handle.remove()
     if not probe.seen or set(watch.calls) != set(probe.seen):
         raise _unsupported(model, name, "its layers do not hand keys and values to transformers' cache")
     if set(plain.windows) != set(probe.seen):
         raise _unsupported(model, name, "its layers do not call transformers' attention interface")
-    for layer, (keys, values) in probe.seen.items():  # DiffLlama halves values behind its cache, JetMoE repeats heads
-        received = plain.received[layer]
+    sources: dict[int, Source | None] = {}
+    for layer, call in watch.calls.items():  # DiffLlama halves values behind its cache, JetMoE repeats heads
+        received, (keys, values) = plain.received[layer], expand(call.module, _in_order(call.module, probe.seen[layer]))
         if not (torch.equal(received[0], keys) and torch.equal(received[1], values)):
             raise _unsupported(model, name, f"layer {layer} attends to other keys or values than its cache gives it")
-    return _Plain(probe.seen, plain.windows, watch)
+        alone = called.pop() if len(called := set(given.values())) == 1 else None
+        rotary, kinds = given.get(id(call.given.get("position_embeddings")), alone), _layer_types(model)
+        by_type = rotary is not None and kinds is not None and takes_layer_type(rotary)
+        sources[layer] = None if rotary is None else (rotary, kinds[layer] if by_type and kinds else None)
+    seen = {layer: _in_order(watch.calls[layer].module, pair) for layer, pair in probe.seen.items()}
+    return _Plain(seen, plain.windows, sources, watch)
+
+
+def _in_order(module: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """What rotates first; see `CacheShape.in_order`."""
+    return (pair[1], pair[0]) if hasattr(module, LATENT) else pair
 
 
 def _check_windows(model: PreTrainedModel, name: str, windows: dict[int, int | None]) -> None:
@@ -190,6 +200,8 @@ def _check_windows(model: PreTrainedModel, name: str, windows: dict[int, int | N
 
 def _rotation_function(model: PreTrainedModel, name: str, module: nn.Module) -> Apply:
     apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if apply is None and hasattr(sys.modules[type(module).__module__], "apply_rotary_emb"):  # of complex angles
+        return turn_pairs
     if apply is None:
         raise _unsupported(model, name, "its modelling file has no apply_rotary_pos_emb")
     if list(signature(apply).parameters)[1] == "cos":  # one tensor a call (Gemma 4)
@@ -216,32 +228,34 @@ def _with_partial(apply: Apply) -> Apply:
     return rotate
 
 
-def _rotates(model: PreTrainedModel, name: str, call: Call, rotary: nn.Module, layer: int) -> bool:
+def _rotates(model: PreTrainedModel, name: str, call: Call, source: Source | None, layer: int) -> Source | None:
     """Call a layer's attention as it was called, all its tokens at one position: its keys differ where it rotates."""
+    if source is None:
+        return None
     given = {**call.given, "attention_mask": None}
     cache_name = next((n for n, value in given.items() if isinstance(value, Cache)), "past_key_values")
     like = torch.zeros(1, dtype=model.dtype, device=model.device)
     keys = []
     for position in (0, 3):
         probe = KeptCache()
-        at = torch.full((1, _PROBE_TOKENS), position, device=model.device)
-        kinds = _layer_types(model)
-        angles = rotary(like, at, kinds[layer]) if takes_layer_type(rotary) and kinds else rotary(like, at)
+        angles = ask(source, like, torch.full((1, _PROBE_TOKENS), position, device=model.device))
         try:
             call.module(**{**given, "position_embeddings": angles, cache_name: probe})
-            keys.append(probe.seen[layer][0])
+            keys.append(_in_order(call.module, probe.seen[layer])[0])
         except Exception as error:  # see _run_probe
             raise _unsupported(model, name, f"layer {layer}'s attention has another signature ({error})") from error
-    return not torch.equal(keys[0], keys[1])
+    return None if torch.equal(keys[0], keys[1]) else source
 
 
-def _shape(model: PreTrainedModel, name: str, seen: dict[int, tuple[Tensor, Tensor]]) -> CacheShape:
+def _shape(
+    model: PreTrainedModel, name: str, seen: dict[int, tuple[Tensor, Tensor]], latent: frozenset[int]
+) -> CacheShape:
     shapes = []
     for layer, (keys, values) in sorted(seen.items()):
         if keys.shape[1] != values.shape[1]:
             raise _unsupported(model, name, f"keys and values of layer {layer} have different numbers of heads")
         shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
-    return CacheShape(tuple(shapes), seen[0][0].dtype, seen[0][0].device)
+    return CacheShape(tuple(shapes), seen[0][0].dtype, seen[0][0].device, latent)
 
 
 def _verify(model: PreTrainedModel, name: str, rope: Rope, shape: CacheShape, plain: _Plain) -> None:

@@ -100,7 +100,7 @@ def test_keys_that_are_scaled_twice_or_never_are_refused(tmp_path, monkeypatch, 
 
     def scaled(rope, kind, end):
         cos, sin, half = honest(rope, kind, end)
-        factor = rope.rotary.attention_scaling**power
+        factor = kind[0][0].attention_scaling ** power
         return Angles(cos * factor, sin * factor, half)
 
     monkeypatch.setattr(Rope, "_compute", scaled)

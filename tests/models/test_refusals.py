@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
-from families import SMALL, save_tiny
+from families import (
+    LATENT,
+    SMALL,
+    assert_same,
+    block_diagonal,
+    load_tiny,
+    oracle_logits,
+    oracle_model,
+    random_prompt,
+    save_tiny,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ragcache as rc
-from ragcache.errors import ConfigError, ModelNotFoundError
+from ragcache.errors import ConfigError, ContextTooLongError, ModelNotFoundError
 
 
 def _rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
-LONG = _rope("longrope", short_factor=[1.0] * 6, long_factor=[2.0] * 6, factor=4.0)
-LONG["rope_parameters"]["original_max_position_embeddings"] = 64
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "dynamic NTK": ("llama", _rope("dynamic", factor=2.0), "dynamic NTK"),
-    "LongRoPE": ("phi3", LONG, "LongRoPE"),
     "ALiBi in name": ("falcon", {"alibi": True, "new_decoder_architecture": False}, "ALiBi"),
     "ALiBi in fact": ("bloom", {"n_layer": 2, "n_head": 4}, "ALiBi"),
     "learned positions": ("gpt2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128}, "learned"),
     "state space": ("mamba", {"state_size": 8}, "keep a state"),
     "hybrid": ("qwen3_next", {"num_experts": 4, "num_experts_per_tok": 2}, "keep a state"),
-    "latent attention": ("deepseek_v3", {"kv_lora_rank": 16, "q_lora_rank": 16}, "latent"),
+    "keys chosen by an index": ("deepseek_v32", {"kv_lora_rank": 16, "q_lora_rank": 16}, "indexed_attention"),
     "own attention": ("gptj", {"n_embd": 48, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "attention interface"),
     "encoder-decoder": ("t5", {"d_model": 48}, "encoder-decoder"),
 }
@@ -86,3 +93,75 @@ def test_unknown_dtype_and_device(tmp_path, name, value):
     save_tiny("llama", str(tmp_path))
     with pytest.raises(ConfigError, match=value):
         rc.load_lm(tmp_path, **{name: value})
+
+
+def test_weights_of_another_family_than_the_config_promises_are_named(tmp_path):
+    """Qwen2's projections have biases, which Llama would leave out without a word."""
+    save_tiny("qwen2", str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama", "architectures": None}))
+    with pytest.raises(ModelNotFoundError, match=r"says llama, .*k_proj\.bias has no place in it; get the config"):
+        rc.load_lm(tmp_path)
+
+
+def test_weights_without_the_latents_that_the_config_promises_are_named(tmp_path):
+    save_tiny("llama", str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    more = {name: value for name, value in LATENT.items() if name.endswith(("_rank", "_dim"))}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3", **more}))
+    with pytest.raises(ModelNotFoundError, match=r"says deepseek_v3, .* other shapes; get the config"):
+        rc.load_lm(tmp_path)
+
+
+def test_mixed_dtypes_are_named_with_the_way_out(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_tiny("llama", str(tmp_path)))
+    model.model.layers[1].self_attn.v_proj.to(torch.bfloat16)
+    with pytest.raises(rc.UnsupportedModelError, match=r"weights mix bfloat16 and float32: bring it to one dtype"):
+        rc.load_lm(model)
+
+
+# Lengths beyond which a model reads a passage otherwise by where it stands.
+ENDS = {
+    "phi3-long": (128, "LongRoPE takes other frequencies"),
+    "ministral3": (128, "queries grow with their position"),
+    "llama4": (128, "one chunk of its attention"),
+}
+
+
+@pytest.mark.parametrize("family", sorted(ENDS))
+def test_prompts_are_exact_up_to_the_length_that_changes_the_model_and_refused_beyond(family, tmp_path):
+    longest, reason = ENDS[family]
+    lm, oracle = load_tiny(family, tmp_path)
+    prompt = random_prompt(3, prefix=5, chunks=(60, longest - 71), suffix=6)
+    assert prompt.num_tokens == longest
+    fused = rc.fuse(lm, prompt, "reposition", recipe="isolated")
+    assert_same(fused.next_logits, oracle_logits(oracle, prompt, block_diagonal(prompt)))
+    longer = rc.Prompt(prompt.prefix_ids, prompt.chunk_ids, [*prompt.suffix_ids, 7])
+    for method in ("reposition", "full"):
+        with pytest.raises(ContextTooLongError, match=rf"takes {longest}.*{reason}.*; use fewer or shorter chunks"):
+            rc.fuse(lm, longer, method)
+
+
+def test_longrope_by_its_long_factors_is_exact_beyond_and_never_shares_kv_with_the_short_class(tmp_path):
+    short, oracle = load_tiny("phi3-long", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"]["short_factor"] = config["rope_parameters"]["long_factor"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lm = rc.load_lm(tmp_path)
+    prompt = random_prompt(6, prefix=5, chunks=(70, 60, 40), suffix=6)  # by its long factors in plain transformers too
+    fused = rc.fuse(lm, prompt, "reposition", recipe="isolated")
+    assert_same(fused.next_logits, oracle_logits(oracle, prompt, block_diagonal(prompt)))
+    assert lm.fingerprint != short.fingerprint
+
+
+def test_dynamic_ntk_is_exact_up_to_its_longest_prompt(tmp_path):
+    torch.manual_seed(0)
+    rope = _rope("dynamic", factor=2.0)
+    config = CONFIG_MAPPING["llama"](**{**SMALL, **rope, "max_position_embeddings": 64})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    lm, oracle = rc.load_lm(tmp_path), oracle_model(str(tmp_path))
+    prompt = random_prompt(4, prefix=5, chunks=(30, 23), suffix=6)
+    fused = rc.fuse(lm, prompt, "reposition", recipe="isolated")
+    assert_same(fused.next_logits, oracle_logits(oracle, prompt, block_diagonal(prompt)))
+    with pytest.raises(ContextTooLongError, match="takes 64"):
+        rc.fuse(lm, random_prompt(4, prefix=6, chunks=(30, 23), suffix=6), "reposition")

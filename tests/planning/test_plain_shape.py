@@ -55,10 +55,7 @@ def test_a_field_that_is_absent_is_what_transformers_takes_it_for(family, more, 
 
 
 @pytest.mark.parametrize("more", [
-    {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-    {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1.0] * 8, "factor": 2.0}},
     {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
-    {"kv_lora_rank": 8},
     {"alibi": True},
     {"is_encoder_decoder": True},
 ], ids=str)  # fmt: skip

@@ -78,7 +78,9 @@ def test_shapes_are_read_without_weights(model, dtype, size):
     assert shape_of(model, dtype).bytes_per_token == size
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "gemma4", "mimo_v2_flash"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt_neox", "gemma4", "mimo_v2_flash", "deepseek_v3", "granite_swa"]
+)
 def test_a_shape_is_that_of_the_blocks_that_the_model_makes(family, tmp_path):
     import ragcache as rc
 

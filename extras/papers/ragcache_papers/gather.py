@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ragcache.errors import ConfigError
 from ragcache.fusion.method import Job, Prefilled
 from ragcache.runtime import torch
 
@@ -26,11 +27,18 @@ class Gather:
     copied and rotated, and only they leave the device that a block lies on.
 
     positions: int64 [num_tokens], by slot
+
+    Raises ConfigError for a model that keeps latents: who chooses by keys would have to make those of all tokens first.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._lm = lm = job.lm
+        if lm.shape.latent:
+            raise ConfigError(
+                f"the method chooses by keys of heads, and {lm.name} keeps latents in their place; choose one that "
+                "does not, such as reposition, cacheblend or a3"
+            )
         placements = job.placements
         self._blocks = [p.block for p in placements]
         parts = [torch.arange(p.rotate_from, p.rotate_from + p.block.num_tokens) for p in placements]

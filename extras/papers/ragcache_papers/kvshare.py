@@ -124,6 +124,6 @@ class _Repair:
     def _impact(self, running: Running, cache: FusedCache) -> Tensor:
         """float32 [stale tokens]"""
         asking = running.probe()
-        keys, _, positions = cache.layer_state(running.layer)
+        (keys, _), (_, _, positions) = running.placed(), cache.layer_state(running.layer)
         received = asking.attention_received(torch.cat([keys[:, :, :-1], asking.key], dim=2), positions)
         return received[self._stale] * self._wrong[self._stale - self._first]

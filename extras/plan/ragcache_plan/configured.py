@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line
 from ragcache.kv.cache_shape import LayerShape
 from ragcache.models.hub import CONFIG, split_file
-from ragcache.models.load import base_of
+from ragcache.models.load import auto_class, base_of
 from ragcache.models.support import refuse_by_config
 from ragcache_plan.shape import KVShape
 
@@ -33,6 +33,10 @@ def configured_shape(model: str | Path) -> KVShape:
     if layers := _layers_that_differ(config):
         return KVShape(len(layers), layers[0].num_kv_heads, layers[0].key_dim, dtype, layers)
     config = config.get_text_config(decoder=True)
+    rank, rotary = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
+    if rank and rotary:  # multi-head latent attention
+        layers = (LayerShape(1, int(rotary), int(rank)),) * int(config.num_hidden_layers)
+        return KVShape(len(layers), 1, layers[0].key_dim, dtype, layers)
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     num_layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
@@ -50,7 +54,7 @@ def _layers_that_differ(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     if len(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())) < 2:
         return ()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     shapes: dict[int, LayerShape] = {}
     for module in model.modules():
         if hasattr(module, "layer_idx") and hasattr(module, "k_proj") and hasattr(module, "head_dim"):

@@ -76,7 +76,7 @@ class _Placing:
         spans = [stretch.tokens for _, stretch in self._stretches]
         positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
         pages = torch.tensor(load.page_ids)[positions // page_tokens]
-        device = next(rope.rotary.buffers()).device
+        device = rope.device
         self._slots = (pages * page_tokens + positions % page_tokens).to(device)
         self._angles = AnglesAt(rope, positions.to(device))
 
@@ -188,9 +188,8 @@ class WorkerSide:
         return _Placing(load, blocks, self._rope, self._shard, self._page_tokens)
 
     def _fits(self, block: KVBlock, stretch: Stretch) -> bool:
-        return block.num_tokens >= stretch.offset + stretch.tokens.num_tokens and block.num_layers == len(
-            self._rope.rotated
-        )
+        long_enough = block.num_tokens >= stretch.offset + stretch.tokens.num_tokens
+        return long_enough and block.num_layers == len(self._rope.sources)
 
     def _fail(self, load: Load) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ragcache.models.attention import NAME, register
 from ragcache.models.support import inspect, refuse_by_config
 
 _SMALL = 16
+MOVING = {"longrope", "dynamic"}
 
 
 def rope_of(config: PreTrainedConfig, name: str, device: torch.device) -> Rope:
@@ -23,16 +25,22 @@ def rope_of(config: PreTrainedConfig, name: str, device: torch.device) -> Rope:
     Raises UnsupportedModelError naming the reason.
     """
     refuse_by_config(config, name)
+    what = f"{name} ({config.model_type}) is not supported"
+    stated = str(getattr(config.get_text_config(decoder=True), "rope_parameters", ""))
+    if kinds := MOVING & set(re.findall(r"\w+", stated)):
+        reason = f"vLLM chooses the frequencies of {kinds.pop()} by its max_model_len, transformers by the prompt"
+        raise UnsupportedModelError(f"{what}: {reason}")
     register()
     try:
         model = AutoModelForCausalLM.from_config(_narrowed(config), attn_implementation=NAME).eval()
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"{name} ({config.model_type}) is not supported: no small model of its kind could be made ({error})"
-        ) from error
-    rope = inspect(model, name).rope
-    rope.rotary.to(device)
-    return rope
+        raise UnsupportedModelError(f"{what}: no small model of its kind could be made ({error})") from error
+    found = inspect(model, name)
+    if found.shape.latent:
+        raise UnsupportedModelError(f"{what}: its attention keeps latents, which are not placed into vLLM's pages")
+    for module in found.rope.modules:
+        module.to(device)
+    return found.rope
 
 
 def _narrowed(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -1,0 +1,115 @@
+"""Multi-head latent attention: a block holds a rotary key and a latent, and every path makes the heads' KV of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from families import (
+    FAMILIES,
+    VOCAB,
+    assert_same,
+    block_diagonal,
+    load_tiny,
+    masks_of,
+    oracle_logits_of,
+    random_prompt,
+)
+from transformers import DynamicCache
+
+import ragcache as rc
+from ragcache.errors import ConfigError
+from ragcache.kv.cache_shape import LayerShape
+from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
+from ragcache_plan.shape import shape_of
+
+LATENT = ("deepseek_v2", "deepseek_v3")
+
+
+@pytest.fixture(scope="module", params=LATENT)
+def model(request, tmp_path_factory):
+    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def ids_of(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
+
+
+def plainly(oracle, ids):
+    return oracle_logits_of(oracle, ids, torch.ones(len(ids), len(ids), dtype=torch.bool).tril())
+
+
+def test_a_block_is_what_plain_transformers_caches(model):
+    """Latents as they are, rotary keys once they are at their places: [1, num_tokens, width] each."""
+    lm, oracle = model
+    size = FAMILIES["deepseek_v3"][1]
+    ids, start = ids_of(9, 1), 23
+    assert lm.shape.layers == (LayerShape(1, size["qk_rope_head_dim"], size["kv_lora_rank"]),) * 3
+    block = rc.encode(lm, rc.Prompt([], [ids], [4]), recipe="isolated")[0]
+    assert block.num_bytes == 3 * 9 * (size["qk_rope_head_dim"] + size["kv_lora_rank"]) * 4
+    cache = DynamicCache()
+    with torch.no_grad():
+        oracle(input_ids=torch.tensor([ids]), position_ids=torch.arange(start, start + 9)[None], past_key_values=cache)
+    for layer, held in enumerate(cache.layers):  # transformers hands the latent over as keys
+        torch.testing.assert_close(block.layer_values(layer), held.keys[0], atol=1e-5, rtol=1e-4)
+        rotated = lm.rope.rotate(block.layer_keys(layer), layer, start)
+        torch.testing.assert_close(rotated, held.values[0], atol=1e-5, rtol=1e-4)
+
+
+def test_a_token_of_deepseek_v3_takes_576_numbers_a_layer(tmp_path):
+    fields = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 61}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert shape_of(tmp_path, "bfloat16").bytes_per_token == 61 * 576 * 2
+
+
+def test_decoding_token_by_token_is_one_forward(model):
+    lm, oracle = model
+    prompt = random_prompt(3, prefix=5, chunks=(7, 9))
+    fused, allowed, ids = rc.fuse(lm, prompt, "reposition"), block_diagonal(prompt), list(prompt.ids)
+    for token in (9, 80, 33):
+        logits = lm.run([token], len(ids), fused.cache)
+        ids.append(token)
+        seen = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        seen[: len(allowed), : len(allowed)] = allowed
+        assert_same(logits, oracle_logits_of(oracle, ids, seen))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_joint_passes_and_a_shared_context(model, rows):
+    """Two requests on one context, one on its own, in one pass."""
+    lm, oracle = model
+    shared, texts = ids_of(12, 2), [ids_of(5, seed) for seed in (3, 4, 5)]
+    base, pieces = lm.read(shared), []
+    for number, text in enumerate(texts):
+        before = [] if number == 2 else shared
+        cache, start = lm.new_cache(16, base=base if before else None), len(text) - rows
+        lm.run(text[:start], len(before), cache)
+        positions = torch.arange(len(before) + start, len(before) + len(text))
+        run = ForwardRequest(torch.tensor(text[start:]), positions, cache, ordered=True)
+        pieces.append(ScheduledTokens.next(run, rows))
+    for number, logits in enumerate(run_pieces(lm.model, pieces)):
+        assert_same(logits, plainly(oracle, [*([] if number == 2 else shared), *texts[number]]))
+
+
+@pytest.mark.parametrize("method", ["samkv", "infllm", "entropy"])
+def test_methods_that_choose_by_keys_of_heads_are_refused(model, method):
+    lm, _ = model
+    more = {"top_k": 1} if method == "entropy" else {}
+    with pytest.raises(ConfigError, match="keeps latents"):
+        rc.fuse(lm, random_prompt(5, chunks=(40, 30, 20)), method, **more)
+
+
+def test_eviction_keeps_what_all_heads_together_attend_to_most(model):
+    lm, oracle = model
+    prompt = random_prompt(6, prefix=0, chunks=(17, 12))
+    with torch.no_grad():
+        mask = masks_of(oracle, block_diagonal(prompt))
+        out = oracle(input_ids=torch.tensor([prompt.ids]), attention_mask=mask, output_attentions=True)
+    fused = rc.fuse(lm, prompt, "reposition", evict=rc.SnapKV(9, kernel=1))
+    behind = list(range(prompt.context_tokens, prompt.num_tokens))
+    for layer, weights in enumerate(out.attentions):
+        votes = weights[0, :, behind[0] :, : behind[0]].sum((0, 1))
+        kept = sorted(votes.topk(9).indices.tolist()) + behind
+        assert fused.cache.layer_state(layer)[2].tolist() == [kept]
