@@ -226,14 +226,14 @@ class WholeStore:
 
         Raises CancelledError and TimedOutError within `limits.limited`.
         """
-        started, handle, rope = time.perf_counter(), self._encoder.key(ids), self._encoder.lm.rope
+        started, handle, lm = time.perf_counter(), self._encoder.key(ids), self._encoder.lm
         loaded = self._kv.get(handle)
         if loaded is not None:
-            return PrefixKV(ExactBlock(loaded.block, rope), load_s=time.perf_counter() - started)
+            return PrefixKV(ExactBlock(loaded.block, lm.rope, lm.shape), load_s=time.perf_counter() - started)
         (block,) = self._encoder.encode_limited([ids])
         encode_s = time.perf_counter() - started
         self._keep(handle, block, generation)
-        return PrefixKV(ExactBlock(block, rope), len(ids), encode_s)
+        return PrefixKV(ExactBlock(block, lm.rope, lm.shape), len(ids), encode_s)
 
     def _keep(self, handle: str, block: KVBlock, generation: int) -> None:
         """On disk, for as long as no document changes. What cannot be kept costs a later question time."""

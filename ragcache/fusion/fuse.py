@@ -138,6 +138,7 @@ def fuse(
     added, chunks = chosen.added_to(lm, parts), _chunks(parts)
     recipe = _used_recipe(lm, chosen, recipe, blocks, added if chunks else None)
     layout = chosen.layout(lm, parts, recipe)
+    check_states(lm, chosen, recipe, layout)
     prefix_ids = chosen.prefix_ids(lm, prompt) if isinstance(prompt, Prompt) else []
     suffix_tokens = parts[-1].num_tokens
     exact = _exact(lm, layout, prefix_block, len(prefix_ids), exact)
@@ -160,6 +161,23 @@ def fuse(
         next_position=done.next_position,
         reserved_ids=added.reserved,
     )
+
+
+def check_states(lm: LanguageModel, method: FusionMethod, recipe: Recipe, layout: Layout | None = None) -> None:
+    """Raises ConfigError where the method cannot read with a model that has recurrent layers, of which `lm` may be one.
+
+    layout: of the prompt, where there is one
+    """
+    if not lm.shape.states:
+        return
+    reading = [name for name, kind in METHODS.items() if kind.joins_states]
+    if not method.joins_states:
+        raise ConfigError(
+            f"method {method.name!r} cannot read with {lm.name}: it has recurrent layers, whose states pass over whole "
+            f"passages in order; choose one of {', '.join(reading)}"
+        )
+    if method.reuses_blocks and not recipe.joins_states:
+        raise ConfigError(f"{lm.name} has recurrent layers and reads no blocks of recipe {recipe}; use isolated or prefix")
 
 
 def _chunks(parts: Sequence[Part]) -> list[Sequence[int]]:
@@ -229,7 +247,7 @@ def _exact(
     if exact is not None:
         raise ConfigError("prefix_block and exact exclude each other: both are the prefix's KV; give one")
     _check_block(lm, "the prefix", block, prefix_tokens)
-    return ExactBlock(block, lm.rope)
+    return ExactBlock(block, lm.rope, lm.shape)
 
 
 def _check_prefix(
@@ -371,7 +389,9 @@ def _check_blocks(
 
 def _check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int, held: int | None = None) -> None:
     """held: tokens that each head of it holds, mean over the layers; None: all"""
-    if block.layers != lm.shape.layers:
+    states = zip(block.states, lm.shape.states, strict=False)
+    is_ours = len(block.states) == len(lm.shape.states) and all(one.fits(own, block.num_tokens) for one, own in states)
+    if block.layers != lm.shape.layers or not is_ours:
         raise StaleBlockError(f"the block of {what} was made by another model; encode it with {lm.name}")
     if block.num_tokens != num_tokens:
         read = block.num_tokens

@@ -132,9 +132,10 @@ class Job:
 
     def place_exact(self, cache: FusedCache, layer: int) -> None:
         """Place the first tokens, of which there may be none."""
+        from ragcache.kv.prefix_cache import place_exact
+
         if self.exact is not None:
-            keys, values = cache.reserve(layer, torch.arange(self.exact.num_tokens, device=self.lm.device))
-            self.exact.copy_layer(layer, keys[0], values[0])
+            place_exact(cache, layer, self.exact)
 
     def new_cache(self, place: Place, num_tokens: int | None = None) -> FusedCache:
         """An empty cache.
@@ -200,6 +201,8 @@ class FusionMethod:
     needs_training: whether an untrained model is expected to answer worse with it
     reuses_blocks:  whether it wants KV blocks at all (full prefill does not)
     recipes:        recipes its blocks may be encoded under, the default first
+    joins_states:   whether it can read with a model that has recurrent layers: nothing of a passage runs again, and no
+                    token but text stands between passages
     """
 
     name: ClassVar[str]
@@ -208,6 +211,7 @@ class FusionMethod:
     needs_training: ClassVar[bool] = False
     reuses_blocks: ClassVar[bool] = True
     recipes: ClassVar[tuple[str, ...]] = ("isolated", "prefix")
+    joins_states: ClassVar[bool] = False
 
     @property
     def takes_exact(self) -> bool:

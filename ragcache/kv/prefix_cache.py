@@ -29,6 +29,7 @@ from ragcache.kv.buffers import SharedContext
 from ragcache.kv.cache_shape import CacheShape
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Rope
+from ragcache.kv.state import State, compose
 
 PAGE_TOKENS = 128
 
@@ -484,8 +485,22 @@ class Exact(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
+    @property
+    def states(self) -> Sequence[State]:
+        """Those of recurrent layers behind these tokens."""
+
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write one layer's to [num_kv_heads, num_tokens, head_dim] each."""
+
+
+def place_exact(cache: FusedCache, layer: int, exact: Exact) -> None:
+    """Place the first tokens of one layer, recurrent ones counted behind the others, into a cache."""
+    rank = layer - len(cache.lengths)
+    if rank >= 0:
+        cache.states[rank] = exact.states[rank] if exact.num_tokens else None
+        return
+    keys, values = cache.reserve(layer, torch.arange(exact.num_tokens, device=cache.shape.device))
+    exact.copy_layer(layer, keys[0], values[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -494,10 +509,16 @@ class ExactBlock:
 
     block: KVBlock
     rope: Rope
+    shape: CacheShape
 
     @property
     def num_tokens(self) -> int:
         return self.block.num_tokens
+
+    @property
+    def states(self) -> Sequence[State]:
+        pairs = zip(self.block.states, self.shape.states, strict=True)
+        return [compose(None, [one], shape.conv[1], self.shape.device) for one, shape in pairs]
 
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self.rope.rotate(self.block.layer_keys(layer).to(keys.device, keys.dtype), layer, 0, out=keys)

@@ -31,6 +31,7 @@ from ragcache.kv.anchor_tokens import OPEN, sees_within
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Rope
+from ragcache.kv.state import State, StateMap
 from ragcache.models.attention_kernels import (
     PartialAttention,
     Scoring,
@@ -44,6 +45,8 @@ from ragcache.models.attention_kernels import (
 )
 
 NAME = "ragcache"
+RANK = "ragcache_rank"
+"""Attribute of attention modules of models with recurrent layers: their place among those that keep keys and values."""
 # Rows that share one mask: more of them attend to keys that only the last can see. A GPU repeats the KV heads for every
 # span and wants few of them.
 CPU_SPAN_ROWS = 128
@@ -61,6 +64,9 @@ class EncodePass:
     angles: cos and sin by layer type, as the model computed them; filled by the rotary hook
     windows: the sliding window that each layer asked for; None where it sees everything
     received: keys and values that each layer last attended to, in a plain pass alone
+    lengths: tokens of each chunk whose map of states is wanted; see `models/recurrence.py`
+    states:  that enter recurrent layers, those behind the prefix; empty for none
+    maps:    by chunk, of the recurrent layers so far
     """
 
     rope: Rope | None
@@ -69,6 +75,9 @@ class EncodePass:
     angles: dict[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     received: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    lengths: Sequence[int] = ()
+    states: Sequence[State] = ()
+    maps: list[list[StateMap]] = field(default_factory=list)
 
 
 class Projected(NamedTuple):
@@ -216,6 +225,12 @@ def _identity_angles(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
+def layer_of(module: nn.Module) -> int:
+    """The place of an attention module's layer among those that keep keys and values."""
+    layer: int = getattr(module, RANK, module.layer_idx)
+    return layer
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -234,7 +249,7 @@ def attention(
     """
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     current = CURRENT.get()
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer = layer_of(module)
     if isinstance(current, FusedPass):
         if current.cache.probing:
             raise ProjectedSignal(Projected(query, key, value, current.running, scoring, sliding_window))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -24,17 +24,32 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from ragcache.errors import UnsupportedModelError
 from ragcache.kv.buffers import BufferPool
-from ragcache.kv.cache_shape import ATTENTION_LAYERS, CacheShape, LayerKind, LayerShape, refuse_unbuilt
+from ragcache.kv.cache_shape import (
+    STATE_LAYERS,
+    CacheShape,
+    LayerKind,
+    LayerShape,
+    StateShape,
+    keeps_kv,
+    layer_kind,
+    refuse_unbuilt,
+)
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Apply, Rope, takes_layer_type
-from ragcache.models.attention import EncodePass, FusedPass, hook_rotary
+from ragcache.models.attention import RANK, EncodePass, FusedPass, hook_rotary
 from ragcache.models.encode import encode_batch, run_decoder
 from ragcache.models.layerwise import decoder_layers, hook_layers
 from ragcache.models.pass_watch import Call, KeptCache, Watch
+from ragcache.models.recurrence import Mixer, hook_mixers
 
 MOVING_ROPE = {
     "dynamic": "dynamic NTK scaling changes the rotary frequencies with the length of the prompt",
     "longrope": "LongRoPE changes the rotary frequencies with the length of the prompt",
+}
+STATE_OBSTACLES = {
+    "jamba": "its Mamba layers read several tokens without the state that enters them",
+    "zamba": "its Mamba layers read several tokens without the state that enters them",
+    "zamba2": "its layers share one attention, whose cache has no number of its own",
 }
 _PROBE_TOKENS = 5
 
@@ -47,14 +62,14 @@ def refuse_by_config(config: PreTrainedConfig, name: str) -> None:
         raise UnsupportedModelError(f"{what} is not supported: {reason}")
     text = config.get_text_config(decoder=True)
     refuse_unbuilt(what, _layer_kinds(text))
-    if moves := _position_reason(text):
+    if moves := STATE_OBSTACLES.get(text.model_type) or _position_reason(text):
         raise UnsupportedModelError(f"{what} is not supported: {moves}")
 
 
 def _layer_kinds(config: PreTrainedConfig) -> dict[str, LayerKind]:
     """Kinds of the layers, by the name of their type."""
     types = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-    kinds = {kind: LayerKind.KV if kind in ATTENTION_LAYERS else LayerKind.STATE for kind in types}
+    kinds = {kind: layer_kind(kind) for kind in types}
     if getattr(config, "kv_lora_rank", None):
         kinds["multi-head latent attention"] = LayerKind.LATENT
     return kinds
@@ -101,25 +116,60 @@ class _Plain(NamedTuple):
 @torch.inference_mode()
 def inspect(model: PreTrainedModel, name: str) -> Inspected:
     """Run a few tokens and learn the model's rotation. Raises UnsupportedModelError naming what stands in the way."""
-    rotary = _rotary_module(model, name)
+    mixers = hook_mixers(model)
+    rotary = _rotary_module(model, name, needed=not mixers)
     plain = _run_probe(model, name)
     calls, layers = plain.watch.calls, sorted(plain.seen)
-    num_layers = int(text_config(model).num_hidden_layers)
-    if layers != list(range(num_layers)):
-        raise _unsupported(model, name, f"only {len(layers)} of {num_layers} layers keep keys and values")
+    expected = _num_kept(model, mixers)
+    if layers != list(range(expected)):
+        raise _unsupported(model, name, f"only {len(layers)} of {expected} layers keep keys and values")
     _check_windows(model, name, plain.windows)
     modules = {layer: call.module for layer, call in calls.items()}
-    apply = _rotation_function(model, name, modules[0])
-    rotated = [_rotates(model, name, calls[layer], rotary, layer) for layer in layers]
-    if not any(rotated):
+    apply, rotated = _unmoved, [False] * len(layers)
+    if rotary is not None:
+        apply = _rotation_function(model, name, modules[0])
+        rotated = [_rotates(model, name, calls[layer], rotary, layer) for layer in layers]
+        hook_rotary(rotary)
+    if not (any(rotated) or mixers):
         raise _unsupported(model, name, "no layer rotates its keys: its positions are not rotary")
-    hook_rotary(rotary)
-    hook_layers(decoder_layers(model, modules))
     shape = _shape(model, name, plain.seen)
-    rope = Rope(rotary, apply, _layer_types(model), rotated, [layer.key_dim for layer in shape.layers])
+    if mixers:
+        numbers = [int(modules[layer].layer_idx) for layer in layers]  # type: ignore[arg-type]
+        shape = replace(shape, states=_learn_states(model, name, mixers), numbers=tuple(numbers))
+    else:
+        hook_layers(decoder_layers(model, modules))
+    key_dims = [layer.key_dim for layer in shape.layers]
+    rope = Rope(rotary or nn.Identity(), apply, None if mixers else _layer_types(model), rotated, key_dims)
     _verify(model, name, rope, shape, plain)
-    _verify_narrowing(model, name, shape, plain)
+    if not mixers:  # whoever runs some of the tokens alone has no state between them
+        _verify_narrowing(model, name, shape, plain)
     return Inspected(rope, shape)
+
+
+def _num_kept(model: PreTrainedModel, mixers: Sequence[Mixer]) -> int:
+    """Layers that are to keep keys and values."""
+    kinds = _layer_types(model)
+    if not mixers or kinds is None:
+        return int(text_config(model).num_hidden_layers)
+    return sum(map(keeps_kv, kinds))
+
+
+def _learn_states(model: PreTrainedModel, name: str, mixers: Sequence[Mixer]) -> tuple[StateShape, ...]:
+    expected = sum(kind in STATE_LAYERS for kind in _layer_types(model) or ())
+    if expected != len(mixers):
+        raise _unsupported(model, name, f"{len(mixers)} of {expected} recurrent layers have a short convolution")
+    shapes = []
+    for mixer in mixers:
+        if (reason := mixer.learn()) is not None:
+            raise _unsupported(model, name, f"recurrent layer {mixer.number} {reason}")
+        assert mixer.shape is not None
+        shapes.append(mixer.shape)
+    return tuple(shapes)
+
+
+def _unmoved(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotation of a model without positions."""
+    return query, key
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -136,12 +186,14 @@ def _unsupported(model: PreTrainedModel, name: str, reason: str) -> UnsupportedM
     return UnsupportedModelError(f"{name} ({model.config.model_type}) is not supported: {reason}")
 
 
-def _rotary_module(model: PreTrainedModel, name: str) -> nn.Module:
+def _rotary_module(model: PreTrainedModel, name: str, *, needed: bool) -> nn.Module | None:
     found: list[nn.Module] = [
         module
         for module in model.modules()
         if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
     ]
+    if not found and not needed:
+        return None
     if not found:
         raise _unsupported(
             model, name, "it has no rotary module: learned, ALiBi or absent positions cannot be moved, nor can states"
@@ -169,6 +221,8 @@ def _run_probe(model: PreTrainedModel, name: str) -> _Plain:
             run_decoder(model, ids, positions, probe, plain)
     except Exception as error:  # a foreign architecture may fail in any way; the reason is all that can be said
         raise _unsupported(model, name, f"it does not run on transformers' cache interface ({error})") from error
+    if any(hasattr(call.module, RANK) for call in watch.calls.values()):  # by place, as attention counts
+        probe.seen = {rank: probe.seen[number] for rank, number in enumerate(sorted(probe.seen))}
     if not probe.seen or set(watch.calls) != set(probe.seen):
         raise _unsupported(model, name, "its layers do not hand keys and values to transformers' cache")
     if set(plain.windows) != set(probe.seen):
@@ -183,7 +237,8 @@ def _run_probe(model: PreTrainedModel, name: str) -> _Plain:
 def _check_windows(model: PreTrainedModel, name: str, windows: dict[int, int | None]) -> None:
     """A window that reaches attention only inside a ready-made mask would be lost here."""
     kinds = _layer_types(model) or ()
-    hidden = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention" and windows.get(layer) is None]
+    kept = [kind for kind in kinds if keeps_kv(kind)]  # counted as attention is
+    hidden = [layer for layer, kind in enumerate(kept) if kind == "sliding_attention" and windows.get(layer) is None]
     if hidden:
         raise _unsupported(model, name, f"sliding layer {hidden[0]} does not say how far it sees")
 
@@ -229,7 +284,7 @@ def _rotates(model: PreTrainedModel, name: str, call: Call, rotary: nn.Module, l
         angles = rotary(like, at, kinds[layer]) if takes_layer_type(rotary) and kinds else rotary(like, at)
         try:
             call.module(**{**given, "position_embeddings": angles, cache_name: probe})
-            keys.append(probe.seen[layer][0])
+            keys.append(next(iter(probe.seen.values()))[0])
         except Exception as error:  # see _run_probe
             raise _unsupported(model, name, f"layer {layer}'s attention has another signature ({error})") from error
     return not torch.equal(keys[0], keys[1])
