@@ -21,7 +21,16 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe, digest
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.prefix_cache import Exact, ExactBlock, Owned, PrefixCache, PrefixMatch, PrefixStats, read_cache
+from ragcache.kv.prefix_cache import (
+    Exact,
+    ExactBlock,
+    Owned,
+    PrefixCache,
+    PrefixMatch,
+    PrefixStats,
+    read_cache,
+    states_behind,
+)
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Part, PromptEnds
 from ragcache.retrieval.retriever import Hit
@@ -162,7 +171,8 @@ class Prefixes:
         if not self._tree.budget_bytes:
             return
         try:
-            self._tree.insert(namespace, elements, read_cache(cache), owned)
+            states = states_behind(cache, len(elements))
+            self._tree.insert(namespace, elements, read_cache(cache), owned, states)
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when it finds no memory
             log.warning("the KV of a prompt is not kept for later ones: %s", error)
         owners, changed = {one.owner for one in owned}, drops != self.drops

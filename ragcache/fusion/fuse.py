@@ -148,6 +148,11 @@ def fuse(
     lm.check_ids(layout.ids, "the prompt")
     job = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens, scope=scope)
     job, encoded = _with_blocks(job, chunks, recipe, prefix_ids, blocks)
+    if lm.shape.states and not layout.running(job.known).behind:
+        raise PromptError(
+            f"text stands between two passages, and {lm.name} has recurrent layers, whose blocks are joined "
+            "side by side alone; choose full, or put it before, behind or into a passage"
+        )
     done = _prefill(chosen, job, evict, len(prefix_ids), suffix_tokens)
     return Fused(
         prompt=prompt,
@@ -177,7 +182,9 @@ def check_states(lm: LanguageModel, method: FusionMethod, recipe: Recipe, layout
             f"passages in order; choose one of {', '.join(reading)}"
         )
     if method.reuses_blocks and not recipe.joins_states:
-        raise ConfigError(f"{lm.name} has recurrent layers and reads no blocks of recipe {recipe}; use isolated or prefix")
+        raise ConfigError(
+            f"{lm.name} has recurrent layers and reads no blocks of recipe {recipe}; use isolated or prefix"
+        )
 
 
 def _chunks(parts: Sequence[Part]) -> list[Sequence[int]]:

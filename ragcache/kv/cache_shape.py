@@ -81,7 +81,7 @@ class StateShape(NamedTuple):
 
     conv:      channels and width of its short convolution's window
     state:     [num_heads, rows, columns]; None where the convolution is all (LFM2)
-    is_matrix: a chunk mixes a head's rows by a matrix (gated delta rule); else it multiplies them by one number (Mamba-2)
+    is_matrix: a chunk mixes a head's rows by a matrix (gated delta rule); else it multiplies by one number (Mamba-2)
     """
 
     conv: tuple[int, int]

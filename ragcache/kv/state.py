@@ -34,7 +34,8 @@ class State(NamedTuple):
 
     def expand(self, batch: int) -> State:
         """The same state for every row of a batch."""
-        return State(*(None if one is None else one.expand(batch, *one.shape[1:]) for one in self))
+        state = None if self.state is None else self.state.expand(batch, -1, -1, -1)
+        return State(self.conv.expand(batch, -1, -1), state)
 
 
 @dataclass(frozen=True, eq=False)

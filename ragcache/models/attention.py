@@ -227,7 +227,7 @@ def _identity_angles(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 def layer_of(module: nn.Module) -> int:
     """The place of an attention module's layer among those that keep keys and values."""
-    layer: int = getattr(module, RANK, module.layer_idx)
+    layer: int = getattr(module, RANK if hasattr(module, RANK) else "layer_idx")
     return layer
 
 

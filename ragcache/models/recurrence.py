@@ -1,9 +1,9 @@
 """Recurrent layers: run over states that are handed in and out, and the maps of chunks over them.
 
-Nothing of a family is known here. A mixer (the module of a layer that has a short convolution and its number, and is no
-attention) keeps its state in transformers' cache; here it gets a cache of its own for every call. A chunk's map (P, Q) is
-found by calling the mixer again on the inputs that it had, from a zero state and from a basis of states: its state is
-affine in the entering one. What all of that rests on is probed when the model is loaded (`Mixer.learn`).
+Nothing of a family is known here. A mixer (the module of a layer that has a short convolution and the layer's number,
+and is no attention) keeps its state in transformers' cache; here it gets a cache of its own for every call. A chunk's
+map (P, Q) is found by calling the mixer again on the inputs that it had, from a zero state and from a basis of states:
+its state is affine in the entering one. What that rests on is probed when the model is loaded (`Mixer.learn`).
 
 Padding behind a chunk corrupts the state of its row, so maps are taken row by row, over real tokens alone.
 """
@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from inspect import signature
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +28,33 @@ from ragcache.models.attention import CURRENT, RANK, EncodePass, FusedPass, Join
 _LEAST = 1e-3  # of a state's size: a basis as large as the state keeps the digits of P
 
 
+class _Layer(LinearAttentionLayer):  # type: ignore[misc]
+    """A state in transformers' form that is replaced, not written to: theirs marks its memory for the compiler, which
+    takes seconds to import."""
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        before = self.conv_states[state_idx]
+        whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        width: int = kwargs.get("conv_kernel_size") or (conv_states if before is None else before).shape[-1]
+        whole = nn.functional.pad(whole, (max(0, width - whole.shape[-1]), 0))
+        self.conv_states[state_idx], self.has_previous_state[state_idx] = whole[..., -width:].clone(), True
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
 class _OneLayer(Cache):  # type: ignore[misc]
     """The state of one layer, as its mixer finds it in transformers' cache."""
 
     def __init__(self, number: int, entering: State | None) -> None:
         super().__init__(layers=[])
-        self.layer = LinearAttentionLayer()
+        self.layer = _Layer()
         self.layers = {number: self.layer}
-        if entering is not None:  # copied: mixers write to a state in place
-            self.update_conv_state(entering.conv, number, conv_kernel_size=entering.conv.shape[-1])
-            if entering.state is not None:
-                self.update_recurrent_state(entering.state, number)
+        if entering is not None:  # copied: a token that runs alone is written into a state in place
+            self.layer.update_conv_state(entering.conv)
+            self.layer.recurrent_states[0] = None if entering.state is None else entering.state.clone()
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """OLMo Hybrid asks for the last layer's, whichever that is."""
@@ -104,29 +121,33 @@ class Mixer:
         """The map of a chunk. hidden: [1, num_tokens, hidden_size]
 
         before: what the convolution saw before it; the state itself does not matter
-        size:   magnitude of the state by head, [num_heads, 1, 1]
+        size:   magnitude of the state by head, [num_heads, 1, 1]; None where there is none
         """
         if self.shape is None:
-            raise RuntimeError(f"layer {self.number} is not learnt")
+            raise RuntimeError(f"recurrent layer {self.number} is not learnt")
         conv = hidden.new_zeros(1, *self.shape.conv) if before is None else before.conv
         kept = min(hidden.shape[1], self.shape.conv[1])
         if self.shape.state is None or size is None:
             _, behind = self.step(hidden, State(conv, None), given)
             return StateMap(None, None, behind.conv[0, :, -kept:].clone())
-        basis = _basis(self.shape, hidden.device) * size
-        starts = torch.cat([torch.zeros_like(basis[:1]), basis])
-        entering = State(conv.expand(len(starts), -1, -1), starts)
-        _, behind = self.step(hidden.expand(len(starts), -1, -1).contiguous(), entering, given)
-        assert behind.state is not None
-        q, moved = behind.state[0].float(), (behind.state[1:] - behind.state[:1]).float() / size
+        starts = torch.cat([torch.zeros_like(size)[None].expand(1, *self.shape.state), _basis(self.shape, size)])
+        window, states = self._through(hidden, State(conv, starts), given)
+        moved = (states[1:] - states[:1]).float() / size
         if self.shape.is_matrix:
             p = torch.cat(list(moved), dim=-1)[..., : self.shape.state[1]].contiguous()
         else:
             p = moved[0].mean((1, 2), keepdim=True)
-        return StateMap(p, q.clone(), behind.conv[0, :, -kept:].clone())
+        return StateMap(p, states[0].float().clone(), window[0, :, -kept:].clone())
 
-    def learn(self) -> str | None:
-        """Learn the state's shape from the call of a plain pass; the reason where it is no state that can be moved."""
+    def _through(self, hidden: Tensor, entering: State, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Window and state behind the same tokens, [1, num_tokens, hidden_size], for a batch of entering states."""
+        count = len(cast(Tensor, entering.state))
+        entering = State(entering.conv.expand(count, -1, -1), entering.state)
+        _, behind = self.step(hidden.expand(count, -1, -1).contiguous(), entering, given)
+        return behind.conv, cast(Tensor, behind.state)
+
+    def learn(self) -> StateShape | str:
+        """The state's shape, from the call of a plain pass; or the reason where it is no state that can be moved."""
         if self._seen is None:
             return "was not called"
         hidden, given, out = self._seen
@@ -134,42 +155,39 @@ class Mixer:
         if max(self.limit or [math.inf]) < math.inf:  # ignored where a token runs alone, and seldom reached
             return "limits its time step, which a token that runs alone does not keep"
         for pieces in ([2, hidden.shape[1] - 2], [1] * hidden.shape[1]):
-            state, outs = None, []
+            outs, behind = [], None
             for piece in torch.split(hidden, pieces, dim=1):
-                own, state = self.step(piece, state, given)
+                own, behind = self.step(piece, behind, given)
                 outs.append(own)
             if not _near(torch.cat(outs, dim=1), out, out):
                 return "does not go on from its state as it reads a whole text"
-        return self._learn_shape(hidden, given)
-
-    def _learn_shape(self, hidden: Tensor, given: Mapping[str, Any]) -> str | None:
         _, (conv, state) = self.step(hidden, None, given)
+        window = (conv.shape[1], conv.shape[2])
         if state is None:
-            self.shape = StateShape((conv.shape[1], conv.shape[2]))
-            return None
+            self.shape = StateShape(window)
+            return self.shape
         if state.dim() != 4:
             return "keeps a state that is not one matrix a head"
-        sizes = (state.shape[1], state.shape[2], state.shape[3])
-        for is_matrix, checked in ((False, hidden[:, :1]), (True, hidden)):
-            self.shape = StateShape((conv.shape[1], conv.shape[2]), sizes, is_matrix)
-            if self._reproduces(checked, given, strict=not is_matrix) and self._reproduces(hidden, given):
-                return None
+        for is_matrix in (False, True):
+            self.shape = StateShape(window, (state.shape[1], state.shape[2], state.shape[3]), is_matrix)
+            # A token alone tells the kinds apart: behind several, little of the entering state may be left.
+            if (is_matrix or self._reproduces(hidden[:, :1], given, strict=True)) and self._reproduces(hidden, given):
+                return self.shape
         return "changes its state by no map that a matrix a head gives"
 
     def _reproduces(self, hidden: Tensor, given: Mapping[str, Any], *, strict: bool = False) -> bool:
-        """Whether (P, Q) gives what the mixer makes of a random state. strict: a state that is forgotten shows nothing"""
-        _, (conv, state) = self.step(hidden, None, given)
-        assert state is not None
+        """Whether (P, Q) gives what the mixer makes of a random state. strict: of what is left of that state alone"""
+        _, (conv, plain) = self.step(hidden, None, given)
+        state = cast(Tensor, plain)
         size = _size(state[0])
         drawn = torch.randn(state.shape, generator=torch.Generator().manual_seed(0)).to(state.device) * size
         one = self.map(hidden, None, given, size)
-        _, behind = self.step(hidden, State(torch.zeros_like(conv), drawn), given)
-        theirs, ours = behind.state, one.advance(drawn)
-        assert theirs is not None and ours is not None and one.q is not None
-        linear = theirs.float() - one.q
-        if strict and float(linear.norm()) < _LEAST * float(drawn.norm()):
+        theirs = self._through(hidden, State(torch.zeros_like(conv), drawn), given)[1]
+        ours, q = cast(Tensor, one.advance(drawn)), cast(Tensor, one.q)[None]
+        left = theirs.float() - q
+        if strict and float(left.norm()) < _LEAST * float(drawn.norm()):
             return False
-        return _near(one.q[None], state, theirs) and _near(ours, theirs, linear if strict else theirs)
+        return _near(q, state, theirs) and _near(ours, theirs, left if strict else theirs)
 
 
 def hook_mixers(model: PreTrainedModel) -> list[Mixer]:
@@ -177,22 +195,23 @@ def hook_mixers(model: PreTrainedModel) -> list[Mixer]:
     learn their place among those that keep keys and values."""
     numbered = [one for one in model.modules() if isinstance(getattr(one, "layer_idx", None), int)]
     attention = [one for one in numbered if hasattr(one, "is_causal")]
-    mixers = [one for one in numbered if not hasattr(one, "is_causal") and (hasattr(one, "conv1d") or hasattr(one, "conv"))]
+    mixers = [
+        one for one in numbered if not hasattr(one, "is_causal") and (hasattr(one, "conv1d") or hasattr(one, "conv"))
+    ]
     if mixers:
-        for rank, module in enumerate(sorted(attention, key=lambda one: int(one.layer_idx))):  # type: ignore[arg-type]
+        for rank, module in enumerate(sorted(attention, key=attrgetter("layer_idx"))):
             setattr(module, RANK, rank)
-    return [Mixer(one, rank) for rank, one in enumerate(sorted(mixers, key=lambda one: int(one.layer_idx)))]  # type: ignore[arg-type]
+    return [Mixer(one, rank) for rank, one in enumerate(sorted(mixers, key=attrgetter("layer_idx")))]
 
 
-def _basis(shape: StateShape, device: torch.device) -> Tensor:
-    """States [n, num_heads, rows, columns]: side by side the identity; or all ones, where P is one number a head."""
-    assert shape.state is not None
-    heads, rows, columns = shape.state
+def _basis(shape: StateShape, size: Tensor) -> Tensor:
+    """States [n, num_heads, rows, columns] of this size: side by side the identity; all ones, where P is one number."""
+    heads, rows, columns = shape.state or (0, 0, 0)
     if not shape.is_matrix:
-        return torch.ones(1, heads, rows, columns, device=device)
+        return size.expand(1, heads, rows, columns)
     count = -(-rows // columns)
-    whole = torch.eye(rows, count * columns, device=device).unflatten(1, (count, columns)).transpose(0, 1)
-    return whole[:, None].expand(-1, heads, -1, -1)
+    whole = torch.eye(rows, count * columns, device=size.device).view(rows, count, columns).transpose(0, 1)
+    return whole[:, None] * size
 
 
 def _size(state: Tensor) -> Tensor:

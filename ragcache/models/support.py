@@ -125,7 +125,8 @@ def inspect(model: PreTrainedModel, name: str) -> Inspected:
         raise _unsupported(model, name, f"only {len(layers)} of {expected} layers keep keys and values")
     _check_windows(model, name, plain.windows)
     modules = {layer: call.module for layer, call in calls.items()}
-    apply, rotated = _unmoved, [False] * len(layers)
+    rotated = [False] * len(layers)
+    apply: Apply = _unmoved
     if rotary is not None:
         apply = _rotation_function(model, name, modules[0])
         rotated = [_rotates(model, name, calls[layer], rotary, layer) for layer in layers]
@@ -160,10 +161,10 @@ def _learn_states(model: PreTrainedModel, name: str, mixers: Sequence[Mixer]) ->
         raise _unsupported(model, name, f"{len(mixers)} of {expected} recurrent layers have a short convolution")
     shapes = []
     for mixer in mixers:
-        if (reason := mixer.learn()) is not None:
-            raise _unsupported(model, name, f"recurrent layer {mixer.number} {reason}")
-        assert mixer.shape is not None
-        shapes.append(mixer.shape)
+        found = mixer.learn()
+        if isinstance(found, str):
+            raise _unsupported(model, name, f"recurrent layer {mixer.number} {found}")
+        shapes.append(found)
     return tuple(shapes)
 
 
