@@ -134,11 +134,11 @@ def fuse(
     prompt), ContextTooLongError, PromptError.
     """
     chosen = get_method(method, **options)
+    check_method(lm, chosen)
     parts = _parts(lm, chosen, prompt, evict)
     added, chunks = chosen.added_to(lm, parts), _chunks(parts)
     recipe = _used_recipe(lm, chosen, recipe, blocks, added if chunks else None)
     layout = chosen.layout(lm, parts, recipe)
-    check_states(lm, chosen, recipe, layout)
     prefix_ids = chosen.prefix_ids(lm, prompt) if isinstance(prompt, Prompt) else []
     suffix_tokens = parts[-1].num_tokens
     exact = _exact(lm, layout, prefix_block, len(prefix_ids), exact)
@@ -166,25 +166,6 @@ def fuse(
         next_position=done.next_position,
         reserved_ids=added.reserved,
     )
-
-
-def check_states(lm: LanguageModel, method: FusionMethod, recipe: Recipe, layout: Layout | None = None) -> None:
-    """Raises ConfigError where the method cannot read with a model that has recurrent layers, of which `lm` may be one.
-
-    layout: of the prompt, where there is one
-    """
-    if not lm.shape.states:
-        return
-    reading = [name for name, kind in METHODS.items() if kind.joins_states]
-    if not method.joins_states:
-        raise ConfigError(
-            f"method {method.name!r} cannot read with {lm.name}: it has recurrent layers, whose states pass over whole "
-            f"passages in order; choose one of {', '.join(reading)}"
-        )
-    if method.reuses_blocks and not recipe.joins_states:
-        raise ConfigError(
-            f"{lm.name} has recurrent layers and reads no blocks of recipe {recipe}; use isolated or prefix"
-        )
 
 
 def _chunks(parts: Sequence[Part]) -> list[Sequence[int]]:
@@ -309,6 +290,7 @@ def block_recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | Non
 
     Raises ConfigError for a recipe that the method cannot use.
     """
+    check_method(lm, method)
     return _recipe(lm, method, recipe, method.additions(lm))
 
 
@@ -320,6 +302,10 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
     chosen = Recipe.of(recipe)
     if not method.reuses_blocks:
         return chosen
+    if lm.is_recurrent and not chosen.joins_states:
+        raise ConfigError(
+            f"{lm.name} has recurrent layers and reads no blocks of recipe {chosen}; use isolated or prefix"
+        )
     if chosen.name not in method.recipes:
         raise ConfigError(
             f"method {method.name!r} needs blocks of recipe {' or '.join(method.recipes)}, not {chosen.name!r}; "
@@ -342,6 +328,16 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
     if chosen.markers not in (None, added.markers) or chosen.anchors not in (None, added.anchors):
         raise ConfigError(f"method {method.name!r} needs blocks of recipe {wanted}, not {chosen}; encode them again")
     return wanted
+
+
+def check_method(lm: ModelCard, method: FusionMethod) -> None:
+    """Raises ConfigError where the method cannot take a recurrent layer's state through passages."""
+    if lm.is_recurrent and not method.joins_states:
+        joining = ", ".join(name for name, kind in METHODS.items() if kind.joins_states)
+        raise ConfigError(
+            f"method {method.name!r} cannot read with {lm.name}, which has recurrent layers: their states pass over "
+            f"whole passages, in order; choose one of {joining}"
+        )
 
 
 def _movers() -> str:

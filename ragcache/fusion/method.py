@@ -224,6 +224,10 @@ class FusionMethod:
         token at its global position, blocks as they are, all other tokens over everything before them."""
         return False
 
+    def keeps_context_with(self, lm: ModelCard) -> bool:
+        """`keeps_context` with this model: a recurrent layer's blocks are joined side by side alone."""
+        return self.keeps_context and not (lm.is_recurrent and self.reuses_blocks)
+
     @property
     def shares_context(self) -> bool:
         """Whether what stands before the last text comes out the same whatever that text is, so that questions over the
@@ -281,10 +285,11 @@ class FusionMethod:
                 f"{count} passages were given and method {self.name!r} reads {limit} at most with {lm.name}; "
                 f"ask for fewer (k={limit})"
             )
-        if prompt.label_ids and not self.keeps_context:
+        if prompt.label_ids and not self.keeps_context_with(lm):
+            others = "full" if lm.is_recurrent else "reposition, link or full"
             raise PromptError(
-                f"text stands between two passages, and method {self.name!r} reads none there; choose reposition, link "
-                "or full, or put it before, behind or into a passage"
+                f"text stands between two passages, and method {self.name!r} reads none there; choose "
+                f"{others}, or put it before, behind or into a passage"
             )
 
     def prefill(self, job: Job) -> Prefilled:

@@ -36,9 +36,13 @@ STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
 """Those that keep a state; "hybrid" ones keep keys and values beside it."""
 
 
+def keeps_state(name: str) -> bool:
+    return name in STATE_LAYERS
+
+
 def layer_kind(name: str) -> LayerKind:
     """What a layer of this type keeps."""
-    if name in STATE_LAYERS:
+    if keeps_state(name):
         return LayerKind.STATE
     return LayerKind.KV if name in ATTENTION_LAYERS else LayerKind.NONE if name in ("mlp", "moe") else LayerKind.OTHER
 

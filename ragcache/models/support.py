@@ -25,12 +25,12 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from ragcache.errors import UnsupportedModelError
 from ragcache.kv.buffers import BufferPool
 from ragcache.kv.cache_shape import (
-    STATE_LAYERS,
     CacheShape,
     LayerKind,
     LayerShape,
     StateShape,
     keeps_kv,
+    keeps_state,
     layer_kind,
     refuse_unbuilt,
 )
@@ -156,7 +156,7 @@ def _num_kept(model: PreTrainedModel, mixers: Sequence[Mixer]) -> int:
 
 
 def _learn_states(model: PreTrainedModel, name: str, mixers: Sequence[Mixer]) -> tuple[StateShape, ...]:
-    expected = sum(kind in STATE_LAYERS for kind in _layer_types(model) or ())
+    expected = sum(map(keeps_state, _layer_types(model) or ()))
     if expected != len(mixers):
         raise _unsupported(model, name, f"{len(mixers)} of {expected} recurrent layers have a short convolution")
     shapes = []
