@@ -73,7 +73,7 @@ class Mixer:
     """
 
     def __init__(self, module: nn.Module, rank: int) -> None:
-        self.rank = rank
+        self.module, self.rank = module, rank
         self.number: int = module.layer_idx  # type: ignore[assignment]
         self.shape: StateShape | None = None
         self.limit = getattr(module, "time_step_limit", None)
