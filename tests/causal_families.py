@@ -59,21 +59,25 @@ PARTS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
+RECURRENT_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 # What the sizes above do not fit.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk1": {"n_group": 1, "topk_group": 1},
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1},
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_layer_indices": [1]},
     "blenderbot": {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": VOCAB},
     "blt": {"encoder_hash_byte_group_vocab": 99},
     "dots1": {"first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "gemma3n_text": {"layer_types": SLIDING_AND_FULL, "num_kv_shared_layers": 0},
     "gemma4_text": {"layer_types": SLIDING_AND_FULL},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, **RECURRENT_AND_FULL},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "longcat_flash": {"num_layers": 1, "head_dim": 8},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
     "plbart": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    "qwen3_5_moe_text": RECURRENT_AND_FULL,
+    "qwen3_5_text": RECURRENT_AND_FULL,
+    "qwen3_next": RECURRENT_AND_FULL,
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 48]},
     "whisper": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
     "xlnet": {"d_head": 16},

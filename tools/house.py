@@ -31,10 +31,10 @@ class Room(NamedTuple):
 
 ROOMS = {
     "ragcache": Room(1_280, 7, 1_120, 7),
-    "ragcache/kv": Room(1_942, 9, 1_870, 9),
-    "ragcache/models": Room(5_239, 26, 4_300, 20),
-    "ragcache/codecs": Room(2_397, 16, 2_321, 15),
-    "ragcache/fusion": Room(2_081, 15, 1_863, 15),
+    "ragcache/kv": Room(2_304, 10, 1_870, 9),
+    "ragcache/models": Room(5_551, 27, 4_300, 20),
+    "ragcache/codecs": Room(2_405, 16, 2_321, 15),
+    "ragcache/fusion": Room(2_107, 15, 1_863, 15),
     "ragcache/store": Room(6_134, 30, 5_559, 30),
     "ragcache/retrieval": Room(1_820, 10, 1_776, 9),
     "ragcache/ingest": Room(3_645, 21, 3_348, 21),
@@ -44,7 +44,7 @@ ROOMS = {
     # Annexes.
     "extras/eval/ragcache_eval": Room(5_466, 50, 5_150, 23),
     "extras/train/ragcache_train": Room(2_519, 21, 2_390, 12),
-    "extras/plan/ragcache_plan": Room(1_577, 8, 1_540, 8),
+    "extras/plan/ragcache_plan": Room(1_603, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(1_319, 11, 1_280, 10),
     "integrations/ray/ragcache_ray": Room(536, 3, 529, 3),
     "integrations/vllm/ragcache_vllm": Room(2_199, 14, 2_125, 13),

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.basis import Bases
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
-from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock, empty_block
+from ragcache.kv.block import HybridBlock, KVBlock, MixedBlock, SparseBlock, empty_block
 from ragcache.kv.cache_shape import CacheShape, LayerShape
+from ragcache.kv.state import StateMap
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _PART_OF = "part_of"
 _INT64 = 8  # bytes
 _KEPT, _TOKENS = "kept", "tokens"
+_STATE = "state."
 
 
 class Codec(ABC):
@@ -39,7 +41,8 @@ class Codec(ABC):
     Subclasses write what becomes of layers that are alike. A block whose layers differ is encoded part by part, each
     by `of_part`: tensors `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers]. A block, or part, whose heads
     hold some of its tokens alone is encoded as what they hold, with `kept`, uint8 [num_layers, num_kv_heads,
-    ceil(num_tokens / 8)], a bit a token, and `tokens`, int64 [1], their number.
+    ceil(num_tokens / 8)], a bit a token, and `tokens`, int64 [1], their number. What a block does to recurrent layers'
+    states is kept as it is by every codec: `state.<layer>.p`, `.q` and `.tail` (`kv/state.py`).
     """
 
     name: ClassVar[str]
@@ -97,7 +100,12 @@ class Codec(ABC):
         return parts + (_INT64 * len(layers) if len(counts) > 1 else 0)
 
     def encode(self, block: KVBlock) -> dict[str, Tensor]:
-        """The tensors to store, of any block. Raises UnencodableBlockError."""
+        """The tensors to store, of any block; maps of recurrent layers as they are. Raises UnencodableBlockError."""
+        if isinstance(block, HybridBlock):
+            maps = {
+                f"{_STATE}{rank}.{name}": t for rank, one in enumerate(block.states) for name, t in one.tensors.items()
+            }
+            return {**self.encode(block.kv), **maps}
         if not isinstance(block, MixedBlock):
             return self._encode_sparse(block)
         tensors = {_PART_OF: torch.tensor(block.part_of, dtype=torch.int64)}
@@ -112,6 +120,10 @@ class Codec(ABC):
 
     def decode(self, tensors: Mapping[str, Tensor]) -> KVBlock:
         """The block that `encode`'s tensors stand for, in the dtype it had. Raises DamagedBlockError when it can't."""
+        maps = {name.removeprefix(_STATE): one for name, one in tensors.items() if name.startswith(_STATE)}
+        if maps:
+            kv = self.decode({name: one for name, one in tensors.items() if not name.startswith(_STATE)})
+            return HybridBlock(kv, _state_maps(maps, kv.num_tokens))
         if _PART_OF not in tensors:
             return self._decode_sparse(tensors)
         part_of = tensors[_PART_OF]
@@ -147,6 +159,19 @@ class Codec(ABC):
             raise DamagedBlockError("a block whose heads hold some of its tokens says by an int64 how many it has")
         held = self.decode_alike({name: one for name, one in tensors.items() if name not in (_KEPT, _TOKENS)})
         return SparseBlock(held, tensors[_KEPT], int(number))
+
+
+def _state_maps(tensors: Mapping[str, Tensor], num_tokens: int) -> list[StateMap]:
+    """Maps of recurrent layers, by the tensors `<rank>.p`, `.q` and `.tail`. Raises DamagedBlockError."""
+    count, maps = sum(name.endswith(".tail") for name in tensors), []
+    for rank in range(count):
+        p, q, tail = (tensors.get(f"{rank}.{name}") for name in ("p", "q", "tail"))
+        if tail is None or tail.dim() != 2 or tail.shape[1] > num_tokens or (p is None) != (q is None):
+            break
+        maps.append(StateMap(p, q, tail))
+    if not count or len(maps) < count or sum(len(one.tensors) for one in maps) != len(tensors):
+        raise DamagedBlockError(f"the tensors {sorted(tensors)} are no maps of recurrent layers' states")
+    return maps
 
 
 # The codec that changes nothing.

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Blocks are written in the first version that has their kind, so that older versions read all that they can.
-FORMAT_VERSION, _MIXED, _PLAIN = 3, 2, 1  # 3: heads that hold some of the tokens alone; 2: layers that differ
+# 4: states of recurrent layers; 3: heads that hold some of the tokens alone; 2: layers that differ
+FORMAT_VERSION, _SPARSE, _MIXED, _PLAIN = 4, 3, 2, 1
 _WAY_OUT = "use the version that wrote it, or delete the block's document and ingest it again"
 
 
@@ -56,9 +57,11 @@ def _metadata(key: str, block: KVBlock, codec: Codec) -> dict[str, str]:
 
 
 def _format_of(block: KVBlock) -> int:
+    if block.states:
+        return FORMAT_VERSION
     if isinstance(block, MixedBlock):
         return max(_MIXED, *map(_format_of, block.parts))
-    return FORMAT_VERSION if isinstance(block, SparseBlock) else _PLAIN
+    return _SPARSE if isinstance(block, SparseBlock) else _PLAIN
 
 
 def codec_of(block: KVBlock) -> Codec:

@@ -161,13 +161,15 @@ def default_budget(lm: LanguageModel) -> int:
 
 def tokens_within(lm: LanguageModel, num_bytes: int) -> int:
     """Tokens whose cache surely takes no more."""
-    return max(0, num_bytes // kv_bytes(lm, 1) * capacity_for(1) - LARGEST_STEP)
+    states = 2 * lm.shape.state_bytes
+    return max(0, (num_bytes - states) // (kv_bytes(lm, 1) - states) * capacity_for(1) - LARGEST_STEP)
 
 
 def kv_bytes(lm: LanguageModel, num_tokens: int) -> int:
     """Bytes of a cache with room for `num_tokens` tokens."""
     position_bytes = lm.shape.num_layers * torch.int64.itemsize
-    return capacity_for(num_tokens) * (lm.kv_bytes_per_token + position_bytes)
+    states = 2 * lm.shape.state_bytes  # behind what was placed, and behind everything
+    return capacity_for(num_tokens) * (lm.kv_bytes_per_token + position_bytes) + states
 
 
 # Contexts that several questions read: placed once, held once, and kept for later questions.

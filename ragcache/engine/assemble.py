@@ -27,7 +27,7 @@ from ragcache.engine.same_embedder import refuse_other_embedder
 from ragcache.engine.store_config import Store, StoreConfig, open_kv_to_fill
 from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
-from ragcache.fusion.fuse import block_recipe
+from ragcache.fusion.fuse import block_recipe, check_method
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import Chunker, ChunkerConfig, PassthroughSplitter
@@ -119,6 +119,8 @@ def assemble(
 
     Raises ConfigError, ModelError, PromptError.
     """
+    if engine is not None and card.is_recurrent:
+        raise ConfigError(f"{card.name} has recurrent layers, whose states no other engine takes; leave the engine out")
     neighbours = _neighbours(store.documents, config, chosen.recipe)
     number, is_whole = neighbours.number, _is_whole(store.documents, chosen.recipe)
     stored = StoredBlocks(
@@ -130,6 +132,7 @@ def assemble(
     )
     choice = choose_method(card, chosen.method, chosen.method_options, stored)
     method = choice.method
+    check_method(card, method)
     text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format)
     first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
     own = replace(block_recipe(card, method, choice.recipe), neighbours=number)
@@ -171,8 +174,8 @@ def _is_whole(documents: DocumentStore, recipe: str | Recipe | None) -> bool:
 
 def _reads(card: ModelCard, engine: Connection | None, method: FusionMethod, *, is_whole: bool) -> bool:
     """Whether blocks can be read by this method, here or in another engine."""
-    if not method.reuses_blocks:
-        return True
+    if not method.reuses_blocks or (card.is_recurrent and not method.joins_states):
+        return not method.reuses_blocks
     return (is_whole or method.takes_sparse) and (engine is None or engine.reads(card, method))
 
 

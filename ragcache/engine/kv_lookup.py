@@ -107,6 +107,10 @@ class KVLookup:
         question places its own."""
         return self.encoder.recipe.keeps_all or not method.reuses_blocks
 
+    def shares_context_of(self, method: FusionMethod) -> bool:
+        """Whether questions over the same passages can stand on one context: a state is kept where blocks end alone."""
+        return self.keeps_context_of(method) and (method.reuses_blocks or not self.lm.is_recurrent)
+
     def is_of_store(self, asked: Request) -> bool:
         """Whether nothing stands before the question but the store's own prefix and passages that are still stored."""
         own = tuple(asked.reading.method.prefix_ids(self.lm, asked.prompt)) == self.encoder.first_ids

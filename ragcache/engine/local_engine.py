@@ -80,7 +80,7 @@ class LocalEngine:
         # The prefix tree keeps what runs as text, passages included; a placed context of blocks stays where it is.
         keep = reading.method.reuses_blocks and bool(prompt.chunk_ids)
         waiting = time.perf_counter()
-        key = asked.context_key if self.supply.keeps_context_of(reading.method) else None
+        key = asked.context_key if self.supply.shares_context_of(reading.method) else None
         with self.contexts.admit(key, need, limit, keep=keep) as seat:
             clock.queue_s = time.perf_counter() - waiting
             yield from self._answer(asked, seat)

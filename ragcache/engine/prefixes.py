@@ -21,7 +21,16 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe, digest
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.prefix_cache import Exact, ExactBlock, Owned, PrefixCache, PrefixMatch, PrefixStats, read_cache
+from ragcache.kv.prefix_cache import (
+    Exact,
+    ExactBlock,
+    Owned,
+    PrefixCache,
+    PrefixMatch,
+    PrefixStats,
+    read_cache,
+    states_behind,
+)
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Part, PromptEnds
 from ragcache.retrieval.retriever import Hit
@@ -162,7 +171,8 @@ class Prefixes:
         if not self._tree.budget_bytes:
             return
         try:
-            self._tree.insert(namespace, elements, read_cache(cache), owned)
+            states = states_behind(cache, len(elements))
+            self._tree.insert(namespace, elements, read_cache(cache), owned, states)
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when it finds no memory
             log.warning("the KV of a prompt is not kept for later ones: %s", error)
         owners, changed = {one.owner for one in owned}, drops != self.drops
@@ -226,14 +236,14 @@ class WholeStore:
 
         Raises CancelledError and TimedOutError within `limits.limited`.
         """
-        started, handle, rope = time.perf_counter(), self._encoder.key(ids), self._encoder.lm.rope
+        started, handle, lm = time.perf_counter(), self._encoder.key(ids), self._encoder.lm
         loaded = self._kv.get(handle)
         if loaded is not None:
-            return PrefixKV(ExactBlock(loaded.block, rope), load_s=time.perf_counter() - started)
+            return PrefixKV(ExactBlock(loaded.block, lm.rope, lm.shape), load_s=time.perf_counter() - started)
         (block,) = self._encoder.encode_limited([ids])
         encode_s = time.perf_counter() - started
         self._keep(handle, block, generation)
-        return PrefixKV(ExactBlock(block, rope), len(ids), encode_s)
+        return PrefixKV(ExactBlock(block, lm.rope, lm.shape), len(ids), encode_s)
 
     def _keep(self, handle: str, block: KVBlock, generation: int) -> None:
         """On disk, for as long as no document changes. What cannot be kept costs a later question time."""

@@ -121,6 +121,12 @@ class Prompts:
                 'leave out context="keep"',
                 "context",
             )
+        if method.reuses_blocks and self.lm.is_recurrent:
+            raise ConfigError(
+                f'context="keep" puts text between passages, and {self.lm.name} has recurrent layers, whose blocks are '
+                'joined side by side alone; choose method="full"',
+                "context",
+            )
         if method.reuses_blocks and self.names.recipe.sees_prefix:
             raise ConfigError(
                 'context="keep" needs blocks of recipe isolated: those behind a prefix stay behind it; open the store '
@@ -155,7 +161,7 @@ class Prompts:
             return reading
         if not hits:
             return reading.exactly(NOTHING_TO_REUSE)
-        if ends.label_ids and not reading.method.keeps_context:
+        if ends.label_ids and not reading.method.keeps_context_with(self.lm):
             return reading.exactly(f"text stands between the passages, which {reading.method.name} cannot read")
         if not choice.is_open:
             return reading

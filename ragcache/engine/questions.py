@@ -226,7 +226,7 @@ class Questions:
         """Whether stored passages that come as plain text can be read from their KV, with the text between them, and no
         token beside (link tokens, markers): what a prompt says never depends on what was found before."""
         method, recipe = reading.method, self._parts.reader.prompts.names.recipe
-        adds = method.additions(self._parts.card) != NO_ADDITIONS
+        adds = method.additions(self._parts.card) != NO_ADDITIONS or self._parts.card.is_recurrent
         return method.reuses_blocks and method.keeps_context and not adds and not recipe.sees_prefix
 
     # Work
@@ -265,7 +265,7 @@ class Questions:
         system: str | None,
     ) -> Iterator[Event]:
         parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.card.tokenizer
-        if reading.choice.gives_way and not reading.method.keeps_context:
+        if reading.choice.gives_way and not reading.method.keeps_context_with(parts.card):
             reading = reading.exactly(f"{reading.method.name} cannot keep the context of earlier turns")
         with _timed(reading) as clock:
             reader.prompts.check_keeps(reading)

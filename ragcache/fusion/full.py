@@ -24,6 +24,7 @@ class Full(FusionMethod):
     paper: ClassVar[str] = "baseline"
     summary: ClassVar[str] = "reads the whole prompt"
     reuses_blocks: ClassVar[bool] = False
+    joins_states: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.reuse, bool):

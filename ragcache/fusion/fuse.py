@@ -134,6 +134,7 @@ def fuse(
     prompt), ContextTooLongError, PromptError.
     """
     chosen = get_method(method, **options)
+    check_method(lm, chosen)
     parts = _parts(lm, chosen, prompt, evict)
     added, chunks = chosen.added_to(lm, parts), _chunks(parts)
     recipe = _used_recipe(lm, chosen, recipe, blocks, added if chunks else None)
@@ -147,6 +148,11 @@ def fuse(
     lm.check_ids(layout.ids, "the prompt")
     job = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens, scope=scope)
     job, encoded = _with_blocks(job, chunks, recipe, prefix_ids, blocks)
+    if lm.shape.states and not layout.running(job.known).behind:
+        raise PromptError(
+            f"text stands between two passages, and {lm.name} has recurrent layers, whose blocks are joined "
+            "side by side alone; choose full, or put it before, behind or into a passage"
+        )
     done = _prefill(chosen, job, evict, len(prefix_ids), suffix_tokens)
     return Fused(
         prompt=prompt,
@@ -229,7 +235,7 @@ def _exact(
     if exact is not None:
         raise ConfigError("prefix_block and exact exclude each other: both are the prefix's KV; give one")
     _check_block(lm, "the prefix", block, prefix_tokens)
-    return ExactBlock(block, lm.rope)
+    return ExactBlock(block, lm.rope, lm.shape)
 
 
 def _check_prefix(
@@ -284,6 +290,7 @@ def block_recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | Non
 
     Raises ConfigError for a recipe that the method cannot use.
     """
+    check_method(lm, method)
     return _recipe(lm, method, recipe, method.additions(lm))
 
 
@@ -295,6 +302,10 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
     chosen = Recipe.of(recipe)
     if not method.reuses_blocks:
         return chosen
+    if lm.is_recurrent and not chosen.joins_states:
+        raise ConfigError(
+            f"{lm.name} has recurrent layers and reads no blocks of recipe {chosen}; use isolated or prefix"
+        )
     if chosen.name not in method.recipes:
         raise ConfigError(
             f"method {method.name!r} needs blocks of recipe {' or '.join(method.recipes)}, not {chosen.name!r}; "
@@ -317,6 +328,16 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
     if chosen.markers not in (None, added.markers) or chosen.anchors not in (None, added.anchors):
         raise ConfigError(f"method {method.name!r} needs blocks of recipe {wanted}, not {chosen}; encode them again")
     return wanted
+
+
+def check_method(lm: ModelCard, method: FusionMethod) -> None:
+    """Raises ConfigError where the method cannot take a recurrent layer's state through passages."""
+    if lm.is_recurrent and not method.joins_states:
+        joining = ", ".join(name for name, kind in METHODS.items() if kind.joins_states)
+        raise ConfigError(
+            f"method {method.name!r} cannot read with {lm.name}, which has recurrent layers: their states pass over "
+            f"whole passages, in order; choose one of {joining}"
+        )
 
 
 def _movers() -> str:
@@ -371,7 +392,9 @@ def _check_blocks(
 
 def _check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int, held: int | None = None) -> None:
     """held: tokens that each head of it holds, mean over the layers; None: all"""
-    if block.layers != lm.shape.layers:
+    states = zip(block.states, lm.shape.states, strict=False)
+    is_ours = len(block.states) == len(lm.shape.states) and all(one.fits(own, block.num_tokens) for one, own in states)
+    if block.layers != lm.shape.layers or not is_ours:
         raise StaleBlockError(f"the block of {what} was made by another model; encode it with {lm.name}")
     if block.num_tokens != num_tokens:
         read = block.num_tokens

@@ -132,9 +132,10 @@ class Job:
 
     def place_exact(self, cache: FusedCache, layer: int) -> None:
         """Place the first tokens, of which there may be none."""
+        from ragcache.kv.prefix_cache import place_exact
+
         if self.exact is not None:
-            keys, values = cache.reserve(layer, torch.arange(self.exact.num_tokens, device=self.lm.device))
-            self.exact.copy_layer(layer, keys[0], values[0])
+            place_exact(cache, layer, self.exact)
 
     def new_cache(self, place: Place, num_tokens: int | None = None) -> FusedCache:
         """An empty cache.
@@ -200,6 +201,8 @@ class FusionMethod:
     needs_training: whether an untrained model is expected to answer worse with it
     reuses_blocks:  whether it wants KV blocks at all (full prefill does not)
     recipes:        recipes its blocks may be encoded under, the default first
+    joins_states:   whether it can read with a model that has recurrent layers: nothing of a passage runs again, and no
+                    token but text stands between passages
     """
 
     name: ClassVar[str]
@@ -208,6 +211,7 @@ class FusionMethod:
     needs_training: ClassVar[bool] = False
     reuses_blocks: ClassVar[bool] = True
     recipes: ClassVar[tuple[str, ...]] = ("isolated", "prefix")
+    joins_states: ClassVar[bool] = False
 
     @property
     def takes_exact(self) -> bool:
@@ -219,6 +223,10 @@ class FusionMethod:
         """Whether it can read several groups of passages with text between them, as a conversation has them: every
         token at its global position, blocks as they are, all other tokens over everything before them."""
         return False
+
+    def keeps_context_with(self, lm: ModelCard) -> bool:
+        """`keeps_context` with this model: a recurrent layer's blocks are joined side by side alone."""
+        return self.keeps_context and not (lm.is_recurrent and self.reuses_blocks)
 
     @property
     def shares_context(self) -> bool:
@@ -277,10 +285,11 @@ class FusionMethod:
                 f"{count} passages were given and method {self.name!r} reads {limit} at most with {lm.name}; "
                 f"ask for fewer (k={limit})"
             )
-        if prompt.label_ids and not self.keeps_context:
+        if prompt.label_ids and not self.keeps_context_with(lm):
+            others = "full" if lm.is_recurrent else "reposition, link or full"
             raise PromptError(
-                f"text stands between two passages, and method {self.name!r} reads none there; choose reposition, link "
-                "or full, or put it before, behind or into a passage"
+                f"text stands between two passages, and method {self.name!r} reads none there; choose "
+                f"{others}, or put it before, behind or into a passage"
             )
 
     def prefill(self, job: Job) -> Prefilled:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ragcache.kv.block import KVBlock
+from ragcache.kv.state import compose
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ class Placer:
     def place(self, cache: FusedCache, layer: int) -> None:
         if not self._blocks:
             return
+        if (rank := layer - len(self._lengths)) >= 0:
+            self._place_state(cache, rank)
+            return
         positions, angles, lengths = self.positions, self._angles, self._lengths[layer]
         if self._sparse:
             positions = self._positions_by_head(layer)
@@ -71,6 +75,12 @@ class Placer:
         self._lm.rope.turn(scratch[None], angles.of(layer), keys)
         for block, place in zip(self._blocks, torch.split(values[0], lengths, dim=1), strict=True):
             block.copy_values(layer, place)
+
+    def _place_state(self, cache: FusedCache, rank: int) -> None:
+        """Take a recurrent layer's state through all blocks, in order."""
+        width = self._lm.shape.states[rank].conv[1]
+        maps = [block.states[rank] for block in self._blocks]
+        cache.states[rank] = compose(cache.states[rank], maps, width, self._lm.device)
 
     def _positions_by_head(self, layer: int) -> Tensor:
         """int64 [num_kv_heads, tokens that a head holds of all blocks]"""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.cache_shape import CacheShape, LayerShape
+from ragcache.kv.state import StateMap
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ class KVBlock:
     def num_tokens(self) -> int:
         """Tokens that were read."""
         return self.key_shape[2]
+
+    @property
+    def states(self) -> tuple[StateMap, ...]:
+        """What the chunk does to the states of recurrent layers; see `kv/state.py`."""
+        return ()
 
     @property
     def held_by_layer(self) -> tuple[int, ...]:
@@ -208,6 +214,48 @@ def empty_block(shape: CacheShape, num_tokens: int) -> KVBlock:
     ]
     kinds = list(counts)
     return parts[0] if len(parts) == 1 else MixedBlock(parts, [kinds.index(layer) for layer in shape.layers])
+
+
+# Blocks of models with recurrent layers.
+
+
+class HybridBlock(MixedBlock):
+    """A block of a model with recurrent layers.
+
+    kv:     keys and values of its other layers
+    states: maps of the recurrent ones, in the model's order
+    """
+
+    def __init__(self, kv: KVBlock, states: Sequence[StateMap], recipe: Recipe | None = None) -> None:
+        super().__init__([kv], [0] * kv.num_layers, recipe)
+        self.kv = kv
+        self._states = tuple(states)
+
+    def __repr__(self) -> str:
+        return f"HybridBlock({self.kv!r}, {len(self.states)} states)"
+
+    @property
+    def states(self) -> tuple[StateMap, ...]:
+        return self._states
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + sum(one.num_bytes for one in self.states)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
+        return HybridBlock(self.kv.map(change), [one.map(change) for one in self.states], self.recipe)
+
+    def made_by(self, recipe: Recipe) -> KVBlock:
+        return HybridBlock(self.kv, self.states, recipe)
+
+    def equal(self, other: KVBlock) -> bool:
+        pairs = zip(self.states, other.states, strict=False)
+        return super().equal(other) and len(self.states) == len(other.states) and all(map(_same, pairs))
+
+
+def _same(pair: tuple[StateMap, StateMap]) -> bool:
+    one, other = (each.tensors for each in pair)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 # Blocks of which each KV head holds some of the tokens alone.

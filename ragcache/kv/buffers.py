@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ragcache.kv.block import empty_block
 from ragcache.kv.cache_shape import CacheShape
+from ragcache.kv.state import State
 
 # Buffers come in few sizes, so that idle ones fit later requests. A question over a shared context needs a few dozen
 # tokens of its own: in steps of 256, eight askers over 2,000 shared tokens held 1.8 times what one holds.
@@ -97,16 +99,18 @@ class SharedContext:
     """The first tokens of a cache, for others to stand on: never written to again, and there as long as one needs it.
 
     num_tokens: in every layer
+    states:     of recurrent layers, behind these tokens
     """
 
-    def __init__(self, loan: BufferHandle, num_tokens: int) -> None:
+    def __init__(self, loan: BufferHandle, num_tokens: int, states: Sequence[State] = ()) -> None:
         self._loan = loan
         self.num_tokens = num_tokens
+        self.states = tuple(states)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the cache's buffers, unused room included."""
-        return self._loan.buffers.num_bytes
+        return self._loan.buffers.num_bytes + sum(state.num_bytes for state in self.states)
 
     def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """keys and values, [1, num_kv_heads, num_tokens, head_dim], and key positions, int64 [num_tokens]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -19,15 +20,37 @@ class LayerKind(Enum):
     """Kinds of layers by what they keep. A kind that is built has a shape type for `CacheShape.layers`.
 
     KV:     keys and values, by head or as one latent for all heads: `LayerShape`
-    STATE:  a state that each token changes (recurrent layers), or keys that a pattern of its own picks; not built
+    STATE:  a state that each token changes: `StateShape`
+    OTHER:  keys that a pattern of its own picks; not built
+    NONE:   nothing: the layer sees each token by itself
     """
 
     KV = "keep keys and values"
-    STATE = "keep a state or a pattern that cannot be moved"
+    STATE = "keep a state, and no layer keeps keys and values"
+    OTHER = "keep a state or a pattern that cannot be moved"
+    NONE = "keep nothing"
 
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers, as configurations call them, that keep keys and values."""
+STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
+"""Those that keep a state; "hybrid" ones keep keys and values beside it."""
+
+
+def keeps_state(name: str) -> bool:
+    return name in STATE_LAYERS
+
+
+def layer_kind(name: str) -> LayerKind:
+    """What a layer of this type keeps."""
+    if keeps_state(name):
+        return LayerKind.STATE
+    return LayerKind.KV if name in ATTENTION_LAYERS else LayerKind.NONE if name in ("mlp", "moe") else LayerKind.OTHER
+
+
+def keeps_kv(name: str) -> bool:
+    """Whether a layer of this type keeps keys and values, or is to."""
+    return name == "hybrid" or layer_kind(name) not in (LayerKind.STATE, LayerKind.NONE)
 
 
 def refuse_unbuilt(model: str, kinds: Mapping[str, LayerKind]) -> None:
@@ -37,7 +60,9 @@ def refuse_unbuilt(model: str, kinds: Mapping[str, LayerKind]) -> None:
     kinds: of all its layers, by the name of the layer's type
     """
     unbuilt = {kind: sorted(name for name, own in kinds.items() if own is kind) for kind in LayerKind}
-    del unbuilt[LayerKind.KV]
+    del unbuilt[LayerKind.KV], unbuilt[LayerKind.NONE]
+    if LayerKind.KV in kinds.values() or "hybrid" in kinds:
+        del unbuilt[LayerKind.STATE]
     reasons = [f"layers of type {', '.join(names)} {kind.value}" for kind, names in unbuilt.items() if names]
     if reasons:
         raise UnsupportedModelError(f"{model} is not supported: {'; '.join(reasons)}")
@@ -60,14 +85,44 @@ class LayerShape(NamedTuple):
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
+class StateShape(NamedTuple):
+    """State of one recurrent layer.
+
+    conv:      channels and width of its short convolution's window
+    state:     [num_heads, rows, columns]; None where the convolution is all (LFM2)
+    is_matrix: a chunk mixes a head's rows by a matrix (gated delta rule); else it multiplies by one number (Mamba-2)
+    """
+
+    conv: tuple[int, int]
+    state: tuple[int, int, int] | None = None
+    is_matrix: bool = False
+
+    def held_bytes(self, itemsize: int) -> int:
+        """Bytes of the state itself. itemsize: bytes of a number of the model; a state is in float32"""
+        return math.prod(self.conv) * itemsize + (4 * math.prod(self.state) if self.state else 0)
+
+    def map_bytes(self, itemsize: int) -> int:
+        """Bytes of what a block keeps of it (`StateMap`), at most."""
+        heads, rows, _ = self.state or (0, 0, 0)
+        return self.held_bytes(itemsize) + 4 * heads * (rows * rows if self.is_matrix else 1)
+
+
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape of a model's cache, layer by layer. latent: layers that keep a latent"""
+    """The shape of a model's cache, layer by layer.
+
+    layers:  those that keep keys and values
+    latent:  of these, layers that keep a latent
+    states:  recurrent layers
+    numbers: the model's own numbers of `layers`; empty where these are all of its layers
+    """
 
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
     device: torch.device
     latent: frozenset[int] = frozenset()
+    states: tuple[StateShape, ...] = ()
+    numbers: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -81,3 +136,17 @@ class CacheShape:
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers."""
         return sum(layer.numbers for layer in self.layers) * self.dtype.itemsize
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of all recurrent layers' states, however many tokens they have read."""
+        return sum(state.held_bytes(self.dtype.itemsize) for state in self.states)
+
+    @cached_property
+    def map_bytes(self) -> int:
+        """Bytes of what a block keeps of recurrent layers, however many tokens it has (fewer for the shortest ones)."""
+        return sum(state.map_bytes(self.dtype.itemsize) for state in self.states)
+
+    def rank(self, number: int) -> int:
+        """The place in `layers` of the layer that the model calls by this number."""
+        return self.numbers.index(number) if self.numbers else number

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import Cache
 
 from ragcache.kv.buffers import BufferHandle, BufferPool, KVBuffers, SharedContext
+from ragcache.kv.cache_shape import CacheShape
+from ragcache.kv.state import State
 
 Adjust = Callable[[Tensor, Tensor], Tensor]
 Merge = Callable[[Tensor, Tensor], Tensor]
@@ -22,18 +24,21 @@ Step = Callable[["FusedCache", Tensor, Tensor], Tensor]
 
 
 class CacheMark(NamedTuple):
-    """Contents of a cache at one moment, by layer: tokens, tokens that had run, whether the context was placed."""
+    """Contents of a cache at one moment, by layer: tokens, tokens that had run, whether the context was placed, and
+    states."""
 
     lengths: tuple[int, ...]
     ran: tuple[int, ...]
     filled: tuple[bool, ...]
+    states: tuple[State | None, ...]
 
 
 class FusedCache(Cache):  # type: ignore[misc]
     """Placed context, then every token that runs.
 
     capacity: tokens to reserve, those of `base` aside; grows by half when more arrive
-    fill:     called once a layer, before the layer is first used; places that layer's context
+    fill:     called once a layer, before the layer is first used; places that layer's context. Recurrent layers are
+              numbered behind the others
     base:     what it stands on instead: the context that another cache has shared. It is copied only where its tokens
               are replaced or dropped
 
@@ -45,6 +50,7 @@ class FusedCache(Cache):  # type: ignore[misc]
     step:     runs an answer's next token in a pass of its own, in place of a plain pass: a function of (this cache, the
               token's id and its position, both int64 [1]) that returns logits, float32 [vocab_size]
     probing:  new keys and values are handed back alone and not kept
+    states:   of recurrent layers, behind everything so far; None: of no token
     """
 
     def __init__(
@@ -62,7 +68,9 @@ class FusedCache(Cache):  # type: ignore[misc]
         self.base = base
         self.fill = fill
         self.lengths = [self._base_tokens] * pool.shape.num_layers
-        self._filled = [fill is None] * pool.shape.num_layers
+        self.states: list[State | None] = [*base.states] if base and base.states else [None] * len(pool.shape.states)
+        self._placed_states = list(self.states)
+        self._filled = [fill is None] * (pool.shape.num_layers + len(self.states))
         self._placed = [0] * pool.shape.num_layers
         self._ran = [0] * pool.shape.num_layers
         self.adjust: Adjust | None = None
@@ -100,9 +108,21 @@ class FusedCache(Cache):  # type: ignore[misc]
         """Its first tokens, for other caches to stand on. It goes on behind them, and keeps what it has shared."""
         if self._loan is None or self.fill is not None or min(self.lengths) < num_tokens or self._head_positions:
             raise ValueError("only what all heads of all layers hold alike can be shared")
+        states = self.states if max(self.lengths) == num_tokens else self._placed_states
+        if states is self._placed_states and states and self._context_tokens != num_tokens:
+            raise ValueError("a state cannot be cut: only all tokens, or all that were placed, can be shared")
         self._own_base()
-        self._shared = SharedContext(self._loan, num_tokens)
+        self._shared = SharedContext(self._loan, num_tokens, [state for state in states if state is not None])
         return self._shared
+
+    @property
+    def shape(self) -> CacheShape:
+        return self._pool.shape
+
+    @property
+    def _context_tokens(self) -> int:
+        """Tokens that stood here before any ran."""
+        return max(self.lengths) - max(self._ran)
 
     @property
     def capacity(self) -> int:
@@ -149,20 +169,28 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     def mark(self) -> CacheMark:
         """The present moment, to come back to with `rewind`."""
-        return CacheMark(tuple(self.lengths), tuple(self._ran), tuple(self._filled))
+        return CacheMark(tuple(self.lengths), tuple(self._ran), tuple(self._filled), tuple(self.states))
 
     def rewind(self, mark: CacheMark) -> None:
         """Forget what was appended since; a context that was placed meanwhile stays."""
         for layer, length in enumerate(mark.lengths):
             placed_since = self._filled[layer] and not mark.filled[layer]
             self.lengths[layer] = self._placed[layer] if placed_since else length
+        for rank, state in enumerate(mark.states):
+            placed_since = self._filled[rank - len(mark.states)] and not mark.filled[rank - len(mark.states)]
+            self.states[rank] = self._placed_states[rank] if placed_since else state
         self._ran = list(mark.ran)
 
     @torch.inference_mode()
     def place(self) -> None:
         """Place every layer's context now. Without this, each is placed just before its layer runs."""
-        for layer in range(len(self.lengths)):
+        for layer in range(len(self._filled)):
             self._ensure(layer)
+
+    def state(self, rank: int) -> State | None:
+        """The state of a recurrent layer, its context placed."""
+        self._ensure(len(self.lengths) + rank)
+        return self.states[rank]
 
     def narrow(self, rows: Tensor | None) -> None:
         """Only these of the announced tokens come from now on: int64 [num_rows]; None: all."""
@@ -229,7 +257,7 @@ class FusedCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Called by the model's attention: write the new tokens' rotated keys and values, return all of the layer's (of
         the tokens behind its `base`)."""
-        num_tokens = key_states.shape[2]
+        num_tokens, layer_idx = key_states.shape[2], self._pool.shape.rank(layer_idx)
         if self.probing:
             self._projected[layer_idx] = max(num_tokens, self._projected[layer_idx])
             return key_states, value_states
@@ -279,7 +307,10 @@ class FusedCache(Cache):  # type: ignore[misc]
             return
         self._filled[layer] = True
         self.fill(layer)
-        self._placed[layer] = self.lengths[layer]
+        if layer < len(self.lengths):
+            self._placed[layer] = self.lengths[layer]
+        else:
+            self._placed_states[layer - len(self.lengths)] = self.states[layer - len(self.lengths)]
         if all(self._filled):
             self.fill = None  # it holds the blocks: decoding needs them no more
 

@@ -29,6 +29,7 @@ from ragcache.kv.buffers import SharedContext
 from ragcache.kv.cache_shape import CacheShape
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Rope
+from ragcache.kv.state import State, compose
 
 PAGE_TOKENS = 128
 
@@ -56,15 +57,23 @@ class PrefixMatch:
     Deleting what it was computed over takes it out of the tree at once; its bytes count until the release.
     """
 
-    def __init__(self, tree: PrefixCache, node: Node | None, slices: list[Slice]) -> None:
+    def __init__(self, tree: PrefixCache, node: Node | None, slices: list[Slice], ends: list[tuple[int, End]]) -> None:
         self._tree = tree
         self._node = node
         self._slices = slices
+        self._ends = ends
         self.num_tokens = sum(one.num_tokens for one in slices)
+        self.cut(self.num_tokens)
 
     def cut(self, num_tokens: int) -> None:
-        """Use so many of the tokens at most."""
+        """Use so many of the tokens at most: with recurrent layers, as many as a kept state stands behind."""
         self.num_tokens = min(self.num_tokens, max(0, num_tokens))
+        if self._tree.shape.states:
+            self.num_tokens = max((at for at, _ in self._ends if at <= self.num_tokens), default=0)
+
+    @property
+    def states(self) -> Sequence[State]:
+        return next((end.states for at, end in self._ends if at == self.num_tokens), ())
 
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write one layer's rotated keys, and values, to [num_kv_heads, num_tokens, head_dim]."""
@@ -132,31 +141,45 @@ class PrefixCache:
         """Tokens that `match` would find; changes nothing."""
         wanted = np.asarray(elements, dtype=np.int64)
         with self._lock:
-            return sum(shared for _, shared in self._walk(namespace, wanted))
+            path = list(self._walk(namespace, wanted))
+            if self.shape.states:
+                return max((at for at, _ in _ends(path)), default=0)
+            return sum(shared for _, shared in path)
 
     def insert(
-        self, namespace: str, elements: Sequence[int] | Elements, read: Read, owned: Sequence[Owned] = ()
+        self,
+        namespace: str,
+        elements: Sequence[int] | Elements,
+        read: Read,
+        owned: Sequence[Owned] = (),
+        states: Sequence[State] = (),
     ) -> int:
         """Keep the KV of a sequence: of its new part, as much as there can be room for. Returns the tokens held now.
 
         read:  a function of (layer, start, stop) that gives rotated keys and values of these elements,
                [num_kv_heads, stop - start, head_dim] each; called without any lock
         owned: what the elements belong to; see `drop`
+        states: of recurrent layers behind the sequence. A state cannot be cut: where there are such layers, all of the
+                sequence is kept, with them, or none of it
         """
         wanted = np.asarray(elements, dtype=np.int64)
         with self._lock:
             known = self._lease(namespace, wanted)
-            sizes = self._reserve(len(wanted) - known.num_tokens)
-        start = known.num_tokens
+            start, missing = known.num_tokens, len(wanted) - known.num_tokens
+            end = End(tuple(states)) if states and missing else None
+            sizes = self._reserve(missing, end)
+            if self.shape.states and not sizes:
+                self._release_locked(known)
+                return start
         try:
             pages = self._copied(sizes, start, read)
         except BaseException:
             with self._lock:
-                self._used_bytes -= sum(sizes) * self.token_bytes
+                self._used_bytes -= sum(sizes) * self.token_bytes + (0 if end is None else end.num_bytes)
                 self._release_locked(known)
             raise
         with self._lock:
-            held = self._attach(namespace, wanted[: start + sum(sizes)], start, pages, owned)
+            held = self._attach(namespace, wanted[: start + sum(sizes)], start, pages, owned, end)
             self._release_locked(known)
         return held
 
@@ -234,14 +257,16 @@ class PrefixCache:
         slices: list[Slice] = []
         for node, shared in path:
             slices += first_tokens(node.slices, shared)
-        for one in slices:
-            one.page.uses += 1
+        ends = _ends(path)
+        held: list[Page | End] = [*(one.page for one in slices), *(end for _, end in ends)]
+        for page in held:
+            page.uses += 1
         for node, _ in reversed(path):
             self._order.move_to_end(node)
         last = path[-1][0] if path else None
         if last is not None:
             last.leases += 1
-        return PrefixMatch(self, last, slices)
+        return PrefixMatch(self, last, slices, ends)
 
     def _release(self, lease: PrefixMatch) -> None:
         with self._lock:
@@ -250,24 +275,28 @@ class PrefixCache:
     def _release_locked(self, lease: PrefixMatch) -> None:
         if lease._node is not None:
             lease._node.leases -= 1
-        self._let_go(lease._slices)
-        lease._node, lease._slices = None, []
+        self._let_go(lease._slices, *(end for _, end in lease._ends))
+        lease._node, lease._slices, lease._ends = None, [], []
 
-    def _let_go(self, slices: Sequence[Slice]) -> None:
-        for one in slices:
-            one.page.uses -= 1
-            if not one.page.uses:
-                self._used_bytes -= one.page.held.num_bytes
+    def _let_go(self, slices: Sequence[Slice], *ends: End | None) -> None:
+        for one in [*(one.page for one in slices), *ends]:
+            if one is not None:
+                one.uses -= 1
+                self._used_bytes -= 0 if one.uses else one.num_bytes
 
-    def _reserve(self, num_tokens: int) -> list[int]:
-        """Take pages of so many tokens from the budget, evicting for them; fewer where that is not enough.
+    def _reserve(self, num_tokens: int, end: End | None) -> list[int]:
+        """Take pages of so many tokens from the budget, evicting for them; fewer where that is not enough. Where there
+        are recurrent layers: all of them and their states, or nothing.
 
         Returns tokens by page.
         """
-        self._evict(self._used_bytes + num_tokens * self.token_bytes - self.budget_bytes)
-        free = max(0, (self.budget_bytes - self._used_bytes) // self.token_bytes)
+        beside = 0 if end is None else end.num_bytes
+        self._evict(self._used_bytes + num_tokens * self.token_bytes + beside - self.budget_bytes)
+        free = max(0, (self.budget_bytes - self._used_bytes - beside) // self.token_bytes)
         count = min(num_tokens, free)
-        self._used_bytes += count * self.token_bytes
+        if self.shape.states and (end is None or count < num_tokens):
+            return []
+        self._used_bytes += count * self.token_bytes + beside
         full, rest = divmod(count, self._page_tokens)
         return [self._page_tokens] * full + ([rest] if rest else [])
 
@@ -278,7 +307,7 @@ class PrefixCache:
             victim = next((node for node in self._order if not node.children and not node.leases), None)
             if victim is None:
                 return
-            lost = victim.slices[-1].num_tokens
+            lost = len(victim.elements) if self.shape.states else victim.slices[-1].num_tokens
             self._truncate(victim, len(victim.elements) - lost)
             self._counts["evicted"] += lost
 
@@ -298,17 +327,17 @@ class PrefixCache:
         kept = first_tokens(node.slices, keep)
         for one in kept:
             one.page.uses += 1
-        self._let_go(node.slices)
+        self._let_go(node.slices, node.end)
         self._counts["tokens"] -= len(node.elements) - keep
-        node.slices = kept
+        node.slices, node.end = kept, None
         node.elements = node.elements[:keep].copy()
         node.owned = clip(node.owned, 0, keep)
 
     def _forget(self, node: Node) -> None:
         del self._order[node]
-        self._let_go(node.slices)
+        self._let_go(node.slices, node.end)
         self._counts["tokens"] -= len(node.elements)
-        node.parent, node.slices = None, []
+        node.parent, node.slices, node.end = None, [], None
 
     def _copied(self, sizes: Sequence[int], start: int, read: Read) -> list[Page]:
         """New pages of these sizes with the sequence's KV from `start` on."""
@@ -324,12 +353,20 @@ class PrefixCache:
         return pages
 
     def _attach(
-        self, namespace: str, wanted: Elements, start: int, pages: Sequence[Page], owned: Sequence[Owned]
+        self,
+        namespace: str,
+        wanted: Elements,
+        start: int,
+        pages: Sequence[Page],
+        owned: Sequence[Owned],
+        end: End | None,
     ) -> int:
         """Hang the pages, which hold the KV from `start` on, below what the tree has by now. Returns tokens held."""
         slices = [Slice(page, 0, page.held.num_tokens) for page in pages]
-        for one in slices:  # held here, so that those that nobody needs are given back below
-            one.page.uses += 1
+        for page in pages:  # held here, so that what nobody needs is given back below
+            page.uses += 1
+        if end is not None:
+            end.uses += 1
         root = self._roots.setdefault(namespace, Node(wanted[:0], [], [], None))
         path = list(self._walk(namespace, wanted))
         at = sum(shared for _, shared in path)
@@ -348,7 +385,13 @@ class PrefixCache:
             self._touch(above)
             self._counts["tokens"] += len(new.elements)
             at = len(wanted)
-        self._let_go(slices)
+            path = [(new, len(new.elements))]
+        if end is not None and at == len(wanted) and path:
+            last = self._split(*path[-1])
+            if last.end is None:
+                last.end = end
+                end.uses += 1
+        self._let_go(slices, end)
         return at
 
     def _touch(self, node: Node | None) -> None:
@@ -402,6 +445,22 @@ class Page:
     held: KVBlock
     uses: int = 0
 
+    @property
+    def num_bytes(self) -> int:
+        return self.held.num_bytes
+
+
+@dataclass(eq=False)
+class End:
+    """States of recurrent layers behind the last element of a node. uses: nodes and leases that hold them"""
+
+    states: tuple[State, ...]
+    uses: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(state.num_bytes for state in self.states)
+
 
 class Slice(NamedTuple):
     """Tokens [start, stop) of a page. A node that is split shares the page of the cut between its halves."""
@@ -421,6 +480,7 @@ class Node:
 
     elements: of the edge, int64 [n]; slices: their KV, in order; owned: within the edge
     leases:   askers that are reading down to here
+    end:      states behind the edge, where a sequence was kept that ends there
     """
 
     elements: Elements
@@ -429,6 +489,17 @@ class Node:
     parent: Node | None
     children: dict[int, Node] = field(default_factory=dict)
     leases: int = 0
+    end: End | None = None
+
+
+def _ends(path: Sequence[tuple[Node, int]]) -> list[tuple[int, End]]:
+    """States along a path of nodes, each with the number of elements before it. path: with elements shared by node"""
+    found, at = [], 0
+    for node, shared in path:
+        at += shared
+        if node.end is not None and shared == len(node.elements):
+            found.append((at, node.end))
+    return found
 
 
 def common_length(one: Elements, other: Elements) -> int:
@@ -484,8 +555,22 @@ class Exact(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
+    @property
+    def states(self) -> Sequence[State]:
+        """Those of recurrent layers behind these tokens."""
+
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write one layer's to [num_kv_heads, num_tokens, head_dim] each."""
+
+
+def place_exact(cache: FusedCache, layer: int, exact: Exact) -> None:
+    """Place the first tokens of one layer, recurrent ones counted behind the others, into a cache."""
+    rank = layer - len(cache.lengths)
+    if rank >= 0:
+        cache.states[rank] = exact.states[rank] if exact.num_tokens else None
+        return
+    keys, values = cache.reserve(layer, torch.arange(exact.num_tokens, device=cache.shape.device))
+    exact.copy_layer(layer, keys[0], values[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -494,10 +579,16 @@ class ExactBlock:
 
     block: KVBlock
     rope: Rope
+    shape: CacheShape
 
     @property
     def num_tokens(self) -> int:
         return self.block.num_tokens
+
+    @property
+    def states(self) -> Sequence[State]:
+        pairs = zip(self.block.states, self.shape.states, strict=True)
+        return [compose(None, [one], shape.conv[1], self.shape.device) for one, shape in pairs]
 
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self.rope.rotate(self.block.layer_keys(layer).to(keys.device, keys.dtype), layer, 0, out=keys)
@@ -519,6 +610,12 @@ def read_cache(cache: FusedCache | SharedContext) -> Read:
         return _gathered([keys[0] for keys, _, _ in parts], index), _gathered([v[0] for _, v, _ in parts], index)
 
     return read
+
+
+def states_behind(cache: FusedCache | SharedContext, num_tokens: int) -> list[State]:
+    """States of recurrent layers behind so many tokens, which are all that the cache holds; else none."""
+    held = cache.num_tokens if isinstance(cache, SharedContext) else cache.get_seq_length()
+    return [state for state in cache.states if state is not None] if held == num_tokens else []
 
 
 def _gathered(parts: Sequence[Tensor], index: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from ragcache.kv.anchor_tokens import OPEN, sees_within
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Rope, Source, as_angles
+from ragcache.kv.state import State, StateMap
 from ragcache.models.attention_kernels import (
     PartialAttention,
     Scoring,
@@ -45,6 +46,8 @@ from ragcache.models.attention_kernels import (
 
 NAME = "ragcache"
 LATENT = "expand_kv"  # what transformers calls the method of an attention that caches latents and makes KV of them
+RANK = "ragcache_rank"
+"""Attribute of attention modules of models with recurrent layers: their place among those that keep keys and values."""
 # Rows that share one mask: more of them attend to keys that only the last can see. A GPU repeats the KV heads for every
 # span and wants few of them.
 CPU_SPAN_ROWS = 128
@@ -62,6 +65,9 @@ class EncodePass:
     angles: cos and sin by their source, as the model computed them; filled by the rotary hook
     windows: the sliding window that each layer asked for; None where it sees everything
     received: keys and values that each layer last attended to, in a plain pass alone
+    lengths: tokens of each chunk whose map of states is wanted; see `models/recurrence.py`
+    states:  that enter recurrent layers, those behind the prefix; empty for none
+    maps:    by chunk, of the recurrent layers so far
     """
 
     rope: Rope | None
@@ -70,6 +76,9 @@ class EncodePass:
     angles: dict[Source, tuple[Tensor, Tensor]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     received: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    lengths: Sequence[int] = ()
+    states: Sequence[State] = ()
+    maps: list[list[StateMap]] = field(default_factory=list)
 
 
 class Projected(NamedTuple):
@@ -222,6 +231,12 @@ def expand(module: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
     return pair if make is None else make(pair[1], pair[0])
 
 
+def layer_of(module: nn.Module) -> int:
+    """The place of an attention module's layer among those that keep keys and values."""
+    layer: int = getattr(module, RANK if hasattr(module, RANK) else "layer_idx")
+    return layer
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -259,7 +274,7 @@ def _encode_inputs(
     current: EncodePass, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What is attended: rotated, behind the prefix."""
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer = layer_of(module)
     current.windows[layer] = window
     rope = current.rope
     if rope is None:
@@ -327,7 +342,7 @@ def _attend_members(
 
     own: keys and values of all heads that the cache of a single member holds, its base aside
     """
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer = layer_of(module)
     outs: list[Tensor] = [rows[0]] * len(members)
     groups: dict[int, tuple[SharedContext, list[int]]] = {}
     for rank, member in enumerate(members):
@@ -349,7 +364,7 @@ def _attend_over_base(
     base: SharedContext, members: Sequence[FusedPass], module: nn.Module, rows: Sequence[Tensor], scoring: Scoring
 ) -> Tensor:
     """The rows over the context that their caches stand on, merged with what each gets of its own tokens."""
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer = layer_of(module)
     keys, values = expand(module, base.layer_state(layer)[:2])
     shared = attend_part(torch.cat(list(rows), dim=2), keys, values, False, scoring)
     apart = [

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
 from ragcache.kv.block_key import Neighbours, Recipe, block_key
+from ragcache.kv.cache_shape import keeps_state
 from ragcache.models.trained_tokens import TrainedTokens
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class ModelCard:
     fingerprint:   SHA-256 that names the model in block keys
     max_positions: longest prompt the model takes, in tokens
     reuse:         what the checkpoint was trained for; None for one that was not trained for reuse
+    is_recurrent:  some layers keep a state in place of keys and values
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ModelCard:
         self.reuse = reuse
         text = config.get_text_config(decoder=True)
         self.num_layers = int(text.num_hidden_layers)
+        self.is_recurrent = any(map(keeps_state, getattr(text, "layer_types", None) or ()))
         self.max_positions, self._ends = longest_alike(text)
 
     @property
@@ -57,8 +60,9 @@ class ModelCard:
     @property
     def default_method(self) -> str:
         """The fusion method that the checkpoint was trained for; without training, one that is nearer to full prefill
-        than most on a real model (docs/methods.md)."""
-        return "cacheblend" if self.reuse is None else self.reuse.method
+        than most on a real model (docs/methods.md), and of a model with recurrent layers one that can be read by."""
+        untrained = "reposition" if self.is_recurrent else "cacheblend"
+        return untrained if self.reuse is None else self.reuse.method
 
     @property
     def unsaid_ids(self) -> frozenset[int]:

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from ragcache.kv.anchor_tokens import OPEN, Anchors
-from ragcache.kv.block import KVBlock, empty_block
+from ragcache.kv.block import HybridBlock, KVBlock, empty_block
 from ragcache.kv.cache_shape import CacheShape
 from ragcache.kv.rope import Rope
+from ragcache.kv.state import State
 from ragcache.models.attention import CURRENT, EncodePass, FusedPass
 from ragcache.models.layerwise import BeforeLayer, walking
 
@@ -46,6 +47,7 @@ class Recorder(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         if self.wanted is not None and not self.wanted():
             raise AbandonedSignal
+        layer_idx = self.shape.rank(layer_idx)
         keys, values = self.shape.in_order(layer_idx, (key_states, value_states))
         for row, (block, skip) in enumerate(zip(self.blocks, self.skips, strict=True)):
             kept = slice(skip, skip + block.num_tokens)
@@ -67,6 +69,7 @@ def encode_batch(
     skips: Sequence[int] | None = None,
     wanted: Callable[[], bool] | None = None,
     anchors: Anchors | None = None,
+    states: Sequence[State] = (),
 ) -> list[KVBlock]:
     """One forward pass of the decoder over right-padded chunks.
 
@@ -77,6 +80,7 @@ def encode_batch(
     skips:  by chunk, its first tokens whose KV is dropped (a lone BOS, neighbours); None: none of any
     wanted: asked in every layer; the pass ends with AbandonedSignal when it says no
     anchors: that the chunks hold, their first `skips` tokens aside; these and the prefix are seen by all
+    states: of recurrent layers behind the prefix; empty for no prefix
     """
     longest = max(len(chunk) for chunk in chunks)
     rows = [[*chunk, *([0] * (longest - len(chunk)))] for chunk in chunks]
@@ -84,7 +88,9 @@ def encode_batch(
     ids = torch.tensor(rows, device=shape.device)
     positions = torch.arange(start, start + longest, device=shape.device)[None]
     skips = skips or [0] * len(chunks)
-    current = EncodePass(rope, list(prefix))
+    current = EncodePass(rope, list(prefix), states=states)
+    if shape.states:
+        current.lengths, current.maps = [len(chunk) for chunk in chunks], [[] for _ in chunks]
     if anchors is not None:
         numbers = [
             [OPEN] * skip + anchors.numbers(len(chunk) - skip) for chunk, skip in zip(chunks, skips, strict=True)
@@ -93,6 +99,8 @@ def encode_batch(
         current.numbers = torch.tensor(padded, device=shape.device)
     recorder = Recorder([len(chunk) for chunk in chunks], shape, skips, wanted)
     run_decoder(model, ids, positions, recorder, current)
+    if shape.states:
+        return [HybridBlock(kv, maps) for kv, maps in zip(recorder.blocks, current.maps, strict=True)]
     return recorder.blocks
 
 

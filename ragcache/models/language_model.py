@@ -15,7 +15,7 @@ from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import BufferPool, SharedContext
 from ragcache.kv.cache_shape import CacheShape
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.prefix_cache import Exact
+from ragcache.kv.prefix_cache import Exact, place_exact
 from ragcache.kv.rope import Rope
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
 from ragcache.models.batch import ForwardRequest, run_pieces
@@ -118,6 +118,11 @@ class LanguageModel(ModelCard):
         """
         self.scheduler.home.check()
         recipe = Recipe.of(recipe)
+        if self.shape.states and not recipe.joins_states:
+            raise ConfigError(
+                f"{self.name} has recurrent layers: its passages are read alone or behind the prefix and kept whole, "
+                f"not by recipe {recipe}; use isolated or prefix"
+            )
         head = self._read_before(recipe)
         behind = list(prefix_ids) if recipe.sees_prefix else []
         heads = [[*head, *recipe.before(near)] for near in _by_chunk(recipe, len(chunks), neighbours)]
@@ -132,7 +137,10 @@ class LanguageModel(ModelCard):
         blocks: list[KVBlock | None] = [None] * len(rows)
         for batch in plan_batches([len(row) for row in rows], batch_tokens or self.batch_tokens):
             members, skips = [rows[rank] for rank in batch], [len(heads[rank]) for rank in batch]
-            done = encode_batch(self.model, self.rope, self.shape, members, layers, skips, wanted, recipe.anchors)
+            states = context.states if context else ()
+            done = encode_batch(
+                self.model, self.rope, self.shape, members, layers, skips, wanted, recipe.anchors, states
+            )
             for rank, block in zip(batch, done, strict=True):
                 blocks[rank] = self._what_stays(block, chunks[rank], recipe, layers, wanted).made_by(recipe)
         return [block for block in blocks if block is not None]
@@ -178,8 +186,7 @@ class LanguageModel(ModelCard):
 
         def place(layer: int) -> None:
             if known is not None:
-                keys, values = cache.reserve(layer, torch.arange(start, device=self.device))
-                known.copy_layer(layer, keys[0], values[0])
+                place_exact(cache, layer, known)
 
         cache = self.new_cache(len(ids), place if start else None)
         if start < len(ids):

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from ragcache.models.attention import layer_of
+
 
 class KeptCache(Cache):  # type: ignore[misc]
     """Keeps what each layer hands to its cache."""
@@ -60,8 +62,8 @@ class Watch:
         parents = {id(child): parent for parent in model.modules() for child in parent.children()}
         handles = []
         for module in model.modules():
-            layer = getattr(module, "layer_idx", None)
-            if isinstance(layer, int) and hasattr(module, "is_causal"):
+            if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "is_causal"):
+                layer = layer_of(module)
                 parent = parents[id(module)]
                 given = None if plain is None or layer not in plain.entered else plain.entered[layer][..., at, :]
                 handles += [

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -24,15 +24,30 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from ragcache.errors import UnsupportedModelError
 from ragcache.kv.buffers import BufferPool
-from ragcache.kv.cache_shape import ATTENTION_LAYERS, CacheShape, LayerKind, LayerShape, refuse_unbuilt
+from ragcache.kv.cache_shape import (
+    CacheShape,
+    LayerKind,
+    LayerShape,
+    StateShape,
+    keeps_kv,
+    keeps_state,
+    layer_kind,
+    refuse_unbuilt,
+)
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Apply, Rope, Source, ask, takes_layer_type, turn_pairs
-from ragcache.models.attention import LATENT, EncodePass, FusedPass, expand, hook_rotary
+from ragcache.models.attention import LATENT, RANK, EncodePass, FusedPass, expand, hook_rotary
 from ragcache.models.card import longest_alike
 from ragcache.models.encode import encode_batch, run_decoder
 from ragcache.models.layerwise import hook_layers
 from ragcache.models.pass_watch import Call, KeptCache, Watch
+from ragcache.models.recurrence import Mixer, hook_mixers
 
+STATE_OBSTACLES = {
+    "jamba": "its Mamba layers read several tokens without the state that enters them",
+    "zamba": "its Mamba layers read several tokens without the state that enters them",
+    "zamba2": "its layers share one attention, whose cache has no number of its own",
+}
 _PROBE_TOKENS = 5
 
 
@@ -44,14 +59,14 @@ def refuse_by_config(config: PreTrainedConfig, name: str) -> None:
         raise UnsupportedModelError(f"{what} is not supported: {reason}")
     text = config.get_text_config(decoder=True)
     refuse_unbuilt(what, _layer_kinds(text))
-    if moves := _position_reason(text):
+    if moves := STATE_OBSTACLES.get(text.model_type) or _position_reason(text):
         raise UnsupportedModelError(f"{what} is not supported: {moves}")
 
 
 def _layer_kinds(config: PreTrainedConfig) -> dict[str, LayerKind]:
     """Kinds of the layers, by the name of their type."""
     types = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-    return {kind: LayerKind.KV if kind in ATTENTION_LAYERS else LayerKind.STATE for kind in types}
+    return {kind: layer_kind(kind) for kind in types}
 
 
 def _position_reason(config: PreTrainedConfig) -> str | None:
@@ -85,28 +100,64 @@ class _Plain(NamedTuple):
 @torch.inference_mode()
 def inspect(model: PreTrainedModel, name: str) -> Inspected:
     """Run a few tokens and learn the model's rotation. Raises UnsupportedModelError naming what stands in the way."""
+    mixers = hook_mixers(model)
+    if not mixers and not _rotary_modules(model):
+        raise _unsupported(
+            model, name, "it has no rotary module: learned, ALiBi or absent positions cannot be moved, nor can states"
+        )
     plain = _run_probe(model, name)
     if "logits_to_keep" not in signature(model.forward).parameters:
         raise _unsupported(model, name, "it gives out logits of every token, not of those that are asked for alone")
     calls, layers = plain.watch.calls, sorted(plain.seen)
-    num_layers = int(text_config(model).num_hidden_layers)
-    if layers != list(range(num_layers)):
-        raise _unsupported(model, name, f"only {len(layers)} of {num_layers} layers keep keys and values")
+    expected = _num_kept(model, mixers)
+    if layers != list(range(expected)):
+        raise _unsupported(model, name, f"only {len(layers)} of {expected} layers keep keys and values")
     _check_windows(model, name, plain.windows)
     modules = {layer: call.module for layer, call in calls.items()}
     sources = [_rotates(model, name, calls[layer], plain.sources[layer], layer) for layer in layers]
-    if not any(sources):
+    if not (any(sources) or mixers):
         raise _unsupported(model, name, "no layer rotates its keys: its positions are not rotary")
-    apply = _rotation_function(model, name, modules[0])
-    hook_layers(model, modules)
+    apply = _rotation_function(model, name, modules[0]) if any(sources) else _unmoved
     shape = _shape(model, name, plain.seen, frozenset(n for n, module in modules.items() if hasattr(module, LATENT)))
+    if mixers:
+        numbers = [int(modules[layer].layer_idx) for layer in layers]  # type: ignore[arg-type]
+        shape = replace(shape, states=_learn_states(model, name, mixers), numbers=tuple(numbers))
+    else:
+        hook_layers(model, modules)
     widths = [layer.key_dim for layer in shape.layers]
     rope = Rope(sources, apply, widths, longest_alike(text_config(model))[0])
     for rotary in rope.modules:
         hook_rotary(rotary)
     _verify(model, name, rope, shape, plain)
-    _verify_narrowing(model, name, shape, plain)
+    if not mixers:  # whoever runs some of the tokens alone has no state between them
+        _verify_narrowing(model, name, shape, plain)
     return Inspected(rope, shape)
+
+
+def _num_kept(model: PreTrainedModel, mixers: Sequence[Mixer]) -> int:
+    """Layers that are to keep keys and values."""
+    kinds = _layer_types(model)
+    if not mixers or kinds is None:
+        return int(text_config(model).num_hidden_layers)
+    return sum(map(keeps_kv, kinds))
+
+
+def _learn_states(model: PreTrainedModel, name: str, mixers: Sequence[Mixer]) -> tuple[StateShape, ...]:
+    expected = sum(map(keeps_state, _layer_types(model) or ()))
+    if expected != len(mixers):
+        raise _unsupported(model, name, f"{len(mixers)} of {expected} recurrent layers have a short convolution")
+    shapes = []
+    for mixer in mixers:
+        found = mixer.learn()
+        if isinstance(found, str):
+            raise _unsupported(model, name, f"recurrent layer {mixer.number} {found}")
+        shapes.append(found)
+    return tuple(shapes)
+
+
+def _unmoved(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotation of a model without positions."""
+    return query, key
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -123,17 +174,12 @@ def _unsupported(model: PreTrainedModel, name: str, reason: str) -> UnsupportedM
     return UnsupportedModelError(f"{name} ({model.config.model_type}) is not supported: {reason}")
 
 
-def _rotary_modules(model: PreTrainedModel, name: str) -> list[nn.Module]:
-    found: list[nn.Module] = [
+def _rotary_modules(model: PreTrainedModel) -> list[nn.Module]:
+    return [
         module
         for module in model.modules()
         if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
     ]
-    if not found:
-        raise _unsupported(
-            model, name, "it has no rotary module: learned, ALiBi or absent positions cannot be moved, nor can states"
-        )
-    return found
 
 
 def _probe_ids(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -156,7 +202,7 @@ def _run_probe(model: PreTrainedModel, name: str) -> _Plain:
         given[id(output)] = module
         kept.append(output)
 
-    handles = [rotary.register_forward_hook(keep) for rotary in _rotary_modules(model, name)]
+    handles = [rotary.register_forward_hook(keep) for rotary in _rotary_modules(model)]
     try:
         with watch.watching(model):
             run_decoder(model, ids, positions, probe, plain)
@@ -168,6 +214,9 @@ def _run_probe(model: PreTrainedModel, name: str) -> _Plain:
     finally:
         for handle in handles:
             handle.remove()
+    ranked = any(hasattr(call.module, RANK) for call in watch.calls.values())
+    if ranked:  # by place, as attention counts
+        probe.seen = {rank: probe.seen[number] for rank, number in enumerate(sorted(probe.seen))}
     if not probe.seen or set(watch.calls) != set(probe.seen):
         raise _unsupported(model, name, "its layers do not hand keys and values to transformers' cache")
     if set(plain.windows) != set(probe.seen):
@@ -178,7 +227,8 @@ def _run_probe(model: PreTrainedModel, name: str) -> _Plain:
         if not (torch.equal(received[0], keys) and torch.equal(received[1], values)):
             raise _unsupported(model, name, f"layer {layer} attends to other keys or values than its cache gives it")
         alone = called.pop() if len(called := set(given.values())) == 1 else None
-        rotary, kinds = given.get(id(call.given.get("position_embeddings")), alone), _layer_types(model)
+        rotary = given.get(id(call.given.get("position_embeddings")), alone)
+        kinds = None if ranked else _layer_types(model)  # types are of all layers, and ranks of some
         by_type = rotary is not None and kinds is not None and takes_layer_type(rotary)
         sources[layer] = None if rotary is None else (rotary, kinds[layer] if by_type and kinds else None)
     seen = {layer: _in_order(watch.calls[layer].module, pair) for layer, pair in probe.seen.items()}
@@ -193,7 +243,8 @@ def _in_order(module: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 def _check_windows(model: PreTrainedModel, name: str, windows: dict[int, int | None]) -> None:
     """A window that reaches attention only inside a ready-made mask would be lost here."""
     kinds = _layer_types(model) or ()
-    hidden = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention" and windows.get(layer) is None]
+    kept = [kind for kind in kinds if keeps_kv(kind)]  # counted as attention is
+    hidden = [layer for layer, kind in enumerate(kept) if kind == "sliding_attention" and windows.get(layer) is None]
     if hidden:
         raise _unsupported(model, name, f"sliding layer {hidden[0]} does not say how far it sees")
 
@@ -241,7 +292,7 @@ def _rotates(model: PreTrainedModel, name: str, call: Call, source: Source | Non
         angles = ask(source, like, torch.full((1, _PROBE_TOKENS), position, device=model.device))
         try:
             call.module(**{**given, "position_embeddings": angles, cache_name: probe})
-            keys.append(_in_order(call.module, probe.seen[layer])[0])
+            keys.append(_in_order(call.module, next(iter(probe.seen.values())))[0])
         except Exception as error:  # see _run_probe
             raise _unsupported(model, name, f"layer {layer}'s attention has another signature ({error})") from error
     return None if torch.equal(keys[0], keys[1]) else source

@@ -142,7 +142,7 @@ def test_another_blocks_file_is_damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "metadata", [{"format_version": "4"}, {"codec_version": "2"}, {"codec": "int3"}, {"format_version": "99"}]
+    "metadata", [{"format_version": "5"}, {"codec_version": "2"}, {"codec": "int3"}, {"format_version": "99"}]
 )
 def test_newer_versions_are_refused_and_no_damage(path: Path, metadata: dict[str, str]) -> None:
     rewrite(path, **metadata)

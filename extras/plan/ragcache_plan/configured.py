@@ -12,9 +12,10 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line
-from ragcache.kv.cache_shape import LayerShape
+from ragcache.kv.cache_shape import LayerShape, StateShape, keeps_state
 from ragcache.models.hub import CONFIG, split_file
 from ragcache.models.load import auto_class, base_of
+from ragcache.models.recurrence import Mixer, hook_mixers
 from ragcache.models.support import refuse_by_config
 from ragcache_plan.shape import KVShape
 
@@ -30,8 +31,9 @@ def configured_shape(model: str | Path) -> KVShape:
         raise ModelNotFoundError(f"--model {model}: no configuration can be read ({first_line(error)})") from error
     refuse_by_config(config, str(model))
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    if layers := _layers_that_differ(config):
-        return KVShape(len(layers), layers[0].num_kv_heads, layers[0].key_dim, dtype, layers)
+    layers, states = _layers_that_differ(config)
+    if layers:
+        return KVShape(len(layers), layers[0].num_kv_heads, layers[0].key_dim, dtype, layers, states)
     config = config.get_text_config(decoder=True)
     rank, rotary = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
     if rank and rotary:  # multi-head latent attention
@@ -46,13 +48,15 @@ def configured_shape(model: str | Path) -> KVShape:
     return KVShape(int(num_layers), int(kv_heads), int(head_dim), dtype)
 
 
-def _layers_that_differ(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
-    """Shapes of the layers, by the projections of a model without weights; none where all are alike.
+def _layers_that_differ(config: PreTrainedConfig) -> tuple[tuple[LayerShape, ...], tuple[StateShape, ...]]:
+    """Shapes of the layers, by the projections of a model without weights, and of recurrent layers' states; none where
+    all are alike.
 
     No field of a configuration says it in every family. Layers of one type are alike: most models need not be built.
     """
-    if len(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())) < 2:
-        return ()
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    if len(kinds) < 2 and not any(map(keeps_state, kinds)):
+        return (), ()
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     shapes: dict[int, LayerShape] = {}
@@ -63,4 +67,16 @@ def _layers_that_differ(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
             values = made.v_proj or made.k_proj  # Gemma 4 may make both from one projection
             shapes[made.layer_idx] = LayerShape(heads, made.head_dim, values.out_features // heads)
     layers = tuple(shape for _, shape in sorted(shapes.items()))
-    return layers if len(set(layers)) > 1 else ()
+    states = tuple(_state(mixer, config) for mixer in hook_mixers(model))
+    return (layers, states) if len(set(layers)) > 1 or states else ((), ())
+
+
+def _state(mixer: Mixer, config: PreTrainedConfig) -> StateShape:
+    """What it makes of two tokens without numbers. That the gated delta rule alone has a width of keys is a guess."""
+    width = int(config.get_text_config(decoder=True).hidden_size)
+    with torch.no_grad():
+        _, (conv, state) = mixer.step(torch.empty(1, 2, width, device="meta"), None, {})
+    window = (conv.shape[1], conv.shape[2])
+    if state is None:
+        return StateShape(window)
+    return StateShape(window, (state.shape[1], state.shape[2], state.shape[3]), hasattr(mixer.module, "head_k_dim"))

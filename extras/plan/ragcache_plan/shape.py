@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ragcache.codecs import CODECS, get_codec
 from ragcache.errors import ConfigError, check_least
-from ragcache.kv.cache_shape import ATTENTION_LAYERS, LayerShape
+from ragcache.kv.cache_shape import ATTENTION_LAYERS, LayerShape, StateShape
 from ragcache.models.hub import ADAPTER, CONFIG, resolve
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,6 +28,7 @@ class KVShape:
     """Keys and values of one token: [num_layers, num_kv_heads, head_dim] each. Raises ConfigError naming the field.
 
     layers: of a model whose layers differ, each; heads and width are then the first one's
+    states: of its recurrent layers, which keep no keys and values and are not among `num_layers`
     """
 
     num_layers: int
@@ -35,6 +36,7 @@ class KVShape:
     head_dim: int
     dtype: str = "bfloat16"
     layers: tuple[LayerShape, ...] = ()
+    states: tuple[StateShape, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in (("layers", self.num_layers), ("kv-heads", self.num_kv_heads), ("head-dim", self.head_dim)):
@@ -48,6 +50,11 @@ class KVShape:
         return sum(layer.numbers for layer in self.by_layer) * self.itemsize
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes that a block keeps of recurrent layers, however many tokens it has."""
+        return sum(state.map_bytes(self.itemsize) for state in self.states)
+
+    @property
     def itemsize(self) -> int:
         """Bytes of a number."""
         return ITEMSIZES[self.dtype]
@@ -59,6 +66,8 @@ class KVShape:
     def __str__(self) -> str:
         counts = Counter((layer.num_kv_heads, layer.key_dim) for layer in self.by_layer)
         alike = [f"{count} layers, {heads} KV heads of {width}" for (heads, width), count in counts.items()]
+        if self.states:
+            alike.append(f"{len(self.states)} recurrent layers, {self.state_bytes / 1e6:,.1f} MB a chunk")
         return f"{'; '.join(alike)}; {self.dtype}" if len(alike) > 1 else f"{alike[0]}, {self.dtype}"
 
 
@@ -145,6 +154,7 @@ def codec_sizes(shape: KVShape, chunk_tokens: int, kept: float = 1.0) -> list[Co
     found = []
     for name in CODECS:
         codec = get_codec(name)
-        num_bytes = codec.expected_bytes(shape.by_layer, chunk_tokens, shape.itemsize, kept) / chunk_tokens
-        found.append(CodecSize(name, num_bytes, num_bytes / shape.bytes_per_token, codec.lossless))
+        states = shape.state_bytes / chunk_tokens  # no codec changes them
+        num_bytes = codec.expected_bytes(shape.by_layer, chunk_tokens, shape.itemsize, kept) / chunk_tokens + states
+        found.append(CodecSize(name, num_bytes, num_bytes / (shape.bytes_per_token + states), codec.lossless))
     return sorted(found, key=lambda codec: codec.name != "raw")

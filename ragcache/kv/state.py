@@ -1,0 +1,95 @@
+"""State of recurrent layers: what a chunk does to it, and what it is behind several chunks.
+
+A recurrent layer (gated delta rule, arXiv 2412.06464; Mamba-2, arXiv 2405.21060) takes the state S that enters a chunk
+to P S + Q, where P and Q depend on the chunk's inputs alone. A block keeps both, and the last inputs of the layer's
+short convolution. Blocks in any order are joined by applying their maps in that order: no token runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ragcache.kv.cache_shape import StateShape
+from ragcache.runtime import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class State(NamedTuple):
+    """State of one recurrent layer, never written to.
+
+    conv:  window of the convolution, [batch, channels, width], zeros before the first token
+    state: [batch, num_heads, rows, columns]; None where the layer has none
+    """
+
+    conv: Tensor
+    state: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.conv.nbytes + (0 if self.state is None else self.state.nbytes)
+
+    def expand(self, batch: int) -> State:
+        """The same state for every row of a batch."""
+        state = None if self.state is None else self.state.expand(batch, -1, -1, -1)
+        return State(self.conv.expand(batch, -1, -1), state)
+
+
+@dataclass(frozen=True, eq=False)
+class StateMap:
+    """What a chunk does to the state of one recurrent layer: S becomes P S + Q.
+
+    p:    [num_heads, rows, rows], or [num_heads, 1, 1] where it is one number a head; None where there is no state
+    q:    [num_heads, rows, columns]
+    tail: the convolution's last inputs, [channels, min(num_tokens, width)]
+    """
+
+    p: Tensor | None
+    q: Tensor | None
+    tail: Tensor
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        named = {"p": self.p, "q": self.q, "tail": self.tail}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> StateMap:
+        p, q = (None if one is None else change(one) for one in (self.p, self.q))
+        return StateMap(p, q, change(self.tail))
+
+    def fits(self, shape: StateShape, num_tokens: int) -> bool:
+        """Whether it is one of a layer of this shape, over so many tokens."""
+        heads, rows, _ = shape.state or (0, 0, 0)
+        wide = rows if shape.is_matrix else 1
+        found = (None if one is None else tuple(one.shape) for one in (self.p, self.q, self.tail))
+        wanted = (shape.state and (heads, wide, wide), shape.state, (shape.conv[0], min(num_tokens, shape.conv[1])))
+        return tuple(found) == wanted
+
+    def advance(self, state: Tensor | None) -> Tensor | None:
+        """The state behind the chunk, [batch, num_heads, rows, columns]. state: before it; None: of no token"""
+        if self.p is None or self.q is None:
+            return None
+        if state is None:
+            return self.q[None]
+        return (self.p @ state if self.p.shape[-1] > 1 else self.p * state) + self.q
+
+
+def compose(before: State | None, maps: Sequence[StateMap], width: int, device: torch.device) -> State:
+    """The state behind chunks that stand in this order. before: what enters the first one; None: nothing
+
+    width: of the convolution's window
+    """
+    state, tails = (None, []) if before is None else (before.state, [before.conv[0]])
+    for one in maps:
+        here = one.map(lambda held: held.to(device))
+        state = here.advance(state)
+        tails.append(here.tail)
+    conv = torch.cat(tails, dim=-1)[..., -width:]
+    return State(torch.nn.functional.pad(conv, (width - conv.shape[-1], 0))[None], state)

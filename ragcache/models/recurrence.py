@@ -1,0 +1,224 @@
+"""Recurrent layers: run over states that are handed in and out, and the maps of chunks over them.
+
+Nothing of a family is known here. A mixer (the module of a layer that has a short convolution and the layer's number,
+and is no attention) keeps its state in transformers' cache; here it gets a cache of its own for every call. A chunk's
+map (P, Q) is found by calling the mixer again on the inputs that it had, from a zero state and from a basis of states:
+its state is affine in the entering one. What that rests on is probed when the model is loaded (`Mixer.learn`).
+
+Padding behind a chunk corrupts the state of its row, so maps are taken row by row, over real tokens alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from inspect import signature
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
+
+from ragcache.kv.cache_shape import StateShape
+from ragcache.kv.state import State, StateMap
+from ragcache.models.attention import CURRENT, RANK, EncodePass, FusedPass, JointPass
+
+_LEAST = 1e-3  # of a state's size: a basis as large as the state keeps the digits of P
+
+
+class _Layer(LinearAttentionLayer):  # type: ignore[misc]
+    """A state in transformers' form that is replaced, not written to: theirs marks its memory for the compiler, which
+    takes seconds to import."""
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        before = self.conv_states[state_idx]
+        whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        width: int = kwargs.get("conv_kernel_size") or (conv_states if before is None else before).shape[-1]
+        whole = nn.functional.pad(whole, (max(0, width - whole.shape[-1]), 0))
+        self.conv_states[state_idx], self.has_previous_state[state_idx] = whole[..., -width:].clone(), True
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
+class _OneLayer(Cache):  # type: ignore[misc]
+    """The state of one layer, as its mixer finds it in transformers' cache."""
+
+    def __init__(self, number: int, entering: State | None) -> None:
+        super().__init__(layers=[])
+        self.layer = _Layer()
+        self.layers = {number: self.layer}
+        if entering is not None:  # copied: a token that runs alone is written into a state in place
+            self.layer.update_conv_state(entering.conv)
+            self.layer.recurrent_states[0] = None if entering.state is None else entering.state.clone()
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """OLMo Hybrid asks for the last layer's, whichever that is."""
+        return bool(self.layer.has_previous_state[0])
+
+    @property
+    def state(self) -> State:
+        return State(self.layer.conv_states[0], self.layer.recurrent_states[0])
+
+
+class Mixer:
+    """The mixer of one recurrent layer, whose calls go through `forward` from now on.
+
+    rank:  its place among the model's recurrent layers
+    shape: None until it is learnt
+    """
+
+    def __init__(self, module: nn.Module, rank: int) -> None:
+        self.module, self.rank = module, rank
+        self.number: int = module.layer_idx  # type: ignore[assignment]
+        self.shape: StateShape | None = None
+        self.limit = getattr(module, "time_step_limit", None)
+        self._plain = module.forward
+        self._names = list(signature(module.forward).parameters)
+        self._seen: tuple[Tensor, Mapping[str, Any], Tensor] | None = None
+        module.forward = self.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The mixer's own output; states are those of the current pass."""
+        current, given = CURRENT.get(), {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if current is None:
+            return self._plain(**given)  # type: ignore[no-any-return]
+        hidden: Tensor = given.pop("hidden_states")
+        if isinstance(current, EncodePass):
+            return self._encode(current, hidden, given)
+        members = current.members if isinstance(current, JointPass) else [current]
+        lengths = list(current.lengths) if isinstance(current, JointPass) else [hidden.shape[1]]
+        rows = torch.split(hidden, lengths, dim=1)
+        outs = [self._go_on(one, part, given) for one, part in zip(members, rows, strict=True)]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def step(self, hidden: Tensor, entering: State | None, given: Mapping[str, Any]) -> tuple[Tensor, State]:
+        """The output over these tokens, and the state behind them. hidden: [batch, num_tokens, hidden_size]"""
+        cache = _OneLayer(self.number, entering)
+        name = "cache_params" if "cache_params" in self._names else "past_key_values"
+        own = {"attention_mask": None} if "attention_mask" in self._names else {}
+        return self._plain(**{**given, **own, "hidden_states": hidden, name: cache}), cache.state
+
+    def _go_on(self, current: FusedPass, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
+        out, current.cache.states[self.rank] = self.step(hidden, current.cache.state(self.rank), given)
+        return out
+
+    def _encode(self, current: EncodePass, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
+        before = current.states[self.rank] if current.states else None
+        out, behind = self.step(hidden, before and before.expand(hidden.shape[0]), given)
+        if self.shape is None:
+            self._seen = (hidden, given, out)
+        for row, count in enumerate(current.lengths):
+            size = None if behind.state is None else _size(behind.state[row])
+            current.maps[row].append(self.map(hidden[row : row + 1, :count], before, given, size))
+        return out
+
+    def map(self, hidden: Tensor, before: State | None, given: Mapping[str, Any], size: Tensor | None) -> StateMap:
+        """The map of a chunk. hidden: [1, num_tokens, hidden_size]
+
+        before: what the convolution saw before it; the state itself does not matter
+        size:   magnitude of the state by head, [num_heads, 1, 1]; None where there is none
+        """
+        if self.shape is None:
+            raise RuntimeError(f"recurrent layer {self.number} is not learnt")
+        conv = hidden.new_zeros(1, *self.shape.conv) if before is None else before.conv
+        kept = min(hidden.shape[1], self.shape.conv[1])
+        if self.shape.state is None or size is None:
+            _, behind = self.step(hidden, State(conv, None), given)
+            return StateMap(None, None, behind.conv[0, :, -kept:].clone())
+        starts = torch.cat([torch.zeros_like(size)[None].expand(1, *self.shape.state), _basis(self.shape, size)])
+        window, states = self._through(hidden, State(conv, starts), given)
+        moved = (states[1:] - states[:1]).float() / size
+        if self.shape.is_matrix:
+            p = torch.cat(list(moved), dim=-1)[..., : self.shape.state[1]].contiguous()
+        else:
+            p = moved[0].mean((1, 2), keepdim=True)
+        return StateMap(p, states[0].float().clone(), window[0, :, -kept:].clone())
+
+    def _through(self, hidden: Tensor, entering: State, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Window and state behind the same tokens, [1, num_tokens, hidden_size], for a batch of entering states."""
+        count = len(cast(Tensor, entering.state))
+        entering = State(entering.conv.expand(count, -1, -1), entering.state)
+        _, behind = self.step(hidden.expand(count, -1, -1).contiguous(), entering, given)
+        return behind.conv, cast(Tensor, behind.state)
+
+    def learn(self) -> StateShape | str:
+        """The state's shape, from the call of a plain pass; or the reason where it is no state that can be moved."""
+        if self._seen is None:
+            return "was not called"
+        hidden, given, out = self._seen
+        self._seen = None
+        if max(self.limit or [math.inf]) < math.inf:  # ignored where a token runs alone, and seldom reached
+            return "limits its time step, which a token that runs alone does not keep"
+        for pieces in ([2, hidden.shape[1] - 2], [1] * hidden.shape[1]):
+            outs, behind = [], None
+            for piece in torch.split(hidden, pieces, dim=1):
+                own, behind = self.step(piece, behind, given)
+                outs.append(own)
+            if not _near(torch.cat(outs, dim=1), out, out):
+                return "does not go on from its state as it reads a whole text"
+        _, (conv, state) = self.step(hidden, None, given)
+        window = (conv.shape[1], conv.shape[2])
+        if state is None:
+            self.shape = StateShape(window)
+            return self.shape
+        if state.dim() != 4:
+            return "keeps a state that is not one matrix a head"
+        for is_matrix in (False, True):
+            self.shape = StateShape(window, (state.shape[1], state.shape[2], state.shape[3]), is_matrix)
+            # A token alone tells the kinds apart: behind several, little of the entering state may be left.
+            if (is_matrix or self._reproduces(hidden[:, :1], given, strict=True)) and self._reproduces(hidden, given):
+                return self.shape
+        return "changes its state by no map that a matrix a head gives"
+
+    def _reproduces(self, hidden: Tensor, given: Mapping[str, Any], *, strict: bool = False) -> bool:
+        """Whether (P, Q) gives what the mixer makes of a random state. strict: of what is left of that state alone"""
+        _, (conv, plain) = self.step(hidden, None, given)
+        state = cast(Tensor, plain)
+        size = _size(state[0])
+        drawn = torch.randn(state.shape, generator=torch.Generator().manual_seed(0)).to(state.device) * size
+        one = self.map(hidden, None, given, size)
+        theirs = self._through(hidden, State(torch.zeros_like(conv), drawn), given)[1]
+        ours, q = cast(Tensor, one.advance(drawn)), cast(Tensor, one.q)[None]
+        left = theirs.float() - q
+        if strict and float(left.norm()) < _LEAST * float(drawn.norm()):
+            return False
+        return _near(q, state, theirs) and _near(ours, theirs, left if strict else theirs)
+
+
+def hook_mixers(model: PreTrainedModel) -> list[Mixer]:
+    """The mixers of all recurrent layers, in order; none of a model without. Where there are some, attention modules
+    learn their place among those that keep keys and values."""
+    numbered = [one for one in model.modules() if isinstance(getattr(one, "layer_idx", None), int)]
+    attention = [one for one in numbered if hasattr(one, "is_causal")]
+    mixers = [
+        one for one in numbered if not hasattr(one, "is_causal") and (hasattr(one, "conv1d") or hasattr(one, "conv"))
+    ]
+    if mixers:
+        for rank, module in enumerate(sorted(attention, key=attrgetter("layer_idx"))):
+            setattr(module, RANK, rank)
+    return [Mixer(one, rank) for rank, one in enumerate(sorted(mixers, key=attrgetter("layer_idx")))]
+
+
+def _basis(shape: StateShape, size: Tensor) -> Tensor:
+    """States [n, num_heads, rows, columns] of this size: side by side the identity; all ones, where P is one number."""
+    heads, rows, columns = shape.state or (0, 0, 0)
+    if not shape.is_matrix:
+        return size.expand(1, heads, rows, columns)
+    count = -(-rows // columns)
+    whole = torch.eye(rows, count * columns, device=size.device).view(rows, count, columns).transpose(0, 1)
+    return whole[:, None] * size
+
+
+def _size(state: Tensor) -> Tensor:
+    """Magnitude by head, [num_heads, 1, 1]"""
+    return state.float().abs().amax((1, 2), keepdim=True).clamp_min(_LEAST)
+
+
+def _near(ours: Tensor, theirs: Tensor, scale: Tensor) -> bool:
+    tolerance = 1e-4 if scale.dtype == torch.float32 else 8 * torch.finfo(scale.dtype).eps
+    return bool((ours.float() - theirs.float()).norm() <= tolerance * scale.float().norm())
