@@ -43,7 +43,9 @@ def outcome(name: str, directory: Path) -> str:
     assert_same(rc.fuse(lm, prompt, method="full").next_logits, joined)
     if not lm.shape.states:  # no mask keeps a state out: law 14 is in test_hybrids
         apart = logits_under(oracle, prompt.ids, block_diagonal(prompt))
-        assert (apart - joined).abs().max() > LEAST_EFFECT * joined.abs().max(), "this model cannot tell the masks apart"
+        assert (apart - joined).abs().max() > LEAST_EFFECT * joined.abs().max(), (
+            "this model cannot tell the masks apart"
+        )
         isolated = rc.encode(lm, prompt, recipe="isolated")
         assert_same(rc.fuse(lm, prompt, method="reposition", blocks=isolated).next_logits, apart)
     for chunk, block in zip(prompt.chunk_ids, rc.encode(lm, prompt, recipe="prefix"), strict=True):

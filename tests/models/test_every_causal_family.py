@@ -13,8 +13,8 @@ from ragcache.models import attention, layerwise
 EXACT = {
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "mimo_v2_flash",
     "phi3", "glm4", "ministral3", "granite_swa", "granitemoe_swa", "llama4_text", "deepseek_v2", "deepseek_v3",
-    "glm4_moe_lite", "minicpm3", "youtu", "axk1", "qwen3_next", "qwen3_5_text", "granitemoehybrid", "bamba", "nemotron_h",
-    "olmo_hybrid", "falcon_h1", "lfm2", "lfm2_moe",
+    "glm4_moe_lite", "minicpm3", "youtu", "axk1", "qwen3_next", "qwen3_5_text", "granitemoehybrid", "bamba",
+    "nemotron_h", "olmo_hybrid", "falcon_h1", "lfm2", "lfm2_moe",
 }  # fmt: skip
 
 
