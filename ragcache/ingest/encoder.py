@@ -81,7 +81,8 @@ class BlockKeys:
 
     def keys(self, chunks: Sequence[Chunk]) -> list[str]:
         """The block keys of chunks, their neighbours looked up."""
-        return [self.key(chunk.token_ids, chunk.neighbours) for chunk in self.with_neighbours(chunks)]
+        whole = self.with_neighbours([chunk.whole for chunk in chunks])
+        return [self.key(chunk.token_ids, chunk.neighbours) for chunk in whole]
 
     def with_neighbours(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """The chunks with the ids that they are read behind, as many as the model has room for, in the order of
