@@ -35,10 +35,10 @@ ROOMS = {
     "ragcache/models": Room(4_565, 24, 4_300, 20),
     "ragcache/codecs": Room(2_397, 16, 2_321, 15),
     "ragcache/fusion": Room(2_081, 15, 1_863, 15),
-    "ragcache/store": Room(6_134, 30, 5_559, 30),
+    "ragcache/store": Room(6_340, 31, 5_559, 30),
     "ragcache/retrieval": Room(1_820, 10, 1_776, 9),
     "ragcache/ingest": Room(3_595, 21, 3_348, 21),
-    "ragcache/engine": Room(6_754, 31, 5_518, 26),
+    "ragcache/engine": Room(7_250, 33, 5_518, 26),
     "ragcache/server": Room(4_195, 22, 4_003, 20),
     "ragcache/cli": Room(1_753, 9, 1_448, 8),
     # Annexes.

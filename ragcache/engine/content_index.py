@@ -11,12 +11,17 @@ Token ids rather than characters: a passage that is found by its characters has 
 
 from __future__ import annotations
 
+import io
 import threading
+import zipfile
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ragcache.files import atomic_write, write_all
 
 WINDOW = 8
 EDGE = 2
@@ -24,6 +29,7 @@ EDGE = 2
 MOST_PAIRS = 1 << 17
 _BATCH = 4096
 _BITS = 22
+_VERSION = 1
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 
 Hashes = NDArray[np.uint64]
@@ -55,7 +61,7 @@ class ContentIndex:
         with self._lock:
             return sum(len(rows.names) for rows in (self._rows, *self._new))
 
-    def add(self, passages: Iterable[tuple[int, Sequence[int] | Ids]]) -> None:
+    def add(self, passages: Iterable[tuple[int, Sequence[int] | NDArray[np.integer[Any]]]]) -> None:
         """passages: a name and token ids each. Added twice, a name is found once."""
         batch: list[tuple[int, Ids]] = []
         for name, ids in passages:
@@ -71,6 +77,38 @@ class ContentIndex:
         with self._lock:
             self._new, self._rows = [], _no_rows()
             self._bitmap[:] = 0
+
+    def save(self, path: Path, last: int) -> None:
+        """Write the index to a file. last: a number that `load` gives back.
+
+        Raises StoreReadOnlyError, StoreFullError.
+        """
+        with self._lock:
+            self._settle()
+            columns = self._rows._asdict()
+        data = io.BytesIO()
+        np.savez(data, version=_VERSION, last=last, **columns)
+        with atomic_write(path) as file:
+            write_all(file, data.getbuffer())
+
+    def load(self, path: Path) -> int | None:
+        """Take in what `save` wrote, in place of what is there; None where that cannot be read. Nothing wrong is found
+        by a damaged file: whatever is found is compared token by token."""
+        try:
+            with open(path, "rb") as opened, np.load(opened) as file:
+                rows = _Rows(*(file[name] for name in _Rows._fields))
+                last, version = int(file["last"]), int(file["version"])
+        except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile):
+            return None
+        empty = _no_rows()
+        columns: list[tuple[Any, Any]] = list(zip(rows, empty, strict=True))
+        shape = rows.names.shape[:1]
+        if version != _VERSION or any(one.dtype != own.dtype or one.shape != shape for one, own in columns):
+            return None
+        with self._lock:
+            self._bitmap[:] = 0
+            self._rows, self._new = empty, [rows]
+        return last
 
     def find(self, ids: Sequence[int] | Ids) -> list[Found]:
         """Places where a passage's inner tokens seem to stand, left to right; none overlaps. Of those that begin at one
@@ -110,15 +148,17 @@ class ContentIndex:
             cores = self._powers.hashes(sums, start, end - start)
             least = _least(hashes, start, end - WINDOW + 1)
             names = np.array([name for name, _ in batch], np.int64)
-            self._new.append(_Rows(hashes[least], cores, *map(_as_u32, (least - start, end - start)), names))
+            self._new.append(
+                _Rows(hashes[least], cores, (least - start).astype(np.uint32), (end - start).astype(np.uint32), names)
+            )
 
     def _settle(self) -> None:
         """Sort what was added since the last look in."""
         if not self._new:
             return
-        joined = _Rows(*(np.concatenate(column) for column in zip(self._rows, *self._new, strict=True)))
-        order = np.lexsort((joined.names, joined.anchors))
-        self._rows, self._new = _Rows(*(column[order] for column in joined)), []
+        columns: list[Any] = [np.concatenate(column) for column in zip(self._rows, *self._new, strict=True)]
+        order = np.lexsort((columns[-1], columns[0]))
+        self._rows, self._new = _Rows(*(column[order] for column in columns)), []
         low = self._rows.anchors & np.uint64((1 << _BITS) - 1)
         bits = np.left_shift(np.uint8(1), (low & np.uint64(7)).astype(np.uint8))
         np.bitwise_or.at(self._bitmap, (low >> np.uint64(3)).astype(np.int64), bits)
@@ -139,10 +179,6 @@ def _no_rows() -> _Rows:
     return _Rows(hashes, hashes, counts, counts, np.zeros(0, np.int64))
 
 
-def _as_u32(numbers: Ids) -> NDArray[np.uint32]:
-    return numbers.astype(np.uint32)
-
-
 def _least(hashes: Hashes, starts: Ids, stops: Ids) -> Ids:
     """Where the least hash of each range stands, the first of equal ones. The ranges rise and hold one at least."""
     bounds = np.stack([starts, stops], axis=1).reshape(-1)
@@ -152,7 +188,7 @@ def _least(hashes: Hashes, starts: Ids, stops: Ids) -> Ids:
     places = np.arange(sizes.sum()) + np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
     equal = hashes[places] == least[rank]
     _, first = np.unique(rank[equal], return_index=True)
-    return places[equal][first]
+    return np.asarray(places[equal][first])
 
 
 def _pairs(anchors: Hashes, hashes: Hashes, at: Ids) -> tuple[Ids, Ids]:
@@ -166,7 +202,7 @@ def _pairs(anchors: Hashes, hashes: Hashes, at: Ids) -> tuple[Ids, Ids]:
 
 
 class _Powers:
-    """Polynomial hashes modulo 2**64: sum of (value of ids[i + k]) * BASE**k. Powers as far as a row has needed them."""
+    """Polynomial hashes modulo 2**64: the sum of (value of ids[i + k]) * BASE**k. Powers are kept for longer rows."""
 
     def __init__(self) -> None:
         self._up = np.ones(1, np.uint64)
@@ -184,7 +220,7 @@ class _Powers:
     def hashes(self, sums: Hashes, starts: Ids, lengths: Ids | int) -> Hashes:
         """Of the tokens [start, start + length)."""
         found = (sums[starts + lengths] - sums[starts]) * self._down[starts]
-        return found ^ (found >> np.uint64(29))
+        return np.asarray(found ^ (found >> np.uint64(29)))
 
     def _reach(self, count: int) -> None:
         if len(self._up) <= count:

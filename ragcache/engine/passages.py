@@ -7,16 +7,18 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.engine.content_index import EDGE, ContentIndex, Found
-from ragcache.errors import PromptError, UnknownHandleError
+from ragcache.errors import PromptError, StoreError, StoreFullError, StoreReadOnlyError, UnknownHandleError
 from ragcache.ingest.chunker import PassthroughSplitter
 from ragcache.prompt import PromptEnds, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
+from ragcache.store.foreign import ForeignCache
 from ragcache.store.records import NOT_STORED, Chunk
 
 
@@ -86,6 +88,8 @@ def _foreign(passage: Passage, rank: int, texts: PassthroughSplitter) -> Chunk:
 log = logging.getLogger(__name__)
 # A question may well quote a line: of all that is found in a text.
 LEAST_CHARACTERS = 100
+# An index of fewer passages is made sooner than its file would be worth.
+SAVED_FROM = 1000
 
 
 class Run(NamedTuple):
@@ -103,11 +107,27 @@ class PassageFinder:
     """Finds the store's passages in prompts. Its index is made at the first look and follows the documents. What it
     finds is read from the documents, so that a deleted passage is never found. Thread-safe."""
 
-    def __init__(self, documents: DocumentStore, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        documents: DocumentStore,
+        tokenizer: PreTrainedTokenizerBase,
+        file: Path,
+        foreign: ForeignCache | None = None,
+        owner: str = "",
+    ) -> None:
+        """foreign: passages of no document, of which those of this owner are found
+
+        file: of the index, so that a large store's passages are read once. It is written again as they grow."""
+        self._file = file
         self._documents = documents
         self._tokenizer = tokenizer
         self._index = ContentIndex()
-        self._last = 0
+        self._foreign = foreign
+        self._owner = owner
+        self._foreign_index = ContentIndex()
+        self._last_foreign = 0
+        self._last: int | None = None
+        self._saved = 0
         self._is_stale = True
         self._lock = threading.Lock()
         self._has_spoken = False
@@ -153,15 +173,37 @@ class PassageFinder:
     def _runs(self, ids: Sequence[int]) -> list[Run]:
         """Passages in order, of those that overlap the first and longest. What a prompt ends with runs, in any case."""
         self._refresh()
-        found = self._index.find(ids)
-        limits = [one.start for one in found[1:]] + [len(ids) - 1] * bool(found)
-        chunks = {chunk.vector_id: chunk for chunk in self._documents.chunks_by_vector_ids({one.name for one in found})}
+        own = self._index.find(ids)
+        chunks = {chunk.vector_id: chunk for chunk in self._documents.chunks_by_vector_ids({one.name for one in own})}
+        foreign = self._find_foreign(ids)
+        known = [(one, chunks[one.name]) for one in own if one.name in chunks] + foreign
+        known = _apart(sorted(known, key=lambda pair: (pair[0].start, -pair[0].end)))
+        limits = [one.start for one, _ in known[1:]] + [len(ids) - 1] * bool(known)
         runs: list[Run] = []
-        for one, limit in zip(found, limits, strict=True):
-            run = None if one.name not in chunks else _run(ids, one, chunks[one.name], _end(runs), limit)
+        for (one, chunk), limit in zip(known, limits, strict=True):
+            run = _run(ids, one, chunk, runs[-1].end if runs else 0, limit)
             if run is not None:
                 runs.append(run)
         return runs
+
+    def _find_foreign(self, ids: Sequence[int]) -> list[tuple[Found, Chunk]]:
+        if self._foreign is None:
+            return []
+        try:
+            with self._lock:
+                new = self._foreign.passages(self._owner, after=self._last_foreign)
+                self._foreign_index.add(new)
+                self._last_foreign = new[-1][0] if new else self._last_foreign
+            found = self._foreign_index.find(ids)
+            there = self._foreign.found(self._owner, {one.name for one in found}) if found else {}
+        except StoreError as error:
+            log.warning("passages from elsewhere are not looked for: %s", error)
+            return []
+        chunks = {name: self._chunk(own) for name, own in there.items()}
+        return [(one, chunks[one.name]) for one in found if one.name in chunks]
+
+    def _chunk(self, ids: list[int]) -> Chunk:
+        return Chunk("", "", 0, str(self._tokenizer.decode(ids)), ids, {}, NOT_STORED, None, 0.0, "", "")
 
     def _refresh(self) -> None:
         """Take in what was stored since the last look. Names of what was deleted stay until they are half of all."""
@@ -169,16 +211,35 @@ class PassageFinder:
             if not self._is_stale:
                 return
             self._is_stale = False
+            if self._last is None:
+                self._last = self._index.load(self._file) or 0
+                self._saved = len(self._index)
             if len(self._index) > 2 * self._documents.counts().chunks:
                 self._index.clear()
-                self._last = 0
+                self._last = self._saved = 0
             for batch in self._documents.token_ids(after=self._last):
                 self._index.add(batch)
                 self._last = batch[-1][0]
+            if len(self._index) - self._saved > max(SAVED_FROM, self._saved // 8):
+                self._saved = len(self._index)
+                self._save(self._last)
+
+    def _save(self, last: int) -> None:
+        if self._documents.database.read_only:
+            return
+        try:
+            self._index.save(self._file, last)
+        except (StoreReadOnlyError, StoreFullError) as error:
+            log.warning("the index of passages is made anew at the next opening: %s", error)
 
 
-def _end(runs: Sequence[Run]) -> int:
-    return runs[-1].end if runs else 0
+def _apart(found: Sequence[tuple[Found, Chunk]]) -> list[tuple[Found, Chunk]]:
+    """Of those that overlap the first, and of these the longest. found: in that order"""
+    kept: list[tuple[Found, Chunk]] = []
+    for pair in found:
+        if not kept or pair[0].start >= kept[-1][0].end:
+            kept.append(pair)
+    return kept
 
 
 def _is_little(runs: Sequence[Run]) -> bool:

@@ -45,7 +45,8 @@ class Questions:
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
-        self.finder = PassageFinder(parts.store.documents, parts.card.tokenizer)
+        layout, documents, kv = parts.store
+        self.finder = PassageFinder(documents, parts.card.tokenizer, layout.passages, kv.foreign, parts.names.owner)
         self._mini_notice = MiniNotice(parts.card.name)
         self._unchecked_notice = UncheckedNotice(parts.card.name, parts.store.layout.root)
         self._generation = -1

@@ -61,6 +61,11 @@ class BlockKeys:
         return self.card.block_key(self.first_ids, Recipe(), (), self.tenant)
 
     @property
+    def owner(self) -> str:
+        """Names all blocks of this model, recipe, prefix and tenant."""
+        return self.key(())
+
+    @property
     def encoder(self) -> ModelEncoder:
         """Computes these blocks. Raises ConfigError where the model runs in another engine, which computes none."""
         raise ConfigError(

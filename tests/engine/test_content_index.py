@@ -60,6 +60,26 @@ def test_what_is_cleared_is_found_no_more():
     assert len(index) == 0
 
 
+def test_a_saved_index_is_the_same_and_a_damaged_one_is_none(tmp_path):
+    known = {name: list(range(name, name + 30)) for name in range(0, 400, 40)}
+    file, row = tmp_path / "passages.npz", [*known[40], *known[0], *known[360]]
+    index_of(known).save(file, 7)
+    again = index_of({9: list(range(2000, 2040))})
+    assert again.load(file) == 7
+    assert again.find(row) == index_of(known).find(row)
+    assert again.find(range(2000, 2040)) == []
+    whole = file.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], b"PK" + whole[2:40], b"no zip"):
+        file.write_bytes(damaged)
+        assert again.load(file) is None
+    np.savez(
+        file, version=2, last=1, **{name: np.zeros(1) for name in ("anchors", "cores", "offsets", "lengths", "names")}
+    )
+    assert again.load(file) is None
+    assert again.load(tmp_path / "none") is None
+    assert len(again) == len(known)
+
+
 def test_a_thousand_near_copies_are_told_apart():
     random = np.random.default_rng(0)
     copies = np.tile(random.integers(0, 50000, 200), (1000, 1))

@@ -316,3 +316,19 @@ def test_the_index_follows_the_documents(kb, open_kb):
             again.ingest(rc.Document("boats", more["boats"]))
             assert "boats" in found_in(again, text)
         assert len(again._questions.finder._index) <= 2 * again.info().chunks + 2
+
+
+def test_a_saved_index_is_used_and_what_came_since_is_added(kb, open_kb, monkeypatch):
+    monkeypatch.setattr(plain_text, "SAVED_FROM", 0)
+    text = "".join([*TEXTS.values(), QUESTION])
+    found_in(kb, text)
+    path = kb.store.layout.passages
+    assert path.exists()
+    kb.ingest(rc.Document("boats", "The boats of the club lie by the old bridge, and nobody has ever counted them.\n"))
+    kb.close()
+    with open_kb() as again:
+        added = []
+        add = again._questions.finder._index.add
+        monkeypatch.setattr(again._questions.finder._index, "add", lambda batch: added.extend(batch) or add(batch))
+        assert found_in(again, f"{text}{again.chunks_of('boats')[0].text}.") == sorted([*TEXTS, "boats"])
+        assert len(added) == 1
