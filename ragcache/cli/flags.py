@@ -116,6 +116,10 @@ class StoreOptions:
             "512MiB",
         ),
     ] = 512 * 2**20  # fmt: skip
+    foreign_cache: Annotated[
+        int,
+        size_option("--foreign-cache", "Disk budget for KV of passages that are no document's; 0: none.", "10GiB"),
+    ] = 10 << 30
     load: Annotated[
         Literal["auto", "always", "never"],
         option("--load", "Blocks on disk: load or compute, whichever is faster (auto); always load; never."),

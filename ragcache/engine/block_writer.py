@@ -49,8 +49,8 @@ class LoadedBlocks:
 
 
 class BlockWriter:
-    """Keeps what is computed: on disk for the store's own chunks, in this process's memory for others, which no
-    deletion would ever find.
+    """Keeps what is computed: the store's own chunks with its documents' KV, others apart, within a budget of their
+    own, since no deletion would ever find them.
 
     names:   of the blocks
     passing: the encoder is not the store's own (another prefix): keep in memory only
@@ -64,8 +64,10 @@ class BlockWriter:
 
     def keep(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
         """The block as it was kept: with a lossy codec the first answer is then like all later ones."""
-        if self._passing or not chunk.is_stored:
+        if self._passing:
             return self._kv.remember(handle, block)
+        if not chunk.is_stored:
+            return self._kv.keep_foreign(handle, block, self._names.owner, chunk.token_ids)
         if chunk.uses_left and not self._is_hot(chunk):
             return self._kv.pass_on(handle, block, hold=False)
         return self._store(chunk, handle, block)

@@ -58,7 +58,6 @@ from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.runtime import team_ends
-from ragcache.store.records import Chunk
 
 log = logging.getLogger(__name__)
 Inputs = Iterable[Input] | Input
@@ -260,16 +259,6 @@ class RagCache(Library, AsyncTwins):
         """Estimate the disk space for the KV of files, folders and Document objects, from a sample of their text."""
         encoder, longest = self._parts.ingestor.encoder, self._parts.ingestor.chunker.settings["max_tokens"]
         return estimate_kv(_listed(inputs), encoder.lm, self.config.codec, longest, encoder.recipe.share)
-
-    def chunks(self, ids: Iterable[str]) -> list[Chunk]:
-        return self._handed_out(super().chunks(ids))
-
-    def chunks_of(self, document_id: str) -> list[Chunk]:
-        return self._handed_out(super().chunks_of(document_id))
-
-    def _handed_out(self, chunks: list[Chunk]) -> list[Chunk]:
-        self._questions.handed_out.add(chunks)
-        return chunks
 
     def vectors(self, ids: Iterable[str]) -> NDArray[np.float32]:
         """The embeddings of `chunks(ids)`: float32 [n, dimension]."""

@@ -16,7 +16,7 @@ from ragcache.engine.request import Request
 from ragcache.fusion.fuse import Fused
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
-from ragcache.kv.block import KVBlock
+from ragcache.kv.block import KVBlock, part_of_block
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import PrefixMatch
 from ragcache.models.batches import plan_batches
@@ -238,11 +238,22 @@ def load_or_compute(
     Raises CancelledError and TimedOutError within `limits.limited`.
     """
     keeper = BlockWriter(kv_store, documents, encoder, passing=passing)
-    chunks = encoder.with_neighbours(chunks)
-    handles = [encoder.key(chunk.token_ids, chunk.neighbours) for chunk in chunks]
+    whole = encoder.with_neighbours([chunk.whole for chunk in chunks])
+    handles = [encoder.key(chunk.token_ids, chunk.neighbours) for chunk in whole]
     if loader is not None:
-        return loader.load(encoder, keeper, chunks, handles, ahead)
-    return _load_all(encoder, keeper, kv_store, chunks, handles)
+        loaded = loader.load(encoder, keeper, whole, handles, ahead)
+    else:
+        loaded = _load_all(encoder, keeper, kv_store, whole, handles)
+    pairs = zip(chunks, loaded.blocks, strict=True)
+    return replace(loaded, blocks=[_part(chunk, block) for chunk, block in pairs])
+
+
+def _part(chunk: Chunk, block: KVBlock) -> KVBlock:
+    """The KV of the chunk's tokens, from that of the whole passage."""
+    if chunk.cut_from is None:
+        return block
+    start = chunk.cut_from[1]
+    return part_of_block(block, start, start + chunk.num_tokens)
 
 
 def _load_all(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from ragcache.errors import PromptError, UnknownHandleError
+from ragcache.engine.content_index import EDGE, ContentIndex, Found
+from ragcache.errors import PromptError, StoreError, StoreFullError, StoreReadOnlyError, UnknownHandleError
 from ragcache.ingest.chunker import PassthroughSplitter
-from ragcache.prompt import PromptEnds
+from ragcache.prompt import PromptEnds, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
+from ragcache.store.foreign import ForeignCache
 from ragcache.store.records import NOT_STORED, Chunk
 
 
@@ -80,18 +82,18 @@ def _foreign(passage: Passage, rank: int, texts: PassthroughSplitter) -> Chunk:
     return Chunk(passage.id or "", "", rank, passage.text, ids, metadata, NOT_STORED, None, 0.0, "", "")
 
 
-# Stored passages that come back as plain text: they are found by their tokens, and read from their KV.
+# Passages that come as plain text: they are found by their tokens, and read from their KV.
 
 
 log = logging.getLogger(__name__)
-# What the store handed out last is what a chain joins into its next prompts: enough for many of them side by side.
-REMEMBERED = 256
-# A question may well quote a line: of all that is found in a text, and of each.
-LEAST_CHARACTERS, LEAST_EACH = 100, 20
+# A question may well quote a line: of all that is found in a text.
+LEAST_CHARACTERS = 100
+# An index of fewer passages is made sooner than its file would be worth.
+SAVED_FROM = 1000
 
 
 class Run(NamedTuple):
-    """A passage's tokens in a row of tokens, from `start` on."""
+    """Tokens of a passage, or all but the outermost, in a row of tokens from `start` on; chunk: what is read there."""
 
     start: int
     chunk: Chunk
@@ -101,39 +103,49 @@ class Run(NamedTuple):
         return self.start + self.chunk.num_tokens
 
 
-class RecentPassages:
-    """Remembers the passages that were handed out last, and finds them in prompts.
+class PassageFinder:
+    """Finds the store's passages in prompts. Its index is made at the first look and follows the documents. What it
+    finds is read from the documents, so that a deleted passage is never found. Thread-safe."""
 
-    The look is exact and bounded: it searches a prompt for REMEMBERED passages. A passage that was changed, or came
-    from elsewhere, is no stored one. Thread-safe.
-    """
+    def __init__(
+        self,
+        documents: DocumentStore,
+        tokenizer: PreTrainedTokenizerBase,
+        file: Path,
+        foreign: ForeignCache | None = None,
+        owner: str = "",
+    ) -> None:
+        """foreign: passages of no document, of which those of this owner are found
 
-    def __init__(self) -> None:
-        self._chunks: deque[Chunk] = deque(maxlen=REMEMBERED)
+        file: of the index, so that a large store's passages are read once. It is written again as they grow."""
+        self._file = file
+        self._documents = documents
+        self._tokenizer = tokenizer
+        self._index = ContentIndex()
+        self._foreign = foreign
+        self._owner = owner
+        self._foreign_index = ContentIndex()
+        self._last_foreign = 0
+        self._last: int | None = None
+        self._saved = 0
+        self._is_stale = True
         self._lock = threading.Lock()
         self._has_spoken = False
 
-    def add(self, chunks: Iterable[Chunk]) -> None:
-        with self._lock:
-            self._chunks.extend(chunks)
-
     def forget(self) -> None:
-        """Let go of every text: documents were deleted."""
-        with self._lock:
-            self._chunks.clear()
+        """Documents changed."""
+        self._is_stale = True
 
-    def cut(self, ids: Sequence[int], texts: Sequence[str], breaks: Collection[int]) -> tuple[PromptEnds, list[Hit]]:
+    def cut(self, ids: Sequence[int], breaks: Collection[int], *, parts: bool) -> tuple[PromptEnds, list[Hit]]:
         """The same ids in the same order, around the stored passages among them; no passages where too few are found.
 
-        A passage is found where its own ids stand in a row. Where a tokenizer reads its first or last characters
-        together with what is beside them, it is not.
-
         ids:    a prompt's, as it is read without any passage
-        texts:  what the caller wrote of it
         breaks: ids that stand in no message: of several messages with passages, those of the last one are found
+        parts:  whether a passage may be found without its outermost tokens
         """
-        runs = _in_one_message(self._runs(ids, texts), ids, breaks)
-        if sum(len(run.chunk.text.strip()) for run in runs) < LEAST_CHARACTERS:
+        found = [run for run in self._runs(ids) if parts or run.chunk.cut_from is None]
+        runs = _in_one_message(found, ids, breaks)
+        if _is_little(runs):
             return PromptEnds((), ids), []
         between = [ids[before.end : run.start] for before, run in pairwise(runs)]
         ends = PromptEnds(ids[: runs[0].start], ids[runs[-1].end :], [(), *between])
@@ -144,10 +156,10 @@ class RecentPassages:
 
         texts: of a call, without the passages that it gives as such
         """
-        if self._has_spoken:
+        if self._has_spoken or sum(map(len, texts)) < LEAST_CHARACTERS:
             return
-        found = self._quoted(texts)
-        if sum(len(chunk.text.strip()) for chunk in found) < LEAST_CHARACTERS:
+        found = [run for text in texts for run in self._runs(encode_text(self._tokenizer, text))]
+        if _is_little(found):
             return
         self._has_spoken = True
         log.warning(
@@ -158,27 +170,96 @@ class RecentPassages:
             len(found),
         )
 
-    def _quoted(self, texts: Sequence[str]) -> list[Chunk]:
-        """Passages whose characters are in one of the texts."""
-        if sum(map(len, texts)) < LEAST_CHARACTERS:
-            return []
-        with self._lock:
-            chunks = {chunk.text.strip(): chunk for chunk in self._chunks}
-        return [
-            chunk
-            for passage, chunk in chunks.items()
-            if len(passage) >= LEAST_EACH and any(passage in text for text in texts)
-        ]
-
-    def _runs(self, ids: Sequence[int], texts: Sequence[str]) -> list[Run]:
+    def _runs(self, ids: Sequence[int]) -> list[Run]:
         """Passages in order, of those that overlap the first and longest. What a prompt ends with runs, in any case."""
-        row = _bytes(ids)
-        found = [Run(start, chunk) for chunk in self._quoted(texts) for start in _places(row, _bytes(chunk.token_ids))]
+        self._refresh()
+        own = self._index.find(ids)
+        chunks = {chunk.vector_id: chunk for chunk in self._documents.chunks_by_vector_ids({one.name for one in own})}
+        foreign = self._find_foreign(ids)
+        known = [(one, chunks[one.name]) for one in own if one.name in chunks] + foreign
+        known = _apart(sorted(known, key=lambda pair: (pair[0].start, -pair[0].end)))
+        limits = [one.start for one, _ in known[1:]] + [len(ids) - 1] * bool(known)
         runs: list[Run] = []
-        for run in sorted(found, key=lambda run: (run.start, -run.end)):
-            if run.start >= (runs[-1].end if runs else 0) and run.end < len(ids):
+        for (one, chunk), limit in zip(known, limits, strict=True):
+            run = _run(ids, one, chunk, runs[-1].end if runs else 0, limit)
+            if run is not None:
                 runs.append(run)
         return runs
+
+    def _find_foreign(self, ids: Sequence[int]) -> list[tuple[Found, Chunk]]:
+        if self._foreign is None:
+            return []
+        try:
+            with self._lock:
+                new = self._foreign.passages(self._owner, after=self._last_foreign)
+                self._foreign_index.add(new)
+                self._last_foreign = new[-1][0] if new else self._last_foreign
+            found = self._foreign_index.find(ids)
+            there = self._foreign.found(self._owner, {one.name for one in found}) if found else {}
+        except StoreError as error:
+            log.warning("passages from elsewhere are not looked for: %s", error)
+            return []
+        chunks = {name: self._chunk(own) for name, own in there.items()}
+        return [(one, chunks[one.name]) for one in found if one.name in chunks]
+
+    def _chunk(self, ids: list[int]) -> Chunk:
+        return Chunk("", "", 0, str(self._tokenizer.decode(ids)), ids, {}, NOT_STORED, None, 0.0, "", "")
+
+    def _refresh(self) -> None:
+        """Take in what was stored since the last look. Names of what was deleted stay until they are half of all."""
+        with self._lock:
+            if not self._is_stale:
+                return
+            self._is_stale = False
+            if self._last is None:
+                self._last = self._index.load(self._file) or 0
+                self._saved = len(self._index)
+            if len(self._index) > 2 * self._documents.counts().chunks:
+                self._index.clear()
+                self._last = self._saved = 0
+            for batch in self._documents.token_ids(after=self._last):
+                self._index.add(batch)
+                self._last = batch[-1][0]
+            if len(self._index) - self._saved > max(SAVED_FROM, self._saved // 8):
+                self._saved = len(self._index)
+                self._save(self._last)
+
+    def _save(self, last: int) -> None:
+        if self._documents.database.read_only:
+            return
+        try:
+            self._index.save(self._file, last)
+        except (StoreReadOnlyError, StoreFullError) as error:
+            log.warning("the index of passages is made anew at the next opening: %s", error)
+
+
+def _apart(found: Sequence[tuple[Found, Chunk]]) -> list[tuple[Found, Chunk]]:
+    """Of those that overlap the first, and of these the longest. found: in that order"""
+    kept: list[tuple[Found, Chunk]] = []
+    for pair in found:
+        if not kept or pair[0].start >= kept[-1][0].end:
+            kept.append(pair)
+    return kept
+
+
+def _is_little(runs: Sequence[Run]) -> bool:
+    return sum(len(run.chunk.text.strip()) for run in runs) < LEAST_CHARACTERS
+
+
+def _run(ids: Sequence[int], found: Found, chunk: Chunk, least: int, most: int) -> Run | None:
+    """The passage's tokens as far as they stand in [least, most) of the prompt around what was found; None where that
+    is not its inner tokens."""
+    own = chunk.token_ids
+    edge = (len(own) - (found.end - found.start)) // 2
+    shift = found.start - edge
+    start, end = found.start, min(found.end, most)
+    if not 0 <= edge <= EDGE or list(ids[start:end]) != own[edge : end - shift]:
+        return None
+    while start > max(least, shift) and ids[start - 1] == own[start - 1 - shift]:
+        start -= 1
+    while end < min(most, shift + len(own)) and ids[end] == own[end - shift]:
+        end += 1
+    return Run(start, chunk.part(start - shift, end - shift)) if start < end else None
 
 
 def _in_one_message(runs: Sequence[Run], ids: Sequence[int], breaks: Collection[int]) -> list[Run]:
@@ -189,17 +270,3 @@ def _in_one_message(runs: Sequence[Run], ids: Sequence[int], breaks: Collection[
             break
         kept.insert(0, run)
     return kept
-
-
-def _bytes(ids: Sequence[int]) -> bytes:
-    return np.asarray(ids, dtype=np.int32).tobytes()
-
-
-def _places(row: bytes, part: bytes) -> Iterator[int]:
-    """Where a row of ids holds another one."""
-    size = np.dtype(np.int32).itemsize
-    at = row.find(part) if part else -1
-    while at >= 0:
-        if at % size == 0:
-            yield at // size
-        at = row.find(part, at + 1)

@@ -23,7 +23,7 @@ from ragcache.engine.conversation import Conversation, Given, completion_ends
 from ragcache.engine.history import ConversationContext, inline_passages
 from ragcache.engine.loader import Prefetch
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, Context, ReadOptions, retrieval
-from ragcache.engine.passages import Passage, RecentPassages, find_passages
+from ragcache.engine.passages import Passage, PassageFinder, find_passages
 from ragcache.engine.prefixes import check_whole, whole_hits
 from ragcache.engine.request import Clock, Kept, RequestOptions
 from ragcache.engine.tool_use import tool_use
@@ -45,8 +45,9 @@ class Questions:
     Thread-safe."""
 
     def __init__(self, parts: Components) -> None:
-        self.handed_out = RecentPassages()
         self._parts = parts
+        layout, documents, kv = parts.store
+        self.finder = PassageFinder(documents, parts.card.tokenizer, layout.passages, kv.foreign, parts.names.owner)
         self._mini_notice = MiniNotice(parts.card.name)
         self._unchecked_notice = UncheckedNotice(parts.card.name, parts.store.layout.root)
         self._generation = -1
@@ -62,9 +63,7 @@ class Questions:
         if isinstance(question, str):
             check_text(question)
             find = retriever.retrieve
-        hits = find(question, k, **options, foresee=None if ahead is None else ahead.begin)
-        self.handed_out.add(hit.chunk for hit in hits)
-        return hits
+        return find(question, k, **options, foresee=None if ahead is None else ahead.begin)
 
     def ask(self, question: str, k: int, options: AskOptions) -> Iterator[Event]:
         check_type("question", question, str, "give its text")
@@ -137,7 +136,7 @@ class Questions:
         generation = store.documents.generation()
         if generation != self._generation:
             store.kv.refresh()
-            self.handed_out.forget()
+            self.finder.forget()
             self._parts.reader.drop_deleted()
             self._generation = generation
 
@@ -211,8 +210,10 @@ class Questions:
         texts: what the caller wrote, without passages given as such
         """
         card, found = self._parts.card, list[Hit]()
+        breaks, recipe = control_tokens(card.tokenizer).keys(), self._parts.reader.prompts.names.recipe
+        parts = recipe.keeps_all and not recipe.neighbours and recipe.markers is None  # of a block that is as read
         if not given and self._reuses_text(reading) and len(ends.suffix_ids) <= card.max_positions:
-            ends, found = self.handed_out.cut(ends.suffix_ids, texts, control_tokens(card.tokenizer).keys())
+            ends, found = self.finder.cut(ends.suffix_ids, breaks, parts=parts)
         if not found:
             self._look(texts, reading)
         return ends, found or given
@@ -220,7 +221,7 @@ class Questions:
     def _look(self, texts: Sequence[str], reading: RequestOptions) -> None:
         """Say so, once, where stored passages come as text to a method that would have used their KV."""
         if reading.method.reuses_blocks:
-            self.handed_out.warn(texts)
+            self.finder.warn(texts)
 
     def _reuses_text(self, reading: RequestOptions) -> bool:
         """Whether stored passages that come as plain text can be read from their KV, with the text between them, and no

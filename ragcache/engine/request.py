@@ -101,7 +101,7 @@ class Request:
             return None
         if not prompt.prefix_ids and not prompt.chunk_ids:
             return None
-        return repr(reading.method), prompt.parts[:-1]
+        return repr(reading.method), prompt.parts[:-1], tuple(hit.chunk.cut_from for hit in self.hits)
 
 
 @dataclass

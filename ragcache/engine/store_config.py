@@ -15,6 +15,7 @@ from ragcache.store.codec_basis import known_basis
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.folder import database_id, open_documents
+from ragcache.store.foreign import DEFAULT_FOREIGN_BYTES, ForeignCache
 from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
 from ragcache.store.neighbours import NEIGHBOURS_FROM
 from ragcache.store.remote import Connection, connect, open_blobs
@@ -47,6 +48,7 @@ class StoreConfig:
     neighbours_from: "similarity": the chunks nearest to it; "document": those right before it in its document; None:
                   as the store was made, similarity for a new one
     kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
+    foreign_cache: budget on disk of KV that belongs to no document: passages that callers hand over; 0 keeps none
     measure_s:    seconds to spend on measuring this machine at the first opening with a model; later openings measure
                   the disk alone, in a third of them; 0 measures nothing
     """
@@ -71,12 +73,15 @@ class StoreConfig:
     remote: str | None = field(default=None, repr=False)  # it may hold a password
     kv: str = "eager"
     hot_after: int = 2
+    foreign_cache: int = DEFAULT_FOREIGN_BYTES
     neighbours: int | None = None
     neighbours_from: str | None = None
 
     def __post_init__(self) -> None:
         if self.answer_bytes is not None and self.answer_bytes < 1:
             raise ConfigError(f"answer_bytes is {self.answer_bytes}; it must be at least 1, or None for a default")
+        if self.foreign_cache < 0:
+            raise ConfigError(f"foreign_cache is {self.foreign_cache}; give bytes, or 0 to keep none", "foreign_cache")
         if self.load not in LOADS:
             raise ConfigError(f"load {self.load!r} is unknown; choose one of {', '.join(LOADS)}")
         if self.speculative_bytes < 0 or not self.measure_s >= 0:
@@ -123,7 +128,10 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
         remote = _connect(documents, config)
         if remote is not None:
             undo.callback(remote.close)
-        kv = open_kv(layout.kv, config, remote, referenced=documents.referenced, basis=known_basis(documents))
+        foreign = open_foreign(layout.foreign, config)
+        if foreign is not None:
+            undo.callback(foreign.close)
+        kv = open_kv(layout.kv, config, remote, documents.referenced, known_basis(documents), foreign)
         undo.pop_all()
     return Store(layout, documents, kv)
 
@@ -134,6 +142,7 @@ def open_kv(
     remote: Connection | None = None,
     referenced: Callable[[Iterable[str]], set[str]] | None = None,
     basis: str | None = None,
+    foreign: ForeignCache | None = None,
 ) -> KVStore:
     """Raises ConfigError."""
     return KVStore(
@@ -151,7 +160,24 @@ def open_kv(
         admission=config.admission,
         trace=config.trace,
         read_only=config.read_only,
+        foreign=foreign,
     )
+
+
+def open_foreign(root: Path, config: StoreConfig) -> ForeignCache | None:
+    """Blocks of no document, evicted as others are; None where none are kept. Without a codec: what is kept is what
+    the store's codec left of a block, and the exact KV of prompts."""
+    if not config.foreign_cache:
+        return None
+    kv = KVStore(
+        root,
+        memory_bytes=0,
+        disk_bytes=config.foreign_cache,
+        ttl_s=config.ttl_s,
+        eviction=config.eviction,
+        read_only=config.read_only,
+    )
+    return ForeignCache(kv)
 
 
 def open_kv_to_fill(

@@ -61,6 +61,11 @@ class BlockKeys:
         return self.card.block_key(self.first_ids, Recipe(), (), self.tenant)
 
     @property
+    def owner(self) -> str:
+        """Names all blocks of this model, recipe, prefix and tenant."""
+        return self.key(())
+
+    @property
     def encoder(self) -> ModelEncoder:
         """Computes these blocks. Raises ConfigError where the model runs in another engine, which computes none."""
         raise ConfigError(
@@ -81,7 +86,8 @@ class BlockKeys:
 
     def keys(self, chunks: Sequence[Chunk]) -> list[str]:
         """The block keys of chunks, their neighbours looked up."""
-        return [self.key(chunk.token_ids, chunk.neighbours) for chunk in self.with_neighbours(chunks)]
+        whole = self.with_neighbours([chunk.whole for chunk in chunks])
+        return [self.key(chunk.token_ids, chunk.neighbours) for chunk in whole]
 
     def with_neighbours(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """The chunks with the ids that they are read behind, as many as the model has room for, in the order of

@@ -201,6 +201,14 @@ class MixedBlock(KVBlock):
         return MixedBlock(self.parts, self.part_of, recipe)
 
 
+def part_of_block(block: KVBlock, start: int, stop: int) -> KVBlock:
+    """Tokens [start, stop) of a block that holds all of its tokens in every head: they were read behind those before
+    them. Nothing is copied, where the block's numbers are at hand as they are."""
+    if isinstance(block, MixedBlock):
+        return MixedBlock([part_of_block(part, start, stop) for part in block.parts], block.part_of, block.recipe)
+    return KVBlock(block.keys[:, :, start:stop], block.values[:, :, start:stop], block.recipe)
+
+
 def empty_block(shape: CacheShape, num_tokens: int) -> KVBlock:
     """A block of a model's shape to be written to, layer by layer."""
 

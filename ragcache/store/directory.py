@@ -37,6 +37,8 @@ class StoreLayout:
     store.sqlite3   documents (unless they are in PostgreSQL)
     kv/             blocks
     index.faiss*    the vector index, derived from the documents
+    foreign/        blocks of passages that are no document's, and a list of these
+    passages.npz    the index of passages in prompts, derived from the documents
     writer.lock     held while a process changes the store
     uploads/        files on their way in, a folder for each server
     models/         an adapter and its base as one checkpoint, for vLLM
@@ -48,6 +50,8 @@ class StoreLayout:
         self.database = self.root / "store.sqlite3"
         self.kv = self.root / "kv"
         self.index = self.root / "index.faiss"
+        self.foreign = self.root / "foreign"
+        self.passages = self.root / "passages.npz"
         self.models = self.root / "models"
         self.lock = self.root / "writer.lock"
         self.home = Home(f"{self.root}: this store was opened", "open it")

@@ -297,6 +297,18 @@ class DocumentStore:
                     last = found[-1]["vector_id"]
                     yield rows.vector_batch(found)
 
+    def token_ids(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[list[tuple[int, NDArray[np.int32]]]]:
+        """Vector id and token ids of the chunks whose vector id is above `after`, by rising id, in batches."""
+        last, rest = after, True
+        while rest:
+            with self._db.read() as connection:
+                read = connection.execute(rows.select_token_ids_above(last, batch_size)).mappings()
+                found = [rows.token_ids(row) for row in read]
+            rest = len(found) == batch_size
+            if found:
+                last = found[-1][0]
+                yield found
+
     def generation(self) -> int:
         """Rises with every commit that changed documents; the same number means the same documents."""
         with self._db.read() as connection:

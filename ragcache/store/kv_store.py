@@ -18,6 +18,7 @@ from ragcache.store.codec_basis import CodecBasis
 from ragcache.store.counters import AccessCounts, KVStats, Loaded, WarnOnce
 from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import EvictionPolicy, get_policy
+from ragcache.store.foreign import ForeignCache
 from ragcache.store.remote import Connection
 from ragcache.store.retention import Expiry, Pins
 from ragcache.store.tiers import CachedTier, DeviceTier, DurableTier, MemoryTier, RemoteTier, Tier, get_durable
@@ -50,6 +51,7 @@ class KVStore:
     read_only:    `put`, `delete` and `sweep` raise StoreReadOnlyError; damaged blocks are not served, but stay
     referenced:   which of some keys chunks refer to. Then a block that another process deleted is not written again by
                   this one, and one that only this process holds outlives `refresh`
+    foreign:      where blocks of no document are kept; it is looked into after the tiers, and closed with them
 
     What a tier evicts goes to the next slower one, if it is not there. A block is in use until its tensors are gone; no
     tier evicts it before, and its bytes stay counted when it is deleted.
@@ -77,9 +79,11 @@ class KVStore:
         trace: str | Path | None = None,
         read_only: bool = False,
         referenced: Callable[[Iterable[str]], set[str]] | None = None,
+        foreign: ForeignCache | None = None,
     ) -> None:
         self.root = Path(root)
         self.read_only = read_only
+        self.foreign = foreign
         self._new_policy: Callable[[], EvictionPolicy] = lambda: get_policy(eviction, admission)
         self._pins = Pins(self.root)
         self._device_bytes = device_bytes
@@ -144,6 +148,17 @@ class KVStore:
         self._counts.made(key, recoded)
         return recoded
 
+    def keep_foreign(self, key: str, block: KVBlock, owner: str, token_ids: Sequence[int]) -> KVBlock:
+        """`remember` the block of a passage that no document has, and keep it on disk where there is a place for such.
+        See `ForeignCache.keep`. Where that cannot take it, it costs a later question time, with a warning."""
+        held = self.remember(key, block)
+        if self.foreign is not None and not self.read_only:
+            try:
+                self.foreign.keep(key, held, owner, token_ids)
+            except StoreError as error:
+                self._complaints.failed("KV of passages from elsewhere is not kept on disk", error)
+        return held
+
     def pass_on(self, key: str, block: KVBlock, *, hold: bool = True) -> KVBlock:
         """The block as the durable tier, which has it already, would give it back: for who computed it all the same.
 
@@ -183,6 +198,8 @@ class KVStore:
             if self._drop_if_over(key):
                 return None
             loaded = self._tiers.load(key, self._drop)
+            if loaded is None and self.foreign is not None:
+                return self.foreign.kv.fetch(key)
             if loaded is not None:
                 self._expiry.use(key)
             return loaded
@@ -221,7 +238,9 @@ class KVStore:
 
     def sizes(self, keys: Sequence[str]) -> dict[str, Stored]:
         """`locate` and `size` of several blocks, asked together; those that no tier has are left out."""
-        return {key: stored for key, stored in self._tiers.sizes(keys).items() if not self._is_over(key)}
+        found = {key: stored for key, stored in self._tiers.sizes(keys).items() if not self._is_over(key)}
+        rest = [key for key in keys if key not in found]
+        return {**found, **(self.foreign.kv.sizes(rest) if rest and self.foreign is not None else {})}
 
     def stored_bytes(self, key: str) -> int:
         """Bytes of the block that outlive this process; 0: it is not stored. Changes and reads nothing."""
@@ -277,6 +296,8 @@ class KVStore:
             self._demotion.stays(key)
             self._expiry.forget(key)
         self._pins.remove([key])
+        if self.foreign is not None:
+            self.foreign.delete(key)
 
     def keys(self) -> Iterator[str]:
         """Keys of the durable tier. What no chunk refers to is an orphan: `doctor` collects it."""
@@ -344,6 +365,8 @@ class KVStore:
             tier.close()
         self._demotion.delete_late()
         self._counts.close()
+        if self.foreign is not None:
+            self.foreign.close()
 
     def __enter__(self) -> Self:
         return self

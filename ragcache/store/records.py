@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,6 +90,7 @@ class Chunk:
     source, title: the document's
     uses_left: times that it is still to be retrieved before its KV is kept; 0: it is kept when it is computed
     neighbours: ids of the chunks that its KV is read behind, in the order of reading, where that is looked up
+    cut_from: where token_ids are a part of the passage: all of its ids, and how many of them stand before the part
     """
 
     id: str
@@ -105,6 +106,18 @@ class Chunk:
     title: str
     uses_left: int = 0
     neighbours: tuple[tuple[int, ...], ...] = ()
+    cut_from: tuple[tuple[int, ...], int] | None = None
+
+    def part(self, start: int, stop: int) -> Chunk:
+        """The chunk with some of its tokens, whose KV is cut from that of all."""
+        if stop - start == len(self.token_ids):
+            return self
+        return replace(self, token_ids=self.token_ids[start:stop], cut_from=(tuple(self.token_ids), start))
+
+    @property
+    def whole(self) -> Chunk:
+        """The chunk with all of its tokens."""
+        return self if self.cut_from is None else replace(self, token_ids=list(self.cut_from[0]), cut_from=None)
 
     @property
     def num_tokens(self) -> int:
@@ -175,6 +188,16 @@ def select_vectors_above(vector_id: int, limit: int) -> Select[Any]:
     """Embeddings of the chunks with higher vector ids, by rising id."""
     query = select(chunks.c.vector_id, chunks.c.embedding).where(chunks.c.vector_id > vector_id)
     return query.order_by(chunks.c.vector_id).limit(limit)
+
+
+def select_token_ids_above(vector_id: int, limit: int) -> Select[Any]:
+    """Token ids of the chunks with higher vector ids, by rising id."""
+    query = select(chunks.c.vector_id, chunks.c.token_ids).where(chunks.c.vector_id > vector_id)
+    return query.order_by(chunks.c.vector_id).limit(limit)
+
+
+def token_ids(row: RowMapping) -> tuple[int, NDArray[np.int32]]:
+    return int(row["vector_id"]), np.frombuffer(row["token_ids"], _TOKEN)
 
 
 def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:

@@ -1,0 +1,139 @@
+"""How much of its passages' KV a prompt finds, whoever built it: python -m benchmarks.reuse
+
+For each way to ask, the share of the passages' tokens that did not run: at the first question, at the same one again,
+at another one over the same passages in another order, and at that after closing and opening the store. Then the
+look-up alone, over 100,000 passages. The passages are sections of this repository's documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+import ragcache as rc
+from ragcache.engine.content_index import ContentIndex
+from ragcache.models.language_model import LanguageModel
+from ragcache.retrieval.fake import BagOfWords
+
+SYSTEM = "Answer from the context, in one sentence.\n\n"
+QUESTIONS = ("How is a block kept on disk?", "What may be deleted?")
+ONE = rc.Sampling(max_tokens=1)
+Ask = Callable[[rc.RagCache, Sequence[str], str], rc.Answer]
+
+
+def sections(count: int, characters: int) -> list[str]:
+    """Passages of about so many characters, cut at lines."""
+    text = (Path(__file__).parent.parent / "docs" / "storage.md").read_text()
+    found, current = list[str](), ""
+    for line in text.splitlines(keepends=True):
+        current += line
+        if len(current) >= characters:
+            found.append(current.strip())
+            current = ""
+    return found[:count]
+
+
+def stuffed(kb: rc.RagCache, passages: Sequence[str], question: str) -> rc.Answer:
+    """LangChain's stuff chain: passages joined by empty lines in the system message."""
+    content = SYSTEM + "\n\n".join(passages)
+    return kb.chat([{"role": "system", "content": content}, {"role": "user", "content": question}], sampling=ONE)
+
+
+def tool_result(kb: rc.RagCache, passages: Sequence[str], question: str) -> rc.Answer:
+    """Passages under labels in a user message, as agents and LlamaIndex's synthesizers write them."""
+    labelled = "\n\n".join(f"[{rank}] file_path: docs/a.md\n\n{text}" for rank, text in enumerate(passages, 1))
+    return kb.chat([{"role": "user", "content": f"{labelled}\n\nQuestion: {question}"}], sampling=ONE)
+
+
+def fused(kb: rc.RagCache, passages: Sequence[str], question: str) -> rc.Answer:
+    """The fused chain: each passage a part of the message."""
+    return kb.chat([{"role": "user", "content": [*map(rc.Passage, passages), question]}], sampling=ONE)
+
+
+def retrieved(kb: rc.RagCache, passages: Sequence[str], question: str) -> rc.Answer:
+    hits = [rc.Passage(id=text[:20]) for text in passages]
+    return kb.ask(question, hits=hits, sampling=ONE)
+
+
+def share(kb: rc.RagCache, answer: rc.Answer, passages: Sequence[str]) -> float:
+    """Of the passages' tokens, how many did not run."""
+    tokens = sum(kb.count_tokens(text) for text in passages)
+    if not answer.hits:  # none was found: what is cached is a prefix
+        return min(1.0, answer.usage.cached_tokens / tokens)
+    reused = sum(hit.chunk.num_tokens for hit in answer.hits if hit.kv not in ("computed", "unused"))
+    return min(1.0, reused / tokens)
+
+
+def row(
+    lm: LanguageModel, passages: Sequence[str], ask: Ask, *, stored: bool, before: Ask | None = None
+) -> list[float]:
+    """Shares of one way to ask. before: what had been asked in that store, by another way"""
+    with tempfile.TemporaryDirectory() as root:
+
+        def opened() -> rc.RagCache:
+            return rc.RagCache.open(Path(root) / "kb", model=lm, embedder=BagOfWords(), method="reposition")
+
+        with opened() as kb:
+            if stored:
+                kb.ingest([rc.Document(text[:20], text) for text in passages], split=False)
+            if before is not None:
+                before(kb, passages, QUESTIONS[0])
+            first, again = (share(kb, ask(kb, passages, QUESTIONS[0]), passages) for _ in range(2))
+            other = share(kb, ask(kb, passages[::-1], QUESTIONS[1]), passages)
+        with opened() as kb:
+            return [first, again, other, share(kb, ask(kb, passages, QUESTIONS[1]), passages)]
+
+
+def look_up(count: int = 100_000) -> str:
+    random = np.random.default_rng(0)
+    passages = random.integers(0, 49152, (count, 250))
+    index, times = ContentIndex(), list[float]()
+    index.add(enumerate(passages))
+    for _ in range(100):
+        chosen = random.integers(0, count, 60)
+        ids = np.concatenate(
+            [part for n in chosen for part in (random.integers(0, 49152, 15), passages[n][1:-1])]
+        ).tolist()
+        started = time.perf_counter()
+        found = index.find(ids)
+        times.append(time.perf_counter() - started)
+        if [one.name for one in found[:60]] != chosen.tolist():
+            raise SystemExit("a passage was not found, or another one was")
+    return (
+        f"{len(ids)} tokens, {count} passages: median {np.median(times) * 1e3:.1f} ms, most {max(times) * 1e3:.1f} ms"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="mini", help="bundled name or directory")
+    parser.add_argument("--passages", type=int, default=4)
+    parser.add_argument("--characters", type=int, default=700)
+    chosen = parser.parse_args()
+    lm, passages = rc.load_lm(chosen.model), sections(chosen.passages, chosen.characters)
+    ways: list[tuple[str, Ask, bool, Ask | None]] = [
+        ("stuff chain, documents nowhere", stuffed, False, None),
+        ("fused chain, documents nowhere", fused, False, None),
+        ("stuff chain, after a fused one", stuffed, False, fused),
+        ("stuff chain, documents also in ragcache", stuffed, True, None),
+        ("labelled text, documents also in ragcache", tool_result, True, None),
+        ("fused chain, documents in ragcache", fused, True, None),
+        ("ragcache's own passages", retrieved, True, None),
+    ]
+    print("| | 1st | again | other question, other order | after opening again |\n|---|---|---|---|---|")
+    for name, ask, stored, before in ways:
+        print(
+            f"| {name} | "
+            + " | ".join(f"{one:.1%}" for one in row(lm, passages, ask, stored=stored, before=before))
+            + " |"
+        )
+    print(look_up())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""KV of what is none of the store's documents: passages that callers hand over, and beginnings of prompts."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.errors import StoreBusyError, StoreFullError
+from ragcache.kv.block import KVBlock
+
+if TYPE_CHECKING:
+    from ragcache.store.kv_store import KVStore
+
+_T = TypeVar("_T")
+log = logging.getLogger(__name__)
+DEFAULT_FOREIGN_BYTES = 10 << 30
+_TOKEN = np.dtype("<i4")
+# Passages after which those whose block was evicted are taken off the list.
+_PURGE_EVERY = 1024
+_TABLE = """CREATE TABLE IF NOT EXISTS passages (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, handle TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, token_ids BLOB NOT NULL
+)"""
+
+
+class ForeignCache:
+    """Blocks within a budget of their own, and a list of the passages among them, by which they are found in prompts.
+
+    kv: holds the blocks, which have the names that they would have as a document's; no document knows of them
+    A damaged list is made anew, with a warning. Thread-safe; several processes may share one.
+    """
+
+    def __init__(self, kv: KVStore) -> None:
+        self.kv = kv
+        self.path = kv.root / "passages.sqlite3"
+        self._lock = threading.Lock()
+        self._opened: sqlite3.Connection | None = None
+
+    def keep(self, key: str, block: KVBlock, owner: str, token_ids: Sequence[int]) -> None:
+        """Keep a passage's block, as far as the budget has room.
+
+        owner: whose prompts it is found in: of one model, recipe and tenant
+        Raises StoreFullError, StoreReadOnlyError, StoreBusyError, UnencodableBlockError.
+        """
+        self.kv.put(key, block)
+        row = (key, owner, np.asarray(token_ids, _TOKEN).tobytes())
+
+        def add(database: sqlite3.Connection) -> None:
+            query = "INSERT OR IGNORE INTO passages (handle, owner, token_ids) VALUES (?, ?, ?)"
+            added = database.execute(query, row)
+            if added.rowcount == 1 and (added.lastrowid or 0) % _PURGE_EVERY == 0:
+                self._purge(database)
+
+        self._run(add, create=True)
+
+    def passages(self, owner: str, *, after: int = 0) -> list[tuple[int, NDArray[np.int32]]]:
+        """Number and token ids of the passages that were kept after that number, by rising number.
+
+        Raises StoreError.
+        """
+        query = "SELECT number, token_ids FROM passages WHERE number > ? AND owner = ? ORDER BY number"
+        rows = self._run(lambda database: database.execute(query, (after, owner)).fetchall()) or []
+        return [(int(number), np.frombuffer(ids, _TOKEN)) for number, ids in rows]
+
+    def found(self, owner: str, numbers: Iterable[int]) -> dict[int, list[int]]:
+        """Token ids of these passages, as far as their block is there; the others are taken off the list.
+
+        Raises StoreError.
+        """
+
+        def look(database: sqlite3.Connection) -> dict[int, list[int]]:
+            there: dict[int, list[int]] = {}
+            query = "SELECT handle, token_ids FROM passages WHERE number = ? AND owner = ?"
+            for number in numbers:
+                for handle, ids in database.execute(query, (number, owner)).fetchall():
+                    if handle in self.kv:
+                        there[number] = np.frombuffer(ids, _TOKEN).tolist()
+                    elif not self.kv.read_only:
+                        database.execute("DELETE FROM passages WHERE number = ?", (number,))
+            return there
+
+        return self._run(look) or {}
+
+    def delete(self, key: str) -> None:
+        """Remove a block and its passage, if it is here."""
+        if self.kv.root.exists():
+            self.kv.delete(key)
+            self._run(lambda database: database.execute("DELETE FROM passages WHERE handle = ?", (key,)))
+
+    def close(self) -> None:
+        with self._lock:
+            self._let_go()
+        self.kv.close()
+
+    def _run(self, work: Callable[[sqlite3.Connection], _T], *, create: bool = False) -> _T | None:
+        """What the work returns, in one transaction; None where there is no list. One that is damaged is removed."""
+        with self._lock:
+            try:
+                database = self._open(create)
+                if database is None:
+                    return None
+                with database:
+                    return work(database)
+            except sqlite3.OperationalError as error:
+                self._let_go()
+                if "locked" in str(error):
+                    raise StoreBusyError(f"{self.path}: another process is writing to it; try again") from error
+                raise StoreFullError(f"{self.path}: {error}; make room on its disk") from error
+            except sqlite3.DatabaseError as error:
+                self._let_go()
+                log.warning("%s: damaged (%s); removed: passages from elsewhere are listed anew", self.path, error)
+                if not self.kv.read_only:
+                    self.path.unlink(missing_ok=True)
+                return None
+
+    def _open(self, create: bool) -> sqlite3.Connection | None:
+        if self._opened is None and (create or self.path.exists()):
+            mode = "ro" if self.kv.read_only else "rwc"
+            uri = f"{self.path.absolute().as_uri()}?mode={mode}"
+            self._opened = sqlite3.connect(uri, timeout=30.0, uri=True, check_same_thread=False)
+            if not self.kv.read_only:
+                self._opened.execute(_TABLE)
+        return self._opened
+
+    def _let_go(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def _purge(self, database: sqlite3.Connection) -> None:
+        there = set(self.kv.keys())
+        gone = [(key,) for (key,) in database.execute("SELECT handle FROM passages") if key not in there]
+        database.executemany("DELETE FROM passages WHERE handle = ?", gone)
