@@ -51,15 +51,16 @@ _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2,
 _OF_HALF = {**_SECTIONS, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 _WHOLE = ("qwen2_5_vl_text", "paddleocr_vl_text", "qwen2_5_omni_text")
 _PARTIAL = ("glm4v_text", "glm4v_moe_text", "glm_ocr_text", "glmga_text")
+RECURRENT_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 # By a configuration's own type, wherever it is a part: rotary sections, of which a small head has few, and layers that
 # two by default would not have.
 PARTS: dict[str, dict[str, Any]] = {
     **{name: {"rope_parameters": _SECTIONS} for name in _WHOLE},
     **{name: {"rope_parameters": _OF_HALF} for name in _PARTIAL},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), RECURRENT_AND_FULL),
 }
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
-RECURRENT_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 # What the sizes above do not fit.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk1": {"n_group": 1, "topk_group": 1},
