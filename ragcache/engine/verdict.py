@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 AUTO, FULL = "auto", "full"
 ASKED, TRAINED = "asked for", "the model was trained for it"
 # A first token that comes this soon is not worth a worse answer.
-QUICK_S = 0.5
+QUICK_S = 0.3
 FILE = "verdicts.json"
 VERSION = 1
 
@@ -206,7 +206,8 @@ def _checked(verdict: Verdict, stored: StoredBlocks) -> Choice:
 
 
 def _unchecked(lm: ModelCard, stored: StoredBlocks) -> Choice:
-    choice = Choice(get_method(lm.default_method), "not checked", stored.recipe, is_unchecked=True, gives_way=True)
+    method = get_method(lm.default_method, **lm.default_options)
+    choice = Choice(method, "not checked", stored.recipe, is_unchecked=True, gives_way=True)
     if stored.reads(choice.method):
         return choice
     return choice.exactly(f"not checked, and {choice.method.name} cannot read this store's blocks here")

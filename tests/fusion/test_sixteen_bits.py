@@ -2,8 +2,8 @@
 
 The truth is one float32 forward of the weights as they are in 16 bits, under the block-diagonal mask. Plain eager
 transformers in 16 bits is away from it by rounding (0.012 to 0.17 of the logits' norm in bfloat16 over these models
-and prompts, 0.0017 to 0.043 in float16); `reposition` may be away by `MOST` times as much, over the same prompts. A key one position
-off is away by more than that in every family.
+and prompts, 0.0017 to 0.043 in float16); `reposition` may be away by `MOST` times as much, over the same prompts. A key
+one position off is away by more than that in every family.
 """
 
 from __future__ import annotations
