@@ -235,7 +235,7 @@ async def test_stop_strings_end_an_answer_and_are_no_part_of_it(chat, passages):
 )
 def test_what_another_model_thought_is_read_over(chat, block):
     answers = [
-        chat.invoke([HumanMessage("Hello"), AIMessage(content=content), HumanMessage(ASKED)]).text
+        chat.invoke([HumanMessage("Hello"), AIMessage(content=content), HumanMessage(ASKED)], max_tokens=8).text
         for content in ([block, {"type": "text", "text": "Hello!"}], "Hello!")
     ]
     assert answers[0] == answers[1]
