@@ -61,8 +61,10 @@ class Written:
         size = self.options["block_size"]
         self.anchors, self.local, self.blocks = [], [], []
         start = len(self.prompt.prefix_ids)
+        self.documents = []
         for chunk in self.prompt.chunk_ids:
             tokens = list(range(start, start + len(chunk)))
+            self.documents.append(set(tokens))
             head = self.options["initial_blocks"] * size
             tail = max(head, len(tokens) - self.options["local_blocks"] * size)
             middle = tokens[head:tail]
@@ -92,9 +94,11 @@ class Written:
             for old, new in zip(self.old[layer], (keys, values), strict=True):
                 share = theta
                 if self.options["update"] == "fusion":
-                    dots = [torch.einsum("bhnd,bhnd->n", a, b) for a, b in ((old, new), (old, old), (new, new))]
-                    cosine = dots[0] / (dots[1] * dots[2]).sqrt()
-                    share = torch.where(torch.arange(self.n) < self.context, theta * cosine, theta)
+                    share = theta.clone()
+                    for tokens in self.documents:
+                        again = sorted(renewed(layer) & tokens)
+                        before, after = (part[:, :, again].flatten() for part in (old, new))
+                        share[again] = torch.cosine_similarity(before, after, 0)
                 share = share[None, None, :, None]
                 out.append(share * new + (1 - share) * old)
             return tuple(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
@@ -44,7 +45,8 @@ class SamKV(FusionMethod):
       greatest and the least score, and outliers are tokens by score, 3 sigma above their chunk's middle (PauTa).
     - Inner products are made comparable across documents by giving query vectors length 1.
     - "The total block count divided by the number of contexts" counts the blocks that Top-P retrieved.
-    - theta of eq. 4 is taken by token, over all heads of a layer, for keys and values apart.
+    - theta of eq. 4 is one cosine a document and layer, over the tokens that run again, for keys and values apart. By
+      token it is near 0 for a passage's first tokens, whose part-kept KV then ruins the answer.
     - A lone chunk is kept whole: there are no other contexts.
 
     block_size:     tokens a block. The paper's 64 suits documents of 2,000 tokens: with passages of 500, the 3 blocks
@@ -179,14 +181,16 @@ def _finish(job: Job, context: Context, gather: Gather, kept: Tensor, again: Ten
     cache = job.new_cache(place, count + job.reserve_tokens)
     if bool(again.any()):
         with job.running():
-            cache.merge = blend if fusion else None
-            _recompute(context, cache, kept, needed, entries)
+            _recompute(context, cache, kept, needed, entries, fusion)
             cache.merge = None
     return job.run_text(cache)
 
 
-def _recompute(context: Context, cache: FusedCache, kept: Tensor, needed: Tensor, entries: Tensor) -> None:
+def _recompute(
+    context: Context, cache: FusedCache, kept: Tensor, needed: Tensor, entries: Tensor, fusion: bool
+) -> None:
     tokens = needed[0].nonzero()[:, 0]
+    documents = torch.bucketize(tokens, torch.tensor(context.chunk_starts, device=tokens.device), right=True)
     slots = []
     for keeps, holds in zip(kept, entries, strict=True):
         rank, spare = holds.cumsum(0) - 1, holds.sum()
@@ -194,6 +198,9 @@ def _recompute(context: Context, cache: FusedCache, kept: Tensor, needed: Tensor
 
     def before_layer(point: LayerPoint) -> Tensor | None:
         rows = needed[point.layer, tokens].nonzero()[:, 0]
+        if fusion:
+            # Padding goes to the spare entry: it is no document's.
+            cache.merge = partial(blend, documents=(documents * kept[point.layer, tokens])[rows])
         return None if rows.shape == point.rows.shape else rows
 
     positions = context.positions[tokens]
@@ -202,11 +209,16 @@ def _recompute(context: Context, cache: FusedCache, kept: Tensor, needed: Tensor
         cache.retain(layer, keeps[holds].nonzero()[:, 0])
 
 
-def blend(old: Tensor, new: Tensor) -> Tensor:
-    """Equation 4: theta new + (1 - theta) old, theta their cosine by token. [1, num_kv_heads, num_tokens, head_dim]"""
-    before, after = (part.float().transpose(1, 2).flatten(2) for part in (old, new))
-    theta = torch.nn.functional.cosine_similarity(before, after, dim=2)[:, None, :, None]
-    return (theta * new.float() + (1 - theta) * old.float()).to(new.dtype)
+def blend(old: Tensor, new: Tensor, documents: Tensor) -> Tensor:
+    """Equation 4: theta new + (1 - theta) old, theta the cosine of all that a document has in both.
+
+    old, new: [1, num_kv_heads, num_tokens, head_dim]; documents: int64 [num_tokens], each token's, numbered from 0
+    """
+    before, after = (part[0].float().transpose(0, 1).flatten(1) for part in (old, new))
+    products = torch.stack([(a * b).sum(1) for a, b in ((before, after), (before, before), (after, after))], 1)
+    dot, *squares = products.new_zeros(int(documents.max()) + 1, 3).index_add_(0, documents, products).unbind(1)
+    theta = (dot / (squares[0] * squares[1]).sqrt().clamp_min(torch.finfo(dot.dtype).tiny))[documents, None]
+    return torch.lerp(old.float(), new.float(), theta).to(new.dtype)
 
 
 def _reserve_spare(cache: FusedCache, layer: int) -> None:
