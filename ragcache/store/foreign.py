@@ -6,16 +6,16 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import StoreBusyError, StoreFullError
 from ragcache.kv.block import KVBlock
-
-if TYPE_CHECKING:
-    from ragcache.store.kv_store import KVStore
+from ragcache.store.counters import Loaded
+from ragcache.store.tiers.stack import Stored
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
@@ -28,6 +28,21 @@ _TABLE = """CREATE TABLE IF NOT EXISTS passages (
 )"""
 
 
+class Blocks(Protocol):
+    """Where the blocks are: a `KVStore`, which holds this cache in turn."""
+
+    root: Path
+    read_only: bool
+
+    def put(self, key: str, block: KVBlock) -> KVBlock: ...
+    def fetch(self, key: str) -> Loaded | None: ...
+    def sizes(self, keys: Sequence[str]) -> dict[str, Stored]: ...
+    def keys(self) -> Iterable[str]: ...
+    def __contains__(self, key: object) -> bool: ...
+    def delete(self, key: str) -> None: ...
+    def close(self) -> None: ...
+
+
 class ForeignCache:
     """Blocks within a budget of their own, and a list of the passages among them, by which they are found in prompts.
 
@@ -35,7 +50,7 @@ class ForeignCache:
     A damaged list is made anew, with a warning. Thread-safe; several processes may share one.
     """
 
-    def __init__(self, kv: KVStore) -> None:
+    def __init__(self, kv: Blocks) -> None:
         self.kv = kv
         self.path = kv.root / "passages.sqlite3"
         self._lock = threading.Lock()
