@@ -124,8 +124,8 @@ def test_each_kind_of_block_takes_the_first_format_that_has_it(codec: Codec, tmp
         write_block(tmp_path / "block", make_key(1), block, codec.for_trial(block))
         tensors, metadata = read_container(tmp_path / "block")
         assert metadata["format_version"] == version
-        write_container(tmp_path / "block", tensors, {**metadata, "format_version": "4"})
-        with pytest.raises(SchemaVersionError, match=r"block format 4.*use the version that wrote it"):
+        write_container(tmp_path / "block", tensors, {**metadata, "format_version": "5"})
+        with pytest.raises(SchemaVersionError, match=r"block format 5.*use the version that wrote it"):
             read_block(tmp_path / "block", make_key(1))
 
 
