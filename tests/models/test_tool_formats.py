@@ -9,7 +9,7 @@ from templates import FAMILIES, TOOL_TEMPLATES, template_tokenizer
 
 from ragcache.errors import ConfigError
 from ragcache.models.generate import Detokenizer
-from ragcache.models.tool_calls import FORMATS, ToolParser, format_of
+from ragcache.models.tool_calls import FORMATS, Thought, ToolParser, format_of
 
 F, G = ("f", {"a": 1}), ("g", {})
 XML = "<tool_call>\n<function=f>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>"
@@ -95,7 +95,7 @@ def split(name, pieces, most=None):
     parser = ToolParser(FORMATS[name], most, TOOLS)
     found = [one for piece in pieces for one in parser.push(piece)] + parser.finish()
     calls = [one for one in found if not isinstance(one, str)]
-    return "".join(one for one in found if isinstance(one, str)), calls
+    return "".join(one for one in found if isinstance(one, str) and not isinstance(one, Thought)), calls
 
 
 @pytest.mark.parametrize(("name", "answer", "text", "calls"), ALL)

@@ -55,7 +55,7 @@ def test_a_field_that_is_absent_is_what_transformers_takes_it_for(family, more, 
 
 
 @pytest.mark.parametrize("more", [
-    {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
+    {"layer_types": ["full_attention", "indexed_attention", "full_attention"]},
     {"alibi": True},
     {"is_encoder_decoder": True},
 ], ids=str)  # fmt: skip

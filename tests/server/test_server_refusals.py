@@ -57,7 +57,7 @@ def error_of(response: httpx.Response) -> dict:
         ({"top_k": -2}, "top_k", "invalid_value"),
         ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "invalid_value"),
         ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
         ({"temprature": 1}, "temprature", "unknown_parameter"),
         ({"ragcache": {"kk": 1}}, "ragcache.kk", "unknown_parameter"),
