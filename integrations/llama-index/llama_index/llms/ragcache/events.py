@@ -61,6 +61,7 @@ class RagCachePrefillEvent(BaseEvent):
     created_tokens: int
     computed_tokens: int
     completion_tokens: int
+    reasoning_tokens: int
     queue_s: float
     load_s: float
     encode_s: float
@@ -123,6 +124,7 @@ class Watch:
                 created_tokens=usage.created_tokens,
                 computed_tokens=usage.computed_tokens,
                 completion_tokens=usage.completion_tokens,
+                reasoning_tokens=usage.reasoning_tokens,
                 queue_s=timings.queue_s,
                 load_s=timings.load_s,
                 encode_s=timings.encode_s,
