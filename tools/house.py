@@ -38,8 +38,8 @@ ROOMS = {
     "ragcache/store": Room(6_340, 31, 5_559, 30),
     "ragcache/retrieval": Room(1_820, 10, 1_776, 9),
     "ragcache/ingest": Room(3_645, 21, 3_348, 21),
-    "ragcache/engine": Room(7_250, 33, 5_518, 26),
-    "ragcache/server": Room(4_242, 22, 4_003, 20),
+    "ragcache/engine": Room(7_160, 32, 5_518, 26),
+    "ragcache/server": Room(4_221, 22, 4_003, 20),
     "ragcache/cli": Room(1_885, 9, 1_448, 8),
     # Annexes.
     "extras/eval/ragcache_eval": Room(5_466, 50, 5_150, 23),
