@@ -170,7 +170,7 @@ class LocalEngine:
         cache, read, reading = fused.cache, fused.cache.own_tokens, asked.reading
         thoughts = None
         if reading.thinking is not None:
-            is_open = reading.thinking.is_open(self.lm.tokenizer, asked.prompt.suffix_ids)
+            is_open = asked.has_begun_thoughts(self.lm.tokenizer)
             thoughts = partial(ThoughtLimit, reading.thinking, self.lm.tokenizer, reading.thinking_budget, is_open)
 
         def more() -> int:

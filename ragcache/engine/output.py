@@ -128,7 +128,7 @@ def write(
     """Write the answer whose tokens `steps` gives, `most` of them at most, into `written`. `steps` is closed when this
     ends."""
     tools, thinking = asked.reading.tools, asked.reading.thinking
-    is_open = thinking is not None and thinking.is_open(card.tokenizer, asked.prompt.suffix_ids)
+    is_open = asked.has_begun_thoughts(card.tokenizer)
     markers = thinking.markers(card.tokenizer) if thinking else ()
     format = answer_format(tools.format if tools else None, thinking, markers, is_open=is_open)
     if format is not None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, get_args
 
+from transformers import PreTrainedTokenizerBase
+
 from ragcache.engine.answer import Timings
 from ragcache.engine.history import History
 from ragcache.engine.loader import Prefetch
@@ -92,6 +94,11 @@ class Request:
     clock: Clock
     limit: Limit
     kept: Kept | None
+
+    def has_begun_thoughts(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether the prompt ends with the opening of the model's thoughts."""
+        thinking = self.reading.thinking
+        return thinking is not None and thinking.is_open(tokenizer, self.prompt.suffix_ids)
 
     @cached_property
     def context_key(self) -> Hashable | None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import NoneType
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, check_choice, check_type
 from ragcache.prompt import control_tokens
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 """OpenAI's levels of `reasoning_effort`."""
+EFFORTS = get_args(Effort)
 TEMPLATE_OPTIONS = ("reasoning_effort", "enable_thinking", "chat_template_kwargs")
 """Options that a chat template is told."""
 
@@ -78,18 +80,14 @@ def template_variables(
     Raises ConfigError for an unknown effort, for values that contradict each other, for names that a template's own
     input has, and where a model is asked to think whose template does not know how.
     """
-    if effort is not None and effort not in EFFORTS:
-        raise ConfigError(
-            f"reasoning_effort {effort!r} is unknown; choose one of {', '.join(EFFORTS)}", "reasoning_effort"
-        )
+    check_type("enable_thinking", enable, (bool, NoneType), "give True, False or None")
+    check_type("chat_template_kwargs", given, (Mapping, NoneType), "give a mapping of names")
+    if effort is not None:
+        check_choice("reasoning_effort", effort, EFFORTS)
     if effort is not None and enable is not None and enable == (effort == "none"):
         raise ConfigError(
             f"reasoning_effort {effort!r} and enable_thinking={enable} contradict each other", "reasoning_effort"
         )
-    if not isinstance(enable, bool | None):
-        raise ConfigError(f"enable_thinking is {enable!r}; give True, False or None", "enable_thinking")
-    if not isinstance(given, Mapping | None):
-        raise ConfigError(f"chat_template_kwargs is {given!r:.80}; give a mapping of names", "chat_template_kwargs")
     told = {str(name): value for name, value in (given or {}).items()}
     if taken := sorted(RESERVED & told.keys()):
         raise ConfigError(

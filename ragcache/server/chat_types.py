@@ -17,6 +17,7 @@ from pydantic import (
 
 from ragcache.engine.options import Context, Order, Overflow
 from ragcache.models.sampler import MAX_LOGPROBS
+from ragcache.models.thoughts import Effort
 from ragcache.retrieval.search import Search
 from ragcache.server.wire import AnswerModel, JsonObject, Name, RequestModel, Text
 
@@ -24,7 +25,6 @@ SeedInt = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
 StopText = Annotated[Text, Field(min_length=1)]
 Nothing = Annotated[list[JsonValue], Field(max_length=0)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 LikeliestCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]

@@ -15,13 +15,13 @@ from starlette.responses import Response
 
 from ragcache import Answer, Done, Sampling, Sources, Token
 from ragcache.engine.answer import Event
+from ragcache.models.thoughts import Effort
 from ragcache.server.answers import engine_call, sources_of
 from ragcache.server.body import read_json, request_body
 from ragcache.server.chat import Writer, respond
 from ragcache.server.chat_types import (
     ChatExtension,
     ChatRequest,
-    Effort,
     Extension,
     JsonFormat,
     JsonSchema,
