@@ -288,26 +288,22 @@ class DocumentStore:
         Ids rise from commit to commit: what is new since an index was made has ids above all of its own. An index is
         to be labelled with a `generation()` read before the vectors: it is then at worst newer than it says.
         """
+        return map(rows.vector_batch, self._above(after, batch_size, chunks.c.embedding))
+
+    def token_ids(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[list[tuple[int, NDArray[np.int32]]]]:
+        """Vector id and token ids of the chunks whose vector id is above `after`, as `all_vectors` gives embeddings."""
+        return map(rows.token_id_batch, self._above(after, batch_size, chunks.c.token_ids))
+
+    def _above(self, after: int, batch_size: int, column: Column[Any]) -> Iterator[Sequence[RowMapping]]:
+        """Vector id and a column of the chunks whose vector id is above `after`, in batches; see `all_vectors`."""
         last, rest = after, True
         with self._db.read() as connection:
             while rest:
-                found = connection.execute(rows.select_vectors_above(last, batch_size)).mappings().all()
+                found = connection.execute(rows.select_above(last, batch_size, column)).mappings().all()
                 rest = len(found) == batch_size
                 if found:
                     last = found[-1]["vector_id"]
-                    yield rows.vector_batch(found)
-
-    def token_ids(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[list[tuple[int, NDArray[np.int32]]]]:
-        """Vector id and token ids of the chunks whose vector id is above `after`, by rising id, in batches."""
-        last, rest = after, True
-        while rest:
-            with self._db.read() as connection:
-                read = connection.execute(rows.select_token_ids_above(last, batch_size)).mappings()
-                found = [rows.token_ids(row) for row in read]
-            rest = len(found) == batch_size
-            if found:
-                last = found[-1][0]
-                yield found
+                    yield found
 
     def generation(self) -> int:
         """Rises with every commit that changed documents; the same number means the same documents."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import RowMapping, Select, func, select
+from sqlalchemy import Column, RowMapping, Select, func, select
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, IngestError
 from ragcache.store.filters import Filter, compile_filter
@@ -184,20 +184,14 @@ def select_ids_among(ids: Sequence[str]) -> Select[Any]:
     return select(documents.c.id).where(documents.c.id.in_(ids))
 
 
-def select_vectors_above(vector_id: int, limit: int) -> Select[Any]:
-    """Embeddings of the chunks with higher vector ids, by rising id."""
-    query = select(chunks.c.vector_id, chunks.c.embedding).where(chunks.c.vector_id > vector_id)
+def select_above(vector_id: int, limit: int, column: Column[Any]) -> Select[Any]:
+    """Vector ids and one column of the chunks with higher vector ids, by rising id."""
+    query = select(chunks.c.vector_id, column).where(chunks.c.vector_id > vector_id)
     return query.order_by(chunks.c.vector_id).limit(limit)
 
 
-def select_token_ids_above(vector_id: int, limit: int) -> Select[Any]:
-    """Token ids of the chunks with higher vector ids, by rising id."""
-    query = select(chunks.c.vector_id, chunks.c.token_ids).where(chunks.c.vector_id > vector_id)
-    return query.order_by(chunks.c.vector_id).limit(limit)
-
-
-def token_ids(row: RowMapping) -> tuple[int, NDArray[np.int32]]:
-    return int(row["vector_id"]), np.frombuffer(row["token_ids"], _TOKEN)
+def token_id_batch(read: Sequence[RowMapping]) -> list[tuple[int, NDArray[np.int32]]]:
+    return [(int(row["vector_id"]), np.frombuffer(row["token_ids"], _TOKEN)) for row in read]
 
 
 def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
