@@ -149,13 +149,11 @@ class Writer:
 
     def thought(self, index: int, added: Reasoning, **more: Any) -> AnswerModel:
         """One event. added: to what the model thinks"""
-        delta = Delta(reasoning_content=added.text)
-        return self.event([ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)], **more)
+        return self.piece(index, Delta(reasoning_content=added.text), **more)
 
     def call(self, index: int, call: ToolCall, rank: int, **more: Any) -> AnswerModel:
         """One event: a call, and which one of its answer."""
-        delta = Delta(tool_calls=[DeltaCall(index=rank, **call.to_json())])
-        return self.event([ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)], **more)
+        return self.piece(index, Delta(tool_calls=[DeltaCall(index=rank, **call.to_json())]), **more)
 
     def reason(self, answer: Answer) -> Literal["stop", "length", "tool_calls"]:
         if answer.finish_reason == "tool_calls":
@@ -194,7 +192,10 @@ class Writer:
 
     def start(self, index: int, **more: Any) -> AnswerModel:
         """The first event of one answer."""
-        delta = Delta(role="assistant", content="", refusal=None)
+        return self.piece(index, Delta(role="assistant", content="", refusal=None), **more)
+
+    def piece(self, index: int, delta: Delta, **more: Any) -> AnswerModel:
+        """An event in the middle of one answer."""
         return self.event([ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)], **more)
 
     def event(self, choices: list[Any], **more: Any) -> AnswerModel:
