@@ -5,16 +5,14 @@ Reads what `python -m benchmarks.answers` wrote. Needs matplotlib (extra `bench`
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.answers_report import LEAST_RELATIVE, MOST_KL, Interval, Row
+from benchmarks.plots import draw_file
 from ragcache_eval.methods import FULL
 from ragcache_eval.runner import NO_PASSAGES
 
@@ -63,12 +61,7 @@ def _points(ax: Axes, points: Sequence[tuple[Row, Interval | None]], limit: floa
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("benchmarks.answers_plot", description=__doc__)
-    parser.add_argument("result", type=Path, help="what benchmarks.answers wrote")
-    parser.add_argument("picture", type=Path, help="PNG to write")
-    given = parser.parse_args(arguments)
-    result = json.loads(given.result.read_text(encoding="utf-8"))
-    draw(result).savefig(given.picture, dpi=110, metadata={"Software": None})
+    draw_file("answers", __doc__, draw, 110, arguments)
 
 
 if __name__ == "__main__":

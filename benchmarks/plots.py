@@ -1,8 +1,10 @@
-"""One picture of one run of all benchmarks."""
+"""One picture of one run of all benchmarks, and what modules that draw one result share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,22 @@ def plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.suptitle(f"{hardware['gpu'] or hardware['cpu']}, {hardware['threads']} threads, torch {hardware['torch']}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def draw_file(
+    benchmark: str,
+    about: str | None,
+    draw: Callable[[Mapping[str, Any]], Figure],
+    dpi: int,
+    arguments: Sequence[str] | None,
+) -> None:
+    """The command line of a module that draws one picture out of a benchmark's result. about: its help"""
+    parser = argparse.ArgumentParser(f"benchmarks.{benchmark}_plot", description=about)
+    parser.add_argument("result", type=Path, help=f"what benchmarks.{benchmark} wrote")
+    parser.add_argument("picture", type=Path, help="PNG to write")
+    given = parser.parse_args(arguments)
+    result = json.loads(given.result.read_text(encoding="utf-8"))
+    draw(result).savefig(given.picture, dpi=dpi, metadata={"Software": None})
 
 
 def _bars(ax: Axes, result: Mapping[str, Any]) -> None:

@@ -5,13 +5,12 @@ Reads what `python -m benchmarks.ttft` wrote. Needs matplotlib (extra `bench`).
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+
+from benchmarks.plots import draw_file
 
 OURS, THEIRS, FLOOR = "#1f6f8b", "#b0b0b0", "#c7843b"
 BARS = {
@@ -52,12 +51,7 @@ def _seconds(value: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("benchmarks.ttft_plot", description=__doc__)
-    parser.add_argument("result", type=Path, help="what benchmarks.ttft wrote")
-    parser.add_argument("picture", type=Path, help="PNG to write")
-    given = parser.parse_args(arguments)
-    result = json.loads(given.result.read_text(encoding="utf-8"))
-    draw(result).savefig(given.picture, dpi=120, metadata={"Software": None})
+    draw_file("ttft", __doc__, draw, 120, arguments)
 
 
 if __name__ == "__main__":
