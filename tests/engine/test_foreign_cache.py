@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TEXTS
+from engine_texts import TEXTS
 from tiny_model import save_tiny_llama
 
 import ragcache as rc

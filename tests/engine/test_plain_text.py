@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from conftest import TEXTS
+from engine_texts import TEXTS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain_oracle import greedy

@@ -1,0 +1,8 @@
+"""The documents of the store that most tests here ask. A module, since every folder has a conftest of that name."""
+
+TEXTS = {
+    "cats": "The cat sat on the mat. It was happy there.\n",
+    "dogs": "Dogs bark at night in the town of Kelbrook.\n",
+    "rivers": "The river Arno rises in the Vale hills.\n",
+    "clubs": "The rowing club of Kelbrook meets on Monday.\n",
+}
