@@ -167,7 +167,7 @@ def interval(sets: Sequence[Sequence[float | bool]]) -> Interval:
 
 
 def ratio(sets: Sequence[Sequence[tuple[float, float]]]) -> Interval | None:
-    """Of the first column's mean to the second's, drawn in pairs; None where the second is 0."""
+    """Ratio of the first column's mean to the second's, drawn in pairs; None where the second is 0."""
     columns = [np.asarray(values, dtype=np.float64) for values in sets]
     means, drawn = _means(columns), _drawn(columns)
     if not means[0, 1]:

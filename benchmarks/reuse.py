@@ -61,7 +61,7 @@ def retrieved(kb: rc.RagCache, passages: Sequence[str], question: str) -> rc.Ans
 
 
 def share(kb: rc.RagCache, answer: rc.Answer, passages: Sequence[str]) -> float:
-    """Of the passages' tokens, how many did not run."""
+    """Share of the passages' tokens that did not run."""
     tokens = sum(kb.count_tokens(text) for text in passages)
     if not answer.hits:  # none was found: what is cached is a prefix
         return min(1.0, answer.usage.cached_tokens / tokens)

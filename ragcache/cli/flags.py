@@ -362,7 +362,6 @@ class AnswerOptions:
     hint: Annotated[
         bool, option("--hint/--no-hint", "With --order shared: say before the question which passages rank first.")
     ] = True
-
     reasoning_effort: Annotated[
         str | None, option("--reasoning-effort", "How much a model thinks before it answers: none, low, medium, high.")
     ] = None

@@ -218,7 +218,7 @@ class _Powers:
         return sums
 
     def hashes(self, sums: Hashes, starts: Ids, lengths: Ids | int) -> Hashes:
-        """Of the tokens [start, start + length)."""
+        """Hashes of the tokens [start, start + length)."""
         found = (sums[starts + lengths] - sums[starts]) * self._down[starts]
         return np.asarray(found ^ (found >> np.uint64(29)))
 

@@ -234,7 +234,7 @@ class PassageFinder:
 
 
 def _apart(found: Sequence[tuple[Found, Chunk]]) -> list[tuple[Found, Chunk]]:
-    """Of those that overlap the first, and of these the longest. found: in that order"""
+    """Finds without overlaps: of those that overlap the first, the longest of these. found: in that order"""
     kept: list[tuple[Found, Chunk]] = []
     for pair in found:
         if not kept or pair[0].start >= kept[-1][0].end:

@@ -73,7 +73,10 @@ class Prompts:
             )
 
     def question_ends(self, question: str, system: str | None = None, shown: Shown | None = None) -> PromptEnds:
-        """system: in place of the store's own, as soon as the template is shown anything; shown: what else it is given
+        """Ends of a lone question's prompt.
+
+        system: in place of the store's own, which stays where neither this nor `shown` is given
+        shown:  what else the chat template is given; with it, no system is no system prompt
 
         Raises PromptError (empty question), ConfigError (a chat template that takes no system message).
         """

@@ -166,7 +166,7 @@ def open_kv(
 
 def open_foreign(root: Path, config: StoreConfig) -> ForeignCache | None:
     """Blocks of no document, evicted as others are; None where none are kept. Without a codec: what is kept is what
-    the store's codec left of a block, and the exact KV of prompts."""
+    the store's codec left of a block."""
     if not config.foreign_cache:
         return None
     kv = KVStore(

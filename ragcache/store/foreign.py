@@ -1,4 +1,4 @@
-"""KV of what is none of the store's documents: passages that callers hand over, and beginnings of prompts."""
+"""KV of passages that callers hand over, which are none of the store's documents."""
 
 from __future__ import annotations
 

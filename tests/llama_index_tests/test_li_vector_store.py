@@ -361,7 +361,7 @@ def test_a_bad_node_is_refused_and_nothing_is_stored(store, nodes, node, error, 
 
 
 def test_nodes_without_text_are_left_out_and_the_last_of_an_id_is_kept(store, caplog):
-    """As other stores take what a crawler or an empty file gives: the rest of the batch is stored."""
+    """A crawler or an empty file gives such nodes, and other stores take them: the rest of the batch is stored."""
     texts = [("page", "First."), ("none", " \n"), ("other", "Other."), ("page", "Second.")]
     assert store.add([TextNode(id_=id, text=text) for id, text in texts]) == ["page", "none", "other", "page"]
     assert {node.node_id: node.text for node in store.get_nodes()} == {"page": "Second.", "other": "Other."}

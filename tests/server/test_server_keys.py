@@ -169,6 +169,6 @@ def test_the_key_is_declared(serve):
 
 
 def test_keys_of_a_file_with_a_byte_order_mark(tmp_path):
-    """As editors on Windows write it."""
+    """Editors on Windows write one."""
     (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
     assert read_keys(tmp_path / "keys", {}) == ("one", "two")

@@ -71,7 +71,7 @@ def _sheets(data: bytes) -> str:
 
 
 def _cell(value: object) -> str:
-    """As the sheet shows it: 15 digits, and no time of a bare date."""
+    """Text of a cell as the sheet shows it: 15 digits, and no time of a bare date."""
     if isinstance(value, bool):
         return str(value).upper()
     if isinstance(value, float):
