@@ -36,7 +36,6 @@ from benchmarks.report import RESULTS, Goal, Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Variant, alternate, ratio, summarise
 from ragcache.codecs import CODECS, Bases, Codec, get_codec
-from ragcache.codecs.basis import fit_basis, stand_in
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.encoder import ModelEncoder
@@ -44,6 +43,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.prompt import prompt_format
 from ragcache.store.kv_store import KVStore
 from ragcache_eval.registry import MAX_ANSWER_TOKENS
+from ragcache_papers.kvtc_basis import fit_basis, stand_in
 
 LOSSY = [name for name in CODECS if name != "raw"]
 PLACES = ("memory tier", "cold disk")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ragcache.codecs import Bases, Codec
-from ragcache.codecs.basis import Basis, stand_in
-from ragcache.codecs.transform import Group
 from ragcache.kv.block import KVBlock
 from ragcache.store.kv_store import KVStore
+from ragcache_papers.kvtc_basis import RECENT_BYTES, Basis, Recent, stand_in
+from ragcache_papers.kvtc_transform import Group
 
 
 class SeveralBases(Bases):
@@ -18,11 +18,12 @@ class SeveralBases(Bases):
 
     def __init__(self, examples: Sequence[KVBlock]) -> None:
         super().__init__()
+        self.recent = Recent(RECENT_BYTES)
         self._all = [Basis(stand_in(example)) for example in examples]
         self.add(stand_in(examples[0]))
 
-    def get(self, name: str) -> Basis:
-        return self  # type: ignore[return-value]
+    def get(self, name: str, read: Any = None) -> Any:
+        return self
 
     def groups(self, *place: Any) -> tuple[Group, ...] | None:
         return next((found for one in self._all if (found := one.groups(*place)) is not None), None)

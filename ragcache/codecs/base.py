@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.basis import Bases
-from ragcache.errors import DamagedBlockError, UnencodableBlockError
+from ragcache.errors import BasisError, DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import HybridBlock, KVBlock, MixedBlock, SparseBlock, empty_block
 from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.kv.state import StateMap
@@ -57,6 +57,10 @@ class Codec(ABC):
     def now(self) -> Codec:
         """The codec for new blocks: another one as long as a basis is needed that there is not."""
         return self
+
+    def fit_basis(self, blocks: Sequence[KVBlock]) -> KVBlock:
+        """The basis of these passages' blocks, which are of one model. Raises BasisError when there are too few."""
+        raise BasisError(f"codec {self.name!r} needs no basis")
 
     def for_trial(self, example: KVBlock) -> Codec:
         """This codec, with a basis that suits such blocks where it needs one: for times, before passages are known."""

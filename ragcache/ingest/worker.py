@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache import plugins
-from ragcache.codecs.basis import fit_basis
 from ragcache.errors import IngestError, PromptError, ReaderError
 from ragcache.ingest.chunker import Chunker, PassthroughSplitter, TextChunk
 from ragcache.ingest.document import Document, ReadLimits
@@ -270,7 +269,7 @@ def calibrate(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder, chun
     if name is not None:
         kv.basis.use(name)
         return
-    name = kv.basis.add(fit_basis(_encode(encoder, _sample(chunks))))
+    name = kv.basis.add(kv.basis.fit(_encode(encoder, _sample(chunks))))
     hold_basis(documents, name)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ragcache.codecs import Codec
@@ -39,6 +39,10 @@ class CodecBasis:
     def use(self, name: str) -> None:
         """Encode new blocks with this basis, which is stored."""
         self._codec.bases.name = name
+
+    def fit(self, blocks: Sequence[KVBlock]) -> KVBlock:
+        """A basis that is made from these passages' blocks. Raises BasisError when there are too few."""
+        return self._codec.fit_basis(blocks)
 
     def add(self, basis: KVBlock) -> str:
         """Store a basis and encode new blocks with it; returns its name, by which it is to be held.

@@ -16,11 +16,11 @@ from blocks import DTYPES, make_key
 from torch import Tensor
 
 from ragcache.codecs import CODECS, Bases, Codec, get_codec
-from ragcache.codecs.basis import stand_in
 from ragcache.codecs.block_file import read_block, write_block
 from ragcache.codecs.container import read_container, write_container
-from ragcache.codecs.kvtc import KvtcCodec
 from ragcache.kv.block import KVBlock
+from ragcache_papers.kvtc import KvtcCodec
+from ragcache_papers.kvtc_basis import stand_in
 
 FROZEN = Path(__file__).parent / "frozen"
 BASIS = FROZEN / "basis-v1.safetensors"

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.codecs import Bases
-from ragcache.codecs.basis import STATES, Recent, allot, basis_name, fit_basis
+from ragcache.codecs.basis import basis_name
 from ragcache.codecs.block_file import read_block, write_block
-from ragcache.codecs.kvtc import KvtcCodec
 from ragcache.errors import BasisError, ConfigError, DamagedBlockError, PinError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, keep
 from ragcache.store.kv_store import KVStore
+from ragcache_papers.kvtc import KvtcCodec
+from ragcache_papers.kvtc_basis import STATES, Basis, Recent, allot, fit_basis
 
 Array = np.ndarray[Any, np.dtype[Any]]
 LAYERS, HEADS, WIDTH = 3, 2, 8
@@ -116,7 +117,7 @@ def test_what_is_decoded_is_mean_and_codes_times_components(codec: KvtcCodec, ba
             restored = (codes @ group["components"] + group["mean"]).reshape(len(coded), len(layers), HEADS, WIDTH)
             expected[np.ix_(layers, range(HEADS), coded)] = restored.transpose(1, 2, 0, 3)
         assert np.array_equal(getattr(decoded, part).numpy(), expected)
-    assert len(codec.bases.get(basis_name(basis)).groups(0, "keys", (LAYERS, HEADS, 0, WIDTH)) or ()) == 2
+    assert len(codec.bases.get(basis_name(basis), Basis).groups(0, "keys", (LAYERS, HEADS, 0, WIDTH)) or ()) == 2
 
 
 def test_codes_are_the_nearest_and_a_token_that_they_miss_is_exact(codec: KvtcCodec, basis: KVBlock) -> None:

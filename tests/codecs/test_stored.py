@@ -13,13 +13,13 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from ragcache.cli.flags import StoreOptions
 from ragcache.codecs import CODECS, get_codec
-from ragcache.codecs.basis import stand_in
 from ragcache.errors import UnencodableBlockError
 from ragcache.fusion import METHODS
 from ragcache.kv.block import KVBlock
 from ragcache.retrieval.fake import BagOfWords
 from ragcache.store.codec_basis import hold_basis
 from ragcache.store.kv_store import KVStore
+from ragcache_papers.kvtc_basis import stand_in
 
 KEY = make_key(1)
 LOSSY = sorted(set(CODECS) - {"raw"})

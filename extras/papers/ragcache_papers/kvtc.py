@@ -7,14 +7,15 @@ from copy import copy
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.base import Codec, RawCodec
-from ragcache.codecs.basis import FEATURES, Bases, layer_groups, stand_in, usual_ratio
+from ragcache.codecs.basis import Bases
 from ragcache.codecs.frames import check_frames, pack_frames
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
-from ragcache.codecs.transform import FIRST_TOKENS, WIDTHS, Group
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache_shape import LayerShape
 from ragcache.runtime import torch
+from ragcache_papers.kvtc_basis import FEATURES, Basis, fit_basis, layer_groups, stand_in, usual_ratio
+from ragcache_papers.kvtc_transform import FIRST_TOKENS, WIDTHS, Group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,7 @@ class KvtcCodec(LayerCodec):
     """KVTC's three steps: a transform that decorrelates, quantisation with bits by component, entropy coding.
 
     1. A token's keys before RoPE in the layers of a group are one vector, and its values another. Principal components
-       of the store's own passages (see `fitting.py`) take the vectors' correlations out.
+       of the store's own passages (see `kvtc_basis`) take the vectors' correlations out.
     2. Each component has a step of its own, and codes of 8, 4 or 2 bits; most have none.
     3. The codes of one width are packed and entropy-coded by zstandard (KVTC: DEFLATE).
 
@@ -79,11 +80,14 @@ class KvtcCodec(LayerCodec):
         bases.add(stand_in(example))
         return KvtcCodec(bases, first_tokens=self.first_tokens, last_tokens=self.last_tokens)
 
+    def fit_basis(self, blocks: Sequence[KVBlock]) -> KVBlock:
+        return fit_basis(blocks)
+
     def encode_part(self, part: Part, numbers: Tensor) -> dict[str, Tensor]:
         name = self.bases.name
         if name is None:
             raise UnencodableBlockError("there is no basis yet; an ingestion makes one, see docs/storage.md")
-        groups = self.bases.get(name).groups(self._number, part, tuple(numbers.shape))
+        groups = self.bases.get(name, Basis).groups(self._number, part, tuple(numbers.shape))
         if groups is None:
             raise UnencodableBlockError(f"the basis was made from other layers than {tuple(numbers.shape)}")
         tokens = torch.arange(numbers.shape[2])
@@ -118,7 +122,7 @@ class KvtcCodec(LayerCodec):
         exact, numbers = tensors["exact"], tensors["numbers"]
         groups = self._groups(part, tensors, (len(numbers), heads, num_tokens, width))
         number, group = next((n, group) for n, group in enumerate(groups) if layer in group.layers)
-        codes = self.bases.recent.get(
+        codes = self._basis(tensors).recent.get(
             tensors["stream"], number, lambda: group.unpack(tensors, len(WIDTHS) * number, num_tokens - len(exact))
         )
         restored = torch.unflatten(group.restore(codes.to(out.device), layer), 1, (heads, width)).transpose(0, 1)
@@ -152,9 +156,12 @@ class KvtcCodec(LayerCodec):
         stream = 2 * (shape.numbers - exact.numbers) / usual_ratio(self._is_sparse)
         return _NAME_BYTES + tokens * 8 + exact.numbers * exact.itemsize + stream + 8 * len(WIDTHS) * groups
 
+    def _basis(self, tensors: Mapping[str, Tensor]) -> Basis:
+        name = bytes(expect(tensors, "basis", (_NAME_BYTES,), torch.uint8).tolist()).hex()
+        return self.bases.get(name, Basis)
+
     def _groups(self, part: Part, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Sequence[Group]:
-        name = bytes(expect(tensors, "basis", (32,), torch.uint8).tolist()).hex()
-        groups = self.bases.get(name).groups(self._number, part, shape)
+        groups = self._basis(tensors).groups(self._number, part, shape)
         if groups is None:
-            raise DamagedBlockError(f"basis {name} was made from other layers than the block's {shape}")
+            raise DamagedBlockError(f"the block's basis was made from other layers than its {shape}")
         return groups
