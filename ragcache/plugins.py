@@ -1,4 +1,4 @@
-"""Plug-ins: methods, codecs, commands, engines and workers that other packages add through entry points.
+"""Plug-ins: methods, codecs, remotes, commands, engines and workers that other packages add through entry points.
 
 A package registers an object under a name in one of the groups below; it is imported at its first use. The annexes that
 ship beside `ragcache` in the same wheel do the same, so nothing in here names one of them.
@@ -16,6 +16,7 @@ from ragcache.errors import PluginError
 log = logging.getLogger(__name__)
 METHODS = "ragcache.methods"
 CODECS = "ragcache.codecs"
+REMOTES = "ragcache.remotes"
 COMMANDS = "ragcache.commands"
 ENGINES = "ragcache.engines"
 WORKERS = "ragcache.workers"

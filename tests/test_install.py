@@ -64,6 +64,7 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
         "ragcache_papers",
         "ragcache_plan",
         "ragcache_ray",
+        "ragcache_remote",
         "ragcache_train",
         "langchain_ragcache",
         "llama_index",

@@ -47,6 +47,7 @@ ROOMS = {
     "extras/plan/ragcache_plan": Room(1_603, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(1_336, 11, 1_280, 10),
     "integrations/ray/ragcache_ray": Room(536, 3, 529, 3),
+    "integrations/remote/ragcache_remote": Room(360, 3, 348, 3),
     "integrations/vllm/ragcache_vllm": Room(2_199, 14, 2_125, 13),
 }
 ANNEXES = tuple(path for path in ROOMS if path.split("/")[0] != HOUSE)

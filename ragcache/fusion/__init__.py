@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 
 from ragcache import plugins
 from ragcache.errors import ConfigError, blaming
-from ragcache.fusion.a3 import A3
 from ragcache.fusion.cacheblend import CacheBlend
 from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
 from ragcache.fusion.link import Link
 from ragcache.fusion.markers import Markers, Packet
 from ragcache.fusion.method import FusionMethod
-from ragcache.fusion.prophet import Prophet
 from ragcache.fusion.reposition import Concat, Reposition
 from ragcache.plugins import Registry
 
@@ -29,8 +27,6 @@ METHODS: Registry[type[FusionMethod]] = Registry(
         "packet": Packet,
         "cacheblend": CacheBlend,
         "epic": Epic,
-        "a3": A3,
-        "prophet": Prophet,
     },
 )
 

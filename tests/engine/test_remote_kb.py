@@ -13,7 +13,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError, StoreMismatchError, StoreUnreachableError
 from ragcache.store.eviction import PrefillRate
 from ragcache.store.remote import open_blobs
-from ragcache.store.remote.object_store import ObjectBlobs
+from ragcache_remote.object_store import ObjectBlobs
 
 OpenKB = Callable[..., rc.RagCache]
 TEXTS = {"hat": "Jonas Lansen wears a green hat.", "boat": "The boat of Mira Holt is called Petrel."}

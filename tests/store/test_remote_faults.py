@@ -36,8 +36,8 @@ Serve = Callable[[int, str], str]
 def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """For services that never answer. Those that do have their time, as this machine may be busy."""
     for name, seconds in (("CONNECT_S", 0.5), ("READ_S", 0.5), ("WRITE_S", 0.5)):
-        monkeypatch.setattr(f"ragcache.store.remote.object_store.{name}", seconds)
-        monkeypatch.setattr(f"ragcache.store.remote.redis.{name}", seconds, raising=False)
+        monkeypatch.setattr(f"ragcache_remote.object_store.{name}", seconds)
+        monkeypatch.setattr(f"ragcache_remote.redis.{name}", seconds, raising=False)
 
 
 @pytest.fixture

@@ -5,21 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from ragcache import plugins
 from ragcache.errors import ConfigError, check_choice
+from ragcache.plugins import Registry
 from ragcache.store.remote.blobs import Blob as Blob
 from ragcache.store.remote.blobs import Blobs as Blobs
 from ragcache.store.remote.blobs import Connection as Connection
-from ragcache.store.remote.object_store import open_objects
-from ragcache.store.remote.redis import open_redis
 
-SCHEMES: dict[str, Callable[[str], Blobs]] = {
-    "s3": open_objects,
-    "gs": open_objects,
-    "az": open_objects,
-    "file": open_objects,
-    "redis": open_redis,
-    "rediss": open_redis,
-}
+SCHEMES: Registry[Callable[[str], Blobs]] = Registry(plugins.REMOTES)
+"""What opens a URL, by its scheme."""
 
 
 def connect(url: str, owner: str, *, read_only: bool = False) -> Connection:
@@ -42,5 +36,6 @@ def open_blobs(url: str) -> Blobs:
     scheme, sign, _ = url.partition("://")
     if not sign or not re.fullmatch("[a-z0-9+.-]+", scheme):
         raise ConfigError("the remote is no URL; write it like s3://bucket/prefix or redis://host:6379/0")
-    check_choice("the remote's scheme", scheme, SCHEMES)
+    if scheme not in SCHEMES:
+        check_choice("the remote's scheme", scheme, SCHEMES)
     return SCHEMES[scheme](url)

@@ -1,0 +1,1 @@
+"""Remotes for stores that several machines share: object stores and Redis."""
