@@ -1,4 +1,4 @@
-"""Plug-ins: methods, codecs, remotes, commands, engines and workers that other packages add through entry points.
+"""Plug-ins that other packages add through entry points: methods, codecs, remotes, indexes, commands, engines, workers.
 
 A package registers an object under a name in one of the groups below; it is imported at its first use. The annexes that
 ship beside `ragcache` in the same wheel do the same, so nothing in here names one of them.
@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 METHODS = "ragcache.methods"
 CODECS = "ragcache.codecs"
 REMOTES = "ragcache.remotes"
+INDEXES = "ragcache.indexes"
 COMMANDS = "ragcache.commands"
 ENGINES = "ragcache.engines"
 WORKERS = "ragcache.workers"

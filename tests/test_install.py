@@ -63,6 +63,7 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
         "ragcache_eval",
         "ragcache_papers",
         "ragcache_plan",
+        "ragcache_postgres",
         "ragcache_ray",
         "ragcache_remote",
         "ragcache_train",

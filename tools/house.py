@@ -46,6 +46,7 @@ ROOMS = {
     "extras/train/ragcache_train": Room(2_519, 21, 2_390, 12),
     "extras/plan/ragcache_plan": Room(1_603, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(1_336, 11, 1_280, 10),
+    "integrations/postgres/ragcache_postgres": Room(275, 2, 270, 2),
     "integrations/ray/ragcache_ray": Room(536, 3, 529, 3),
     "integrations/remote/ragcache_remote": Room(360, 3, 348, 3),
     "integrations/vllm/ragcache_vllm": Room(2_199, 14, 2_125, 13),

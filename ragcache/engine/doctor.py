@@ -10,8 +10,8 @@ from ragcache.engine.store_config import Store
 from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
 from ragcache.models.machine import advice_on
 from ragcache.retrieval.faiss_kinds import Stored
-from ragcache.retrieval.pgvector import PgVectorIndex
-from ragcache.retrieval.vector_index import VectorIndex
+from ragcache.retrieval.retriever import open_table
+from ragcache.retrieval.vector_index import KINDS, TableIndex, VectorIndex
 from ragcache.store.folder import refuse_unproven
 from ragcache.store.kv_store import collect_garbage
 
@@ -119,8 +119,8 @@ def _check_index(store: Store, kind: str) -> str:
         return "absent"
     dimension, embedder = int(str(bound["embedding_dim"])), str(bound["embedder"])
     stored = partial(store.documents.vectors_by_ids, dimension=dimension)
-    if kind == PgVectorIndex.kind:
-        return _check_table(store, PgVectorIndex(store.documents.database, dimension, embedder=embedder, stored=stored))
+    if kind not in KINDS:
+        return _check_table(store, open_table(store.documents, kind, embedder, dimension))
     reason = _index_fault(store, stored)
     if reason is None:
         return "sound"
@@ -134,7 +134,7 @@ def _check_index(store: Store, kind: str) -> str:
     return reason
 
 
-def _check_table(store: Store, index: PgVectorIndex) -> str:
+def _check_table(store: Store, index: TableIndex) -> str:
     index.follow(store.documents)
     if all(map(index.agrees, store.documents.all_vectors())):
         return "sound"

@@ -12,13 +12,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ragcache import plugins
 from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError, check_choice, check_least
+from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.faiss_kinds import Stored
-from ragcache.retrieval.pgvector import PgVectorIndex
 from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.search import SEARCHES, Search
-from ragcache.retrieval.vector_index import KINDS, SearchIndex, SearchResult, VectorIndex
+from ragcache.retrieval.vector_index import KINDS, SearchIndex, SearchResult, TableIndex, VectorIndex
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk
@@ -333,19 +334,29 @@ def maximal_marginal_relevance(
 
 
 log = logging.getLogger(__name__)
+INDEXES: Registry[Callable[..., TableIndex]] = Registry(plugins.INDEXES)
+"""Kinds of index that the documents' database holds. Called with the `Database`, the dimension, `embedder=` and
+`stored=`, as a `VectorIndex` is."""
 
 
 def open_index(documents: DocumentStore, path: Path, kind: str, embedder: str, dimension: int) -> SearchIndex:
     """The index saved at `path`, or an empty one where the file is absent, damaged, of another kind or embedder; kind
     "pgvector" is a table of the database. Not yet brought up to date. Raises ConfigError, StoreNotFoundError."""
-    check_choice("index kind", kind, (*KINDS, PgVectorIndex.kind))
     stored = partial(documents.vectors_by_ids, dimension=dimension)
-    if kind == PgVectorIndex.kind:
-        return PgVectorIndex(documents.database, dimension, embedder=embedder, stored=stored)
+    if kind not in KINDS:
+        return open_table(documents, kind, embedder, dimension)
     saved = _saved_index(path, stored)
     if saved is not None and (saved.embedder, saved.dimension, saved.kind) == (embedder, dimension, kind):
         return saved
     return VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored)
+
+
+def open_table(documents: DocumentStore, kind: str, embedder: str, dimension: int) -> TableIndex:
+    """An index that the database holds. Raises ConfigError, StoreNotFoundError."""
+    if kind not in INDEXES:
+        check_choice("index kind", kind, (*KINDS, *INDEXES))
+    stored = partial(documents.vectors_by_ids, dimension=dimension)
+    return INDEXES[kind](documents.database, dimension, embedder=embedder, stored=stored)
 
 
 def _saved_index(path: Path, stored: Stored) -> VectorIndex | None:

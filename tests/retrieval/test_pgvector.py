@@ -9,7 +9,7 @@ import pytest
 from postgres_server import POSTGRES, administrator, pgvector_schema
 from sqlalchemy import make_url, text
 
-import ragcache.retrieval.pgvector as module
+import ragcache_postgres.pgvector as module
 from ragcache.engine.doctor import doctor
 from ragcache.engine.store_config import StoreConfig, open_store
 from ragcache.errors import ConfigError, StoreNotFoundError

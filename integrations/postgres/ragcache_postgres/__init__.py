@@ -1,0 +1,1 @@
+"""Vectors in the PostgreSQL database that holds the documents, by the extension pgvector."""
