@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ragcache.cli.flags import (
-    AnswerOptions,
     Json,
     ModelOptions,
+    ReadLimitOptions,
     StoreOptions,
     Timeout,
-    TurnOptions,
     WhereOptions,
     open_with_models,
     option,
 )
-from ragcache.cli.serve import AddressOptions, run_page
+from ragcache.cli.serve import AddressOptions, run_server
 from ragcache.cli.terminal import command, print_json, printable, say, say_error, seconds_text
+from ragcache.engine.options import AnswerDefaults, AnswerOptions
 from ragcache.errors import RagCacheError
+from ragcache.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from ragcache import Answer, RagCache, Source
@@ -44,7 +46,7 @@ def ask(
     as_json: Json = False,
 ) -> None:
     """Answer a question from the store; the answer is written as it comes, then its sources."""
-    options = {**answer.stream_options(), "timeout_s": timeout_s, "whole": whole}
+    options = {**answer.call_options(), "timeout_s": timeout_s, "whole": whole}
     with open_with_models(store, models, where=where) as kb:
         if as_json:
             print_json(kb.ask(question, **options).to_json())
@@ -57,8 +59,7 @@ def chat(
     store: StoreOptions,
     models: ModelOptions,
     where: WhereOptions,
-    answer: AnswerOptions,
-    turns: TurnOptions,
+    answer: AnswerDefaults,
     address: AddressOptions,
     timeout_s: Timeout = None,
     web: Annotated[bool, option("--web", "Chat in a web page: the API and the page, on --host and --port.")] = False,
@@ -70,11 +71,13 @@ def chat(
     the terminal's place, where a conversation goes on from its earlier questions; Ctrl-C ends the server.
     """
     if web:
-        run_page(store, models, where, answer, turns, address, timeout_s)
+        settings = ServerSettings(answers=answer)
+        settings = settings if timeout_s is None else replace(settings, timeout_s=timeout_s)
+        run_server(store, models, where, address, ReadLimitOptions(), settings, web=True)
         return
-    options = {**answer.stream_options(), "timeout_s": timeout_s}
+    options = {**answer.call_options(), "timeout_s": timeout_s}
     with open_with_models(store, models, where=where) as kb:
-        ask_next = _one_by_one(kb, options) if turns.context == "last" else _conversation(kb, options)
+        ask_next = _one_by_one(kb, options) if answer.context == "last" else _conversation(kb, options)
         for question in _questions():
             try:
                 print_answer(stream_text(ask_next(question)))

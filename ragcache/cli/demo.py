@@ -107,7 +107,7 @@ def demo(
     model = models.model or _real_or_toy()
     models = replace(models, model=model)
     store = store or _own_store(model, folder)
-    options = StoreOptions(store)
+    options = StoreOptions(store=store)
     say(f"Reading {corpus} into {store} with {model} ...")
     with open_with_models(options, models, create=True) as kb:
         print_report(kb.ingest(corpus, progress=on_terminal()))

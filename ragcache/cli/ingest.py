@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -16,13 +16,11 @@ import typer
 from ragcache.cli.flags import (
     WAIT_S,
     ChunkOptions,
-    FilterText,
     Json,
     ModelOptions,
     ReadLimitOptions,
     StoreOptions,
     Wait,
-    json_object,
     open_for_care,
     open_with_models,
     option,
@@ -38,6 +36,7 @@ from ragcache.cli.terminal import (
     say_note,
     seconds_text,
 )
+from ragcache.engine.options import MetadataFilter
 from ragcache.errors import CancelledError, ConfigError, ReaderError, StoreBusyError
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def by_id(given: Sequence[str] | None) -> dict[str, Any] | None:
     return _any_of("document_id", given or ())
 
 
-def all_of(*filters: dict[str, Any] | None) -> dict[str, Any] | None:
+def all_of(*filters: Mapping[str, Any] | None) -> dict[str, Any] | None:
     wanted = [one for one in filters if one]
     return {"$and": wanted} if wanted else None
 
@@ -233,7 +232,7 @@ def print_report(report: IngestReport, *, named: bool = False) -> None:
 @command
 def list_documents(
     store: StoreOptions,
-    filter: FilterText = None,
+    filter: MetadataFilter = None,
     source: Sources = None,
     id: Annotated[
         list[str] | None, option("--id", "Only these ids; * and ? stand for any text and one character; repeatable.")
@@ -244,7 +243,7 @@ def list_documents(
 ) -> None:
     """List the documents in the store, by id."""
     with open_for_care(store, read_only=True) as kb:
-        where = all_of(json_object(filter), by_source(source), by_id(id))
+        where = all_of(filter, by_source(source), by_id(id))
         documents = kb.documents(where, limit=limit, offset=offset)
     if as_json:
         print_json({"documents": [document_to_json(document) for document in documents]})

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ragcache import Answer, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
 from ragcache.engine.answer import TokenLogprob, source_to_json
-from ragcache.engine.options import names
+from ragcache.engine.options import AnswerDefaults, names
 from ragcache.server.chat_types import (
     ChatRequest,
     ChatUsage,
@@ -33,7 +33,6 @@ from ragcache.server.chat_types import (
     TemplateFields,
     TextLogprobs,
 )
-from ragcache.server.settings import AnswerDefaults
 
 # Sampling has OpenAI's fields; a client that hangs up cancels; the time limit bounds the wait for a slot too, so that
 # `RunningTask` keeps it.
