@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 
@@ -47,6 +48,9 @@ class Option(NamedTuple):
     is_size: bool = False
 
 
+Size = partial(Option, is_size=True)
+
+
 @dataclass(frozen=True)
 class StoreConfig:
     """How a store is opened. Each field's option says what it is, for these there is more to say:
@@ -73,7 +77,7 @@ class StoreConfig:
     database: Annotated[
         str | None, Option("--database", "SQLAlchemy URL of the document store; SQLite in the store if not given.")
     ] = None
-    memory_bytes: Annotated[int, Option("--memory", "Budget of the host-memory tier.", is_size=True)] = 2 << 30
+    memory_bytes: Annotated[int, Size("--memory", "Budget of the host-memory tier.")] = 2 << 30
     codec: Annotated[
         str, Option("--codec", "How new KV blocks are kept; `ragcache plan` lists the codecs. All are read.")
     ] = "raw"
@@ -94,43 +98,34 @@ class StoreConfig:
     ] = None
     prefix_bytes: Annotated[
         int,
-        Option(
-            "--prefix-memory",
-            "Budget for exact KV of earlier prompts, which --method full goes on from; 0: none.",
-            is_size=True,
-        ),
+        Size("--prefix-memory", "Budget for exact KV of earlier prompts, which --method full goes on from; 0: none."),
     ] = 512 << 20
     answer_bytes: Annotated[
         int | None,
-        Option(
+        Size(
             "--answer-memory",
             "KV that all answers in progress may hold together; more wait. Half of the device's memory if not given.",
-            is_size=True,
         ),
     ] = None
     load: Annotated[
         Load, Option("--load", "Blocks on disk: load or compute, whichever is faster (auto); always load; never.")
     ] = "auto"
     speculative_bytes: Annotated[
-        int,
-        Option("--speculative", "Bytes of blocks that may be read while retrieval still ranks; 0: none.", is_size=True),
+        int, Size("--speculative", "Bytes of blocks that may be read while retrieval still ranks; 0: none.")
     ] = 256 << 20
     measure_s: Annotated[
         float, Option("--measure-time", "Seconds to measure this machine for, the first time a store is opened.")
     ] = 0.25
     device_bytes: Annotated[
-        int,
-        Option("--device-memory", "Budget for KV blocks on the model's device; 0: none are kept there.", is_size=True),
+        int, Size("--device-memory", "Budget for KV blocks on the model's device; 0: none are kept there.")
     ] = 0
-    disk_bytes: Annotated[
-        int | None, Option("--disk", "Budget of the disk tier; without one it keeps every block.", is_size=True)
-    ] = None
+    disk_bytes: Annotated[int | None, Size("--disk", "Budget of the disk tier; without one it keeps every block.")] = (
+        None
+    )
     write_behind_bytes: Annotated[
         int,
-        Option(
-            "--write-behind",
-            "Blocks that questions leave to be written later, in bytes; 0: each is written at once.",
-            is_size=True,
+        Size(
+            "--write-behind", "Blocks that questions leave to be written later, in bytes; 0: each is written at once."
         ),
     ] = 0
     ttl_s: Annotated[
@@ -147,8 +142,7 @@ class StoreConfig:
     kv: str = "eager"
     hot_after: int = 2
     foreign_cache: Annotated[
-        int,
-        Option("--foreign-cache", "Disk budget for KV of passages that are no document's; 0: none.", is_size=True),
+        int, Size("--foreign-cache", "Disk budget for KV of passages that are no document's; 0: none.")
     ] = 10 << 30
     neighbours: Annotated[
         int | None,

@@ -191,9 +191,7 @@ router = APIRouter(tags=["documents"])
 FORM = {
     "type": "object",
     "required": ["files"],
-    "properties": {
-        "files": {"type": "array", "minItems": 1, "items": {"type": "string", "format": "binary"}},
-    },
+    "properties": {"files": {"type": "array", "minItems": 1, "items": {"type": "string", "format": "binary"}}},
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from ragcache.engine.options import AnswerDefaults, Option
+from ragcache.engine.options import AnswerDefaults, Option, Size
 from ragcache.errors import ConfigError, check_least
 
 MIB = 1 << 20
@@ -33,8 +33,8 @@ class ServerSettings:
     timeout_s: Annotated[float, Option("--timeout", "Seconds for one question, waiting included.")] = 600.0
     write_wait_s: float = 10.0
     drain_s: Annotated[float, Option("--drain", "Seconds for running answers when told to stop.")] = 30.0
-    max_body_bytes: Annotated[int, Option("--max-body", "Largest JSON body.", is_size=True)] = 4 * MIB
-    max_upload_bytes: Annotated[int, Option("--max-upload", "Largest upload.", is_size=True)] = 64 * MIB
+    max_body_bytes: Annotated[int, Size("--max-body", "Largest JSON body.")] = 4 * MIB
+    max_upload_bytes: Annotated[int, Size("--max-upload", "Largest upload.")] = 64 * MIB
     max_upload_files: int = 100
     figures_s: float = 5.0
     api_keys: Sequence[str] = ()
