@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragcache.cli.flags import (
-    Json,
-    ModelOptions,
-    ReadLimitOptions,
-    StoreOptions,
-    Timeout,
-    WhereOptions,
-    open_with_models,
-    option,
-)
+from ragcache.cli.flags import EngineOptions, Json, ReadLimitOptions, StoreOptions, Timeout, open_with_models, option
 from ragcache.cli.serve import AddressOptions, run_server
 from ragcache.cli.terminal import command, print_json, printable, say, say_error, seconds_text
 from ragcache.engine.options import AnswerDefaults, AnswerOptions
@@ -36,8 +27,7 @@ LEAVE = ("/exit", "/quit")
 def ask(
     question: Annotated[str, typer.Argument(help="What to answer from the store.")],
     store: StoreOptions,
-    models: ModelOptions,
-    where: WhereOptions,
+    models: EngineOptions,
     answer: AnswerOptions,
     timeout_s: Timeout = None,
     whole: Annotated[
@@ -47,7 +37,7 @@ def ask(
 ) -> None:
     """Answer a question from the store; the answer is written as it comes, then its sources."""
     options = {**answer.call_options(), "timeout_s": timeout_s, "whole": whole}
-    with open_with_models(store, models, where=where) as kb:
+    with open_with_models(store, models) as kb:
         if as_json:
             print_json(kb.ask(question, **options).to_json())
         else:
@@ -57,8 +47,7 @@ def ask(
 @command
 def chat(
     store: StoreOptions,
-    models: ModelOptions,
-    where: WhereOptions,
+    models: EngineOptions,
     answer: AnswerDefaults,
     address: AddressOptions,
     timeout_s: Timeout = None,
@@ -73,10 +62,10 @@ def chat(
     if web:
         settings = ServerSettings(answers=answer)
         settings = settings if timeout_s is None else replace(settings, timeout_s=timeout_s)
-        run_server(store, models, where, address, ReadLimitOptions(), settings, web=True)
+        run_server(store, models, address, ReadLimitOptions(), settings, web=True)
         return
     options = {**answer.call_options(), "timeout_s": timeout_s}
-    with open_with_models(store, models, where=where) as kb:
+    with open_with_models(store, models) as kb:
         ask_next = _one_by_one(kb, options) if answer.context == "last" else _conversation(kb, options)
         for question in _questions():
             try:

@@ -126,8 +126,8 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class WhereOptions:
-    """Where the model runs."""
+class EngineOptions(ModelOptions):
+    """The same, where another engine may run the model."""
 
     engine: Annotated[
         str | None,
@@ -175,9 +175,6 @@ class ReadLimitOptions:
         return IngestConfig(reading=ReadLimits(self.read_time, self.read_memory, self.max_text))
 
 
-# Open the knowledge base that the options name. The engine is imported here, not when the command line is built.
-
-
 ENGINE_KEY = "RAGCACHE_ENGINE_KEY"
 """The secret shared with another engine comes from the environment alone: arguments are seen by others."""
 
@@ -196,7 +193,6 @@ def open_with_models(
     chunks: ChunkOptions | None = None,
     reading: ReadLimitOptions | None = None,
     *,
-    where: WhereOptions | None = None,
     create: bool = False,
 ) -> RagCache:
     """Open a store with its models, to ask and to ingest."""
@@ -219,7 +215,7 @@ def open_with_models(
         store=store,
         tenant=models.tenant,
         create=create,
-        engine=where.engine if where else None,
+        engine=models.engine if isinstance(models, EngineOptions) else None,
         engine_key=os.environ.get(ENGINE_KEY) or None,
     )
 

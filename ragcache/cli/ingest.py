@@ -1,4 +1,4 @@
-"""ingest, list, delete."""
+"""ingest, list, delete, watch; documents by the names that people type: ids, files, folders, patterns of sources."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,9 +27,10 @@ from ragcache.cli.flags import (
 )
 from ragcache.cli.terminal import (
     FAILED,
+    bars,
     command,
-    on_terminal,
     print_json,
+    print_result,
     print_table,
     say,
     say_error,
@@ -42,9 +43,6 @@ from ragcache.errors import CancelledError, ConfigError, ReaderError, StoreBusyE
 if TYPE_CHECKING:
     from ragcache import IngestReport, Library, RagCache, RayConfig
     from ragcache.store.records import StoredDocument
-
-
-# Documents by the names that people type: ids, files, folders, and patterns of sources.
 
 
 Sources = Annotated[
@@ -152,16 +150,14 @@ def ingest(
     Unchanged documents cost nothing, changed ones are replaced. Inputs that cannot be read are listed with the reason
     and the others go on; the exit status is 1 then. After an interruption, run it again: it goes on from there.
     """
-    from ragcache.ingest.report import progress_bars
-
     cluster = ray_config(ray, ray_actors)
     with open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
         if not as_json:
             say_note(kb.estimate_kv(paths))
-        with progress_bars() if on_terminal() else nullcontext() as bars:
+        with bars() as progress:
             report = kb.ingest(
                 paths, kv=kv, hot_after=hot_after, sync=sync, dry_run=dry_run, ray=cluster,
-                progress=bars, timeout_s=wait,
+                progress=progress, timeout_s=wait,
             )  # fmt: skip
     finish(report, as_json, named=sync or dry_run)
 
@@ -277,17 +273,11 @@ def delete(
         absent = [one for one in source or [] if not kb.documents(by_source([one]), limit=1)]
         deleted = kb.delete(named.values(), filter=by_source(source), timeout_s=wait)
     missing = [given for given, id in named.items() if id not in deleted] + absent
-    if as_json:
-        print_json({"deleted": deleted, "missing": missing})
-    else:
-        say(f"{len(deleted)} deleted")
+    print_result(as_json, {"deleted": deleted, "missing": missing}, f"{len(deleted)} deleted")
     for given in missing:
         say_error(f"{given}: no document has this {'source' if given in absent else 'id'}; `ragcache list` shows them")
     if missing:
         raise typer.Exit(FAILED)
-
-
-# watch.
 
 
 @command

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 from ragcache.cli.flags import (
-    ModelOptions,
+    EngineOptions,
     ReadLimitOptions,
     StoreOptions,
-    WhereOptions,
     hide_bars_in_pipes,
     open_with_models,
     option,
@@ -44,8 +43,7 @@ class AddressOptions:
 @command
 def serve(
     store: StoreOptions,
-    models: ModelOptions,
-    where: WhereOptions,
+    models: EngineOptions,
     answer: AnswerDefaults,
     address: AddressOptions,
     settings: ServerSettings,
@@ -57,13 +55,12 @@ def serve(
     Answer options are defaults for requests that do not say otherwise. A store that is not there is made. SIGTERM or
     Ctrl-C lets running answers finish and ends the adding of documents; a second one ends all.
     """
-    run_server(store, models, where, address, reading, replace(settings, answers=answer), web=web)
+    run_server(store, models, address, reading, replace(settings, answers=answer), web=web)
 
 
 def run_server(
     store: StoreOptions,
-    models: ModelOptions,
-    where: WhereOptions,
+    models: EngineOptions,
     address: AddressOptions,
     reading: ReadLimitOptions,
     settings: ServerSettings,
@@ -82,7 +79,7 @@ def run_server(
     hide_bars_in_pipes()
     with (
         listen(address.host, address.port) as bound,
-        open_with_models(store, models, reading=reading, where=where, create=True) as kb,
+        open_with_models(store, models, reading=reading, create=True) as kb,
     ):
         from ragcache.server.app import create_app
         from ragcache.server.run import Server

@@ -1,4 +1,4 @@
-"""Parts that all commands share: option groups, and errors as one line."""
+"""Parts that all commands share: options, errors as one line, results on standard output and all else on error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -19,21 +20,19 @@ from rich.text import Text
 
 from ragcache.engine.options import Option
 from ragcache.errors import ConfigError, RagCacheError
+from ragcache.ingest.report import ProgressEvent, progress_bars
 from ragcache.ingest.report import bytes_text as bytes_text
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 Function = Callable[..., None]
 
 
-# Options.
-
-
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def option(flag: str, help: str, **more: Any) -> Any:
+def option(flag: str, help: str, *, prefix: str = "RAGCACHE_", **more: Any) -> Any:
     """An option `--some-name` (or `--some-name/--no-some-name`) with the environment variable RAGCACHE_SOME_NAME."""
-    variable = "RAGCACHE_" + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
+    variable = prefix + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
     return typer.Option(flag, envvar=variable, help=help, **more)
 
 
@@ -155,9 +154,6 @@ def _size_text(count: int | None) -> str | bool:
     return count is None or f"{count // UNITS[unit.upper()]}{unit}"
 
 
-# Output of commands: results on standard output, everything else on standard error.
-
-
 # A pipe has no width: rows are not to be cut for it.
 PIPE_WIDTH = 10_000
 
@@ -187,6 +183,25 @@ def say(text: object = "", *, end: str = "\n") -> None:
 def print_json(value: Any) -> None:
     # Escaped, so that any terminal encoding and any lone surrogate in a file name can be written.
     print(json.dumps(value, indent=2, ensure_ascii=True, allow_nan=False), flush=True)
+
+
+def print_result(as_json: bool, value: dict[str, Any], line: str) -> None:
+    """A result for programs, or one line for people."""
+    if as_json:
+        print_json(value)
+    else:
+        say(line)
+
+
+def print_rows(rows: Iterable[tuple[str, object]], width: int) -> None:
+    """Names in a column of this width, and what they stand for; "-" where it is nothing."""
+    for name, value in rows:
+        say(f"{name:<{width}}{'-' if value is None else value}")
+
+
+def bars() -> AbstractContextManager[Callable[[ProgressEvent], None] | None]:
+    """Progress, drawn where standard error is a terminal."""
+    return progress_bars() if on_terminal() else nullcontext()
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
