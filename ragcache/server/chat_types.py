@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     StringConstraints,
@@ -20,7 +18,7 @@ from pydantic import (
 from ragcache.engine.options import AnswerDefaults, ReadOptions, RetrieveOptions, names
 from ragcache.models.sampler import MAX_LOGPROBS
 from ragcache.models.thoughts import Effort
-from ragcache.server.wire import AnswerModel, JsonObject, Name, RequestModel, Text
+from ragcache.server.wire import AnswerModel, JsonObject, LooseModel, Name, RequestModel, Text
 
 SeedInt = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -42,41 +40,33 @@ UNSUPPORTED = {
 }  # fmt: skip
 
 
-class TextPart(BaseModel):
+class TextPart(LooseModel):
     """A part of a message. Only text can be read."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["text"]
     text: Text
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(LooseModel):
     """arguments: JSON, as the model wrote it"""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     name: Text
     arguments: Text
 
 
-class Called(BaseModel):
+class Called(LooseModel):
     """A call of an earlier answer."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     id: Name
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(BaseModel):
+class Message(LooseModel):
     """A turn. `developer` is read as `system`. Clients send answers back as they came: other fields are left alone.
 
     tool_call_id: of the call whose result a message of role `tool` holds
     """
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
