@@ -30,9 +30,9 @@ Function = Callable[..., None]
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def option(flag: str, help: str, *, prefix: str = "RAGCACHE_", **more: Any) -> Any:
+def option(flag: str, help: str, *, prefix: str = "", **more: Any) -> Any:
     """An option `--some-name` (or `--some-name/--no-some-name`) with the environment variable RAGCACHE_SOME_NAME."""
-    variable = prefix + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
+    variable = "RAGCACHE_" + prefix + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
     return typer.Option(flag, envvar=variable, help=help, **more)
 
 
