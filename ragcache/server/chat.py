@@ -53,10 +53,10 @@ DONE = b"data: [DONE]\n\n"
 async def create_chat_completion(request: Request) -> Response:
     service = service_of(request)
     asked = await read_json(request, ChatRequest)
-    service.check_model(asked.model, service.chat_model)
-    call = engine_call(asked, service.settings.answers, service.kb.lm.max_positions)
+    retrieves = service.retrieves(asked.model)
+    call = engine_call(asked, service.settings.answers, service.kb.lm.max_positions, retrieves=retrieves)
     events = [service.kb.astream_chat(call.messages, **options) for options in each_of(call.options, asked.n)]
-    writer = Writer(service, request, names_tool=isinstance(asked.tool_choice, NamedTool))
+    writer = Writer(service, request, asked.model, names_tool=isinstance(asked.tool_choice, NamedTool))
     return await respond(writer, asked, events, asked.extension.timeout_s)
 
 
@@ -117,6 +117,7 @@ class Writer:
 
     service: Service
     request: Request
+    model: str
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     names_tool: bool = False
@@ -197,7 +198,7 @@ class Writer:
         return {
             "id": self.id,
             "created": self.created,
-            "model": self.service.chat_model,
+            "model": self.model,
             "system_fingerprint": fingerprint,
         }
 

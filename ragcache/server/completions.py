@@ -44,10 +44,10 @@ router = APIRouter(tags=["answers"])
 async def create_completion(request: Request) -> Response:
     service = service_of(request)
     asked = await read_json(request, CompletionRequest)
-    service.check_model(asked.model, service.chat_model)
+    service.retrieves(asked.model)
     options = read_options(asked, service.settings.answers, service.kb.lm.max_positions)
     events = [service.kb.astream_completion(asked.text, **one) for one in each_of(options, asked.n)]
-    return await respond(TextWriter(service, request), asked, events, asked.extension.timeout_s)
+    return await respond(TextWriter(service, request, asked.model), asked, events, asked.extension.timeout_s)
 
 
 @dataclass

@@ -234,10 +234,9 @@ Status = Literal["in_progress", "completed", "incomplete"]
 async def create_response(request: Request) -> Response:
     service = service_of(request)
     asked = await read_json(request, ResponsesRequest)
-    service.check_model(asked.model, service.chat_model)
-    chat = asked.as_chat()
-    call = engine_call(chat, service.settings.answers, service.kb.lm.max_positions)
-    writer = ResponseWriter(service, request, asked=asked, sampling=call.options["sampling"])
+    retrieves, chat = service.retrieves(asked.model), asked.as_chat()
+    call = engine_call(chat, service.settings.answers, service.kb.lm.max_positions, retrieves=retrieves)
+    writer = ResponseWriter(service, request, asked.model, asked=asked, sampling=call.options["sampling"])
     events = service.kb.astream_chat(call.messages, **call.options)
     return await respond(writer, chat, [events], asked.extension.timeout_s)
 
@@ -292,7 +291,7 @@ class ResponseWriter(Writer):
             id=self.id,
             object="response",
             created_at=self.created,
-            model=self.service.chat_model,
+            model=self.model,
             status=status,
             error=None,
             incomplete_details=IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None,

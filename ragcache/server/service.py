@@ -34,6 +34,7 @@ class Service:
     """One knowledge base, served.
 
     chat_model, embedding_model, reranking_model: names that requests use; None for a reranker that there is not
+    plain_model: the chat model for requests without passages, such as those for a conversation's title
     created:  when the server started, in Unix seconds
     ready:    whether it takes questions: warmed up, and not told to stop
     """
@@ -49,6 +50,7 @@ class Service:
         tiers = list(kb.info().bytes_by_tier)
         self.metrics = Metrics(self.slots, tiers, kb.pass_stats, kb.admission, kb.prefix_stats)
         self.chat_model = settings.model_name or _public_name(kb.lm.name)
+        self.plain_model = f"{self.chat_model}:plain"
         self.embedding_model = kb.embedder.name
         reranker = kb.retriever.reranker
         self.reranking_model = None if reranker is None else _public_name(reranker.name)
@@ -178,8 +180,14 @@ class Service:
             problem.detail = problem.detail.replace(place, name) if Path(place).is_absolute() else problem.detail
         return problem
 
+    def retrieves(self, model: str) -> bool:
+        """Whether passages are found for a request of this model that does not say. Raises ApiError (404)."""
+        if model != self.plain_model:
+            self.check_model(model, self.chat_model)
+        return self.settings.retrieve == "on" and model != self.plain_model
+
     def check_model(self, asked: str, served: str) -> None:
-        """Raises ApiError (404) naming the models that there are."""
+        """Raises ApiError (404) naming the model that there is."""
         if asked != served:
             raise ApiError(
                 404, f"the model {asked!r} is not served here; this route takes {served!r}", "model_not_found", "model"

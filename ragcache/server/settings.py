@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ragcache.engine.options import AnswerDefaults, Option, Size
 from ragcache.errors import ConfigError, check_least
@@ -38,6 +38,10 @@ class ServerSettings:
     max_upload_files: int = 100
     figures_s: float = 5.0
     api_keys: Sequence[str] = ()
+    retrieve: Annotated[
+        Literal["on", "off"],
+        Option("--retrieve", "off: answer without passages unless a request asks for them."),
+    ] = "on"
     open_metrics: Annotated[bool, Option("--open-metrics", "Let /metrics be read without an API key.")] = False
     allowed_hosts: Sequence[str] = ()
     model_name: Annotated[

@@ -151,7 +151,7 @@ async def get_model(request: Request, id: str) -> Response:
 
 
 def _models(service: Service) -> list[ModelItem]:
-    known = (service.chat_model, service.embedding_model, service.reranking_model)
+    known = (service.chat_model, service.plain_model, service.embedding_model, service.reranking_model)
     return [
         ModelItem(id=name, object="model", created=service.created, owned_by="ragcache")
         for name in known
