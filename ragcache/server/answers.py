@@ -204,9 +204,6 @@ def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
     }
 
 
-# Log-probabilities in OpenAI's two shapes.
-
-
 LEAST = -9999.0  # in place of minus infinity, which JSON has not
 
 

@@ -1,4 +1,4 @@
-"""The body of POST /v1/chat/completions."""
+"""Bodies of POST /v1/chat/completions, /v1/completions and /tokenize, and their answers."""
 
 from __future__ import annotations
 
@@ -202,6 +202,18 @@ class SchemaFormat(RequestModel):
 ResponseFormat = Annotated[PlainFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
+class Ignored(RequestModel):
+    """Fields of OpenAI's requests for an answer that are accepted, and of no consequence here."""
+
+    user: Text | None = None
+    metadata: JsonObject | None = None
+    store: bool | None = None
+    service_tier: Text | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
+    safety_identifier: Text | None = None
+
+
 class SampledRequest(RequestModel):
     """What both of OpenAI's requests for an answer have, and what vLLM adds: top_k, min_p, repetition_penalty,
     stop_token_ids.
@@ -241,7 +253,7 @@ class SampledRequest(RequestModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatRequest(SampledRequest, TemplateFields):
+class ChatRequest(SampledRequest, TemplateFields, Ignored):
     """OpenAI's request. Features that would change the answer and are not supported are refused by name."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
@@ -255,14 +267,8 @@ class ChatRequest(SampledRequest, TemplateFields):
     ragcache: Extension | None = None
 
     # Accepted, and of no consequence here.
-    metadata: JsonObject | None = None
-    store: bool | None = None
-    service_tier: Text | None = None
     prediction: JsonObject | None = None
-    prompt_cache_key: Text | None = None
     prompt_cache_options: JsonObject | None = None
-    prompt_cache_retention: Text | None = None
-    safety_identifier: Text | None = None
 
     # Accepted only where they ask for nothing.
     functions: Nothing | None = None
@@ -288,9 +294,6 @@ class ChatRequest(SampledRequest, TemplateFields):
     @property
     def extension(self) -> Extension:
         return self.ragcache or Extension()
-
-
-# Answers of POST /v1/chat/completions.
 
 
 class SourceItem(AnswerModel):
@@ -453,9 +456,6 @@ class ChatCompletionChunk(AnswerModel):
     choices: list[ChunkChoice]
     usage: ChatUsage | None = None
     ragcache: ChatExtension = ChatExtension()
-
-
-# Bodies of POST /v1/completions and /tokenize.
 
 
 PromptText = Annotated[Text, Field(min_length=1)]

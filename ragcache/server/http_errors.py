@@ -19,13 +19,7 @@ from ragcache.server.chat_types import UNSUPPORTED
 from ragcache.server.wire import EVENT_STREAM, ErrorBody, ErrorDetail
 
 MAX_MESSAGE = 1000
-INVALID, DENIED, OVERLOADED, FAILED = (
-    "invalid_request_error",
-    "authentication_error",
-    "overloaded_error",
-    "server_error",
-)
-TYPES = {401: DENIED, 409: OVERLOADED, 503: OVERLOADED, 504: OVERLOADED}
+TYPES = {401: "authentication_error"} | dict.fromkeys((409, 503, 504), "overloaded_error")
 FAILURE = "the server failed; its log says more under this request's id"
 OWN_FAULTS = (500, 502)
 # A client that waits no longer: nobody reads the status, but logs and metrics show it.
@@ -48,7 +42,7 @@ class ApiError(HTTPException):
         super().__init__(status, message, dict(headers or {}))
         self.code = code
         self.param = param
-        self.type = TYPES.get(status, INVALID if status < 500 else FAILED)
+        self.type = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> ErrorBody:
         message = printable(str(self.detail))
@@ -222,9 +216,6 @@ def _methods_at(request: Request) -> list[str]:
     path = request.scope["path"]
     routes = [route for route in request.app.state.routes if isinstance(route, Route)]
     return sorted({method for route in routes if route.path_regex.match(path) for method in route.methods or ()})
-
-
-# What routes answer when they fail, for /openapi.json.
 
 
 STATUS_MEANINGS = {

@@ -23,6 +23,7 @@ from ragcache.server.chat_types import (
     ChatExtension,
     ChatRequest,
     Extension,
+    Ignored,
     JsonFormat,
     JsonSchema,
     Message,
@@ -35,7 +36,7 @@ from ragcache.server.chat_types import (
 )
 from ragcache.server.http_errors import errors, streamed
 from ragcache.server.service import RunningTask, merged, service_of
-from ragcache.server.wire import AnswerModel, JsonObject, LooseModel, Name, RequestModel, Text, event
+from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text, event
 
 
 class InputPart(LooseModel):
@@ -77,7 +78,7 @@ class ReasoningField(LooseModel):
     effort: Effort | None = None
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(Ignored):
     """OpenAI's newer request for an answer. The server keeps nothing between two of them."""
 
     model: Name
@@ -94,15 +95,7 @@ class ResponsesRequest(RequestModel):
     previous_response_id: Text | None = None
     conversation: JsonValue = None
 
-    # Accepted, and of no consequence here.
-    user: Text | None = None
-    metadata: JsonObject | None = None
-    store: bool | None = None
-    service_tier: Text | None = None
-    parallel_tool_calls: bool | None = None
-    prompt_cache_key: Text | None = None
-    prompt_cache_retention: Text | None = None
-    safety_identifier: Text | None = None
+    parallel_tool_calls: bool | None = None  # accepted, and of no consequence here
 
     # Accepted only where they ask for nothing.
     background: Literal[False] | None = None
