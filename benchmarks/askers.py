@@ -32,7 +32,7 @@ from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Ratio, Timing
 from ragcache.engine.answer import Answer
 from ragcache.engine.kb import RagCache
-from ragcache.engine.store_config import StoreConfig
+from ragcache.engine.options import StoreConfig
 from ragcache.errors import ConfigError
 from ragcache.ingest.document import Document
 from ragcache.models.load import DTYPES

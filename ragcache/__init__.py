@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ragcache.engine.answer import Answer, Done, Reasoning, Source, Sources, Timings, Token, Usage
     from ragcache.engine.kb import RagCache
-    from ragcache.engine.options import ReadOptions, RetrieveOptions
+    from ragcache.engine.options import ReadOptions, RetrieveOptions, StoreConfig
     from ragcache.engine.passages import Passage
     from ragcache.engine.store import Library
-    from ragcache.engine.store_config import StoreConfig
     from ragcache.errors import RagCacheError, UnknownHandleError, UnsupportedModelError
     from ragcache.fusion import METHODS, MethodInfo, methods
     from ragcache.fusion.fuse import Fused, encode, fuse
@@ -94,8 +93,7 @@ _NAMES = {
     "engine.passages": "Passage",
     "engine.kb": "RagCache",
     "engine.store": "Library",
-    "engine.store_config": "StoreConfig",
-    "engine.options": "ReadOptions RetrieveOptions",
+    "engine.options": "ReadOptions RetrieveOptions StoreConfig",
     "errors": "RagCacheError UnknownHandleError UnsupportedModelError",
     "fusion": "METHODS MethodInfo methods",
     "fusion.method": "FusionMethod Job Prefilled",

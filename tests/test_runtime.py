@@ -81,7 +81,7 @@ ASKING = """
 import tempfile
 from pathlib import Path
 import ragcache as rc
-from ragcache.engine.store_config import StoreConfig
+from ragcache.engine.options import StoreConfig
 from ragcache.retrieval.fake import BagOfWords
 from transformers import GenerationMixin  # what it imports starts threads of its own
 more += teams()

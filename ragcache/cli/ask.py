@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragcache.cli.flags import (
-    AnswerOptions,
-    Json,
-    ModelOptions,
-    StoreOptions,
-    Timeout,
-    TurnOptions,
-    WhereOptions,
-    open_with_models,
-    option,
-)
-from ragcache.cli.serve import AddressOptions, run_page
+from ragcache.cli.flags import EngineOptions, Json, ReadLimitOptions, StoreOptions, Timeout, open_with_models, option
+from ragcache.cli.serve import AddressOptions, run_server
 from ragcache.cli.terminal import command, print_json, printable, say, say_error, seconds_text
+from ragcache.engine.options import AnswerDefaults, AnswerOptions
 from ragcache.errors import RagCacheError
+from ragcache.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from ragcache import Answer, RagCache, Source
@@ -34,8 +27,7 @@ LEAVE = ("/exit", "/quit")
 def ask(
     question: Annotated[str, typer.Argument(help="What to answer from the store.")],
     store: StoreOptions,
-    models: ModelOptions,
-    where: WhereOptions,
+    models: EngineOptions,
     answer: AnswerOptions,
     timeout_s: Timeout = None,
     whole: Annotated[
@@ -44,8 +36,8 @@ def ask(
     as_json: Json = False,
 ) -> None:
     """Answer a question from the store; the answer is written as it comes, then its sources."""
-    options = {**answer.stream_options(), "timeout_s": timeout_s, "whole": whole}
-    with open_with_models(store, models, where=where) as kb:
+    options = {**answer.call_options(), "timeout_s": timeout_s, "whole": whole}
+    with open_with_models(store, models) as kb:
         if as_json:
             print_json(kb.ask(question, **options).to_json())
         else:
@@ -55,10 +47,8 @@ def ask(
 @command
 def chat(
     store: StoreOptions,
-    models: ModelOptions,
-    where: WhereOptions,
-    answer: AnswerOptions,
-    turns: TurnOptions,
+    models: EngineOptions,
+    answer: AnswerDefaults,
     address: AddressOptions,
     timeout_s: Timeout = None,
     web: Annotated[bool, option("--web", "Chat in a web page: the API and the page, on --host and --port.")] = False,
@@ -70,11 +60,13 @@ def chat(
     the terminal's place, where a conversation goes on from its earlier questions; Ctrl-C ends the server.
     """
     if web:
-        run_page(store, models, where, answer, turns, address, timeout_s)
+        settings = ServerSettings(answers=answer)
+        settings = settings if timeout_s is None else replace(settings, timeout_s=timeout_s)
+        run_server(store, models, address, ReadLimitOptions(), settings, web=True)
         return
-    options = {**answer.stream_options(), "timeout_s": timeout_s}
-    with open_with_models(store, models, where=where) as kb:
-        ask_next = _one_by_one(kb, options) if turns.context == "last" else _conversation(kb, options)
+    options = {**answer.call_options(), "timeout_s": timeout_s}
+    with open_with_models(store, models) as kb:
+        ask_next = _one_by_one(kb, options) if answer.context == "last" else _conversation(kb, options)
         for question in _questions():
             try:
                 print_answer(stream_text(ask_next(question)))

@@ -15,9 +15,7 @@ from ragcache.cli.maintain import doctor, info, methods, pin, pull, reencode, un
 from ragcache.cli.serve import serve
 from ragcache.plugins import Registry
 
-# The commands, under their names: ragcache's own, and those of plug-ins.
-
-
+# Ragcache's own, under their names, and those of plug-ins.
 COMMANDS: Registry[Callable[..., None]] = Registry(
     plugins.COMMANDS,
     {

@@ -9,20 +9,21 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from ragcache.cli.ask import source_line
-from ragcache.cli.flags import ModelOptions, StoreOptions, hide_bars_in_pipes, open_with_models
+from ragcache.cli.flags import ModelOptions, StoreOptions, hide_bars_in_pipes, open_with_models, option
 from ragcache.cli.ingest import print_report
 from ragcache.cli.terminal import command, on_terminal, say, say_note, seconds_text
 from ragcache.errors import ConfigError, ModelError, StoreError
 from ragcache.models.hub import BUNDLED
 
 if TYPE_CHECKING:
-    from ragcache import Answer, Hit, RagCache, Sampling
+    from ragcache import Answer, Hit, RagCache
 
 # Links in a clone, files in a wheel.
 EXAMPLES = (Path(__file__).resolve().parents[1] / "demo" / "corpus").resolve().parent
@@ -64,6 +65,10 @@ class Comparison:
         return judge(answer.text, self.question.answer)
 
 
+# RAGCACHE_STORE and its like must not lead the demo into a store of the user's.
+_own = partial(option, prefix="DEMO_")
+
+
 @command
 def demo(
     models: ModelOptions,
@@ -72,26 +77,19 @@ def demo(
     ] = None,
     store: Annotated[
         Path | None,
-        typer.Option(
-            "--store",
-            envvar="RAGCACHE_DEMO_STORE",
-            help="Directory of the demo's own store; in .demo, one for each model and folder, if not given.",
-        ),
+        _own("--store", "The demo's own store; in .demo, one for each model and folder, if not given."),
     ] = None,
-    corpus: Annotated[
-        Path, typer.Option("--corpus", envvar="RAGCACHE_DEMO_CORPUS", help="The same as FOLDER.")
-    ] = EXAMPLES / "corpus",
+    corpus: Annotated[Path, _own("--corpus", "The same as FOLDER.")] = EXAMPLES / "corpus",
     questions: Annotated[
         Path | None,
-        typer.Option(
+        _own(
             "--questions",
-            envvar="RAGCACHE_DEMO_QUESTIONS",
-            help="JSON lines with question, answer and hops; CORPUS_questions.jsonl if not given, or else the "
-            "documents' titles are asked about.",
+            "JSON lines with question, answer and hops; CORPUS_questions.jsonl if not given, or else the documents' "
+            "titles are asked about.",
         ),
     ] = None,
-    count: Annotated[int, typer.Option("--count", envvar="RAGCACHE_DEMO_COUNT", help="Questions to ask.", min=1)] = 6,
-    k: Annotated[int, typer.Option("--k", envvar="RAGCACHE_DEMO_K", help="Passages to read.", min=1)] = 8,
+    count: Annotated[int, _own("--count", "Questions to ask.", min=1)] = 6,
+    k: Annotated[int, _own("--k", "Passages to read.", min=1)] = 8,
 ) -> None:
     """Ingest the example corpus or a folder, ask some questions, and compare the default method with full prefill.
 
@@ -107,7 +105,7 @@ def demo(
     model = models.model or _real_or_toy()
     models = replace(models, model=model)
     store = store or _own_store(model, folder)
-    options = StoreOptions(store)
+    options = StoreOptions(store=store)
     say(f"Reading {corpus} into {store} with {model} ...")
     with open_with_models(options, models, create=True) as kb:
         print_report(kb.ingest(corpus, progress=on_terminal()))
@@ -214,21 +212,16 @@ def _ask_and_print(kb: RagCache, question: DemoQuestion, k: int) -> Comparison:
 def _ask(
     kb: RagCache, question: DemoQuestion, hits: Sequence[Hit], method: str | None, max_tokens: int = MAX_TOKENS
 ) -> Answer:
-    every_token = {"reuse": False} if method == "full" else None
+    from ragcache import Sampling
+
     return kb.ask(
         question.text,
         hits=hits,
-        sampling=_sampling(max_tokens),
+        sampling=Sampling(max_tokens, stop=("\n",)),
         on_overflow="trim",
         method=method,
-        method_options=every_token,
+        method_options={"reuse": False} if method == "full" else None,
     )
-
-
-def _sampling(max_tokens: int) -> Sampling:
-    from ragcache import Sampling
-
-    return Sampling(max_tokens, stop=("\n",))
 
 
 def missing_sources(question: DemoQuestion, answer: Answer) -> list[str]:

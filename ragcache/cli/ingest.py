@@ -1,12 +1,12 @@
-"""ingest, list, delete."""
+"""ingest, list, delete, watch; documents by the names that people type: ids, files, folders, patterns of sources."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,36 +16,33 @@ import typer
 from ragcache.cli.flags import (
     WAIT_S,
     ChunkOptions,
-    FilterText,
     Json,
     ModelOptions,
     ReadLimitOptions,
     StoreOptions,
     Wait,
-    json_object,
     open_for_care,
     open_with_models,
     option,
 )
 from ragcache.cli.terminal import (
     FAILED,
+    bars,
     command,
-    on_terminal,
     print_json,
+    print_result,
     print_table,
     say,
     say_error,
     say_note,
     seconds_text,
 )
+from ragcache.engine.options import MetadataFilter
 from ragcache.errors import CancelledError, ConfigError, ReaderError, StoreBusyError
 
 if TYPE_CHECKING:
     from ragcache import IngestReport, Library, RagCache, RayConfig
     from ragcache.store.records import StoredDocument
-
-
-# Documents by the names that people type: ids, files, folders, and patterns of sources.
 
 
 Sources = Annotated[
@@ -64,7 +61,7 @@ def by_id(given: Sequence[str] | None) -> dict[str, Any] | None:
     return _any_of("document_id", given or ())
 
 
-def all_of(*filters: dict[str, Any] | None) -> dict[str, Any] | None:
+def all_of(*filters: Mapping[str, Any] | None) -> dict[str, Any] | None:
     wanted = [one for one in filters if one]
     return {"$and": wanted} if wanted else None
 
@@ -153,16 +150,14 @@ def ingest(
     Unchanged documents cost nothing, changed ones are replaced. Inputs that cannot be read are listed with the reason
     and the others go on; the exit status is 1 then. After an interruption, run it again: it goes on from there.
     """
-    from ragcache.ingest.report import progress_bars
-
     cluster = ray_config(ray, ray_actors)
     with open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
         if not as_json:
             say_note(kb.estimate_kv(paths))
-        with progress_bars() if on_terminal() else nullcontext() as bars:
+        with bars() as progress:
             report = kb.ingest(
                 paths, kv=kv, hot_after=hot_after, sync=sync, dry_run=dry_run, ray=cluster,
-                progress=bars, timeout_s=wait,
+                progress=progress, timeout_s=wait,
             )  # fmt: skip
     finish(report, as_json, named=sync or dry_run)
 
@@ -233,7 +228,7 @@ def print_report(report: IngestReport, *, named: bool = False) -> None:
 @command
 def list_documents(
     store: StoreOptions,
-    filter: FilterText = None,
+    filter: MetadataFilter = None,
     source: Sources = None,
     id: Annotated[
         list[str] | None, option("--id", "Only these ids; * and ? stand for any text and one character; repeatable.")
@@ -244,7 +239,7 @@ def list_documents(
 ) -> None:
     """List the documents in the store, by id."""
     with open_for_care(store, read_only=True) as kb:
-        where = all_of(json_object(filter), by_source(source), by_id(id))
+        where = all_of(filter, by_source(source), by_id(id))
         documents = kb.documents(where, limit=limit, offset=offset)
     if as_json:
         print_json({"documents": [document_to_json(document) for document in documents]})
@@ -278,17 +273,11 @@ def delete(
         absent = [one for one in source or [] if not kb.documents(by_source([one]), limit=1)]
         deleted = kb.delete(named.values(), filter=by_source(source), timeout_s=wait)
     missing = [given for given, id in named.items() if id not in deleted] + absent
-    if as_json:
-        print_json({"deleted": deleted, "missing": missing})
-    else:
-        say(f"{len(deleted)} deleted")
+    print_result(as_json, {"deleted": deleted, "missing": missing}, f"{len(deleted)} deleted")
     for given in missing:
         say_error(f"{given}: no document has this {'source' if given in absent else 'id'}; `ragcache list` shows them")
     if missing:
         raise typer.Exit(FAILED)
-
-
-# watch.
 
 
 @command

@@ -1,8 +1,7 @@
-"""info, doctor, methods, pull."""
+"""info, doctor, methods, pull, pin, unpin, reencode."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,7 +20,17 @@ from ragcache.cli.flags import (
     option,
 )
 from ragcache.cli.ingest import document_ids, finish
-from ragcache.cli.terminal import bytes_text, command, on_terminal, print_json, print_table, say, say_note
+from ragcache.cli.terminal import (
+    bars,
+    bytes_text,
+    command,
+    print_json,
+    print_result,
+    print_rows,
+    print_table,
+    say,
+    say_note,
+)
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,8 +69,7 @@ def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
         ("schema version", found.schema_version),
         *_rate_rows(rates),
     ]
-    for name, value in rows:
-        say(f"{name:<16}{'-' if value is None else value}")
+    print_rows(rows, 16)
 
 
 def _rate_rows(rates: RateFigures) -> list[tuple[str, str]]:
@@ -101,8 +109,7 @@ def _print_diagnosis(report: DoctorReport) -> None:
         ("leftover files, removed", report.leftovers),
         ("index", report.index),
     ]
-    for name, value in rows:
-        say(f"{name:<27}{value}")
+    print_rows(rows, 27)
     if report.advice is not None:
         say(f"Note: {report.advice}.")
     say("The store is sound." if report.sound else "The store was repaired.")
@@ -134,13 +141,8 @@ def pull(
 
     hide_bars_in_pipes()
     found = fetch(name, say_note)
-    if as_json:
-        print_json({"model": name, "path": str(found.where), "bytes": found.num_bytes})
-    else:
-        say(f"{name} is in {found.where}, {bytes_text(found.num_bytes)}")
-
-
-# pin, unpin.
+    told = {"model": name, "path": str(found.where), "bytes": found.num_bytes}
+    print_result(as_json, told, f"{name} is in {found.where}, {bytes_text(found.num_bytes)}")
 
 
 Ids = Annotated[
@@ -157,10 +159,7 @@ def pin(ids: Ids, store: StoreOptions, models: ModelOptions, as_json: Json = Fal
     """
     with open_with_models(store, models) as kb:
         handles = kb.pin(document_ids(kb, ids).values())
-    if as_json:
-        print_json({"pinned": handles})
-    else:
-        say(f"{len(handles)} blocks pinned")
+    print_result(as_json, {"pinned": handles}, f"{len(handles)} blocks pinned")
 
 
 @command
@@ -168,13 +167,7 @@ def unpin(ids: Ids, store: StoreOptions, as_json: Json = False) -> None:
     """Let the tiers give up the KV of these documents or passages again."""
     with open_for_care(store) as kb:
         handles = kb.unpin(document_ids(kb, ids).values())
-    if as_json:
-        print_json({"unpinned": handles})
-    else:
-        say(f"{len(handles)} blocks unpinned")
-
-
-# reencode.
+    print_result(as_json, {"unpinned": handles}, f"{len(handles)} blocks unpinned")
 
 
 @command
@@ -193,8 +186,6 @@ def reencode(
     The passages stay as they were cut, with their ids and metadata. --store is not changed: delete it when the new one
     is what you want. After an interruption, run it again: it goes on from there.
     """
-    from ragcache.ingest.report import progress_bars
-
     if models.model is None:
         raise ConfigError("say which model is to read the documents: --model")
     if target.resolve() == store.store.resolve():
@@ -202,9 +193,6 @@ def reencode(
     with open_for_care(store, read_only=True) as old:
         embedder = models.embedder or str(old.store.documents.properties().get("embedder", "minilm"))
         made = replace(store, store=target, database=None)
-        with (
-            open_with_models(made, replace(models, embedder=embedder), create=True) as kb,
-            progress_bars() if on_terminal() else nullcontext() as bars,
-        ):
-            report = kb.copy(old, kv=kv, progress=bars, timeout_s=wait)
+        with open_with_models(made, replace(models, embedder=embedder), create=True) as kb, bars() as progress:
+            report = kb.copy(old, kv=kv, progress=progress, timeout_s=wait)
     finish(report, as_json)

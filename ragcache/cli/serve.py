@@ -6,31 +6,25 @@ import importlib.util
 import logging
 import os
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from ragcache.cli.flags import (
-    AnswerOptions,
-    ModelOptions,
+    EngineOptions,
     ReadLimitOptions,
     StoreOptions,
-    TurnOptions,
-    WhereOptions,
     hide_bars_in_pipes,
     open_with_models,
     option,
-    size_option,
 )
 from ragcache.cli.terminal import command, say, say_error
+from ragcache.engine.options import AnswerDefaults
 from ragcache.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ragcache.server.settings import AnswerDefaults, ServerSettings
+from ragcache.server.settings import ServerSettings
 
 EXTRA = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,71 +40,27 @@ class AddressOptions:
     ] = None
 
 
-@dataclass(frozen=True)
-class LimitOptions:
-    """Limits of the server: fields of ServerSettings."""
-
-    slots: Annotated[int, option("--slots", "Questions that are answered at the same time.", min=1)] = 8
-    max_queue: Annotated[int, option("--queue", "Questions that may wait; more are refused with 503.", min=0)] = 512
-    timeout_s: Annotated[float, option("--timeout", "Seconds for one question, waiting included.")] = 600.0
-    drain_s: Annotated[float, option("--drain", "Seconds for running answers when told to stop.", min=0)] = 30.0
-    max_body_bytes: Annotated[int, size_option("--max-body", "Largest JSON body.", "4MiB")] = 4 * MIB
-    max_upload_bytes: Annotated[int, size_option("--max-upload", "Largest upload.", "64MiB")] = 64 * MIB
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """Things that the server shows."""
-
-    model_name: Annotated[
-        str | None, option("--model-name", "What clients call the model; its own name if not given.")
-    ] = None
-    open_metrics: Annotated[bool, option("--open-metrics", "Let /metrics be read without an API key.")] = False
-    web: Annotated[bool, option("--web", "Serve the chat page too.")] = False
-
-
 @command
 def serve(
     store: StoreOptions,
-    models: ModelOptions,
-    where: WhereOptions,
-    answer: AnswerOptions,
-    turns: TurnOptions,
+    models: EngineOptions,
+    answer: AnswerDefaults,
     address: AddressOptions,
-    limits: LimitOptions,
+    settings: ServerSettings,
     reading: ReadLimitOptions,
-    serving: ServeOptions,
+    web: Annotated[bool, option("--web", "Serve the chat page too.")] = False,
 ) -> None:
     """Serve OpenAI's HTTP API over the store: chat completions, embeddings, documents, metrics.
 
     Answer options are defaults for requests that do not say otherwise. A store that is not there is made. SIGTERM or
     Ctrl-C lets running answers finish and ends the adding of documents; a second one ends all.
     """
-    check_installed()
-    settings = server_settings(answer, turns, address, limits, serving)
-    run_server(store, models, where, address, reading, settings, web=serving.web)
-
-
-def run_page(
-    store: StoreOptions,
-    models: ModelOptions,
-    where: WhereOptions,
-    answer: AnswerOptions,
-    turns: TurnOptions,
-    address: AddressOptions,
-    timeout_s: float | None,
-) -> None:
-    """The chat page and the API below it, until interrupted."""
-    check_installed()
-    limits = LimitOptions() if timeout_s is None else LimitOptions(timeout_s=timeout_s)
-    settings = server_settings(answer, turns, address, limits, ServeOptions())
-    run_server(store, models, where, address, ReadLimitOptions(), settings, web=True)
+    run_server(store, models, address, reading, replace(settings, answers=answer), web=web)
 
 
 def run_server(
     store: StoreOptions,
-    models: ModelOptions,
-    where: WhereOptions,
+    models: EngineOptions,
     address: AddressOptions,
     reading: ReadLimitOptions,
     settings: ServerSettings,
@@ -118,8 +68,10 @@ def run_server(
     web: bool,
 ) -> None:
     """Raises ConfigError (address taken) before a model is loaded."""
+    check_installed()
     from ragcache.server.run import limit_arenas, listen, url_of
 
+    settings = guarded(settings, address)
     limit_arenas()
     if address.host not in LOOPBACK and not settings.api_keys:
         say_error(f"warning: {address.host} is reached from outside, and no API key is set: anyone can read the store")
@@ -127,7 +79,7 @@ def run_server(
     hide_bars_in_pipes()
     with (
         listen(address.host, address.port) as bound,
-        open_with_models(store, models, reading=reading, where=where, create=True) as kb,
+        open_with_models(store, models, reading=reading, create=True) as kb,
     ):
         from ragcache.server.app import create_app
         from ragcache.server.run import Server
@@ -145,31 +97,14 @@ def check_installed() -> None:
         raise ConfigError(f'{missing[0]} is not installed; run: pip install "ragcache-kv[server]"')
 
 
-def server_settings(
-    answer: AnswerOptions, turns: TurnOptions, address: AddressOptions, limits: LimitOptions, serving: ServeOptions
-) -> ServerSettings:
+def guarded(settings: ServerSettings, address: AddressOptions) -> ServerSettings:
     """Raises ConfigError naming the option that is out of range, or the file of keys that cannot be read."""
     from ragcache.server.auth import LOOPBACK_NAMES, read_keys
-    from ragcache.server.settings import ServerSettings
 
-    return ServerSettings(
-        **vars(limits),
-        api_keys=read_keys(address.api_keys_file, os.environ),
-        open_metrics=serving.open_metrics,
-        # A server for this machine alone answers to its names alone: a web page may rebind another name to it.
-        allowed_hosts=LOOPBACK_NAMES if address.host in LOOPBACK else (),
-        model_name=serving.model_name,
-        answers=answer_defaults(answer, turns),
-    )
-
-
-def answer_defaults(answer: AnswerOptions, turns: TurnOptions) -> AnswerDefaults:
-    from ragcache.server.settings import AnswerDefaults
-
-    options = answer.stream_options()
-    sampling = asdict(options.pop("sampling"))
-    own = {field.name: sampling[field.name] for field in fields(AnswerDefaults) if field.name in sampling}
-    return AnswerDefaults(**own, **options, context=turns.context)
+    settings.answers.call_options()  # refuses what no question could be answered with
+    # A server for this machine alone answers to its names alone: a web page may rebind another name to it.
+    hosts = LOOPBACK_NAMES if address.host in LOOPBACK else ()
+    return replace(settings, api_keys=read_keys(address.api_keys_file, os.environ), allowed_hosts=hosts)
 
 
 def log_as_json() -> None:

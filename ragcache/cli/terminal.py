@@ -1,39 +1,91 @@
-"""Parts that all commands share: option groups, and errors as one line."""
+"""Parts that all commands share: options, errors as one line, results on standard output and all else on error."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ragcache.engine.options import Option
 from ragcache.errors import ConfigError, RagCacheError
+from ragcache.ingest.report import ProgressEvent, progress_bars
 from ragcache.ingest.report import bytes_text as bytes_text
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 Function = Callable[..., None]
 
 
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def option(flag: str, help: str, *, prefix: str = "", **more: Any) -> Any:
+    """An option `--some-name` (or `--some-name/--no-some-name`) with the environment variable RAGCACHE_SOME_NAME."""
+    variable = "RAGCACHE_" + prefix + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
+    return typer.Option(flag, envvar=variable, help=help, **more)
+
+
+def size(text: str | int) -> int:
+    """Bytes from "512MiB", "2GB" or a plain number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
+    unit = UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write 512MiB, 2GiB or a number of bytes")
+    return int(float(found[1]) * unit)
+
+
+def size_option(flag: str, help: str, default: str | bool = True) -> Any:
+    """`option` for a number of bytes. default: how the help shows it; True: as it is."""
+    return option(flag, help, parser=size, metavar="SIZE", show_default=default)
+
+
+def json_object(text: str, name: str, help: str) -> dict[str, Any]:
+    """Raises ConfigError naming the option when the text is not a JSON object. help: shows one at its end"""
+    example = help[help.find("{") :].rstrip(".")
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} {text!r} is not JSON ({error}); write it like {example}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} {text!r} is not a JSON object; write it like {example}")
+    return value
+
+
+def json_or_text(text: str) -> Any:
+    """The value of an option: JSON, or else the text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def command(function: Function) -> Function:
     """Make `function` a command.
 
-    A parameter whose type is a dataclass stands for the options in that dataclass's fields: commands share options
-    without repeating them. A RagCacheError becomes one line on standard error and exit status 1 (2 for ConfigError),
-    an interrupt becomes status 130.
+    A parameter whose type is a dataclass stands for the options in that dataclass's fields, as far as they have one:
+    commands share options without repeating them. A RagCacheError becomes one line on standard error and exit status 1
+    (2 for ConfigError), an interrupt becomes status 130.
     """
     hints = get_type_hints(function, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups = {name: _fields(hint) for name, hint in hints.items() if is_dataclass(hint)}
+    own = inspect.signature(function).parameters
+    plain = {name: (hints[name], own[name].default) for name in own if name not in groups}
 
     def run(**given: Any) -> None:
         try:
-            function(**_grouped(given, groups))
+            made = {name: hints[name](**_values(options, given)) for name, options in groups.items()}
+            function(**made, **_values(plain, given))
         except RagCacheError as error:
             say_error(error)
             raise typer.Exit(MISUSED if isinstance(error, ConfigError) else FAILED) from error
@@ -42,41 +94,64 @@ def command(function: Function) -> Function:
             raise typer.Exit(INTERRUPTED) from error
 
     run.__name__, run.__doc__ = function.__name__, function.__doc__
-    run.__signature__ = _signature(function, hints, groups)  # type: ignore[attr-defined]
+    all_of_them = (groups.get(name, {name: plain[name]} if name in plain else {}) for name in own)
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [_parameter(name, *said) for options in all_of_them for name, said in options.items()]
+    )
     return run
 
 
-def _grouped(given: dict[str, Any], groups: dict[str, Any]) -> dict[str, Any]:
-    """The function's own arguments: fields put back into their groups."""
-    made = {name: group(**{f.name: given.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
-    return {**given, **made}
+Options = dict[str, tuple[Any, Any]]
+"""Type and default by name."""
 
 
-def _signature(function: Function, hints: dict[str, Any], groups: dict[str, Any]) -> inspect.Signature:
-    """The function's parameters with every group replaced by its fields."""
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name in groups:
-            parameters += _fields_as_parameters(groups[name])
-        else:
-            parameters.append(parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY))
-    return inspect.Signature(parameters)
-
-
-def _fields_as_parameters(group: Any) -> list[inspect.Parameter]:
+def _fields(group: Any) -> Options:
+    """A group's options, those first that are its own and no base class's."""
     hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(group)
-    ]
+    return {
+        one.name: (hints[one.name], inspect.Parameter.empty if one.default is MISSING else one.default)
+        for one in sorted(fields(group), key=lambda one: one.name not in group.__annotations__)
+        if hasattr(hints[one.name], "__metadata__")
+    }
 
 
-# Output of commands: results on standard output, everything else on standard error.
+def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    """What typer reads. It knows no `Option`, no mapping, no sequence but a list, and no choice of two types."""
+    said = _option_of(hint)
+    if said is not None:
+        kind = hint.__origin__
+        for held, readable in ((Mapping, str | None), (Sequence, list[str] | None), (Path, Path | None)):
+            kind = readable if held in _kinds(kind) else kind
+        make = partial(size_option, default=_size_text(default)) if said.is_size else option
+        hint, default = Annotated[kind, make(said.flag, said.help)], None if default == () else default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _values(options: Options, given: dict[str, Any]) -> dict[str, Any]:
+    """The values of these options, as their types are. Raises ConfigError."""
+    found = {name: given[name] for name in options}
+    for name, (hint, _) in options.items():
+        said = _option_of(hint)
+        if said is not None and Mapping in _kinds(hint.__origin__) and found[name] is not None:
+            found[name] = json_object(found[name], said.flag, said.help)
+        elif said is not None and Sequence in _kinds(hint.__origin__):
+            found[name] = tuple(found[name] or ())
+    return found
+
+
+def _option_of(hint: Any) -> Option | None:
+    return next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Option)), None)
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """A type, or those that it is a choice of, without what they hold."""
+    return {get_origin(one) or one for one in (hint, *get_args(hint)) if not isinstance(one, str)}
+
+
+def _size_text(count: int | None) -> str | bool:
+    """2**31 -> "2GiB"."""
+    unit = next((one for one in ("TiB", "GiB", "MiB", "KiB") if count and count % UNITS[one.upper()] == 0), "")
+    return count is None or f"{count // UNITS[unit.upper()]}{unit}"
 
 
 # A pipe has no width: rows are not to be cut for it.
@@ -108,6 +183,25 @@ def say(text: object = "", *, end: str = "\n") -> None:
 def print_json(value: Any) -> None:
     # Escaped, so that any terminal encoding and any lone surrogate in a file name can be written.
     print(json.dumps(value, indent=2, ensure_ascii=True, allow_nan=False), flush=True)
+
+
+def print_result(as_json: bool, value: dict[str, Any], line: str) -> None:
+    """A result for programs, or one line for people."""
+    if as_json:
+        print_json(value)
+    else:
+        say(line)
+
+
+def print_rows(rows: Iterable[tuple[str, object]], width: int) -> None:
+    """Names in a column of this width, and what they stand for; "-" where it is nothing."""
+    for name, value in rows:
+        say(f"{name:<{width}}{'-' if value is None else value}")
+
+
+def bars() -> AbstractContextManager[Callable[[ProgressEvent], None] | None]:
+    """Progress, drawn where standard error is a terminal."""
+    return progress_bars() if on_terminal() else nullcontext()
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -18,13 +18,14 @@ from ragcache.engine.history import ConversationCache
 from ragcache.engine.kv_lookup import KVLookup
 from ragcache.engine.loader import BlockLoader
 from ragcache.engine.local_engine import ENGINES, Connection, Engine, LocalEngine
+from ragcache.engine.options import StoreConfig
 from ragcache.engine.prefixes import Prefixes, WholeStore
 from ragcache.engine.probe import open_rates, probe_prefill
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.rates import ALWAYS
 from ragcache.engine.request import RequestOptions
 from ragcache.engine.same_embedder import refuse_other_embedder
-from ragcache.engine.store_config import Store, StoreConfig, open_kv_to_fill
+from ragcache.engine.store_config import Store, open_kv_to_fill
 from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.fuse import block_recipe, check_method

@@ -29,13 +29,13 @@ from ragcache.engine.assemble import (
 )
 from ragcache.engine.estimate import KVEstimate, estimate_kv
 from ragcache.engine.loader import LoadCounts
-from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
+from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions, StoreConfig
 from ragcache.engine.passages import Passage
 from ragcache.engine.pin import pin, unpin
 from ragcache.engine.questions import Questions, answer_of, ask_many
 from ragcache.engine.rates import RateFigures, machine_key
 from ragcache.engine.store import Library
-from ragcache.engine.store_config import StoreConfig, open_store
+from ragcache.engine.store_config import open_store
 from ragcache.engine.verdict import AUTO
 from ragcache.errors import ConfigError, check_type
 from ragcache.fusion import get_method

@@ -1,17 +1,21 @@
-"""The options of a question, named here once: how passages are found, and how a prompt is read and answered.
+"""Options, named here once: how a store is opened, how passages are found, and how a prompt is read and answered.
 
-The engine's calls take them as keyword arguments. The command line, the server and the integrations derive theirs from
-these classes, and tests compare the names.
+The engine's calls take those of a question as keyword arguments. The command line, the server and the integrations
+derive theirs from these classes, with their help, and tests compare the names.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, check_choice
 from ragcache.retrieval.search import Search
+from ragcache.store.eviction import ADMISSIONS, POLICIES
 
 if TYPE_CHECKING:  # heavy ones: `ragcache --help` reads this file too
     from ragcache.engine.passages import Passage
@@ -25,6 +29,146 @@ DEFAULT_K = 5
 Overflow = Literal["error", "trim"]
 Order = Literal["relevance", "shared"]
 Context = Literal["last", "keep"]
+Load = Literal["auto", "always", "never"]
+NeighboursFrom = Literal["similarity", "document"]
+
+
+class Option(NamedTuple):
+    """How a field is said outside of Python: `Annotated[int, Option("--slots", "Questions answered at a time.")]`.
+
+    help:        for the command line, and in /openapi.json
+    least, most: what a request may say
+    is_size:     bytes, which the command line takes as 512MiB too
+    """
+
+    flag: str
+    help: str
+    least: float | None = None
+    most: float | None = None
+    is_size: bool = False
+
+
+Size = partial(Option, is_size=True)
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """How a store is opened. Each field's option says what it is, for these there is more to say:
+
+    database:     None: SQLite inside the store's directory. The directory names the database that has its documents,
+                  and another one is refused
+    codec, eviction, admission, trace, device_bytes, disk_bytes, write_behind_bytes, ttl_s: see KVStore
+    index:        "flat" (exact), "hnsw", "ivfpq" (many vectors), or "pgvector" (in the PostgreSQL database)
+    read_only:    nothing is written, not even computed blocks
+    prefix_bytes: of KV on the model's device that stays for later questions: exact KV of prompts, answers and system
+                  prompts, and placed contexts; 0: nothing is kept, each question reads its prefix
+    load:         "auto": of loading a block and computing it the faster one, by measured rates; "always" load what a
+                  tier has; "never": compute all that is not in memory
+    remote:       blocks are kept there, and copies on this machine's disk, within disk_bytes
+    neighbours:   how many other chunks of the store each chunk is encoded behind (see `Recipe`); None: as the store was
+                  made, none for a new one
+    neighbours_from: "similarity": the chunks nearest to it; "document": those right before it in its document; None:
+                  as the store was made, similarity for a new one
+    kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
+    measure_s:    at the first opening with a model; later openings measure the disk alone, in a third of that time; 0
+                  measures nothing
+    """
+
+    database: Annotated[
+        str | None, Option("--database", "SQLAlchemy URL of the document store; SQLite in the store if not given.")
+    ] = None
+    memory_bytes: Annotated[int, Size("--memory", "Budget of the host-memory tier.")] = 2 << 30
+    codec: Annotated[
+        str, Option("--codec", "How new KV blocks are kept; `ragcache plan` lists the codecs. All are read.")
+    ] = "raw"
+    eviction: Annotated[str, Option("--eviction", f"What a tier gives up when it is full: {', '.join(POLICIES)}.")] = (
+        "lru"
+    )
+    index: Annotated[
+        Literal["flat", "hnsw", "ivfpq", "pgvector"],
+        Option("--index", "Kind of vector index: flat is exact, ivfpq small, pgvector in a PostgreSQL --database."),
+    ] = "flat"
+    read_only: bool = False
+    admission: Annotated[
+        str, Option("--admission", f"Filter for what may take its place: {', '.join(ADMISSIONS)}.")
+    ] = "all"
+    trace: Annotated[
+        str | Path | None,
+        Option("--trace", "Append every access to blocks to this file, for `ragcache simulate`; no text."),
+    ] = None
+    prefix_bytes: Annotated[
+        int,
+        Size("--prefix-memory", "Budget for exact KV of earlier prompts, which --method full goes on from; 0: none."),
+    ] = 512 << 20
+    answer_bytes: Annotated[
+        int | None,
+        Size(
+            "--answer-memory",
+            "KV that all answers in progress may hold together; more wait. Half of the device's memory if not given.",
+        ),
+    ] = None
+    load: Annotated[
+        Load, Option("--load", "Blocks on disk: load or compute, whichever is faster (auto); always load; never.")
+    ] = "auto"
+    speculative_bytes: Annotated[
+        int, Size("--speculative", "Bytes of blocks that may be read while retrieval still ranks; 0: none.")
+    ] = 256 << 20
+    measure_s: Annotated[
+        float, Option("--measure-time", "Seconds to measure this machine for, the first time a store is opened.")
+    ] = 0.25
+    device_bytes: Annotated[
+        int, Size("--device-memory", "Budget for KV blocks on the model's device; 0: none are kept there.")
+    ] = 0
+    disk_bytes: Annotated[int | None, Size("--disk", "Budget of the disk tier; without one it keeps every block.")] = (
+        None
+    )
+    write_behind_bytes: Annotated[
+        int,
+        Size(
+            "--write-behind", "Blocks that questions leave to be written later, in bytes; 0: each is written at once."
+        ),
+    ] = 0
+    ttl_s: Annotated[
+        float | None, Option("--ttl", "Drop blocks that were not used for so many seconds; pinned ones stay.")
+    ] = None
+    remote: Annotated[
+        str | None,
+        Option(
+            "--remote",
+            "URL of a remote for blocks that machines share, as s3://bucket/prefix or redis://host:6379/0; the store's "
+            "own if not given.",
+        ),
+    ] = field(default=None, repr=False)  # it may hold a password
+    kv: str = "eager"
+    hot_after: int = 2
+    foreign_cache: Annotated[
+        int, Size("--foreign-cache", "Disk budget for KV of passages that are no document's; 0: none.")
+    ] = 10 << 30
+    neighbours: Annotated[
+        int | None,
+        Option("--neighbours", "Other passages that each one's KV is computed behind; the store's own if not given."),
+    ] = None
+    neighbours_from: Annotated[
+        NeighboursFrom | None,
+        Option("--neighbours-from", "Which ones: nearest by similarity, or those before it in its document."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.answer_bytes is not None and self.answer_bytes < 1:
+            raise ConfigError(f"answer_bytes is {self.answer_bytes}; it must be at least 1, or None for a default")
+        if self.foreign_cache < 0:
+            raise ConfigError(f"foreign_cache is {self.foreign_cache}; give bytes, or 0 to keep none", "foreign_cache")
+        check_choice("load", self.load, get_args(Load))
+        if self.speculative_bytes < 0 or not self.measure_s >= 0:
+            raise ConfigError(
+                f"speculative_bytes is {self.speculative_bytes} and measure_s {self.measure_s}; give 0 (none) or more"
+            )
+        if self.neighbours is not None:
+            from ragcache.kv.block_key import Recipe
+
+            Recipe(neighbours=self.neighbours)  # refuses what is no number of chunks
+        if self.neighbours_from is not None:
+            check_choice("neighbours_from", self.neighbours_from, get_args(NeighboursFrom))
 
 
 class RetrieveOptions(TypedDict, total=False):
@@ -124,6 +268,102 @@ class ChatOptions(RetrieveOptions, ReadOptions, total=False):
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool
     tool_format: str | None
+
+
+MetadataFilter = Annotated[
+    Mapping[str, Any] | None,
+    Option("--filter", 'Only documents whose metadata pass, as JSON: {"year": {"$gte": 2020}}.'),
+]
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How a question is answered where it does not say otherwise: options of the command line, defaults of the server.
+
+    Fields of `Sampling`, `RetrieveOptions` and `ReadOptions`, which say more. k: of `RagCache.ask`
+    """
+
+    k: Annotated[int, Option("--k", "Passages to read.", 1, 1000)] = DEFAULT_K
+    max_tokens: Annotated[
+        int | None, Option("--max-tokens", "Longest answer, in tokens; by default until its end, or the context's.")
+    ] = None
+    temperature: Annotated[float, Option("--temperature", "0 is greedy.")] = 0.0
+    top_p: Annotated[float | None, Option("--top-p", "Nucleus sampling.")] = None
+    top_k: Annotated[int | None, Option("--top-k", "Sample among this many tokens.", 1, 2**31 - 1)] = None
+    seed: Annotated[int | None, Option("--seed", "Makes sampling repeatable.")] = None
+    stop: Annotated[Sequence[str], Option("--stop", "End the answer at this string; may be repeated.")] = ()
+    search: Annotated[Search, Option("--search", "Find passages by embedding, by the question's words, or both.")] = (
+        "vector"
+    )
+    filter: MetadataFilter = None
+    score_threshold: Annotated[float | None, Option("--score-threshold", "Leave out passages with a lower score.")] = (
+        None
+    )
+    mmr_lambda: Annotated[
+        float | None, Option("--mmr-lambda", "Choose passages for variety too: 1 is the plain ranking.", 0, 1)
+    ] = None
+    fetch_k: Annotated[
+        int | None,
+        Option("--fetch-k", "Passages that variety or the reranker chooses from; 5 times k if not given.", 1, 10_000),
+    ] = None
+    rerank: Annotated[
+        bool | None,
+        Option("--rerank/--no-rerank", "Ask the reranker; by default where there is one and no choice for variety."),
+    ] = None
+    on_overflow: Annotated[
+        Overflow, Option("--on-overflow", "Passages that do not fit: refuse, or leave whole ones out.")
+    ] = "error"
+    evict: Annotated[
+        int | None,
+        Option(
+            "--evict",
+            "After the first token, keep so many of the passages' tokens in each layer and KV head.",
+            1,
+            2**31 - 1,
+        ),
+    ] = None
+    order: Annotated[
+        Order, Option("--order", "Of the passages: as they rank, or as method full finds most of them read already.")
+    ] = "relevance"
+    hint: Annotated[
+        bool, Option("--hint/--no-hint", "With order shared: say before the question which passages rank first.")
+    ] = True
+    reasoning_effort: Annotated[
+        str | None, Option("--reasoning-effort", "How much a model thinks before it answers: none, low, medium, high.")
+    ] = None
+    enable_thinking: Annotated[
+        bool | None,
+        Option("--thinking/--no-thinking", "Whether it thinks at all; by default as its chat template has it."),
+    ] = None
+    thinking_budget: Annotated[
+        int | None, Option("--thinking-budget", "End its thoughts after so many tokens.", 0, 2**31 - 1)
+    ] = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any] | None,
+        Option("--chat-template-kwargs", 'Further variables of the chat template: {"enable_thinking": false}.'),
+    ] = None
+
+    def call_options(self) -> dict[str, Any]:
+        """Arguments of `RagCache.ask` and `RagCache.stream`. Raises ConfigError."""
+        from ragcache.models.sampler import Sampling
+
+        sampling = Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.seed, tuple(self.stop))
+        known = (*names(RetrieveOptions), *names(ReadOptions))
+        given = {name: value for name, value in vars(self).items() if name in known}
+        return {"k": self.k, "sampling": sampling, **given}
+
+
+@dataclass(frozen=True)
+class AnswerDefaults(AnswerOptions):
+    """The same for conversations, and for requests to the server, which may say otherwise.
+
+    context: as for `ChatOptions`; a request with documents of its own is read by these alone
+    """
+
+    context: Annotated[
+        Context,
+        Option("--context", "Passages that a turn is read over: its own, or those of the turns before it, too."),
+    ] = "last"
 
 
 def names(options: type) -> tuple[str, ...]:

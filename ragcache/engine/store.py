@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ragcache.engine.info import Info, UsageLog, info
-from ragcache.engine.options import check_names
+from ragcache.engine.options import StoreConfig, check_names
 from ragcache.engine.pin import pin, unpin
 from ragcache.engine.rates import RateFigures
-from ragcache.engine.store_config import Store, StoreConfig, open_store
+from ragcache.engine.store_config import Store, open_store
 from ragcache.errors import ConfigError, StoreClosedError
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter

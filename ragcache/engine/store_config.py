@@ -4,94 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ragcache.engine.rates import AUTO, LOADS, RatesFile
-from ragcache.errors import ConfigError, StoreNotFoundError, check_choice
-from ragcache.kv.block_key import Recipe
+from ragcache.engine.options import StoreConfig
+from ragcache.engine.rates import RatesFile
+from ragcache.errors import StoreNotFoundError
 from ragcache.store.codec_basis import known_basis
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.folder import database_id, open_documents
-from ragcache.store.foreign import DEFAULT_FOREIGN_BYTES, ForeignCache
-from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
-from ragcache.store.neighbours import NEIGHBOURS_FROM
+from ragcache.store.foreign import ForeignCache
+from ragcache.store.kv_store import KVStore
 from ragcache.store.remote import Connection, connect, open_blobs
-
-DEFAULT_PREFIX_BYTES = 512 << 20
-DEFAULT_SPECULATIVE_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class StoreConfig:
-    """How a store is opened.
-
-    database:     SQLAlchemy URL; SQLite inside the store's directory when None. The directory names the database that
-                  has its documents, and another one is refused
-    memory_bytes: budget of the host-memory tier
-    codec, eviction, admission, trace: see KVStore
-    index:        "flat" (exact), "hnsw", "ivfpq" (many vectors), or "pgvector" (in the PostgreSQL database)
-    read_only:    nothing is written, not even computed blocks
-    prefix_bytes: budget of KV on the model's device that stays for later questions: exact KV of prompts, answers and
-                  system prompts, and placed contexts; 0: nothing is kept, each question reads its prefix
-    answer_bytes: KV that all answers in progress may hold together; None: half of the memory of the model's device
-    load:         "auto": of loading a block and computing it the faster one, by measured rates; "always" load what a
-                  tier has; "never": compute all that is not in memory
-    speculative_bytes: of blocks that may be read while retrieval still ranks, held or on their way; 0 reads none
-    device_bytes, disk_bytes, write_behind_bytes, ttl_s: see KVStore
-    remote:       URL of a remote that several machines share, such as s3://bucket/prefix or redis://host:6379/0: blocks
-                  are kept there, and copies on this machine's disk, within disk_bytes
-    neighbours:   how many other chunks of the store each chunk is encoded behind (see `Recipe`); None: as the store was
-                  made, none for a new one
-    neighbours_from: "similarity": the chunks nearest to it; "document": those right before it in its document; None:
-                  as the store was made, similarity for a new one
-    kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
-    foreign_cache: budget on disk of KV that belongs to no document: passages that callers hand over; 0 keeps none
-    measure_s:    seconds to spend on measuring this machine at the first opening with a model; later openings measure
-                  the disk alone, in a third of them; 0 measures nothing
-    """
-
-    database: str | None = None
-    memory_bytes: int = DEFAULT_MEMORY_BYTES
-    codec: str = "raw"
-    eviction: str = "lru"
-    index: str = "flat"
-    read_only: bool = False
-    admission: str = "all"
-    trace: str | Path | None = None
-    prefix_bytes: int = DEFAULT_PREFIX_BYTES
-    answer_bytes: int | None = None
-    load: str = AUTO
-    speculative_bytes: int = DEFAULT_SPECULATIVE_BYTES
-    measure_s: float = 0.25
-    device_bytes: int = 0
-    disk_bytes: int | None = None
-    write_behind_bytes: int = 0
-    ttl_s: float | None = None
-    remote: str | None = field(default=None, repr=False)  # it may hold a password
-    kv: str = "eager"
-    hot_after: int = 2
-    foreign_cache: int = DEFAULT_FOREIGN_BYTES
-    neighbours: int | None = None
-    neighbours_from: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.answer_bytes is not None and self.answer_bytes < 1:
-            raise ConfigError(f"answer_bytes is {self.answer_bytes}; it must be at least 1, or None for a default")
-        if self.foreign_cache < 0:
-            raise ConfigError(f"foreign_cache is {self.foreign_cache}; give bytes, or 0 to keep none", "foreign_cache")
-        if self.load not in LOADS:
-            raise ConfigError(f"load {self.load!r} is unknown; choose one of {', '.join(LOADS)}")
-        if self.speculative_bytes < 0 or not self.measure_s >= 0:
-            raise ConfigError(
-                f"speculative_bytes is {self.speculative_bytes} and measure_s {self.measure_s}; give 0 (none) or more"
-            )
-        if self.neighbours is not None:
-            Recipe(neighbours=self.neighbours)  # refuses what is no number of chunks
-        if self.neighbours_from is not None:
-            check_choice("neighbours_from", self.neighbours_from, NEIGHBOURS_FROM)
 
 
 class Store(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ragcache import Answer, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
 from ragcache.engine.answer import TokenLogprob, source_to_json
-from ragcache.engine.options import names
+from ragcache.engine.options import AnswerDefaults, names
 from ragcache.server.chat_types import (
     ChatRequest,
     ChatUsage,
@@ -33,7 +33,6 @@ from ragcache.server.chat_types import (
     TemplateFields,
     TextLogprobs,
 )
-from ragcache.server.settings import AnswerDefaults
 
 # Sampling has OpenAI's fields; a client that hangs up cancels; the time limit bounds the wait for a slot too, so that
 # `RunningTask` keeps it.
@@ -47,15 +46,16 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
 
-def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: int) -> Call:
-    """max_positions: longest prompt with its answer: what a request may ask for at most."""
+def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: int, *, retrieves: bool = True) -> Call:
+    """max_positions: longest prompt with its answer: what a request may ask for at most. retrieves: where it does not
+    say"""
     asked = request.extension
     options = {
         "sampling": sampling(request, defaults, max_positions),
         **_given(READ, asked, defaults),
         **request.model_dump(include=set(TemplateFields.model_fields), exclude_none=True),
         "context": asked.context or ("last" if asked.documents is not None else defaults.context),
-        **_passages(asked, defaults),
+        **_passages(asked, defaults, retrieves),
         **_tools(request),
     }
     return Call(turns(request.messages), options)
@@ -129,13 +129,11 @@ def _schema(wanted: PlainFormat | JsonFormat | SchemaFormat | None) -> dict[str,
     return wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else None
 
 
-def _passages(asked: Extension, defaults: AnswerDefaults) -> dict[str, Any]:
+def _passages(asked: Extension, defaults: AnswerDefaults, retrieves: bool) -> dict[str, Any]:
     """Documents of the request, or a retrieval, or neither."""
     if asked.documents is not None:
         return {"passages": [_passage(document) for document in asked.documents]}
-    if asked.retrieve is False:
-        return {}
-    return retrieval(asked, defaults)
+    return retrieval(asked, defaults) if _first(asked.retrieve, retrieves) else {}
 
 
 def retrieval(asked: RetrieveFields, defaults: AnswerDefaults) -> dict[str, Any]:
@@ -204,9 +202,6 @@ def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
         "full_prefill_estimate_s": kb.full_prefill_estimate_s(usage.prompt_tokens),
         "full_prefill_samples": kb.full_prefill_samples,
     }
-
-
-# Log-probabilities in OpenAI's two shapes.
 
 
 LEAST = -9999.0  # in place of minus infinity, which JSON has not

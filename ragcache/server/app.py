@@ -1,4 +1,4 @@
-"""The application: routes, and the layers around them."""
+"""The application: routes, the layers around them, and /openapi.json: what every route takes and answers."""
 
 from __future__ import annotations
 
@@ -74,9 +74,6 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     app.add_middleware(Guard, settings.api_keys, protected, settings.allowed_hosts)
     app.add_middleware(Observe, service.metrics)
     return app
-
-
-# /openapi.json: what every route takes and answers, errors included.
 
 
 RETRY_LATER = ("409", "503")

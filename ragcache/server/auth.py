@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragcache.errors import ConfigError
-from ragcache.server.http_errors import DENIED, ApiError
+from ragcache.server.http_errors import ApiError
 
 VARIABLE = "RAGCACHE_API_KEYS"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -86,10 +86,10 @@ class Guard:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self.allowed_hosts and _name(host) not in self.allowed_hosts:
-            return ApiError(403, "this server does not go by the name in the Host header", code="host_not_allowed")
+            return ApiError(403, "this server does not go by the name in the Host header", "host_not_allowed")
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in ("GET", "HEAD") and not _same_host(origin, host):
-            return ApiError(403, "pages of another origin cannot use this server", code="origin_not_allowed")
+            return ApiError(403, "pages of another origin cannot use this server", "origin_not_allowed")
         if self.keys and scope["path"].startswith(self.protected):
             return self._key_problem(headers)
         return None
@@ -100,7 +100,7 @@ class Guard:
         if scheme.lower() == "bearer" and key.strip().encode("latin-1") in self.keys:
             return None
         message = "the API key is wrong" if given else "an API key is needed: send it as Authorization: Bearer KEY"
-        return ApiError(401, message, code="invalid_api_key", type=DENIED, headers={"WWW-Authenticate": "Bearer"})
+        return ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _name(host: str) -> str:

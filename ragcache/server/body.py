@@ -30,7 +30,7 @@ async def read_json(request: Request, model: type[Model], *, also: str = "") -> 
     """
     if content_type(request) != JSON:
         wanted = f"{JSON} or {also}" if also else JSON
-        raise ApiError(415, f"send the body as Content-Type: {wanted}", code="unsupported_media_type")
+        raise ApiError(415, f"send the body as Content-Type: {wanted}", "unsupported_media_type")
     body = await request.body()
     try:
         if len(body) > LARGE:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from ragcache import Answer, Done, Reasoning, Sources, Token, ToolCall
 from ragcache.engine.answer import Event
 from ragcache.server.answers import chat_logprobs, costs_of, dearest, each_of, engine_call, sources_of, usage_of
-from ragcache.server.body import JSON, read_json, request_body
+from ragcache.server.body import read_json, request_body
 from ragcache.server.chat_types import (
     AnswerMessage,
     ChatCompletion,
@@ -39,7 +39,6 @@ from ragcache.server.wire import AnswerModel, EventStream, event
 
 router = APIRouter(tags=["answers"])
 DONE = b"data: [DONE]\n\n"
-Reason = Literal["stop", "length", "tool_calls"] | None
 
 
 @router.post(
@@ -54,10 +53,10 @@ Reason = Literal["stop", "length", "tool_calls"] | None
 async def create_chat_completion(request: Request) -> Response:
     service = service_of(request)
     asked = await read_json(request, ChatRequest)
-    service.check_model(asked.model, service.chat_model)
-    call = engine_call(asked, service.settings.answers, service.kb.lm.max_positions)
+    retrieves = service.retrieves(asked.model)
+    call = engine_call(asked, service.settings.answers, service.kb.lm.max_positions, retrieves=retrieves)
     events = [service.kb.astream_chat(call.messages, **options) for options in each_of(call.options, asked.n)]
-    writer = Writer(service, request, names_tool=isinstance(asked.tool_choice, NamedTool))
+    writer = Writer(service, request, asked.model, names_tool=isinstance(asked.tool_choice, NamedTool))
     return await respond(writer, asked, events, asked.extension.timeout_s)
 
 
@@ -76,12 +75,12 @@ async def respond(
     try:
         first = await unless_gone(request, anext(works[0]))
         if asked.stream:
-            return EventStream(writer.chunks(first, works, usage=asked.wants_usage), cancel)
+            return EventStream(writer.chunks(first, works, usage=asked.wants_usage), writer.failed, cancel)
         found = await unless_gone(request, _answers(works))
     except BaseException:
         cancel()
         raise
-    return Response(writer.completion(found).to_json(), media_type=JSON)
+    return writer.completion(found).to_response()
 
 
 async def _answers(works: Sequence[RunningTask[Event]]) -> list[Answer]:
@@ -105,7 +104,7 @@ async def _counted(service: Service, request: Request, events: AsyncIterator[Eve
 def _answer(last: Event) -> Answer:
     if isinstance(last, Done):
         return last.answer
-    raise ApiError(500, "the engine ended without an answer", code="internal_error", type="server_error")
+    raise ApiError(500, "the engine ended without an answer", "internal_error")
 
 
 @dataclass
@@ -113,13 +112,16 @@ class Writer:
     """Writes the answers to one request in OpenAI's shapes: all objects carry the same id, time, model, fingerprint.
 
     names_tool: whether the request names the function to call: such an answer ends as any other does
+    calls: of each answer so far
     """
 
     service: Service
     request: Request
+    model: str
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     names_tool: bool = False
+    calls: Counter[int] = field(default_factory=Counter)
 
     def completion(self, answers: Sequence[Answer]) -> AnswerModel:
         one = dearest(answers)
@@ -141,19 +143,21 @@ class Writer:
         logprobs = None if answer.logprobs is None else chat_logprobs(answer.logprobs)
         return Choice(index=index, message=message, logprobs=logprobs, finish_reason=self.reason(answer))
 
-    def chunk(self, index: int, added: Token, reason: Reason, **more: Any) -> AnswerModel:
-        """One event. added: to this answer; more: `usage` and `ragcache`"""
-        delta = Delta(content=added.text) if added.text else Delta()
-        logprobs = chat_logprobs(added.logprobs) if added.logprobs else None
-        return self.event([ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)], **more)
-
-    def thought(self, index: int, added: Reasoning, **more: Any) -> AnswerModel:
-        """One event. added: to what the model thinks"""
-        return self.piece(index, Delta(reasoning_content=added.text), **more)
-
-    def call(self, index: int, call: ToolCall, rank: int, **more: Any) -> AnswerModel:
-        """One event: a call, and which one of its answer."""
-        return self.piece(index, Delta(tool_calls=[DeltaCall(index=rank, **call.to_json())]), **more)
+    def piece(self, index: int, one: Event) -> Any:
+        """What an event adds to its answer, as a choice of a chunk."""
+        delta, logprobs = Delta(), None
+        if isinstance(one, Sources):
+            delta = Delta(role="assistant", content="", refusal=None)
+        elif isinstance(one, Token):
+            delta = Delta(content=one.text) if one.text else delta
+            logprobs = chat_logprobs(one.logprobs) if one.logprobs else None
+        elif isinstance(one, Reasoning):
+            delta = Delta(reasoning_content=one.text)
+        elif isinstance(one, ToolCall):
+            delta = Delta(tool_calls=[DeltaCall(index=self.calls[index], **one.to_json())])
+            self.calls[index] += 1
+        reason = self.reason(one.answer) if isinstance(one, Done) else None
+        return ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
 
     def reason(self, answer: Answer) -> Literal["stop", "length", "tool_calls"]:
         if answer.finish_reason == "tool_calls":
@@ -161,42 +165,30 @@ class Writer:
         return reason_of(answer)
 
     async def chunks(self, first: Event, works: Sequence[RunningTask[Event]], *, usage: bool) -> AsyncIterator[bytes]:
-        """The stream. Once it has begun an error can only be told inside of it."""
-        try:
-            more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: a value in the last chunk only
-            hits = first.hits if isinstance(first, Sources) else []
-            yield _event(self.start(0, ragcache=ChatExtension(sources=sources_of(hits)), **more))
-            answers: list[Answer] = []
-            calls: Counter[int] = Counter()
-            async for index, one in merged(works):
-                if isinstance(one, Sources):
-                    yield _event(self.start(index, **more))
-                elif isinstance(one, Token):
-                    yield _event(self.chunk(index, one, None, **more))
-                elif isinstance(one, Reasoning):
-                    yield _event(self.thought(index, one, **more))
-                elif isinstance(one, ToolCall):
-                    yield _event(self.call(index, one, calls[index], **more))
-                    calls[index] += 1
-                elif isinstance(one, Done):
-                    answers.append(one.answer)
-                    costs = ChatExtension(**self.costs(one.answer))
-                    yield _event(self.chunk(index, Token(""), self.reason(one.answer), ragcache=costs, **more))
-            if usage:
-                yield _event(self.event([], usage=usage_of(answers)))
-            yield DONE
-        except Exception as error:
-            problem = self.service.told(error, self.request)
-            note(self.request, error=problem.code)
-            yield event(problem.body().to_json())
+        """The stream."""
+        more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: a value in the last chunk only
+        first = first if isinstance(first, Sources) else Sources([])
+        found = ChatExtension(sources=sources_of(first.hits))
+        yield _event(self.event([self.piece(0, first)], ragcache=found, **more))
+        answers: list[Answer] = []
+        async for index, one in merged(works):
+            costs = {}
+            if isinstance(one, Done):
+                answers.append(one.answer)
+                costs = {"ragcache": ChatExtension(**self.costs(one.answer))}
+            yield _event(self.event([self.piece(index, one)], **costs, **more))
+        if usage:
+            yield _event(self.event([], usage=usage_of(answers)))
+        yield DONE
 
-    def start(self, index: int, **more: Any) -> AnswerModel:
-        """The first event of one answer."""
-        return self.piece(index, Delta(role="assistant", content="", refusal=None), **more)
+    def failed(self, error: Exception) -> bytes:
+        """The error as the stream's last event."""
+        return event(self.problem(error).body().to_json())
 
-    def piece(self, index: int, delta: Delta, **more: Any) -> AnswerModel:
-        """An event in the middle of one answer."""
-        return self.event([ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)], **more)
+    def problem(self, error: Exception) -> ApiError:
+        problem = self.service.told(error, self.request)
+        note(self.request, error=problem.code)
+        return problem
 
     def event(self, choices: list[Any], **more: Any) -> AnswerModel:
         return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **more, **self.common())
@@ -206,7 +198,7 @@ class Writer:
         return {
             "id": self.id,
             "created": self.created,
-            "model": self.service.chat_model,
+            "model": self.model,
             "system_fingerprint": fingerprint,
         }
 

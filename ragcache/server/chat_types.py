@@ -1,25 +1,24 @@
-"""The body of POST /v1/chat/completions."""
+"""Bodies of POST /v1/chat/completions, /v1/completions and /tokenize, and their answers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     StringConstraints,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
 
-from ragcache.engine.options import Context, Order, Overflow
+from ragcache.engine.options import AnswerDefaults, ReadOptions, RetrieveOptions, names
 from ragcache.models.sampler import MAX_LOGPROBS
 from ragcache.models.thoughts import Effort
-from ragcache.retrieval.search import Search
-from ragcache.server.wire import AnswerModel, JsonObject, Name, RequestModel, Text
+from ragcache.server.wire import AnswerModel, JsonObject, LooseModel, Name, RequestModel, Text
 
 SeedInt = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -41,41 +40,33 @@ UNSUPPORTED = {
 }  # fmt: skip
 
 
-class TextPart(BaseModel):
+class TextPart(LooseModel):
     """A part of a message. Only text can be read."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["text"]
     text: Text
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(LooseModel):
     """arguments: JSON, as the model wrote it"""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     name: Text
     arguments: Text
 
 
-class Called(BaseModel):
+class Called(LooseModel):
     """A call of an earlier answer."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     id: Name
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(BaseModel):
+class Message(LooseModel):
     """A turn. `developer` is read as `system`. Clients send answers back as they came: other fields are left alone.
 
     tool_call_id: of the call whose result a message of role `tool` holds
     """
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
@@ -117,58 +108,42 @@ class GivenDocument(RequestModel):
         return self
 
 
-class RetrieveFields(RequestModel):
+def optional(*names: str) -> type[RequestModel]:
+    """Model of these answer options, none of them required, with their help as descriptions."""
+    made: dict[str, Any] = {}
+    for name, hint in get_type_hints(AnswerDefaults, include_extras=True).items():
+        if name in names:
+            kind, option = get_args(hint)
+            kind = JsonObject if any(get_origin(one) is Mapping for one in get_args(kind)) else kind
+            made[name] = (kind | None, Field(default=None, description=option.help, ge=option.least, le=option.most))
+    return create_model("Options", __base__=RequestModel, **made)
+
+
+class RetrieveFields(optional("k", *names(RetrieveOptions))):  # type: ignore[misc]
     """Which passages are found."""
 
-    k: Annotated[int, Field(ge=1, le=1000)] | None = Field(default=None, description="Passages to retrieve")
-    search: Search | None = Field(default=None, description="By embedding, by the question's words, or by both")
-    filter: JsonObject | None = Field(default=None, description='Of metadata, such as {"year": {"$gte": 2020}}')
-    score_threshold: float | None = Field(default=None, description="Leave out passages with a lower score")
-    mmr_lambda: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="Choose for variety too")
-    fetch_k: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
-        default=None, description="Candidates that mmr_lambda or the reranker chooses from; 5 * k if absent"
-    )
-    rerank: bool | None = Field(default=None, description="Whether the server's reranker, if it has one, orders them")
 
-
-class TemplateFields(RequestModel):
+class TemplateFields(optional("chat_template_kwargs")):  # type: ignore[misc]
     """What the chat template is told; OpenAI's and vLLM's names."""
 
     reasoning_effort: Effort | None = Field(default=None, description="How much the model thinks; none: not at all")
-    chat_template_kwargs: JsonObject | None = Field(
-        default=None, description='Variables of the chat template, such as {"enable_thinking": false}'
-    )
 
 
-class ReadFields(TemplateFields):
+class ReadFields(TemplateFields, optional("top_k", *names(ReadOptions))):  # type: ignore[misc]
     """How a prompt is read and answered."""
 
     method: Name | None = Field(default=None, description="Fusion method; see GET /v1/methods")
     method_options: JsonObject | None = Field(default=None, description='Of the method, such as {"ratio": 0.15}')
-    order: Order | None = Field(
-        default=None, description="shared: passages as method full finds most of them read already"
-    )
-    hint: bool | None = Field(default=None, description="With order shared: say which passages rank first")
-    on_overflow: Overflow | None = Field(default=None, description="Passages that do not fit")
-    top_k: TokenCount | None = Field(default=None, description="Sample among so many tokens")
-    evict: TokenCount | None = Field(default=None, description="Passages' tokens to keep after the first token")
     timeout_s: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="Seconds for the whole answer, waiting included; the server's own limit holds too"
     )
-    enable_thinking: bool | None = Field(default=None, description="false: the model answers at once")
-    thinking_budget: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
-        default=None, description="Tokens after which its thoughts are ended"
-    )
 
 
-class Extension(RetrieveFields, ReadFields):
+class Extension(RetrieveFields, ReadFields, optional("context")):  # type: ignore[misc]
     """Options that OpenAI's API has no place for. In the openai client: `extra_body={"ragcache": {...}}`."""
 
     retrieve: bool | None = Field(default=None, description="false: answer without passages")
     documents: Annotated[list[GivenDocument], Field(max_length=1000)] | None = None  # to read instead of retrieving
-    context: Context | None = Field(
-        default=None, description="keep: every turn keeps the passages that it was read over"
-    )
     tool_format: Name | None = Field(
         default=None, description="How the model writes calls, if its template does not say"
     )
@@ -227,6 +202,18 @@ class SchemaFormat(RequestModel):
 ResponseFormat = Annotated[PlainFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
+class Ignored(RequestModel):
+    """Fields of OpenAI's requests for an answer that are accepted, and of no consequence here."""
+
+    user: Text | None = None
+    metadata: JsonObject | None = None
+    store: bool | None = None
+    service_tier: Text | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
+    safety_identifier: Text | None = None
+
+
 class SampledRequest(RequestModel):
     """What both of OpenAI's requests for an answer have, and what vLLM adds: top_k, min_p, repetition_penalty,
     stop_token_ids.
@@ -266,7 +253,7 @@ class SampledRequest(RequestModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatRequest(SampledRequest, TemplateFields):
+class ChatRequest(SampledRequest, TemplateFields, Ignored):
     """OpenAI's request. Features that would change the answer and are not supported are refused by name."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
@@ -280,14 +267,8 @@ class ChatRequest(SampledRequest, TemplateFields):
     ragcache: Extension | None = None
 
     # Accepted, and of no consequence here.
-    metadata: JsonObject | None = None
-    store: bool | None = None
-    service_tier: Text | None = None
     prediction: JsonObject | None = None
-    prompt_cache_key: Text | None = None
     prompt_cache_options: JsonObject | None = None
-    prompt_cache_retention: Text | None = None
-    safety_identifier: Text | None = None
 
     # Accepted only where they ask for nothing.
     functions: Nothing | None = None
@@ -313,9 +294,6 @@ class ChatRequest(SampledRequest, TemplateFields):
     @property
     def extension(self) -> Extension:
         return self.ragcache or Extension()
-
-
-# Answers of POST /v1/chat/completions.
 
 
 class SourceItem(AnswerModel):
@@ -478,9 +456,6 @@ class ChatCompletionChunk(AnswerModel):
     choices: list[ChunkChoice]
     usage: ChatUsage | None = None
     ragcache: ChatExtension = ChatExtension()
-
-
-# Bodies of POST /v1/completions and /tokenize.
 
 
 PromptText = Annotated[Text, Field(min_length=1)]

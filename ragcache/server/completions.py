@@ -12,10 +12,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragcache import Answer, Token
+from ragcache import Answer, Done, Token
+from ragcache.engine.answer import Event
 from ragcache.server.answers import dearest, each_of, read_options, text_logprobs, usage_of
-from ragcache.server.body import JSON, read_json, request_body
-from ragcache.server.chat import Reason, Writer, reason_of, respond
+from ragcache.server.body import read_json, request_body
+from ragcache.server.chat import Writer, reason_of, respond
 from ragcache.server.chat_types import (
     ChatExtension,
     CompletionRequest,
@@ -43,10 +44,10 @@ router = APIRouter(tags=["answers"])
 async def create_completion(request: Request) -> Response:
     service = service_of(request)
     asked = await read_json(request, CompletionRequest)
-    service.check_model(asked.model, service.chat_model)
+    service.retrieves(asked.model)
     options = read_options(asked, service.settings.answers, service.kb.lm.max_positions)
     events = [service.kb.astream_completion(asked.text, **one) for one in each_of(options, asked.n)]
-    return await respond(TextWriter(service, request), asked, events, asked.extension.timeout_s)
+    return await respond(TextWriter(service, request, asked.model), asked, events, asked.extension.timeout_s)
 
 
 @dataclass
@@ -69,14 +70,12 @@ class TextWriter(Writer):
         costs = ChatExtension(**self.costs(dearest(answers)))
         return self.event(choices, usage=usage_of(answers), ragcache=costs)
 
-    def start(self, index: int, **more: Any) -> AnswerModel:
-        return self.chunk(index, Token(""), None, **more)
-
-    def chunk(self, index: int, added: Token, reason: Reason, **more: Any) -> AnswerModel:
+    def piece(self, index: int, one: Event) -> TextChoice:
+        added = one if isinstance(one, Token) else Token("")
         logprobs = text_logprobs(added.logprobs, self.written[index]) if added.logprobs else None
         self.written[index] += sum(len(token.text) for token in added.logprobs)
-        ended = "stop" if reason == "tool_calls" else reason  # a raw prompt has no tools
-        return self.event([TextChoice(index=index, text=added.text, logprobs=logprobs, finish_reason=ended)], **more)
+        reason = reason_of(one.answer) if isinstance(one, Done) else None
+        return TextChoice(index=index, text=added.text, logprobs=logprobs, finish_reason=reason)
 
     def event(self, choices: list[Any], **more: Any) -> AnswerModel:
         return TextCompletion(object="text_completion", choices=choices, **more, **self.common())
@@ -94,8 +93,7 @@ async def tokenize(request: Request) -> Response:
     if asked.model is not None:
         service.check_model(asked.model, service.chat_model)
     tokens = await service.in_thread(_tokens, service, asked)
-    found = TokenList(count=len(tokens), max_model_len=service.kb.lm.max_positions, tokens=tokens)
-    return Response(found.to_json(), media_type=JSON)
+    return TokenList(count=len(tokens), max_model_len=service.kb.lm.max_positions, tokens=tokens).to_response()
 
 
 def _tokens(service: Service, asked: TokenizeRequest) -> list[int]:

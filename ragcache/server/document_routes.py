@@ -18,17 +18,14 @@ from ragcache import Document, IngestReport, ProgressEvent
 from ragcache import Document as NewDocument
 from ragcache.errors import NoSuchDocumentError
 from ragcache.ingest.readers import SourceFile
-from ragcache.server.body import JSON, MULTIPART, content_type, read_json, request_body
-from ragcache.server.http_errors import FAILED, ApiError, errors, streamed
+from ragcache.server.body import MULTIPART, content_type, read_json, request_body
+from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.observe import note
 from ragcache.server.service import RunningTask, Service, service_of, unless_gone
 from ragcache.server.uploads import Upload
 from ragcache.server.wire import EVENT_STREAM, AnswerModel, EventStream, JsonObject, Name, RequestModel, Text, event
 from ragcache.store.filters import MAX_GLOB, Filter
 from ragcache.store.records import Chunk, StoredDocument
-
-# Documents into the store, with what is said on the way.
-
 
 Said = ProgressEvent | IngestReport
 
@@ -79,27 +76,20 @@ def report_of(report: IngestReport) -> AddReport:
         FailedInput(source=failure.source, error=str(failure.error), type=type(failure.error).__name__)
         for failure in report.failed
     ]
-    same = {name: getattr(report, name) for name in ("added", "updated", "unchanged", "chunks", "tokens")}
-    return AddReport(**same, failed=failed)
+    return AddReport.of(report, failed=failed)
 
 
-async def as_events(service: Service, request: Request, first: Said, rest: RunningTask[Said]) -> AsyncIterator[bytes]:
-    """progress, progress, ..., done; or error."""
-    try:
-        yield _event(first)
-        async for said in rest:
-            yield _event(said)
-    except Exception as error:
-        yield event(service.told(error, request).body().to_json(), "error")
+async def as_events(first: Said, rest: RunningTask[Said]) -> AsyncIterator[bytes]:
+    """progress, progress, ..., done."""
+    yield _event(first)
+    async for said in rest:
+        yield _event(said)
 
 
 def _event(said: Said) -> bytes:
     if isinstance(said, IngestReport):
         return event(report_of(said).to_json(), "done")
-    return event(UploadProgress(**said._asdict()).to_json(), "progress")
-
-
-# /v1/documents.
+    return event(UploadProgress.of(said).to_json(), "progress")
 
 
 class AddedDocument(RequestModel):
@@ -191,9 +181,7 @@ router = APIRouter(tags=["documents"])
 FORM = {
     "type": "object",
     "required": ["files"],
-    "properties": {
-        "files": {"type": "array", "minItems": 1, "items": {"type": "string", "format": "binary"}},
-    },
+    "properties": {"files": {"type": "array", "minItems": 1, "items": {"type": "string", "format": "binary"}}},
 }
 
 
@@ -216,12 +204,16 @@ async def create_documents(request: Request) -> Response:
     try:
         first = await unless_gone(request, anext(work))
         if EVENT_STREAM in request.headers.get("accept", ""):
-            return EventStream(as_events(service, request, first, work), work.cancel)
+
+            def failed(error: Exception) -> bytes:
+                return event(service.told(error, request).body().to_json(), "error")
+
+            return EventStream(as_events(first, work), failed, work.cancel)
         last = first if isinstance(first, IngestReport) else await unless_gone(request, work.last())
     except BaseException:
         work.cancel()
         raise
-    return Response(report_of(_report(last, request)).to_json(), media_type=JSON)
+    return report_of(_report(last, request)).to_response()
 
 
 async def _additions(service: Service, request: Request) -> AsyncGenerator[Said, None]:
@@ -241,13 +233,13 @@ async def _files(request: Request, most: int) -> list[Upload]:
         if isinstance(given, UploadFile) and given.filename
     ]
     if not uploads:
-        raise ApiError(400, "the form has no file in a field 'files'", code="missing_required_parameter", param="files")
+        raise ApiError(400, "the form has no file in a field 'files'", "missing_required_parameter", "files")
     return uploads
 
 
 def _report(last: Said, request: Request) -> IngestReport:
     if not isinstance(last, IngestReport):
-        raise ApiError(500, "the ingestion ended without a report", code="internal_error", type=FAILED)
+        raise ApiError(500, "the ingestion ended without a report", "internal_error")
     lists = {"added": last.added, "updated": last.updated, "unchanged": last.unchanged}
     note(request, **{name: len(ids) for name, ids in lists.items()}, failed=len(last.failed), tokens=last.tokens)
     return last
@@ -263,9 +255,8 @@ async def list_documents(
 ) -> Response:
     service = service_of(request)
     found, total = await service.in_thread(_page, service, _named(source, id), limit, offset)
-    return Response(
-        DocumentList(object="list", data=[_item(one) for one in found], total=total).to_json(), media_type=JSON
-    )
+    data = [DocumentItem.of(one, **_fields(one)) for one in found]
+    return DocumentList(object="list", data=data, total=total).to_response()
 
 
 def _page(service: Service, where: Filter, limit: int, offset: int) -> tuple[list[StoredDocument], int]:
@@ -287,14 +278,11 @@ async def delete_documents(request: Request, source: Source = None, id: Id = Non
     where = _named(source, id)
     if not where:
         raise ApiError(
-            400,
-            "say which documents to delete: source=... or id=...",
-            code="missing_required_parameter",
-            param="source",
+            400, "say which documents to delete: source=... or id=...", "missing_required_parameter", "source"
         )
     work = _delete(service_of(request), where=where)
     deleted = await service_of(request).change(work).last()
-    return Response(DeletedDocuments(object="list", deleted=deleted or []).to_json(), media_type=JSON)
+    return DeletedDocuments(object="list", deleted=deleted or []).to_response()
 
 
 @router.get(
@@ -305,8 +293,8 @@ async def delete_documents(request: Request, source: Source = None, id: Id = Non
 async def get_document(request: Request, id: str) -> Response:
     service = service_of(request)
     document, chunks = await service.in_thread(_document, service, _checked(id))
-    parts = [ChunkItem(id=one.id, text=one.text, tokens=one.num_tokens, handle=one.handle) for one in chunks]
-    return Response(DocumentDetail(**_fields(document), chunks_data=parts).to_json(), media_type=JSON)
+    parts = [ChunkItem.of(one, tokens=one.num_tokens) for one in chunks]
+    return DocumentDetail.of(document, **_fields(document), chunks_data=parts).to_response()
 
 
 def _document(service: Service, id: str) -> tuple[StoredDocument, list[Chunk]]:
@@ -326,7 +314,7 @@ async def delete_document(request: Request, id: str) -> Response:
     # Not cancelled by a client that hangs up: a deletion that was asked for is done.
     if not await service.change(_delete(service, [_checked(id)])).last():
         raise _absent(id)
-    return Response(DeletedDocument(id=id, object="document", deleted=True).to_json(), media_type=JSON)
+    return DeletedDocument(id=id, object="document", deleted=True).to_response()
 
 
 async def _delete(
@@ -349,19 +337,7 @@ def _absent(id: str) -> NoSuchDocumentError:
     return NoSuchDocumentError(f"no document has the id {id!r}; GET {PATH} lists them")
 
 
-def _item(document: StoredDocument) -> DocumentItem:
-    return DocumentItem(**_fields(document))
-
-
 def _fields(document: StoredDocument) -> dict[str, Any]:
-    return {
-        "object": "document",
-        "id": document.id,
-        "title": document.title,
-        "source": document.source,
-        "chunks": document.num_chunks,
-        "tokens": document.num_tokens,
-        "state": document.state,
-        "created_at": int(document.created_at),
-        "metadata": document.metadata,
-    }
+    """What has another name, or another form, in an answer."""
+    counts = {"chunks": document.num_chunks, "tokens": document.num_tokens}
+    return {"object": "document", **counts, "created_at": int(document.created_at)}

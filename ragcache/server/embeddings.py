@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,17 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragcache.errors import ConfigError, blaming
-from ragcache.models.deadline import LIMIT, Limit, limited
+from ragcache.models.deadline import LIMIT
 from ragcache.retrieval.embedder import BoundedEmbedder, Embedder, NestedEmbedder, TokenEmbedder
 from ragcache.server.body import JSON, read_json, request_body
 from ragcache.server.chat_types import TokenId
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.observe import note
-from ragcache.server.service import Service, service_of, unless_gone
+from ragcache.server.service import Service, service_of
 from ragcache.server.wire import AnswerModel, Name, RequestModel, Text
-
-# POST /v1/embeddings.
-
 
 MAX_INPUTS = 2048
 Input = Annotated[Text, Field(min_length=1)]
@@ -108,11 +104,7 @@ async def create_embeddings(request: Request) -> Response:
     asked = await read_json(request, EmbeddingRequest)
     service.check_model(asked.model, service.embedding_model)
     _check_dimensions(service.kb.embedder, asked)
-    work = service.embed(_embed(service, asked))
-    try:
-        vectors, tokens = await unless_gone(request, work.last())
-    finally:
-        work.cancel()
+    vectors, tokens = await service.compute(request, _vectors, service, asked)
     note(request, texts=len(asked.inputs), tokens=tokens)
     return Response(await service.in_thread(_answer, asked, vectors, tokens), media_type=JSON)
 
@@ -125,24 +117,20 @@ def _check_dimensions(embedder: Embedder, asked: EmbeddingRequest) -> None:
         raise ApiError(
             400,
             f"{asked.model} has {numbers} dimensions; choose of these, or leave 'dimensions' out",
-            code="invalid_value",
-            param="dimensions",
+            "invalid_value",
+            "dimensions",
         )
 
 
-async def _embed(service: Service, asked: EmbeddingRequest) -> AsyncGenerator[tuple[Vectors, int], None]:
-    """One item: vectors [len(inputs), dimensions] and how many tokens were read."""
-    gone = threading.Event()
-    yield await service.in_thread(_vectors, service, asked, gone, cancelled=gone)
+def _vectors(service: Service, asked: EmbeddingRequest) -> tuple[Vectors, int]:
+    """Vectors [len(inputs), dimensions], and how many tokens were read.
 
-
-def _vectors(service: Service, asked: EmbeddingRequest, gone: threading.Event) -> tuple[Vectors, int]:
-    """Raises ApiError (400) for a text that the embedder would not read to its end, CancelledError by `gone`."""
+    Raises ApiError (400) for a text that the embedder would not read to its end, CancelledError by `LIMIT`.
+    """
     embedder = service.kb.embedder
-    with limited(Limit(gone)):
-        texts = [one if isinstance(one, str) else _text(embedder, one) for one in asked.inputs]
-        tokens = [count for batch in _batches(texts) for count in _counted(service, batch, asked.truncate)]
-        vectors = np.concatenate([embedder.embed(batch) for batch in _batches(texts)])
+    texts = [one if isinstance(one, str) else _text(embedder, one) for one in asked.inputs]
+    tokens = [count for batch in _batches(texts) for count in _counted(service, batch, asked.truncate)]
+    vectors = np.concatenate([embedder.embed(batch) for batch in _batches(texts)])
     return _cut(vectors, asked.dimensions), sum(tokens)
 
 
@@ -180,8 +168,8 @@ def _counted(service: Service, texts: Sequence[str], truncate: bool) -> list[int
                 400,
                 f"a text of {len(text)} characters has more than the {embedder.max_tokens} tokens that "
                 f"{service.embedding_model} reads; split it, or set 'truncate' to true",
-                code="context_length_exceeded",
-                param="input",
+                "context_length_exceeded",
+                "input",
             )
     return [min(count, embedder.max_tokens) for count in counts]
 

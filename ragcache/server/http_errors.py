@@ -19,12 +19,7 @@ from ragcache.server.chat_types import UNSUPPORTED
 from ragcache.server.wire import EVENT_STREAM, ErrorBody, ErrorDetail
 
 MAX_MESSAGE = 1000
-INVALID, DENIED, OVERLOADED, FAILED = (
-    "invalid_request_error",
-    "authentication_error",
-    "overloaded_error",
-    "server_error",
-)
+TYPES = {401: "authentication_error"} | dict.fromkeys((409, 503, 504), "overloaded_error")
 FAILURE = "the server failed; its log says more under this request's id"
 OWN_FAULTS = (500, 502)
 # A client that waits no longer: nobody reads the status, but logs and metrics show it.
@@ -40,16 +35,14 @@ class ApiError(HTTPException):
         self,
         status: int,
         message: str,
-        *,
-        code: str | None = None,
+        code: str,
         param: str | None = None,
-        type: str = INVALID,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, dict(headers or {}))
         self.code = code
         self.param = param
-        self.type = type
+        self.type = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> ErrorBody:
         message = printable(str(self.detail))
@@ -72,14 +65,13 @@ class Meaning(NamedTuple):
 
     status: int
     code: str
-    type: str = INVALID
     option: str | None = None
     headers: Mapping[str, str] = {}
 
 
 # The nearest class of the error tree counts.
 MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
-    engine.RagCacheError: Meaning(500, "internal_error", FAILED),
+    engine.RagCacheError: Meaning(500, "internal_error"),
     engine.ConfigError: Meaning(400, "invalid_value"),
     engine.PromptError: Meaning(400, "invalid_prompt", option="question"),
     engine.ContextTooLongError: Meaning(400, "context_length_exceeded", option="question"),
@@ -88,12 +80,12 @@ MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
     engine.UnknownHandleError: Meaning(400, "unknown_handle", option="documents"),
     engine.IngestError: Meaning(400, "invalid_document", option="documents"),
     engine.NoSuchDocumentError: Meaning(404, "document_not_found", option="id"),
-    engine.StoreBusyError: Meaning(409, "store_busy", OVERLOADED, headers={"Retry-After": "2"}),
+    engine.StoreBusyError: Meaning(409, "store_busy", headers={"Retry-After": "2"}),
     engine.StoreReadOnlyError: Meaning(403, "store_read_only"),
-    engine.StoreFullError: Meaning(507, "store_full", FAILED),
-    engine.EngineError: Meaning(502, "engine_failed", FAILED),
-    engine.TimedOutError: Meaning(504, "request_timeout", OVERLOADED, headers=NO_RETRY),
-    engine.CancelledError: Meaning(503, "cancelled", OVERLOADED, headers={"Retry-After": "2"}),
+    engine.StoreFullError: Meaning(507, "store_full"),
+    engine.EngineError: Meaning(502, "engine_failed"),
+    engine.TimedOutError: Meaning(504, "request_timeout", headers=NO_RETRY),
+    engine.CancelledError: Meaning(503, "cancelled", headers={"Retry-After": "2"}),
 }
 # What the engine calls otherwise than the requests.
 PLACES = {
@@ -115,9 +107,8 @@ def from_engine(error: engine.RagCacheError, asked: BaseModel | None = None) -> 
     return ApiError(
         meaning.status,
         message,
-        code=meaning.code,
-        param=None if option is None else place_of(option, asked),
-        type=meaning.type,
+        meaning.code,
+        None if option is None else place_of(option, asked),
         headers=meaning.headers,
     )
 
@@ -142,14 +133,14 @@ def as_api_error(error: Exception, asked: BaseModel | None = None) -> ApiError:
         return from_engine(error, asked)
     if isinstance(error, HTTPException):
         return _from_framework(error)
-    return ApiError(500, FAILURE, code="internal_error", type=FAILED)
+    return ApiError(500, FAILURE, "internal_error")
 
 
 def _from_framework(error: HTTPException) -> ApiError:
     messages = {404: "there is no such route; GET /openapi.json lists them", 405: "the route does not take this method"}
     codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
     message = messages.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, message, code=codes.get(error.status_code, "bad_request"), headers=error.headers)
+    return ApiError(error.status_code, message, codes.get(error.status_code, "bad_request"), headers=error.headers)
 
 
 def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -164,24 +155,22 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     param = param_of(place) or None
     kind, message = str(problem["type"]), str(problem["msg"]).removeprefix("Value error, ")
     if kind == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", code="invalid_json")
+        return ApiError(400, f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", "invalid_json")
     if kind == "missing":
-        return ApiError(400, f"'{param}' is missing", code="missing_required_parameter", param=param)
+        return ApiError(400, f"'{param}' is missing", "missing_required_parameter", param)
     if kind == "extra_forbidden":
-        return ApiError(
-            400, f"'{param}' is unknown here; check its name or leave it out", code="unknown_parameter", param=param
-        )
+        return ApiError(400, f"'{param}' is unknown here; check its name or leave it out", "unknown_parameter", param)
     within = len(place) > 1 and place[0] in ("tools", "tool_choice")  # chat reads them, other routes take none
     if place and place[0] in UNSUPPORTED and not within:
         return ApiError(
             400,
             f"'{place[0]}' is not supported by this server with this value; leave it out",
-            code="unsupported_parameter",
-            param=str(place[0]),
+            "unsupported_parameter",
+            str(place[0]),
         )
     if param and param.endswith(".type") and not within:
         message = f"only parts of type 'text' can be read ({message})"
-    return ApiError(400, f"'{param}': {message}" if param else message, code="invalid_value", param=param)
+    return ApiError(400, f"'{param}': {message}" if param else message, "invalid_value", param)
 
 
 def param_of(place: Sequence[str | int]) -> str:
@@ -227,9 +216,6 @@ def _methods_at(request: Request) -> list[str]:
     path = request.scope["path"]
     routes = [route for route in request.app.state.routes if isinstance(route, Route)]
     return sorted({method for route in routes if route.path_regex.match(path) for method in route.methods or ()})
-
-
-# What routes answer when they fail, for /openapi.json.
 
 
 STATUS_MEANINGS = {

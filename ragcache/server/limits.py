@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache.errors import StoreBusyError
-from ragcache.server.http_errors import OVERLOADED, ApiError
+from ragcache.server.http_errors import ApiError
 
 
 class Slots:
@@ -32,8 +32,7 @@ class Slots:
             raise ApiError(
                 503,
                 f"{self.slots} questions are being answered and {self.waiting} wait; ask again later",
-                code="queue_full",
-                type=OVERLOADED,
+                "queue_full",
                 headers={"Retry-After": "1"},
             )
         self.waiting += 1
@@ -114,6 +113,6 @@ def _too_large(most: int) -> ApiError:
     return ApiError(
         413,
         f"the body is larger than {most} bytes; send less at once",
-        code="request_too_large",
+        "request_too_large",
         headers={"Connection": "close"},
     )

@@ -96,9 +96,7 @@ def _method(scope: Scope) -> str:
     return scope["method"] if scope["method"] in known else "other"
 
 
-# Structured logs: one JSON object a line. Nothing that holds text of documents or questions, or a key.
-
-
+# One JSON object a line; nothing that holds text of documents or questions, or a key.
 log = logging.getLogger("ragcache.server")
 
 

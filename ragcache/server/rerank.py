@@ -1,38 +1,30 @@
-"""POST /v1/rerank: the store's reranker over given texts."""
+"""POST /v1/rerank: the store's reranker over given texts; /v1/search: retrieval without an answer."""
 
 from __future__ import annotations
 
-import threading
 import uuid
-from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ragcache import Hit
-from ragcache.models.deadline import Limit, limited
-from ragcache.retrieval.reranker import Reranker
 from ragcache.server.answers import retrieval
-from ragcache.server.body import JSON, read_json, request_body
+from ragcache.server.body import read_json, request_body
 from ragcache.server.chat_types import RetrieveFields
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.observe import note
-from ragcache.server.service import Service, service_of, unless_gone
-from ragcache.server.wire import AnswerModel, Name, RequestModel, Text
-
-# Bodies of POST /v1/rerank.
+from ragcache.server.service import service_of
+from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text
 
 
-class RankedText(BaseModel):
+class RankedText(LooseModel):
     """A text with fields of the client's own, which are left alone."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     text: Text
 
@@ -84,30 +76,11 @@ async def rerank(request: Request) -> Response:
     asked = await read_json(request, RerankRequest)
     reranker = service.kb.retriever.reranker
     if reranker is None:
-        raise ApiError(
-            404, "this server has no reranker; start it with --reranker", code="model_not_found", param="model"
-        )
+        raise ApiError(404, "this server has no reranker; start it with --reranker", "model_not_found", "model")
     service.check_model(asked.model, str(service.reranking_model))
-    work = service.embed(_scored(service, reranker, asked))
-    try:
-        scores = await unless_gone(request, work.last())
-    finally:
-        work.cancel()
+    scores = await service.compute(request, reranker.scores, asked.query, asked.texts)
     note(request, texts=len(scores))
-    return Response(_ranked(asked, scores).to_json(), media_type=JSON)
-
-
-async def _scored(
-    service: Service, reranker: Reranker, asked: RerankRequest
-) -> AsyncGenerator[NDArray[np.float32], None]:
-    """One item: float32 [len(documents)]."""
-    gone = threading.Event()
-    yield await service.in_thread(_scores, reranker, asked.query, asked.texts, gone, cancelled=gone)
-
-
-def _scores(reranker: Reranker, query: str, texts: Sequence[str], gone: threading.Event) -> NDArray[np.float32]:
-    with limited(Limit(gone)):
-        return reranker.scores(query, texts)
+    return _ranked(asked, scores).to_response()
 
 
 def _ranked(asked: RerankRequest, scores: NDArray[np.float32]) -> RerankResults:
@@ -121,9 +94,6 @@ def _ranked(asked: RerankRequest, scores: NDArray[np.float32]) -> RerankResults:
             document["document"] = RankedDocument(text=texts[index])
         results.append(RerankResult(index=index, relevance_score=float(shares[index]), **document))
     return RerankResults(id=f"rerank-{uuid.uuid4().hex}", model=asked.model, results=results)
-
-
-# Bodies of POST /v1/search.
 
 
 class SearchRequest(RetrieveFields):
@@ -151,9 +121,6 @@ class SearchResults(AnswerModel):
     data: list[FoundPassage]
 
 
-# POST /v1/search: retrieval without an answer.
-
-
 @router.post(
     "/v1/search",
     summary="Find passages, without an answer",
@@ -163,30 +130,8 @@ class SearchResults(AnswerModel):
 async def search(request: Request) -> Response:
     service = service_of(request)
     asked = await read_json(request, SearchRequest)
-    work = service.embed(_found(service, asked.query, retrieval(asked, service.settings.answers)))
-    try:
-        hits = await unless_gone(request, work.last())
-    finally:
-        work.cancel()
+    options = retrieval(asked, service.settings.answers)
+    hits: list[Hit] = await service.compute(request, partial(service.kb.retrieve, asked.query, **options))
     note(request, passages=len(hits))
-    return Response(SearchResults(object="list", data=[_passage(hit) for hit in hits]).to_json(), media_type=JSON)
-
-
-async def _found(service: Service, query: str, options: dict[str, Any]) -> AsyncGenerator[list[Hit], None]:
-    """One item."""
-    yield await service.in_thread(partial(service.kb.retrieve, query, **options))
-
-
-def _passage(hit: Hit) -> FoundPassage:
-    chunk = hit.chunk
-    return FoundPassage(
-        object="passage",
-        id=chunk.id,
-        document_id=chunk.document_id,
-        title=chunk.title,
-        source=chunk.source,
-        text=chunk.text,
-        metadata=chunk.metadata,
-        score=float(hit.score),
-        handle=hit.handle,
-    )
+    found = [FoundPassage.of(hit.chunk, object="passage", score=float(hit.score), handle=hit.handle) for hit in hits]
+    return SearchResults(object="list", data=found).to_response()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,6 +23,7 @@ from ragcache.server.chat_types import (
     ChatExtension,
     ChatRequest,
     Extension,
+    Ignored,
     JsonFormat,
     JsonSchema,
     Message,
@@ -34,26 +35,19 @@ from ragcache.server.chat_types import (
     TokenCount,
 )
 from ragcache.server.http_errors import errors, streamed
-from ragcache.server.observe import note
 from ragcache.server.service import RunningTask, merged, service_of
-from ragcache.server.wire import AnswerModel, JsonObject, Name, RequestModel, Text, event
-
-# Bodies of POST /v1/responses.
+from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text, event
 
 
-class InputPart(BaseModel):
+class InputPart(LooseModel):
     """A part of a message. Only text can be read; parts of answers come back as they were given out."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["input_text", "output_text"]
     text: Text
 
 
-class InputMessage(BaseModel):
+class InputMessage(LooseModel):
     """A turn; an answer may be sent back as it came."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -78,15 +72,13 @@ class TextOptions(RequestModel):
     verbosity: None = None
 
 
-class ReasoningField(BaseModel):
+class ReasoningField(LooseModel):
     """effort: how much the model thinks. What it thought is not given out, so that there is nothing to summarise."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     effort: Effort | None = None
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(Ignored):
     """OpenAI's newer request for an answer. The server keeps nothing between two of them."""
 
     model: Name
@@ -103,15 +95,7 @@ class ResponsesRequest(RequestModel):
     previous_response_id: Text | None = None
     conversation: JsonValue = None
 
-    # Accepted, and of no consequence here.
-    user: Text | None = None
-    metadata: JsonObject | None = None
-    store: bool | None = None
-    service_tier: Text | None = None
-    parallel_tool_calls: bool | None = None
-    prompt_cache_key: Text | None = None
-    prompt_cache_retention: Text | None = None
-    safety_identifier: Text | None = None
+    parallel_tool_calls: bool | None = None  # accepted, and of no consequence here
 
     # Accepted only where they ask for nothing.
     background: Literal[False] | None = None
@@ -229,7 +213,6 @@ class ResponseEvent(AnswerModel):
 
 router = APIRouter(tags=["answers"])
 Status = Literal["in_progress", "completed", "incomplete"]
-Say = Callable[..., bytes]
 
 
 @router.post(
@@ -244,20 +227,20 @@ Say = Callable[..., bytes]
 async def create_response(request: Request) -> Response:
     service = service_of(request)
     asked = await read_json(request, ResponsesRequest)
-    service.check_model(asked.model, service.chat_model)
-    chat = asked.as_chat()
-    call = engine_call(chat, service.settings.answers, service.kb.lm.max_positions)
-    writer = ResponseWriter(service, request, asked=asked, sampling=call.options["sampling"])
+    retrieves, chat = service.retrieves(asked.model), asked.as_chat()
+    call = engine_call(chat, service.settings.answers, service.kb.lm.max_positions, retrieves=retrieves)
+    writer = ResponseWriter(service, request, asked.model, asked=asked, sampling=call.options["sampling"])
     events = service.kb.astream_chat(call.messages, **call.options)
     return await respond(writer, chat, [events], asked.extension.timeout_s)
 
 
 @dataclass
 class ResponseWriter(Writer):
-    """Writes one answer in the shapes of OpenAI's newer API. item: id of its message"""
+    """Writes one answer in the shapes of OpenAI's newer API. item: id of its message; numbers: of its events"""
 
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     item: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    numbers: Iterator[int] = field(default_factory=count)
     asked: ResponsesRequest = field(kw_only=True)
     sampling: Sampling = field(kw_only=True)
 
@@ -265,39 +248,29 @@ class ResponseWriter(Writer):
         return self.whole(answers[0])
 
     async def chunks(self, first: Event, works: Sequence[RunningTask[Event]], *, usage: bool) -> AsyncIterator[bytes]:
-        """The stream. Once it has begun an error can only be told inside of it."""
-        numbers = count()
-
-        def say(type: str, **fields: Any) -> bytes:
-            return event(ResponseEvent(type=type, sequence_number=next(numbers), **fields).to_json(), type)
-
-        try:
-            for said in self._begin(say, first):
-                yield said
-            async for _, one in merged(works):
-                if isinstance(one, Token) and one.text:
-                    yield say("response.output_text.delta", **self._place(), delta=one.text, logprobs=[])
-                elif isinstance(one, Done):
-                    for said in self._end(say, one.answer):
-                        yield said
-        except Exception as error:
-            problem = self.service.told(error, self.request)
-            note(self.request, error=problem.code)
-            yield say("error", code=problem.code, message=problem.body().error.message, param=problem.param)
-
-    def _begin(self, say: Say, first: Event) -> Iterator[bytes]:
+        """The stream."""
         found = ChatExtension(sources=sources_of(first.hits if isinstance(first, Sources) else []))
         for name in ("response.created", "response.in_progress"):
-            yield say(name, response=self.response("in_progress", [], None, found))
-        yield say("response.output_item.added", output_index=0, item=self.message("in_progress", []))
-        yield say("response.content_part.added", **self._place(), part=_part(""))
+            yield self.say(name, response=self.response("in_progress", [], None, found))
+        yield self.say("response.output_item.added", output_index=0, item=self.message("in_progress", []))
+        yield self.say("response.content_part.added", **self._place(), part=_part(""))
+        async for _, one in merged(works):
+            if isinstance(one, Token) and one.text:
+                yield self.say("response.output_text.delta", **self._place(), delta=one.text, logprobs=[])
+            elif isinstance(one, Done):
+                whole, text = self.whole(one.answer), one.answer.text
+                yield self.say("response.output_text.done", **self._place(), text=text, logprobs=[])
+                yield self.say("response.content_part.done", **self._place(), part=_part(text))
+                yield self.say("response.output_item.done", output_index=0, item=whole.output[0])
+                yield self.say(f"response.{whole.status}", response=whole)
 
-    def _end(self, say: Say, answer: Answer) -> Iterator[bytes]:
-        whole, part = self.whole(answer), _part(answer.text)
-        yield say("response.output_text.done", **self._place(), text=answer.text, logprobs=[])
-        yield say("response.content_part.done", **self._place(), part=part)
-        yield say("response.output_item.done", output_index=0, item=whole.output[0])
-        yield say(f"response.{whole.status}", response=whole)
+    def failed(self, error: Exception) -> bytes:
+        problem = self.problem(error)
+        return self.say("error", code=problem.code, message=problem.body().error.message, param=problem.param)
+
+    def say(self, type: str, **fields: Any) -> bytes:
+        """The next event."""
+        return event(ResponseEvent(type=type, sequence_number=next(self.numbers), **fields).to_json(), type)
 
     def whole(self, answer: Answer) -> ResponseObject:
         status: Status = "completed" if answer.finish_reason == "stop" else "incomplete"
@@ -311,7 +284,7 @@ class ResponseWriter(Writer):
             id=self.id,
             object="response",
             created_at=self.created,
-            model=self.service.chat_model,
+            model=self.model,
             status=status,
             error=None,
             incomplete_details=IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None,

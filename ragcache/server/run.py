@@ -92,9 +92,6 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-# Memory that the C library keeps for threads.
-
-
 M_ARENA_MAX = -8  # malloc.h of glibc
 VARIABLE = "MALLOC_ARENA_MAX"
 

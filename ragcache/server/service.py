@@ -16,8 +16,9 @@ from starlette.requests import Request
 from ragcache import RagCache
 from ragcache.engine.info import Info
 from ragcache.errors import StoreError
+from ragcache.models.deadline import Limit, limited
 from ragcache.server import observe as logs
-from ragcache.server.http_errors import NO_RETRY, OVERLOADED, OWN_FAULTS, ApiError, ClientGoneError, as_api_error
+from ragcache.server.http_errors import NO_RETRY, OWN_FAULTS, ApiError, ClientGoneError, as_api_error
 from ragcache.server.limits import Slots, Writers
 from ragcache.server.metrics import Metrics
 from ragcache.server.settings import ServerSettings
@@ -33,6 +34,7 @@ class Service:
     """One knowledge base, served.
 
     chat_model, embedding_model, reranking_model: names that requests use; None for a reranker that there is not
+    plain_model: the chat model for requests without passages, such as those for a conversation's title
     created:  when the server started, in Unix seconds
     ready:    whether it takes questions: warmed up, and not told to stop
     """
@@ -48,6 +50,7 @@ class Service:
         tiers = list(kb.info().bytes_by_tier)
         self.metrics = Metrics(self.slots, tiers, kb.pass_stats, kb.admission, kb.prefix_stats)
         self.chat_model = settings.model_name or _public_name(kb.lm.name)
+        self.plain_model = f"{self.chat_model}:plain"
         self.embedding_model = kb.embedder.name
         reranker = kb.retriever.reranker
         self.reranking_model = None if reranker is None else _public_name(reranker.name)
@@ -116,11 +119,26 @@ class Service:
                 future.exception()  # nobody is left to tell
             raise
 
-    def embed(self, items: AsyncGenerator[T, None]) -> RunningTask[T]:
-        """Embed texts, beside the questions' slots. Raises ApiError (503) when the server is to stop."""
-        return self._begin(
-            RunningTask(items, self.embedding_slots.hold(), self.settings.timeout_s, self._working.discard)
-        )
+    async def compute(self, request: Request, function: Callable[..., T], *args: Any) -> T:
+        """Run a function beside the questions' slots, until the client hangs up: `LIMIT` tells it.
+
+        Raises ApiError (503) when the server is to stop.
+        """
+        most, done = self.settings.timeout_s, self._working.discard
+        work = self._begin(RunningTask(self._limited(function, *args), self.embedding_slots.hold(), most, done))
+        try:
+            return await unless_gone(request, work.last())
+        finally:
+            work.cancel()
+
+    async def _limited(self, function: Callable[..., T], *args: Any) -> AsyncGenerator[T, None]:
+        gone = threading.Event()
+
+        def run() -> T:
+            with limited(Limit(gone)):
+                return function(*args)
+
+        yield await self.in_thread(run, cancelled=gone)
 
     def answer(self, items: AsyncGenerator[T, None], timeout_s: float | None = None) -> RunningTask[T]:
         """Work on a question, in a slot, for at most the server's time or the question's own.
@@ -136,13 +154,14 @@ class Service:
 
     def add(self, items: AsyncGenerator[T, None]) -> RunningTask[T]:
         """`change` that `end_additions` may end."""
-        work = RunningTask(items, self.writers.hold(), None, self._forget)
+
+        def done(work: RunningTask[Any]) -> None:
+            self._working.discard(work)
+            self._additions.discard(work)
+
+        work = RunningTask(items, self.writers.hold(), None, done)
         self._additions.add(work)
         return self._begin(work)
-
-    def _forget(self, work: RunningTask[Any]) -> None:
-        self._working.discard(work)
-        self._additions.discard(work)
 
     def _begin(self, work: RunningTask[T]) -> RunningTask[T]:
         if self.draining:
@@ -161,14 +180,17 @@ class Service:
             problem.detail = problem.detail.replace(place, name) if Path(place).is_absolute() else problem.detail
         return problem
 
+    def retrieves(self, model: str) -> bool:
+        """Whether passages are found for a request of this model that does not say. Raises ApiError (404)."""
+        if model != self.plain_model:
+            self.check_model(model, self.chat_model)
+        return self.settings.retrieve == "on" and model != self.plain_model
+
     def check_model(self, asked: str, served: str) -> None:
-        """Raises ApiError (404) naming the models that there are."""
+        """Raises ApiError (404) naming the model that there is."""
         if asked != served:
             raise ApiError(
-                404,
-                f"the model {asked!r} is not served here; this route takes {served!r}",
-                code="model_not_found",
-                param="model",
+                404, f"the model {asked!r} is not served here; this route takes {served!r}", "model_not_found", "model"
             )
 
 
@@ -204,9 +226,6 @@ def _public_name(name: str) -> str:
     """Public name of a model: for a directory its last part, so that no path of this machine is shown."""
     path = Path(name)
     return path.name if path.is_absolute() or path.is_dir() else name
-
-
-# Work for a request, in a task of its own.
 
 
 class RunningTask(Generic[T]):
@@ -305,11 +324,7 @@ async def _hung_up(request: Request) -> None:
 
 def stopping() -> ApiError:
     return ApiError(
-        503,
-        "the server is shutting down; ask again in a moment",
-        code="shutting_down",
-        type=OVERLOADED,
-        headers={"Retry-After": "5"},
+        503, "the server is shutting down; ask again in a moment", "shutting_down", headers={"Retry-After": "5"}
     )
 
 
@@ -317,7 +332,6 @@ def _too_late(timeout_s: float | None) -> ApiError:
     return ApiError(
         504,
         f"no answer within {timeout_s:g} s; ask for a shorter one, or when the server has less to do",
-        code="request_timeout",
-        type=OVERLOADED,
+        "request_timeout",
         headers=NO_RETRY,
     )

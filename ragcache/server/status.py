@@ -1,4 +1,4 @@
-"""GET /v1/store, /v1/methods."""
+"""What there is and how it is: the chat page, /v1/store, /v1/methods, /v1/models, /healthz, /readyz, /metrics."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from starlette.staticfiles import StaticFiles
 from ragcache import RagCache, RagCacheError, methods
 from ragcache.errors import ConfigError
 from ragcache.ingest.readers import READERS
-from ragcache.server.body import JSON
-from ragcache.server.http_errors import OVERLOADED, ApiError, errors
+from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.service import Service, service_of, stopping
 from ragcache.server.wire import AnswerModel
-
-# The chat page, where one is served: a folder with index.html.
 
 
 def page_directory() -> Path:
@@ -43,9 +40,6 @@ def mount_page(app: FastAPI, directory: Path) -> None:
 
     app.add_api_route("/", page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
     app.mount("/static", StaticFiles(directory=directory), name="static")
-
-
-# Models, methods, store figures, health.
 
 
 class ModelItem(AnswerModel):
@@ -103,8 +97,8 @@ store_router = APIRouter(tags=["store"])
 async def get_store(request: Request) -> Response:
     service = service_of(request)
     info = await service.figures.get()
-    counted = ("documents", "chunks", "tokens", "pending", "bytes_by_tier", "hits_by_tier", "misses")
-    figures = StoreFigures(
+    figures = StoreFigures.of(
+        info,
         model=service.chat_model,
         method=service.kb.method,
         embedder=service.embedding_model,
@@ -112,29 +106,19 @@ async def get_store(request: Request) -> Response:
         max_upload_bytes=service.settings.max_upload_bytes,
         max_upload_files=service.settings.max_upload_files,
         file_kinds=list(READERS),
-        **{name: getattr(info, name) for name in counted},
     )
-    return Response(figures.to_json(), media_type=JSON)
+    return figures.to_response()
 
 
 @store_router.get("/v1/methods", summary="Fusion methods", responses={200: {"model": MethodList}, **errors()})
 async def list_methods(request: Request) -> Response:
     service = service_of(request)
     found = await service.in_thread(_methods, service.kb)
-    return Response(MethodList(object="list", data=found).to_json(), media_type=JSON)
+    return MethodList(object="list", data=found).to_response()
 
 
 def _methods(kb: RagCache) -> list[MethodItem]:
-    return [
-        MethodItem(
-            name=method.name,
-            summary=method.summary,
-            paper=method.paper,
-            needs_training=method.needs_training,
-            usable=_is_usable(kb, method.name),
-        )
-        for method in methods()
-    ]
+    return [MethodItem.of(method, usable=_is_usable(kb, method.name)) for method in methods()]
 
 
 def _is_usable(kb: RagCache, method: str) -> bool:
@@ -146,9 +130,6 @@ def _is_usable(kb: RagCache, method: str) -> bool:
     return True
 
 
-# GET /v1/models.
-
-
 models_router = APIRouter(tags=["models"])
 
 
@@ -158,29 +139,24 @@ models_router = APIRouter(tags=["models"])
     responses={200: {"model": ModelList}, **errors()},
 )
 async def list_models(request: Request) -> Response:
-    return Response(ModelList(object="list", data=_models(service_of(request))).to_json(), media_type=JSON)
+    return ModelList(object="list", data=_models(service_of(request))).to_response()
 
 
 @models_router.get("/v1/models/{id:path}", summary="One model", responses={200: {"model": ModelItem}, **errors(404)})
 async def get_model(request: Request, id: str) -> Response:
     for model in _models(service_of(request)):
         if model.id == id:
-            return Response(model.to_json(), media_type=JSON)
-    raise ApiError(
-        404, f"the model {id!r} is not served here; GET /v1/models lists them", code="model_not_found", param="id"
-    )
+            return model.to_response()
+    raise ApiError(404, f"the model {id!r} is not served here; GET /v1/models lists them", "model_not_found", "id")
 
 
 def _models(service: Service) -> list[ModelItem]:
-    known = (service.chat_model, service.embedding_model, service.reranking_model)
+    known = (service.chat_model, service.plain_model, service.embedding_model, service.reranking_model)
     return [
         ModelItem(id=name, object="model", created=service.created, owned_by="ragcache")
         for name in known
         if name is not None
     ]
-
-
-# GET /healthz, /readyz, /metrics.
 
 
 operation_router = APIRouter(tags=["operation"])
@@ -189,7 +165,7 @@ operation_router = APIRouter(tags=["operation"])
 @operation_router.head("/healthz", include_in_schema=False)
 @operation_router.get("/healthz", summary="Whether the process lives", responses={200: {"model": Health}, **errors()})
 async def healthz() -> Response:
-    return Response(Health(status="ok").to_json(), media_type=JSON)
+    return Health(status="ok").to_response()
 
 
 @operation_router.head("/readyz", include_in_schema=False)
@@ -201,8 +177,8 @@ async def readyz(request: Request) -> Response:
     if service.draining:
         raise stopping()
     if not service.warm:
-        raise ApiError(503, "the model is warming up", code="warming_up", type=OVERLOADED, headers={"Retry-After": "1"})
-    return Response(Health(status="ready").to_json(), media_type=JSON)
+        raise ApiError(503, "the model is warming up", "warming_up", headers={"Retry-After": "1"})
+    return Health(status="ready").to_response()
 
 
 @operation_router.get(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StringConstraints
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 MAX_DEPTH = 32
@@ -20,13 +20,28 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class LooseModel(BaseModel):
+    """Strict, but for fields of the client's own, which are left alone."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
 class AnswerModel(BaseModel):
     """Fields that were not set are left out of the JSON."""
 
     model_config = ConfigDict(extra="forbid")
 
+    @classmethod
+    def of(cls, found: object, **given: Any) -> Self:
+        """Fields that are not given are those of an object; what it has not is left out."""
+        own = {name: getattr(found, name) for name in cls.model_fields if name not in given and hasattr(found, name)}
+        return cls(**own, **given)
+
     def to_json(self) -> str:
         return self.model_dump_json(exclude_unset=True)
+
+    def to_response(self) -> Response:
+        return Response(self.to_json(), media_type="application/json")
 
 
 def _without_nul(text: str) -> str:
@@ -75,9 +90,6 @@ class ErrorBody(AnswerModel):
     error: ErrorDetail
 
 
-# Server-sent events.
-
-
 EVENT_STREAM = "text/event-stream"
 # Proxies are not to collect events before they pass them on.
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -90,10 +102,16 @@ def event(data: str, name: str = "") -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """closed: called when the response is over, however it ended, even where it never began."""
+    """A stream of events. Once it has begun, an error can only be told inside of it.
 
-    def __init__(self, events: AsyncIterator[bytes], closed: Callable[[], None]) -> None:
-        super().__init__(events, headers=HEADERS, media_type=EVENT_STREAM)
+    failed: the error as the last event
+    closed: called when the response is over, however it ended, even where it never began
+    """
+
+    def __init__(
+        self, events: AsyncIterator[bytes], failed: Callable[[Exception], bytes], closed: Callable[[], None]
+    ) -> None:
+        super().__init__(_ended(events, failed), headers=HEADERS, media_type=EVENT_STREAM)
         self._closed = closed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,3 +119,11 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._closed()
+
+
+async def _ended(events: AsyncIterator[bytes], failed: Callable[[Exception], bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for one in events:
+            yield one
+    except Exception as error:
+        yield failed(error)

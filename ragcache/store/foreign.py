@@ -19,7 +19,6 @@ from ragcache.store.tiers.stack import Stored
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
-DEFAULT_FOREIGN_BYTES = 10 << 30
 _TOKEN = np.dtype("<i4")
 # Passages after which those whose block was evicted are taken off the list.
 _PURGE_EVERY = 1024

@@ -11,17 +11,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import typer
 from terminal import NAMES, invoke, names
+from typer.testing import CliRunner
 
 import ragcache as rc
 from ragcache.cli.commands import COMMANDS, build_app
-from ragcache.cli.flags import AnswerOptions, size
-from ragcache.cli.terminal import bytes_text, command, printable, seconds_text
+from ragcache.cli.flags import StoreOptions
+from ragcache.cli.terminal import bytes_text, command, printable, seconds_text, size
 from ragcache.codecs import CODECS
+from ragcache.engine.options import AnswerOptions, StoreConfig
 from ragcache.errors import ConfigError, StoreBusyError
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 
@@ -106,8 +109,6 @@ def test_the_error_tree_becomes_exit_statuses():
         raise {"config": ConfigError, "busy": StoreBusyError, "key": KeyboardInterrupt, "bug": ZeroDivisionError}[kind](
             "first\n second"
         )
-
-    from typer.testing import CliRunner
 
     results = {kind: CliRunner().invoke(app, [kind]) for kind in ("config", "busy", "key", "bug")}
     assert {kind: result.exit_code for kind, result in results.items()} == {
@@ -253,10 +254,41 @@ def test_options_reach_the_engine():
         "enable_thinking": True,
         "thinking_budget": 7,
     }
-    given_json = {"filter": '{"year": 2024}', "chat_template_kwargs": '{"a": 1}'}
-    options = AnswerOptions(k=3, seed=4, on_overflow="trim", **given, **given_json).stream_options()
     told = {"filter": {"year": 2024}, "chat_template_kwargs": {"a": 1}}
+    options = AnswerOptions(k=3, seed=4, on_overflow="trim", **given, **told).call_options()
     assert options == {**given, **told, "k": 3, "on_overflow": "trim", "sampling": rc.Sampling(seed=4)}
+
+
+def test_options_of_every_kind_are_read_into_a_group():
+    """A size, JSON, several texts, a path, a choice, a flag: as the fields' types are, and their defaults else."""
+    app, found = typer.Typer(), []
+
+    @app.command()
+    @command
+    def act(store: StoreOptions, answer: AnswerOptions) -> None:
+        found.append((store, answer))
+
+    told = "--memory 3GiB --trace t.jsonl --load never --stop a --stop b --no-hint --filter {}"
+    for arguments in ([], told.format('{"a":1}').split()):
+        result = CliRunner().invoke(app, arguments, env={name: None for name in os.environ if "RAGCACHE" in name})
+        assert result.exit_code == 0, result.output
+    given = StoreOptions(memory_bytes=3 << 30, trace=Path("t.jsonl"), load="never")
+    answer = AnswerOptions(stop=("a", "b"), hint=False, filter={"a": 1})
+    assert found == [(StoreOptions(), AnswerOptions()), (given, answer)]
+
+
+def test_every_field_of_a_stores_config_is_an_option_but_these():
+    """read_only is the command's to say, kv and hot_after are options of the commands that ingest."""
+    found = {parameter.name for command, parameter in all_options() if command == "ask"}
+    assert {one.name for one in fields(StoreConfig)} - found == {"read_only", "kv", "hot_after"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "shown"), [("--memory", "2GiB"), ("--prefix-memory", "512MiB"), ("--write-behind", "0")]
+)
+def test_help_shows_sizes_as_they_are_written(flag, shown):
+    (default,) = [one.show_default for name, one in all_options() if name == "ask" and flag in one.opts]
+    assert default == shown
 
 
 def test_an_answer_may_take_so_long(store):
@@ -326,8 +358,8 @@ with rc.Library.open({str(made)!r}, store=rc.StoreConfig(read_only=True)) as kb:
 
 
 def test_answers_end_by_themselves_unless_a_length_is_given():
-    assert AnswerOptions().sampling().max_tokens is None
-    assert AnswerOptions(max_tokens=7).sampling().max_tokens == 7
+    assert AnswerOptions().call_options()["sampling"].max_tokens is None
+    assert AnswerOptions(max_tokens=7).call_options()["sampling"].max_tokens == 7
 
 
 def test_letters_that_the_output_lacks_are_written_out(store, tmp_path):

@@ -16,8 +16,7 @@ import httpx
 import pytest
 from terminal import invoke
 
-from ragcache.cli.flags import AnswerOptions, TurnOptions
-from ragcache.cli.serve import AddressOptions, LimitOptions, ServeOptions, server_settings
+from ragcache.server.auth import LOOPBACK_NAMES
 from ragcache.server.run import listen
 from ragcache.server.settings import ServerSettings
 
@@ -121,25 +120,51 @@ def test_without_the_extra(store, monkeypatch):
         assert 'pip install "ragcache-kv[server]"' in result.stderr
 
 
-def test_options_are_the_servers_settings(tmp_path):
-    answer = AnswerOptions(
-        k=3, max_tokens=9, temperature=0.5, stop=["x"], filter='{"a": 1}', on_overflow="trim", evict=7,
-        order="shared", hint=False,
-    )  # fmt: skip
-    limits = LimitOptions(slots=2, max_queue=3, timeout_s=4.0, drain_s=5.0, max_body_bytes=6000, max_upload_bytes=7000)
-    serving = ServeOptions(model_name="ours", open_metrics=True)
-    made = server_settings(answer, TurnOptions(context="keep"), AddressOptions(), limits, serving)
+def test_options_are_the_servers_settings(store, monkeypatch):
+    made = settings_of(
+        monkeypatch,
+        *("serve", "--store", store, "--k", 3, "--max-tokens", 9, "--temperature", 0.5, "--stop", "x"),
+        *("--filter", '{"a": 1}', "--on-overflow", "trim", "--evict", 7, "--order", "shared", "--no-hint"),
+        *("--context", "keep", "--slots", 2, "--queue", 3, "--timeout", 4, "--drain", 5, "--max-body", "6000"),
+        *("--max-upload", "7KiB", "--model-name", "ours", "--open-metrics"),
+    )
     assert (made.slots, made.max_queue, made.timeout_s, made.drain_s) == (2, 3, 4.0, 5.0)
-    assert (made.max_body_bytes, made.max_upload_bytes) == (6000, 7000)
+    assert (made.max_body_bytes, made.max_upload_bytes) == (6000, 7168)
     assert (made.model_name, made.open_metrics, tuple(made.api_keys)) == ("ours", True, ())
     assert set(made.allowed_hosts) == {"localhost", "127.0.0.1", "[::1]"}
     given = made.answers
     assert (given.k, given.max_tokens, given.temperature, tuple(given.stop)) == (3, 9, 0.5, ("x",))
     assert (given.filter, given.on_overflow, given.evict) == ({"a": 1}, "trim", 7)
     assert (given.order, given.hint, given.context) == ("shared", False, "keep")
-    reached = server_settings(answer, TurnOptions(), AddressOptions(host="0.0.0.0"), limits, ServeOptions())
-    assert reached.allowed_hosts == ()
 
 
-def test_defaults_are_those_of_the_settings():
-    assert vars(LimitOptions()).items() <= vars(ServerSettings()).items()
+def test_a_server_for_others_goes_by_any_name_and_keys_come_from_the_environment(store, monkeypatch):
+    made = settings_of(monkeypatch, "serve", "--store", store, "--host", "0.0.0.0", env={"RAGCACHE_API_KEYS": "a b"})
+    assert (made.allowed_hosts, tuple(made.api_keys)) == ((), ("a", "b"))
+
+
+def test_defaults_are_those_of_the_settings(store, monkeypatch):
+    own = {"allowed_hosts": LOOPBACK_NAMES}
+    assert settings_of(monkeypatch, "serve", "--store", store) == ServerSettings(**own)
+    assert settings_of(monkeypatch, "chat", "--web", "--store", store) == ServerSettings(**own)
+    late = settings_of(monkeypatch, "chat", "--web", "--store", store, "--timeout", 7)
+    assert late == ServerSettings(**own, timeout_s=7.0)
+
+
+def settings_of(monkeypatch, *arguments, env=None) -> ServerSettings:
+    """The settings that a command's server is made with; it is not run."""
+    made = []
+
+    class NoServer:
+        def __init__(self, app, drain_s):
+            made.append(app.state.service.settings)
+
+        def run(self, sockets):
+            app_closed.append(sockets)
+
+    app_closed: list[object] = []
+    monkeypatch.setattr("ragcache.server.run.Server", NoServer)
+    result = invoke(*arguments, "--port", 0, env=env)
+    assert result.exit_code == 0, result.output
+    assert app_closed
+    return made[0]

@@ -160,5 +160,5 @@ def test_a_store_goes_on_with_another_codec(lm: rc.LanguageModel, tmp_path: Path
 
 
 def test_the_command_line_names_the_codec() -> None:
-    assert StoreOptions(codec="int8").config().codec == "int8"
-    assert StoreOptions().config().codec == "raw"
+    assert StoreOptions(codec="int8").codec == "int8"
+    assert StoreOptions().codec == "raw"

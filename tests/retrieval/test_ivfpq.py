@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from ragcache.engine.doctor import doctor
-from ragcache.engine.store_config import StoreConfig, open_store
+from ragcache.engine.options import StoreConfig
+from ragcache.engine.store_config import open_store
 from ragcache.errors import DamagedIndexError
 from ragcache.retrieval import faiss_kinds as ivfpq
 from ragcache.retrieval.deletion import delete_documents

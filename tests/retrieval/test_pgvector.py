@@ -11,7 +11,8 @@ from sqlalchemy import make_url, text
 
 import ragcache_postgres.pgvector as module
 from ragcache.engine.doctor import doctor
-from ragcache.engine.store_config import StoreConfig, open_store
+from ragcache.engine.options import StoreConfig
+from ragcache.engine.store_config import open_store
 from ragcache.errors import ConfigError, StoreNotFoundError
 from ragcache.retrieval.deletion import delete_documents
 from ragcache.retrieval.retriever import Retriever

@@ -7,9 +7,10 @@ import json
 import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
-from serving import TEXTS, Served, events
+from serving import TEXTS, Served, events, serving
 
 import ragcache as rc
+from ragcache.server.settings import ServerSettings
 
 QUESTION = "Where does the cat sit?"
 
@@ -45,6 +46,44 @@ def test_an_answer_is_the_engines(client, kb):
     assert (usage.prompt_tokens, usage.completion_tokens) == (right.usage.prompt_tokens, right.usage.completion_tokens)
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.prompt_tokens_details.cached_tokens == right.usage.cached_tokens > 0
+
+
+def test_a_second_model_answers_without_passages(client, kb):
+    """What Open WebUI asks its task model: titles and tags, which are in no document."""
+    assert [model.id for model in client.models.list()][:2] == ["tiny", "tiny:plain"]
+    assert client.models.retrieve("tiny:plain").id == "tiny:plain"
+    right, read = expected(kb), expected(kb, k=5)
+    assert right.usage.prompt_tokens < read.usage.prompt_tokens
+    messages = [{"role": "user", "content": QUESTION}]
+    plain = client.chat.completions.create(model="tiny:plain", messages=messages, max_tokens=12)
+    assert (plain.model, plain.choices[0].message.content) == ("tiny:plain", right.text)
+    assert (plain.usage.prompt_tokens, plain.ragcache["sources"]) == (right.usage.prompt_tokens, [])
+    chunks = list(client.chat.completions.create(model="tiny:plain", messages=messages, max_tokens=12, stream=True))
+    assert {chunk.model for chunk in chunks} == {"tiny:plain"}
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == right.text
+    answer = client.responses.create(model="tiny:plain", input=QUESTION, max_output_tokens=12)
+    assert (answer.model, answer.output_text, answer.usage.input_tokens) == (
+        "tiny:plain", right.text, right.usage.prompt_tokens,
+    )  # fmt: skip
+
+
+def test_what_a_request_says_of_passages_wins_over_the_model(client, kb):
+    messages = [{"role": "user", "content": QUESTION}]
+    for extension, passages in (({"retrieve": True, "k": 2}, 2), ({"documents": [{"text": "The cat sits."}]}, 1)):
+        answer = client.chat.completions.create(
+            model="tiny:plain", messages=messages, max_tokens=2, extra_body={"ragcache": extension}
+        )
+        assert len(answer.ragcache["sources"]) == passages
+
+
+def test_a_server_that_retrieves_only_when_asked(kb):
+    with (
+        serving(kb, ServerSettings(retrieve="off")) as server,
+        OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client,
+    ):
+        assert ask(client).ragcache["sources"] == []
+        found = ask(client, extra_body={"ragcache": {"retrieve": True}}).ragcache["sources"]
+        assert [source["text"] for source in found] == [hit.chunk.text for hit in expected(kb, k=5).hits] != []
 
 
 def test_the_extension_names_sources_and_costs(client, kb):
@@ -251,7 +290,7 @@ def test_harmless_fields_are_accepted(client, kb):
 
 
 def test_models(served: Served, client):
-    assert [model.id for model in client.models.list()] == ["tiny", "bag-of-words"]
+    assert [model.id for model in client.models.list()] == ["tiny", "tiny:plain", "bag-of-words"]
     assert client.models.retrieve("tiny").object == "model"
     assert served.http.get("/v1/models/gpt-4").json()["error"]["code"] == "model_not_found"
 

@@ -11,9 +11,10 @@ from schemathesis.checks import CHECKS, load_all_checks
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from ragcache.engine.options import AnswerDefaults
 from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.app import create_app
-from ragcache.server.settings import AnswerDefaults, ServerSettings
+from ragcache.server.settings import ServerSettings
 
 load_all_checks()
 # positive_data_acceptance does not hold and is not to: a well-formed request may name a model that is not there.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import ragcache as rc
+from ragcache.engine.options import AnswerDefaults
 from ragcache.server.answers import engine_call
 from ragcache.server.chat_types import ChatRequest, Extension
-from ragcache.server.settings import AnswerDefaults
 
 # Options that OpenAI's own fields stand for, and the client that hangs up.
 ELSEWHERE = {"sampling", "cancelled"}

@@ -19,7 +19,8 @@ from sqlalchemy import make_url
 
 import ragcache as rc
 from ragcache.engine.doctor import doctor
-from ragcache.engine.store_config import Store, StoreConfig, open_store
+from ragcache.engine.options import StoreConfig
+from ragcache.engine.store_config import Store, open_store
 from ragcache.errors import DatabaseMismatchError, StoreError, StoreNotFoundError
 from ragcache.store.records import NewChunk, NewDocument
 
@@ -233,7 +234,8 @@ KILLED = """
 import os, signal, sys
 from contextlib import closing
 from pathlib import Path
-from ragcache.engine.store_config import StoreConfig, open_store
+from ragcache.engine.options import StoreConfig
+from ragcache.engine.store_config import open_store
 import ragcache.store.database, ragcache.store.kv_store
 
 base = sys.argv[1]

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ragcache.engine.assemble import open_retriever
-from ragcache.engine.store_config import Store, StoreConfig, open_store
+from ragcache.engine.options import StoreConfig
+from ragcache.engine.store_config import Store, open_store
 from ragcache.errors import ConfigError
 from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice, NeighbourTable
 from ragcache.store.records import Chunk

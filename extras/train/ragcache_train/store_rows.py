@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from ragcache.engine.options import StoreConfig
 from ragcache.engine.store import Library
-from ragcache.engine.store_config import StoreConfig
 from ragcache.errors import ConfigError
 from ragcache_train.data import DataRow
 
