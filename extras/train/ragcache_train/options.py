@@ -25,8 +25,8 @@ DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 @dataclass(frozen=True)
 class TrainOptions:
     """
-    model:           bundled name, directory or hub id of the model to start from; on frozen weights also an
-                     adapter, whose rows go on
+    model:           bundled name, directory or hub id of the model to start from, or an adapter: on frozen weights
+                     and with LoRA it goes on
     data:            files of JSON lines (ragcache_train.data); may be empty where a store is given
     out:             directory of the trained model, its checkpoints and its log
     reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG), "packet" (KV Packet, on
@@ -49,7 +49,8 @@ class TrainOptions:
     batch_tokens, batch_size: padded tokens and rows of a batch; accumulate: batches of one step
     learning_rate:   None: 1e-5, or 2e-4 with LoRA, or 2e-2 on frozen weights
     warmup:          share of the steps over which the learning rate rises; schedule: how it falls after that
-    lora_rank:       0: train all weights; else the rank of LoRA's matrices, which are merged at the end
+    lora_rank:       0: train all weights; else the rank of LoRA's matrices: the result is an adapter with them
+    merge:           with LoRA: the result is the whole model with the matrices in its weights
     resume:          go on from the last checkpoint in `out`
     device:          "auto" (see `load_lm`), "cuda", "cpu", ...
     dtype:           of the weights while training; save_dtype: of the saved ones; None: as the model was saved
@@ -90,6 +91,7 @@ class TrainOptions:
     max_grad_norm: float = 1.0
     lora_rank: int = 0
     lora_alpha: int | None = None
+    merge: bool = False
     checkpointing: bool = False
     seed: int = 0
     save_every: int = 500
@@ -111,6 +113,8 @@ class TrainOptions:
             raise ConfigError(f"epochs is {self.epochs}; it must be more than 0")
         if self.lora_rank < 0:
             raise ConfigError(f"lora_rank is {self.lora_rank}; it must be at least 0 (0: train all weights)")
+        if self.merge and not self.lora_rank:
+            raise ConfigError("merge goes with lora_rank: all weights are written whole anyway")
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
         if self.precision not in (None, *PRECISIONS):
@@ -157,6 +161,10 @@ class TrainOptions:
     @property
     def is_frozen(self) -> bool:
         return self.freeze or self.reuse == "packet"
+
+    @property
+    def makes_lora_adapter(self) -> bool:
+        return self.lora_rank > 0 and not self.merge
 
     @property
     def packet(self) -> tuple[int, int]:

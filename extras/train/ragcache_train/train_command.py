@@ -100,6 +100,7 @@ class ScheduleOptions:
     ] = "linear"
     lora_rank: Annotated[int, option("--lora-rank", "Rank of LoRA's matrices; 0 trains all weights.")] = 0
     lora_alpha: Annotated[float | None, option("--lora-alpha", "Scale of LoRA; twice the rank if not given.")] = None
+    merge: Annotated[bool, option("--merge", "With LoRA: write the whole model, in place of an adapter.")] = False
     checkpointing: Annotated[bool, option("--checkpointing", "Compute activations twice to save memory.")] = False
     seed: Annotated[int, option("--seed", "Of new rows, order and batches.")] = 0
 
@@ -132,7 +133,8 @@ def train(
 ) -> None:
     """Train a model for reuse: passages read apart, joined by link tokens, markers, packets or nothing.
 
-    The result is a Hugging Face directory, or with --freeze an adapter, that every command takes as --model.
+    The result is a Hugging Face directory, or with --freeze or --lora-rank an adapter, that every command takes as
+    --model.
     """
     try:
         from ragcache_train.options import TrainOptions

@@ -114,7 +114,7 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     if options.is_frozen:
         way = on_frozen_weights(lm, spec, encoded, options, out, earlier)
     else:
-        way = on_weights(lm, spec, encoded, options, out)
+        way = on_weights(lm, spec, encoded, options, out, earlier)
     log = ProgressLog(out, show)
     trainer = _trainer(options, way, encoded, spec, log, device)
     trainer.accelerator.wait_for_everyone()  # all have looked whether `out` is free
@@ -128,12 +128,25 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
 
 
 def _load(options: TrainOptions, device: str) -> tuple[LanguageModel, Adapter | None]:
-    """The model to start from, and an adapter beside it whose rows go on on frozen weights."""
-    earlier = Adapter.find(resolve(options.model)) if options.is_frozen else None
+    """The model to start from, and an adapter beside it that goes on: its rows, and LoRA's matrices where these are
+    trained."""
+    goes_on = options.is_frozen or options.lora_rank
+    earlier = Adapter.find(resolve(options.model)) if goes_on else None
+    if earlier is not None and earlier.has_lora and options.is_frozen:
+        raise ConfigError(
+            f"{options.model} is an adapter with LoRA's matrices, and frozen weights go on from rows alone; train with "
+            "lora_rank, or write the whole model with merge first and freeze that"
+        )
     name = options.model if earlier is None else earlier.base.name
     lm = load_lm(name, dtype=options.weights_dtype(device), device=device, packed=False)
+    files = checkpoint_digest(resolve(name))
     if earlier is not None:
-        earlier.check_base(checkpoint_digest(resolve(name)))
+        earlier.check_base(files)
+    elif files is None and options.makes_lora_adapter:
+        raise ConfigError(
+            f"no files of {name} are here that an adapter could belong to (its weights are merged as it is loaded); "
+            "train with merge, which writes the whole model"
+        )
     return lm, earlier
 
 
