@@ -13,7 +13,7 @@ from families import masks_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, get_scheduler
 
 import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError, ModelMismatchError
@@ -22,7 +22,7 @@ from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text, prompt_format
 from ragcache.retrieval.fake import BagOfWords
 from ragcache_train.options import TrainOptions
-from ragcache_train.trainer import train
+from ragcache_train.trainer import ReuseTrainer, train
 from ragcache_vllm.merged_adapter import servable
 
 PASSAGES = ["Ann lives in Oslo.\n", "Bob has a red boat.\n", "The club meets on Monday.\n"]
@@ -302,6 +302,59 @@ def test_a_run_that_was_stopped_ends_with_the_same_adapter(options, tmp_path):
     train(replace(stopped, resume=True))
     for name, tensor in held_by(whole.out).items():
         assert torch.equal(held_by(stopped.out)[name], tensor), name
+
+
+# So many minutes
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"lora_rank": 0, "freeze": True, "learning_rate": None}], ids=["lora", "frozen weights"]
+)
+def test_a_run_of_so_many_minutes_ends_with_an_adapter_and_a_rate_that_has_fallen(options, tmp_path, monkeypatch, way):
+    """The clock moves by 10 s at each step."""
+    options = replace(options, steps=1000, minutes=2, **way)
+    now, begun = [0.0], []
+    monkeypatch.setattr("ragcache_train.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "ragcache_train.trainer.ReuseTrainer.compute_loss", slowed(ReuseTrainer.compute_loss, now, begun)
+    )
+    report = train(options)
+    lines = [json.loads(line) for line in (report.out / "training_log.jsonl").read_text().splitlines()]
+    assert report.steps == len(lines) == len(begun) == 12
+    assert lines[-1]["seconds"] == 120.0
+    rates = [line["learning_rate"] / options.rate for line in lines]
+    # A step's rate is that of the time at which the step before it ended: its warm-up (3 % of 120 s) is over by then.
+    assert rates == pytest.approx([0.0, *(1 - (10 * n / 120 - 0.03) / 0.97 for n in range(1, 12))], abs=1e-6)
+    assert rc.load_lm(report.out).reuse.link_tokens == 2
+    again = train(replace(options, minutes=2.5, resume=True))
+    assert (again.steps, len(begun)) == (15, 15)
+
+
+def slowed(compute_loss, now, begun):
+    def compute(self, *args, **kwargs):
+        now[0] += 10
+        begun.append(now[0])
+        return compute_loss(self, *args, **kwargs)
+
+    return compute
+
+
+def test_steps_end_a_run_before_its_time(options):
+    assert train(replace(options, steps=2, minutes=60)).steps == 2
+    with pytest.raises(ConfigError, match="minutes is 0; it must be more than 0"):
+        replace(options, minutes=0)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_rates_by_time_are_those_of_transformers_by_steps(options, schedule):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    kind = "constant_with_warmup" if schedule == "constant" else schedule
+    theirs = get_scheduler(kind, optimizer, num_warmup_steps=10, num_training_steps=100)
+    chosen = replace(options, warmup=0.1, schedule=schedule)
+    for step in range(100):
+        assert chosen.rate_share(step / 100) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9)
+        optimizer.step()
+        theirs.step()
 
 
 # Bad input

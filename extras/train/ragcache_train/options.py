@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ class TrainOptions:
     system, question_format, segment_tokens: see EncodingOptions; max_tokens: longest sequence, link tokens not counted;
                      None: 4,096 or what the model takes
     steps:           of the optimizer; None: `epochs` of the data
+    minutes:         the run ends after so many, if its steps have not by then; the learning rate falls with the time
+                     then. Those before a run was resumed count
     batch_tokens, batch_size: padded tokens and rows of a batch; accumulate: batches of one step
     learning_rate:   None: 1e-5, or 2e-4 with LoRA, or 2e-2 on frozen weights
     warmup:          share of the steps over which the learning rate rises; schedule: how it falls after that
@@ -80,6 +83,7 @@ class TrainOptions:
     segment_tokens: int = 100
     max_tokens: int | None = None
     steps: int | None = None
+    minutes: float | None = None
     epochs: float = 1.0
     batch_tokens: int = 8192
     batch_size: int | None = None
@@ -111,6 +115,8 @@ class TrainOptions:
         check_least("steps", 1 if self.steps is None else self.steps, 1)
         if not self.epochs > 0:
             raise ConfigError(f"epochs is {self.epochs}; it must be more than 0")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ConfigError(f"minutes is {self.minutes}; it must be more than 0")
         if self.lora_rank < 0:
             raise ConfigError(f"lora_rank is {self.lora_rank}; it must be at least 0 (0: train all weights)")
         if self.merge and not self.lora_rank:
@@ -199,6 +205,14 @@ class TrainOptions:
     def rate(self) -> float:
         own = FROZEN_RATE if self.is_frozen else LEARNING_RATES[self.lora_rank > 0]
         return own if self.learning_rate is None else self.learning_rate
+
+    def rate_share(self, done: float) -> float:
+        """The learning rate as a share of its peak, when that share of the run is done: as transformers' schedules."""
+        if done < self.warmup:
+            return done / self.warmup
+        left = (1 - done) / (1 - self.warmup) if self.warmup < 1 else 0.0
+        falling = {"linear": left, "cosine": (1 + math.cos(math.pi * (1 - left))) / 2, "constant": 1.0}
+        return max(0.0, falling[self.schedule])
 
     @property
     def beta2(self) -> float:

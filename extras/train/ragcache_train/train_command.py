@@ -87,6 +87,9 @@ class ScheduleOptions:
 
     epochs: Annotated[float, option("--epochs", "Passes over the data.")] = 1.0
     steps: Annotated[int | None, option("--steps", "Steps of the optimizer, in place of --epochs.")] = None
+    minutes: Annotated[
+        float | None, option("--minutes", "End after so many; the learning rate falls with the time then.")
+    ] = None
     batch_tokens: Annotated[int, option("--batch-tokens", "Padded tokens of a batch.")] = 8192
     batch_size: Annotated[int | None, option("--batch-size", "Rows of a batch at most.")] = None
     accumulate: Annotated[int, option("--accumulate", "Batches of one step.")] = 1

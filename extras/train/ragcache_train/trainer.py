@@ -12,6 +12,8 @@ from typing import Any
 
 import accelerate  # type: ignore[import-untyped]  # noqa: F401 - the Trainer misses it only when all is loaded
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -67,9 +69,18 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
 
     loss_is_scaled_for_ga = True
 
-    def __init__(self, *args: Any, way: Way, plan: BatchPlan, multiple: int, **kwargs: Any) -> None:
-        super().__init__(*args, model=way.model, train_dataset=way.rows, **kwargs)
-        self._way, self._plan, self._multiple = way, plan, multiple
+    def __init__(
+        self,
+        *args: Any,
+        way: Way,
+        plan: BatchPlan,
+        multiple: int,
+        options: TrainOptions,
+        log: ProgressLog,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, model=way.model, train_dataset=way.rows, callbacks=[log], **kwargs)
+        self._way, self._plan, self._multiple, self._options, self._log = way, plan, multiple, options, log
         self.tokens_seen = 0
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -80,6 +91,17 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
             pin_memory=self.args.dataloader_pin_memory,
         )
         return self.accelerator.prepare(loader)  # type: ignore[no-any-return]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        """A run of so many minutes falls to its last rate by the time, if that is over before the steps are."""
+        if self._log.limit_s is None:
+            return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[no-any-return]
+
+        def share(step: int) -> float:
+            return self._options.rate_share(max(step / num_training_steps, self._log.time_share()))
+
+        self.lr_scheduler: LRScheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, share)
+        return self.lr_scheduler
 
     def compute_loss(
         self,
@@ -115,7 +137,7 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
         way = on_frozen_weights(lm, spec, encoded, options, out, earlier)
     else:
         way = on_weights(lm, spec, encoded, options, out, earlier)
-    log = ProgressLog(out, show)
+    log = ProgressLog(out, show, None if options.minutes is None else 60 * options.minutes)
     trainer = _trainer(options, way, encoded, spec, log, device)
     trainer.accelerator.wait_for_everyone()  # all have looked whether `out` is free
     if trainer.is_world_process_zero():
@@ -213,7 +235,8 @@ def _trainer(
     plan = BatchPlan(rows, spec, options.batches(), options.seed, num_batches=num_batches, epochs=options.epochs)
     trainer = ReuseTrainer(
         args=_arguments(options, log.out, device, max(1, len(plan) // together)),
-        callbacks=[log],
+        options=options,
+        log=log,
         way=way,
         plan=plan,
         multiple=FLEX_BLOCK if device.startswith("cuda") else 1,
