@@ -185,9 +185,9 @@ class Adapter:
         try:
             held = load_file(path)
             if self.has_lora:
-                (rows,) = (tensor for name, tensor in held.items() if name.endswith(DELTA))
                 stated = json.loads((self.directory / Lora.FILE).read_text(encoding="utf-8"))
-                (ids,) = stated["trainable_token_indices"].values()
+                ((embedding, ids),) = stated["trainable_token_indices"].items()
+                rows = held[f"base_model.model.{embedding}{DELTA}"]
             else:
                 ids, rows = held["ids"].tolist(), held["rows"]
         except (OSError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
@@ -270,7 +270,8 @@ class Lora:
             found = adapted.load_adapter(where, "default")  # PeftModel.from_pretrained would only warn of what follows
             for names, reason in (
                 (found.missing_keys, "is not there"),
-                (found.unexpected_keys, "has no place in the base"),
+                # A head that shares the embedding's weights takes its rows from there.
+                ([name for name in found.unexpected_keys if not name.endswith(DELTA)], "has no place in the base"),
             ):
                 if names:
                     raise ValueError(f"{names[0]} {reason}")
