@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class TrainOptions:
     anchor_tokens:   of KVLink's compressed caches ("link"): behind every `anchor_segment` tokens of a passage, whose
                      block holds the KV of these alone; 0: none. Of "text" rows the first half is compressed
     store:           draw `rows` rows of `passages` neighbouring passages from this store, on frozen weights
+    database:        SQLAlchemy URL of its documents; None: in its directory. Not written down: it may hold a
+                     password
     link_tokens:     K, after each passage; link_slots: passages that have link tokens of their own
     positions:       of markers: "reordered" or "composite"
     separate_share:  of "qa" rows, those whose passages are encoded separately; the others in standard encoding
@@ -68,6 +70,7 @@ class TrainOptions:
     header_tokens: int | None = None
     trailer_tokens: int | None = None
     store: str | Path | None = None
+    database: str | None = None
     rows: int = 200
     passages: int = 8
     link_tokens: int = 5
@@ -153,6 +156,8 @@ class TrainOptions:
             if self.header_tokens is not None or self.trailer_tokens is not None or self.store is not None:
                 raise ConfigError("header_tokens, trailer_tokens and store go with frozen weights; add freeze")
             return
+        if self.database is not None and self.store is None:
+            raise ConfigError("database is that of a store; add store")
         if self.reuse not in PACKETS:
             raise ConfigError(f"reuse is {self.reuse!r}; frozen weights can be trained for {' or '.join(PACKETS)}")
         if self.lora_rank:
@@ -221,4 +226,4 @@ class TrainOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Options as JSON, for the file beside the checkpoints."""
-        return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(asdict(replace(self, database=None)), default=str))  # type: ignore[no-any-return]

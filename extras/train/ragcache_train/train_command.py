@@ -58,6 +58,10 @@ class FrozenOptions:
         Path | None,
         typer.Option("--store", envvar="RAGCACHE_TRAIN_STORE", help="Draw rows from this store's passages."),
     ] = None
+    database: Annotated[
+        str | None,
+        typer.Option("--database", envvar="RAGCACHE_TRAIN_DATABASE", help="SQLAlchemy URL of that store's documents."),
+    ] = None
     rows: Annotated[int, option("--rows", "Rows drawn from the store.")] = 200
     passages: Annotated[int, option("--passages", "Neighbouring passages of such a row.")] = 8
 

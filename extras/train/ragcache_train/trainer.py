@@ -176,7 +176,8 @@ def _read(options: TrainOptions) -> tuple[list[DataRow], list[BadLine]]:
     """All usable rows, and the lines that are not."""
     drawn: list[DataRow] = []
     if options.store is not None:
-        drawn = store_rows(options.store, rows=options.rows, passages=options.passages, seed=options.seed)
+        form = {"rows": options.rows, "passages": options.passages, "seed": options.seed}
+        drawn = store_rows(options.store, **form, database=options.database)
     if drawn and not options.data:
         return drawn, []
     rows, bad = read_rows(options.data, unlabelled=options.is_frozen)
