@@ -1,11 +1,17 @@
 """An adapter: trained embedding rows of added ids, in a small directory beside a base model that stays as it is.
 
-    adapter.json          the base, what it has to be like, and the section "ragcache" of the model's configuration
-    adapter.safetensors   ids: int64 [n]; rows: float32 [n, hidden_size]
+    adapter.json          the base, what it has to be like, the added tokens, and the section "ragcache" of the model's
+                          configuration
+    adapter.safetensors   ids: int64 [n]; rows: float32 [n, hidden_size] (version 1)
     tokenizer files       the base's, with the added tokens
 
-`ragcache train --freeze` writes it and `load_lm` takes it for a model: the base with room for the ids, their rows and
-the section. Fingerprint, block keys and methods then know it as any other model.
+Where LoRA's matrices were trained too (version 2), they and the rows stand in peft's own files, which peft reads over a
+base with room for the ids:
+
+    adapter_config.json, adapter_model.safetensors
+
+`ragcache train` writes it (--freeze, --lora-rank) and `load_lm` takes it for a model: the base with room for the ids,
+their rows and the section, and the matrices merged. Fingerprint, block keys and methods then know it as any other.
 """
 
 from __future__ import annotations
@@ -25,7 +31,9 @@ from ragcache.errors import AdapterError, ConfigError
 from ragcache.models.hub import ADAPTER
 from ragcache.models.trained_tokens import SECTION, TrainedTokens, grown
 
-ROWS_FILE, VERSION = "adapter.safetensors", 1
+ROWS_FILE, LORA_FILE = "adapter.safetensors", "adapter_model.safetensors"
+ROWS_ALONE, WITH_LORA = VERSIONS = (1, 2)
+DELTA = ".token_adapter.trainable_tokens_delta"  # ends the name of the rows in peft's file
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,18 @@ class Base:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What adapter.json says. directory: where it stands; spec: the way of reuse that the rows were trained for"""
+    """What adapter.json says.
+
+    directory: where it stands; spec: the way of reuse that it was trained for, None for none
+    has_lora:  whether LoRA's matrices belong to it
+    tokens:    the added tokens by ascending id; none in the first adapters
+    """
 
     directory: Path
     base: Base
-    spec: TrainedTokens
+    spec: TrainedTokens | None
+    has_lora: bool = False
+    tokens: tuple[str, ...] = ()
 
     @classmethod
     def find(cls, where: str | Path) -> Adapter | None:
@@ -68,17 +83,25 @@ class Adapter:
             return None
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            version = found["version"]
-            if version == VERSION:
-                return cls(Path(where), Base(**found["base"]), TrainedTokens.read(found[SECTION]))
+            version, spec = found["version"], found[SECTION]
+            if version in VERSIONS:
+                base, tokens = Base(**found["base"]), tuple(map(str, found.get("tokens", ())))
+                trained = None if spec is None else TrainedTokens.read(spec)
+                return cls(Path(where), base, trained, version == WITH_LORA, tokens)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, error) from error
-        raise AdapterError(f"{path} has version {version!r}, this ragcache reads {VERSION}; install a newer ragcache")
+        readable = " and ".join(map(str, VERSIONS))
+        raise AdapterError(f"{path} has version {version!r}, this ragcache reads {readable}; install a newer ragcache")
+
+    @property
+    def added_ids(self) -> list[int]:
+        """The ids that have rows of their own, ascending."""
+        return [] if self.spec is None else sorted(self.spec.added_ids)
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding, with those of the added ids."""
-        return grown(self.base.vocab_size, self.spec.added_ids)
+        return grown(self.base.vocab_size, self.added_ids)
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Raises AdapterError for another model than the base, or another tokenizer than the adapter's."""
@@ -99,26 +122,39 @@ class Adapter:
                 f"{self.directory}: its tokenizer has {num_tokens or 'no'} tokens and the adapter was trained with "
                 f"{self.base.num_tokens}; use the tokenizer files that were saved with it"
             )
+        for id, token in zip(self.added_ids, self.tokens, strict=False):
+            if tokenizer is not None and (held := tokenizer.convert_ids_to_tokens(id)) != token:
+                raise AdapterError(
+                    f"{self.directory}: id {id} is {held!r} in its tokenizer and {token!r} in the one that it was "
+                    "trained with; use the tokenizer files that were saved with it"
+                )
 
     def check_base(self, checkpoint: str | None) -> None:
         """Raises AdapterError where the base's files have another digest than those that it was trained beside."""
         if checkpoint != self.base.checkpoint:
+            digests = f"{self.base.checkpoint[:12]}, and these are {(checkpoint or 'nowhere')[:12]}"
             raise AdapterError(
                 f"{self.directory} was trained beside other weights than those of {self.base.name}; put the base back "
-                "as it was, or train an adapter for these"
+                f"as it was, or train an adapter for these (it belongs to {digests})"
             )
 
     def extend(self, config: PreTrainedConfig) -> None:
         """State in the base's configuration what the adapter adds."""
         config.get_text_config(decoder=True).vocab_size = self.vocab_size
-        setattr(config, SECTION, self.spec.section())
+        if self.spec is not None:
+            setattr(config, SECTION, self.spec.section())
+        elif getattr(config, SECTION, None) is not None:
+            delattr(config, SECTION)
 
     @torch.no_grad()
-    def apply(self, model: PreTrainedModel) -> None:
-        """Put the rows into the base's embedding. New rows of a head of its own are zero: no answer may hold their ids.
-        New rows of other tables (Gemma 4 has one for all layers) are copies of the first, as training takes them to be.
+    def apply(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The base with the rows in its embedding and LoRA's matrices in its weights.
 
-        Raises AdapterError for rows that are missing or damaged.
+        New rows of a head of its own are zero: no answer may hold their ids. New rows of other tables (Gemma 4 has one
+        for all layers) are copies of the first, as training takes them to be.
+
+        Raises AdapterError for rows or matrices that are missing or damaged, ConfigError where they need peft and it is
+        not installed.
         """
         rows = self.rows()
         old_size = model.get_input_embeddings().weight.shape[0]
@@ -128,31 +164,59 @@ class Adapter:
             if isinstance(table, nn.Embedding) and len(table.weight) == self.vocab_size:
                 table.weight[old_size:] = table.weight[0]
         model.get_output_embeddings().weight[old_size:] = 0
-        weight: Tensor = model.get_input_embeddings().weight
-        weight[list(rows)] = torch.stack(list(rows.values())).to(weight)
+        if rows:
+            weight: Tensor = model.get_input_embeddings().weight
+            weight[list(rows)] = torch.stack(list(rows.values())).to(weight)
         self.extend(model.config)
+        if self.has_lora:
+            lora = Lora.find(self.directory)
+            if lora is None:
+                raise _damaged(self.directory / Lora.FILE, "it is not there")
+            model = lora.merge(model)
         model.requires_grad_(False)
+        return model
 
     def rows(self) -> dict[int, Tensor]:
         """The trained rows by id, ascending: float32 [hidden_size]. Raises AdapterError where they cannot be used."""
-        path = self.directory / ROWS_FILE
+        wanted = self.added_ids
+        if not wanted:
+            return {}
+        path = self.directory / (LORA_FILE if self.has_lora else ROWS_FILE)
         try:
             held = load_file(path)
-            ids, rows = held["ids"].tolist(), held["rows"]
-        except (OSError, KeyError, ValueError, SafetensorError) as error:
+            if self.has_lora:
+                stated = json.loads((self.directory / Lora.FILE).read_text(encoding="utf-8"))
+                ((embedding, ids),) = stated["trainable_token_indices"].items()
+                rows = held[f"base_model.model.{embedding}{DELTA}"]
+            else:
+                ids, rows = held["ids"].tolist(), held["rows"]
+        except (OSError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
             raise _damaged(path, error) from error
-        wanted = sorted(self.spec.added_ids)
         if ids != wanted or rows.shape != (len(wanted), self.base.hidden_size) or not rows.isfinite().all():
             raise _damaged(path, f"it does not hold one row for each of {len(wanted)} ids")
         return dict(zip(ids, rows.float(), strict=True))
 
 
-def write_adapter(out: Path, base: Base, spec: TrainedTokens, rows: dict[int, Tensor]) -> None:
-    """Write rows by id, and adapter.json last: with it the directory is an adapter."""
-    ids = sorted(rows)
-    stacked = torch.stack([rows[id].detach().float().cpu() for id in ids])
-    save_file({"ids": torch.tensor(ids), "rows": stacked.contiguous()}, out / ROWS_FILE, {"format": "pt"})
-    content: dict[str, Any] = {"version": VERSION, "base": asdict(base), SECTION: spec.section()}
+def write_adapter(
+    out: Path,
+    base: Base,
+    spec: TrainedTokens | None,
+    rows: dict[int, Tensor] | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Write rows by id, and adapter.json last: with it the directory is an adapter.
+
+    rows: None: they and LoRA's matrices are there already, as peft writes them
+    tokenizer: with the added tokens
+    """
+    if rows is not None:
+        ids = sorted(rows)
+        stacked = torch.stack([rows[id].detach().float().cpu() for id in ids])
+        save_file({"ids": torch.tensor(ids), "rows": stacked.contiguous()}, out / ROWS_FILE, {"format": "pt"})
+    content: dict[str, Any] = {"version": WITH_LORA if rows is None else ROWS_ALONE, "base": asdict(base)}
+    content[SECTION] = None if spec is None else spec.section()
+    if tokenizer is not None and spec is not None:
+        content["tokens"] = tokenizer.convert_ids_to_tokens(sorted(spec.added_ids))
     (out / ADAPTER).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -197,12 +261,21 @@ class Lora:
         """The base with the adapter added to its weights. Raises AdapterError for one that does not fit, ConfigError
         when peft is not installed."""
         try:
-            from peft import PeftModel
+            from peft import LoraConfig, get_peft_model
         except ImportError as error:
             raise ConfigError("LoRA adapters need peft; install ragcache-kv[train]") from error
         try:
-            adapted: Any = PeftModel.from_pretrained(model, str(self.directory))
-            merged: PreTrainedModel = adapted.merge_and_unload()
+            where = str(self.directory)
+            adapted: Any = get_peft_model(model, LoraConfig.from_pretrained(where))
+            found = adapted.load_adapter(where, "default")  # PeftModel.from_pretrained would only warn of what follows
+            for names, reason in (
+                (found.missing_keys, "is not there"),
+                # A head that shares the embedding's weights takes its rows from there.
+                ([name for name in found.unexpected_keys if not name.endswith(DELTA)], "has no place in the base"),
+            ):
+                if names:
+                    raise ValueError(f"{names[0]} {reason}")
+            merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
             raise _damaged_lora(self.directory, error) from error
         return merged.eval().requires_grad_(False)

@@ -98,7 +98,7 @@ def load_lm(
     model = _load_weights(base, config, _dtype(dtype or _usual(base), config, place, str(name)), place)
     if adapter is not None:
         adapter.check_base(checkpoint_digest(base))
-        adapter.apply(model)
+        model = adapter.apply(model)
     if lora is not None:
         model = lora.merge(model)
     return _learn(model, own_tokenizer, str(name), reuse, packed)
@@ -174,7 +174,8 @@ class _Found(NamedTuple):
 def _find(name: str | Path) -> _Found:
     """Everything but the weights. Raises what `load_card` raises."""
     where = obtain(name)
-    adapter, lora = Adapter.find(where), Lora.find(where)
+    adapter = Adapter.find(where)
+    lora = Lora.find(where) if adapter is None else None
     beside = adapter.base.name if adapter is not None else lora.base if lora is not None else None
     base = where if beside is None else obtain(beside)
     try:
@@ -384,7 +385,7 @@ def checkpoint_digest(name: str) -> str | None:
         return None
     if (adapter := Adapter.find(directory)) is not None:  # wherever its base is: loading compares that
         rows = _file_digest(directory / ROWS_FILE).hex()
-        return digest([adapter.base.checkpoint, adapter.spec.section(), rows])
+        return digest([adapter.base.checkpoint, adapter.spec and adapter.spec.section(), rows])
     whole = hashlib.sha256()
     for path in sorted({path for pattern in FILES for path in directory.glob(pattern)}):
         whole.update(path.name.encode())

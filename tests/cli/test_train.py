@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import typer
 from terminal import invoke
 from tiny_model import save_tiny_llama
 
+from ragcache.cli.commands import build_app
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.options import TrainOptions
 
+COMMANDS = typer.main.get_command(build_app()).commands
 LINE = {"type": "qa", "passages": ["Ann lives in Oslo.", "Bob has a boat."], "question": "Where?", "answer": "Oslo"}
 
 
@@ -59,6 +65,21 @@ def test_a_run_on_frozen_weights_makes_an_adapter(base, data, tmp_path):
     assert written["base"]["name"] == str(base)
     spec = TrainedTokens("packet", first_packet_id=258, header_tokens=8, trailer_tokens=2)
     assert written["ragcache"] == spec.section()
+
+
+def test_a_run_of_lora_makes_an_adapter_that_other_commands_take(base, data, tmp_path):
+    out = tmp_path / "out"
+    result = run(base, data, out, "--steps", "1", "--lora-rank", "2", "--link-tokens", "1", "--link-slots", "3")
+    assert result.exit_code == 0, result.output
+    assert json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))["r"] == 2
+    (tmp_path / "ann.txt").write_text("Ann lives in Oslo.", encoding="utf-8")
+    result = invoke("ingest", tmp_path / "ann.txt", "--store", tmp_path / "kb", "--model", out)
+    assert result.exit_code == 0, result.output
+    result = invoke(
+        "ask", "Where is Ann?", "--store", tmp_path / "kb", "--method", "link", "--max-tokens", "2", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["method"] == "link"
 
 
 def test_a_run_without_data_or_a_store_says_so(base, tmp_path):
@@ -128,6 +149,51 @@ def test_what_is_wrong_is_said(base, data, tmp_path, more, reason):
     result = run(base, data, tmp_path / "out", "--steps", "1", *more)
     assert result.exit_code == 2
     assert reason in " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Runs scripts/train-smollm2 in an environment whose `ragcache` writes down what it is asked for."""
+    root = Path(__file__).parents[2]
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    told = venv / "bin" / "ragcache"
+    told.write_text(f"#!/bin/bash\nprintf '%s\\n' ... \"$@\" >> {tmp_path}/asked\n")
+    told.chmod(0o755)
+    project = (root / "pyproject.toml").read_bytes()
+    pinned = subprocess.run(["cksum"], input=project, capture_output=True, check=True).stdout.decode().strip()
+    (venv / ".ragcache-train,offline").write_text(f"{pinned} {root}\n")
+
+    def run_it(*arguments, **environment):
+        own = {"PATH": os.environ["PATH"], "VENV": str(venv), **environment}
+        command = [root / "scripts" / "train-smollm2", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=60, check=False)
+        asked = (tmp_path / "asked").read_text().split("...\n")[1:] if (tmp_path / "asked").exists() else []
+        (tmp_path / "asked").unlink(missing_ok=True)
+        return done, [lines.splitlines() for lines in asked]
+
+    return run_it
+
+
+def test_the_recipe_for_smollm2_is_one_command(script, tmp_path):
+    done, (pulled, (name, *words)) = script("rows.jsonl.xz", "--minutes", "3", "--out", "mine")
+    assert (done.returncode, pulled, name) == (0, ["pull", "smollm2"], "train")
+    found = COMMANDS["train"].make_context("train", words).params
+    wanted = {"model": "smollm2", "link_tokens": 5, "lora_rank": 16, "learning_rate": 5e-4, "minutes": 3.0}
+    assert {key: found[key] for key in wanted} == wanted
+    assert (found["data"], found["out"]) == ([tmp_path / "rows.jsonl.xz"], Path("mine"))
+    assert (found["reuse"], found["freeze"], found["merge"]) == ("link", False, False)
+
+
+def test_the_recipe_takes_its_rows_from_the_environment_or_says_that_there_are_none(script):
+    done, (_, (_, *words)) = script("--link-tokens", "0", RAGCACHE_DATA="rows.jsonl")
+    assert done.returncode == 0
+    found = COMMANDS["train"].make_context("train", words).params
+    assert (found["link_tokens"], found["epochs"], found["steps"], not found["data"]) == (0, 3.0, None, True)
+    done, asked = script()
+    assert (done.returncode, asked) == (2, [])
+    assert "name the rows" in done.stderr
 
 
 def test_without_the_extra_nothing_is_loaded(base, data, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from tiny_model import save_tiny_llama
 from transformers import AutoTokenizer
 
 import ragcache as rc
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, DatabaseMismatchError
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.data import Asked, BadLine, DataRow, parse_line, read_rows
 from ragcache_train.encoding import EncodingOptions, passage_text
@@ -152,6 +152,25 @@ def test_an_empty_store_says_so(open_kb, tmp_path):
     open_kb().close()
     with pytest.raises(ConfigError, match="the store is empty; ingest something first"):
         store_rows(tmp_path / "kb", rows=1, passages=1, seed=0)
+
+
+def test_rows_of_a_store_whose_documents_are_in_another_database(open_kb, base, tmp_path):
+    url = f"sqlite:///{tmp_path / 'elsewhere.sqlite3'}"
+    kb = open_kb(store=rc.StoreConfig(database=url))
+    kb.ingest([rc.Document(str(n), f"Passage {n} stands here.\n") for n in range(4)])
+    kb.close()
+    (row,) = store_rows(tmp_path / "kb", rows=1, passages=4, seed=0, database=url)
+    assert row.passages == tuple(f"Passage {n} stands here.\n" for n in range(4))
+    with pytest.raises(DatabaseMismatchError, match="--database URL"):
+        store_rows(tmp_path / "kb", rows=1, passages=4, seed=0)
+    out = tmp_path / "out"
+    options = TrainOptions(
+        model=base, data=(), out=out, reuse="packet", store=tmp_path / "kb", database=url, steps=1, device="cpu"
+    )
+    assert train(options).rows == 1
+    assert "sqlite" not in (out / "training_options.json").read_text(), "a URL may hold a password"
+    with pytest.raises(ConfigError, match="database is that of a store; add store"):
+        replace(options, store=None)
 
 
 def test_a_run_over_a_store_needs_no_data_and_resumes_with_the_same_rows(base, store, tmp_path):

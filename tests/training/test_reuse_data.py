@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
+import random
+import tracemalloc
+from dataclasses import replace
 
 import pytest
 
@@ -104,6 +109,51 @@ def test_a_file_without_a_usable_line_is_refused(tmp_path, content, reason):
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"no usable line.*{reason}"):
         read_rows([path])
+
+
+PACKERS = {"xz": lzma.compress, "gz": gzip.compress}
+
+
+@pytest.mark.parametrize("kind", PACKERS)
+def test_a_packed_file_is_read_as_it_is(tmp_path, kind):
+    lines = json.dumps(QA).encode() + b"\n{}\n" + json.dumps(QA).encode() + b"\n"
+    (tmp_path / "rows.jsonl").write_bytes(lines)
+    packed = tmp_path / f"rows.jsonl.{kind}"
+    packed.write_bytes(PACKERS[kind](lines))
+    (rows, bad), (plain, _) = read_rows([packed]), read_rows([tmp_path / "rows.jsonl"])
+    assert [replace(row, where="") for row in rows] == [replace(row, where="") for row in plain]
+    assert ([row.where for row in rows], [line.where for line in bad]) == (
+        [f"{packed}:1", f"{packed}:3"],
+        [f"{packed}:2"],
+    )
+
+
+@pytest.mark.parametrize("kind", PACKERS)
+def test_a_packed_file_that_is_cut_short_or_none_is_named(tmp_path, kind):
+    lines = [json.dumps({**QA, "id": random.Random(n).random()}) for n in range(500)]
+    path = tmp_path / f"rows.jsonl.{kind}"
+    path.write_bytes(PACKERS[kind]("\n".join(lines).encode())[:-60])
+    with pytest.raises(ConfigError, match=rf"{path} is cut short or damaged behind line \d+"):
+        read_rows([path])
+    path.write_bytes(lines[0].encode())
+    with pytest.raises(ConfigError, match=f"{path} (cannot be read|is cut short or damaged)"):
+        read_rows([path])
+
+
+def test_a_packed_file_is_not_held_whole(tmp_path, monkeypatch):
+    """A line of 32 MiB is named, and the next one is read."""
+    monkeypatch.setattr("ragcache_train.data.MAX_LINE_BYTES", 1 << 20)
+    path = tmp_path / "rows.jsonl.xz"
+    with lzma.open(path, "wb", preset=0) as file:
+        for _ in range(32):
+            file.write(b" " * (1 << 20))
+        file.write(b"\n" + json.dumps(QA).encode())
+    tracemalloc.start()
+    rows, bad = read_rows([path])
+    peak, _ = tracemalloc.get_traced_memory()[1], tracemalloc.stop()
+    assert [row.where for row in rows] == [f"{path}:2"]
+    assert [str(line) for line in bad] == [f"{path}:1: it is longer than 1 MiB"]
+    assert peak < 16 << 20
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):

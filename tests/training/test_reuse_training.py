@@ -178,7 +178,7 @@ class StopError(Exception):
     "changes",
     [
         pytest.param({}, id="full", marks=pytest.mark.slow),
-        pytest.param({"lora_rank": 2}, id="lora", marks=pytest.mark.slow),
+        pytest.param({"lora_rank": 2, "merge": True}, id="lora", marks=pytest.mark.slow),
         pytest.param({"accumulate": 2}, id="accumulate"),
     ],
 )
@@ -215,7 +215,7 @@ def test_every_weight_is_trained_and_the_seed_decides(options, tmp_path):
 
 
 def test_lora_is_merged_and_trains_the_new_rows(options):
-    report = train(replace(options, steps=4, lora_rank=2))
+    report = train(replace(options, steps=4, lora_rank=2, merge=True))
     start, end = load_file(options.model / "model.safetensors"), weights(report.out)
     name = "model.embed_tokens.weight"
     assert torch.equal(end[name][:258], start[name])  # words stay
@@ -227,7 +227,7 @@ def test_lora_is_merged_and_trains_the_new_rows(options):
 
 
 def test_new_rows_are_trained_by_lora(options, tmp_path):
-    few, more = (train(replace(options, steps=n, lora_rank=2, out=tmp_path / str(n))) for n in (1, 8))
+    few, more = (train(replace(options, steps=n, lora_rank=2, merge=True, out=tmp_path / str(n))) for n in (1, 8))
     name = "model.embed_tokens.weight"
     used = rc.load_lm(few.out).reuse.link_ids(0)
     assert not torch.equal(weights(few.out)[name][used], weights(more.out)[name][used])

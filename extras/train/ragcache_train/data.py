@@ -1,4 +1,4 @@
-"""Training data: JSON lines, one object a line, with a "type".
+"""Training data: JSON lines, one object a line, with a "type"; packed with xz or gzip where the file's name says so.
 
     {"type": "qa", "passages": [TEXT or {"title": T, "text": TEXT}, ...], "question": Q, "answer": A}
     {"type": "qa", "passages": [...], "questions": [{"question": Q, "answer": A}, ...]}
@@ -15,8 +15,11 @@ out; a file without a usable line is an error.
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,8 @@ from ragcache.ingest.document import headed
 
 KINDS = ("qa", "chat", "summary", "instruction", "text")
 SUMMARY_INSTRUCTION = "Summarize the text above."
+MAX_LINE_BYTES = 16 << 20
+_OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
 NAMED = 5  # bad lines that one error message names
 
 
@@ -107,13 +112,22 @@ def _named(bad: Sequence[BadLine]) -> str:
 
 
 def _read_file(path: Path, unlabelled: bool) -> Iterator[DataRow | BadLine]:
+    """Line by line, unpacked on the way: no more of a file is held than a line, or MAX_LINE_BYTES of it."""
+    number = 0
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip(b"\xef\xbb\xbf \t\r\n"):
-                    yield parse_line(line, f"{path}:{number}", unlabelled)
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                number, where = number + 1, f"{path}:{number + 1}"
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    while (more := file.readline(MAX_LINE_BYTES)) and not more.endswith(b"\n"):
+                        pass
+                    yield BadLine(where, f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
+                elif line.strip(b"\xef\xbb\xbf \t\r\n"):
+                    yield parse_line(line, where, unlabelled)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); give a file of JSON lines") from error
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); give a file of JSON lines") from error
+    except (EOFError, lzma.LZMAError, zlib.error) as error:
+        raise ConfigError(f"{path} is cut short or damaged behind line {number} ({error}); get it again") from error
 
 
 class _LineError(ValueError):

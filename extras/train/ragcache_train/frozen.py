@@ -19,9 +19,7 @@ from transformers import PreTrainedModel
 
 from ragcache.errors import ConfigError
 from ragcache.models.adapter import Adapter, Base, write_adapter
-from ragcache.models.hub import resolve
 from ragcache.models.language_model import LanguageModel
-from ragcache.models.load import checkpoint_digest
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text
 from ragcache_train.data import BadLine
@@ -113,15 +111,16 @@ def freeze(
 
 def _earlier_rows(earlier: Adapter, spec: TrainedTokens, row_of: Mapping[int, int]) -> dict[int, tuple[Tensor, bool]]:
     """By number: an earlier row of the same kind, and whether another one started as it too."""
-    rows, known = earlier.rows(), earlier.spec.groups
+    rows, known = earlier.rows(), {} if earlier.spec is None else earlier.spec.groups
     found = {
         row_of[id]: (rows[known[name][place % len(known[name])]], place >= len(known[name]))
         for id, (name, place) in spec.roles.items()
         if known.get(name)
     }
     if not found:
+        method = None if earlier.spec is None else earlier.spec.method
         raise ConfigError(
-            f"{earlier.directory} was trained for {earlier.spec.method} and has nothing that {spec.method} could go on "
+            f"{earlier.directory} was trained for {method} and has nothing that {spec.method} could go on "
             f"from; train with its reuse, or from its base, {earlier.base.name}"
         )
     return found
@@ -159,18 +158,8 @@ def keep_passages(rows: Sequence[EncodedRow]) -> tuple[list[EncodedRow], list[Ba
     return kept, idle
 
 
-def save_frozen(model: FrozenModel, lm: LanguageModel, spec: TrainedTokens, out: Path) -> None:
+def save_frozen(model: FrozenModel, lm: LanguageModel, base: Base, spec: TrainedTokens, out: Path) -> None:
     """Write the rows, the tokenizer and what they belong to: an adapter, which `load_lm` takes for a model."""
-    name = str(lm.name)
-    text = lm.config.get_text_config(decoder=True)
-    base = Base(
-        str(Path(name).resolve()) if Path(name).exists() else name,
-        str(checkpoint_digest(resolve(name))),
-        int(text.num_hidden_layers),
-        int(text.hidden_size),
-        int(text.vocab_size),
-        len(lm.tokenizer),
-    )
     lm.tokenizer.save_pretrained(out)
     rows = model.rows.detach()
-    write_adapter(out, base, spec, {id: rows[row] for id, row in number_rows(spec).items()})
+    write_adapter(out, base, spec, {id: rows[row] for id, row in number_rows(spec).items()}, lm.tokenizer)

@@ -1,28 +1,50 @@
-"""LoRA by peft: low-rank matrices beside every linear layer, and the rows of new tokens, trained; merged at the end."""
+"""LoRA by peft: low-rank matrices beside every linear layer, and the rows of new tokens, trained.
+
+What comes out is an adapter, or the whole model with them in its weights.
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from ragcache.errors import ConfigError
+from ragcache.errors import AdapterError, ConfigError
+from ragcache.models.adapter import LORA_FILE, Adapter, Base, Lora, write_adapter
+from ragcache.models.hub import NAMED
+from ragcache.models.language_model import LanguageModel
 from ragcache.models.trained_tokens import TrainedTokens
 
 
-def add_lora(model: PreTrainedModel, spec: TrainedTokens | None, rank: int, alpha: int | None) -> nn.Module:
-    """alpha: scale of the matrices' product, over the rank; None: twice the rank.
+def add_lora(
+    model: PreTrainedModel,
+    spec: TrainedTokens | None,
+    rank: int,
+    alpha: int | None,
+    earlier: Adapter | None = None,
+) -> nn.Module:
+    """alpha: scale of the matrices' product, over the rank; None: twice the rank, or the earlier one's.
 
-    Raises ConfigError when peft is not installed.
+    earlier: the adapter whose matrices go on; the embedding has its rows already
+
+    Raises ConfigError when peft is not installed, or the earlier adapter has another rank or alpha, AdapterError for
+    one that is damaged.
     """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ConfigError("LoRA needs peft; install ragcache-kv[train]") from error
+    if earlier is not None and earlier.has_lora:
+        alpha = _same_scale(earlier, rank, alpha)
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     added = sorted(spec.added_ids) if spec is not None else []
     config = LoraConfig(
@@ -33,7 +55,61 @@ def add_lora(model: PreTrainedModel, spec: TrainedTokens | None, rank: int, alph
         trainable_token_indices={embedding: added} if added else None,
     )
     adapted: nn.Module = get_peft_model(model, config)
+    if earlier is not None and earlier.has_lora:
+        _load_matrices(adapted, earlier)
     return adapted
+
+
+def _same_scale(earlier: Adapter, rank: int, alpha: int | None) -> int:
+    """The earlier adapter's alpha. Raises ConfigError where the options say otherwise than it."""
+    path = earlier.directory / Lora.FILE
+    try:
+        stated = json.loads(path.read_text(encoding="utf-8"))
+        own = {"lora_rank": stated["r"], "lora_alpha": stated["lora_alpha"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterError(f"{path} is missing or damaged ({error}); get the adapter again") from error
+    wanted = {"lora_rank": rank, "lora_alpha": own["lora_alpha"] if alpha is None else alpha}
+    for name, value in wanted.items():
+        if value != own[name]:
+            raise ConfigError(
+                f"{name} is {value} and {earlier.directory}, from which training goes on, has {own[name]}; train with "
+                f"{name}={own[name]}, or from its base, {earlier.base.name}"
+            )
+    return int(own["lora_alpha"])
+
+
+def _load_matrices(adapted: nn.Module, earlier: Adapter) -> None:
+    """The rows are in the embedding already: their ids may have changed."""
+    path = earlier.directory / LORA_FILE
+    try:
+        held = {name: tensor for name, tensor in load_file(path).items() if ".lora_" in name}
+        named = {name.replace(".weight", ".default.weight"): tensor for name, tensor in held.items()}
+        found = adapted.load_state_dict(named, strict=False)
+        lacking = [name for name in found.missing_keys if ".lora_" in name]
+        if lacking or found.unexpected_keys:
+            raise ValueError(f"{[*lacking, *found.unexpected_keys][0]} is in one of it and {earlier.base.name} alone")
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise AdapterError(f"{path} is missing or damaged ({error}); get the adapter again") from error
+
+
+def save_lora(
+    lm: LanguageModel, model: Any, base: Base, spec: TrainedTokens | None, dtype: torch.dtype, out: Path
+) -> None:
+    """Write an adapter: matrices in `dtype` and rows in float32 as peft writes them, adapter.json, the tokenizer."""
+    from peft import get_peft_model_state_dict
+
+    held = get_peft_model_state_dict(model, save_embedding_layers=False)
+    tensors = {
+        name: tensor.detach().to("cpu", dtype if ".lora_" in name else torch.float32).contiguous()
+        for name, tensor in held.items()
+    }
+    save_file(tensors, out / LORA_FILE, {"format": "pt"})
+    config = model.peft_config["default"]
+    config.base_model_name_or_path = NAMED[base.name].hub if base.name in NAMED else base.name
+    config.inference_mode = True
+    config.save_pretrained(out)
+    lm.tokenizer.save_pretrained(out)
+    write_adapter(out, base, spec, None, lm.tokenizer)
 
 
 def merge_lora(model: Any) -> Any:

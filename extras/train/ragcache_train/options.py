@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 @dataclass(frozen=True)
 class TrainOptions:
     """
-    model:           bundled name, directory or hub id of the model to start from; on frozen weights also an
-                     adapter, whose rows go on
+    model:           bundled name, directory or hub id of the model to start from, or an adapter: on frozen weights
+                     and with LoRA it goes on
     data:            files of JSON lines (ragcache_train.data); may be empty where a store is given
     out:             directory of the trained model, its checkpoints and its log
     reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG), "packet" (KV Packet, on
@@ -38,6 +39,8 @@ class TrainOptions:
     anchor_tokens:   of KVLink's compressed caches ("link"): behind every `anchor_segment` tokens of a passage, whose
                      block holds the KV of these alone; 0: none. Of "text" rows the first half is compressed
     store:           draw `rows` rows of `passages` neighbouring passages from this store, on frozen weights
+    database:        SQLAlchemy URL of its documents; None: in its directory. Not written down: it may hold a
+                     password
     link_tokens:     K, after each passage; link_slots: passages that have link tokens of their own
     positions:       of markers: "reordered" or "composite"
     separate_share:  of "qa" rows, those whose passages are encoded separately; the others in standard encoding
@@ -46,10 +49,13 @@ class TrainOptions:
     system, question_format, segment_tokens: see EncodingOptions; max_tokens: longest sequence, link tokens not counted;
                      None: 4,096 or what the model takes
     steps:           of the optimizer; None: `epochs` of the data
+    minutes:         the run ends after so many, if its steps have not by then; the learning rate falls with the time
+                     then. Those before a run was resumed count
     batch_tokens, batch_size: padded tokens and rows of a batch; accumulate: batches of one step
     learning_rate:   None: 1e-5, or 2e-4 with LoRA, or 2e-2 on frozen weights
     warmup:          share of the steps over which the learning rate rises; schedule: how it falls after that
-    lora_rank:       0: train all weights; else the rank of LoRA's matrices, which are merged at the end
+    lora_rank:       0: train all weights; else the rank of LoRA's matrices: the result is an adapter with them
+    merge:           with LoRA: the result is the whole model with the matrices in its weights
     resume:          go on from the last checkpoint in `out`
     device:          "auto" (see `load_lm`), "cuda", "cpu", ...
     dtype:           of the weights while training; save_dtype: of the saved ones; None: as the model was saved
@@ -64,6 +70,7 @@ class TrainOptions:
     header_tokens: int | None = None
     trailer_tokens: int | None = None
     store: str | Path | None = None
+    database: str | None = None
     rows: int = 200
     passages: int = 8
     link_tokens: int = 5
@@ -79,6 +86,7 @@ class TrainOptions:
     segment_tokens: int = 100
     max_tokens: int | None = None
     steps: int | None = None
+    minutes: float | None = None
     epochs: float = 1.0
     batch_tokens: int = 8192
     batch_size: int | None = None
@@ -90,6 +98,7 @@ class TrainOptions:
     max_grad_norm: float = 1.0
     lora_rank: int = 0
     lora_alpha: int | None = None
+    merge: bool = False
     checkpointing: bool = False
     seed: int = 0
     save_every: int = 500
@@ -109,8 +118,12 @@ class TrainOptions:
         check_least("steps", 1 if self.steps is None else self.steps, 1)
         if not self.epochs > 0:
             raise ConfigError(f"epochs is {self.epochs}; it must be more than 0")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ConfigError(f"minutes is {self.minutes}; it must be more than 0")
         if self.lora_rank < 0:
             raise ConfigError(f"lora_rank is {self.lora_rank}; it must be at least 0 (0: train all weights)")
+        if self.merge and not self.lora_rank:
+            raise ConfigError("merge goes with lora_rank: all weights are written whole anyway")
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
         if self.precision not in (None, *PRECISIONS):
@@ -143,6 +156,8 @@ class TrainOptions:
             if self.header_tokens is not None or self.trailer_tokens is not None or self.store is not None:
                 raise ConfigError("header_tokens, trailer_tokens and store go with frozen weights; add freeze")
             return
+        if self.database is not None and self.store is None:
+            raise ConfigError("database is that of a store; add store")
         if self.reuse not in PACKETS:
             raise ConfigError(f"reuse is {self.reuse!r}; frozen weights can be trained for {' or '.join(PACKETS)}")
         if self.lora_rank:
@@ -157,6 +172,10 @@ class TrainOptions:
     @property
     def is_frozen(self) -> bool:
         return self.freeze or self.reuse == "packet"
+
+    @property
+    def makes_lora_adapter(self) -> bool:
+        return self.lora_rank > 0 and not self.merge
 
     @property
     def packet(self) -> tuple[int, int]:
@@ -192,6 +211,14 @@ class TrainOptions:
         own = FROZEN_RATE if self.is_frozen else LEARNING_RATES[self.lora_rank > 0]
         return own if self.learning_rate is None else self.learning_rate
 
+    def rate_share(self, done: float) -> float:
+        """The learning rate as a share of its peak, when that share of the run is done: as transformers' schedules."""
+        if done < self.warmup:
+            return done / self.warmup
+        left = (1 - done) / (1 - self.warmup) if self.warmup < 1 else 0.0
+        falling = {"linear": left, "cosine": (1 + math.cos(math.pi * (1 - left))) / 2, "constant": 1.0}
+        return max(0.0, falling[self.schedule])
+
     @property
     def beta2(self) -> float:
         """Decay of Adam's mean of squared gradients."""
@@ -199,4 +226,4 @@ class TrainOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Options as JSON, for the file beside the checkpoints."""
-        return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(asdict(replace(self, database=None)), default=str))  # type: ignore[no-any-return]

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import broadcast  # type: ignore[import-untyped]
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 Show = Callable[[dict[str, Any]], None]
@@ -16,12 +18,16 @@ LOG, PLOT = "training_log.jsonl", "loss.png"
 
 class ProgressLog(TrainerCallback):  # type: ignore[misc]
     """Writes `training_log.jsonl`: step, steps, loss, learning_rate, grad_norm, seconds. `last_loss`: of the last line.
+    Ends the run when its time is over.
 
-    A run that is resumed goes on in the same file, from the step it resumes at.
+    limit_s: None for none
+
+    A run that is resumed goes on in the same file, from the step it resumes at and its seconds.
     """
 
-    def __init__(self, out: Path, show: Show | None = None) -> None:
-        self.out, self.show = out, show
+    def __init__(self, out: Path, show: Show | None = None, limit_s: float | None = None) -> None:
+        self.out, self.show, self.limit_s = out, show, limit_s
+        self.elapsed_s = 0.0  # when the last step ended; the next one's rate is of then
         self.last_loss: float | None = None
         self._started = time.monotonic()
 
@@ -35,6 +41,20 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
         self.out.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(line) + "\n" for line in kept)
         (self.out / LOG).write_text(text, encoding="utf-8")
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.limit_s is None:
+            return
+        own = torch.tensor([time.monotonic() - self._started], dtype=torch.float64, device=args.device)
+        self.elapsed_s = float(broadcast(own))  # the first process's: all end at one step, at one learning rate
+        if self.elapsed_s >= self.limit_s:
+            control.should_training_stop = control.should_log = control.should_save = True
+
+    def time_share(self) -> float:
+        """How much of the time is over, 0..1; 0 where there is no limit."""
+        return 0.0 if self.limit_s is None else min(1.0, self.elapsed_s / self.limit_s)
 
     def on_log(
         self,

@@ -12,7 +12,17 @@ from ragcache.models.hub import ADAPTER
 from ragcache_train.options import TrainOptions
 
 OPTIONS, CHECKPOINTS = "training_options.json", "checkpoints"
-FREE_TO_CHANGE = {"resume", "out", "log_every", "save_every", "keep_checkpoints", "device", "save_dtype"}
+FREE_TO_CHANGE = {
+    "resume",
+    "out",
+    "log_every",
+    "save_every",
+    "keep_checkpoints",
+    "device",
+    "save_dtype",
+    "merge",
+    "minutes",
+}
 
 
 def write_options(options: TrainOptions, out: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
+from ragcache.models.adapter import Adapter
 from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, SECTION, TrainedTokens, grown
 from ragcache.prompt import list_controls
 
@@ -157,6 +158,17 @@ def prepare_model(model: PreTrainedModel, spec: TrainedTokens | None, seed: int)
     if fresh:
         _start_rows(model, fresh, seed)
     setattr(model.config, SECTION, spec.section())
+
+
+@torch.no_grad()
+def take_rows(model: PreTrainedModel, spec: TrainedTokens, earlier: Adapter) -> None:
+    """Let tokens start as those that stood for the same in an earlier adapter, whatever their ids were there."""
+    embeddings: Tensor = model.get_input_embeddings().weight
+    rows, before = earlier.rows(), {} if earlier.spec is None else earlier.spec.roles
+    held = {role: rows[id] for id, role in before.items()}
+    for id, role in spec.roles.items():
+        if role in held:
+            embeddings[id] = held[role].to(embeddings)
 
 
 @torch.no_grad()

@@ -11,12 +11,14 @@ from ragcache.errors import ConfigError
 from ragcache_train.data import DataRow
 
 
-def store_rows(path: str | Path, *, rows: int, passages: int, seed: int) -> list[DataRow]:
+def store_rows(path: str | Path, *, rows: int, passages: int, seed: int, database: str | None = None) -> list[DataRow]:
     """So many rows of so many passages that stand side by side in the store, in their order; each begins elsewhere.
+
+    database: SQLAlchemy URL of a store whose documents are elsewhere
 
     There are fewer where the store has fewer. Raises ConfigError for an empty store, StoreNotFoundError.
     """
-    with Library.open(path, store=StoreConfig(read_only=True)) as library:
+    with Library.open(path, store=StoreConfig(database=database, read_only=True)) as library:
         texts = [chunk.text for document in library.documents() for chunk in library.chunks_of(document.id)]
     if not texts:
         raise ConfigError(f"{path}: the store is empty; ingest something first")

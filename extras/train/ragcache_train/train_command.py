@@ -58,6 +58,10 @@ class FrozenOptions:
         Path | None,
         typer.Option("--store", envvar="RAGCACHE_TRAIN_STORE", help="Draw rows from this store's passages."),
     ] = None
+    database: Annotated[
+        str | None,
+        typer.Option("--database", envvar="RAGCACHE_TRAIN_DATABASE", help="SQLAlchemy URL of that store's documents."),
+    ] = None
     rows: Annotated[int, option("--rows", "Rows drawn from the store.")] = 200
     passages: Annotated[int, option("--passages", "Neighbouring passages of such a row.")] = 8
 
@@ -87,6 +91,9 @@ class ScheduleOptions:
 
     epochs: Annotated[float, option("--epochs", "Passes over the data.")] = 1.0
     steps: Annotated[int | None, option("--steps", "Steps of the optimizer, in place of --epochs.")] = None
+    minutes: Annotated[
+        float | None, option("--minutes", "End after so many; the learning rate falls with the time then.")
+    ] = None
     batch_tokens: Annotated[int, option("--batch-tokens", "Padded tokens of a batch.")] = 8192
     batch_size: Annotated[int | None, option("--batch-size", "Rows of a batch at most.")] = None
     accumulate: Annotated[int, option("--accumulate", "Batches of one step.")] = 1
@@ -100,6 +107,7 @@ class ScheduleOptions:
     ] = "linear"
     lora_rank: Annotated[int, option("--lora-rank", "Rank of LoRA's matrices; 0 trains all weights.")] = 0
     lora_alpha: Annotated[float | None, option("--lora-alpha", "Scale of LoRA; twice the rank if not given.")] = None
+    merge: Annotated[bool, option("--merge", "With LoRA: write the whole model, in place of an adapter.")] = False
     checkpointing: Annotated[bool, option("--checkpointing", "Compute activations twice to save memory.")] = False
     seed: Annotated[int, option("--seed", "Of new rows, order and batches.")] = 0
 
@@ -132,7 +140,8 @@ def train(
 ) -> None:
     """Train a model for reuse: passages read apart, joined by link tokens, markers, packets or nothing.
 
-    The result is a Hugging Face directory, or with --freeze an adapter, that every command takes as --model.
+    The result is a Hugging Face directory, or with --freeze or --lora-rank an adapter, that every command takes as
+    --model.
     """
     try:
         from ragcache_train.options import TrainOptions

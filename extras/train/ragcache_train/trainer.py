@@ -12,6 +12,8 @@ from typing import Any
 
 import accelerate  # type: ignore[import-untyped]  # noqa: F401 - the Trainer misses it only when all is loaded
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -67,9 +69,18 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
 
     loss_is_scaled_for_ga = True
 
-    def __init__(self, *args: Any, way: Way, plan: BatchPlan, multiple: int, **kwargs: Any) -> None:
-        super().__init__(*args, model=way.model, train_dataset=way.rows, **kwargs)
-        self._way, self._plan, self._multiple = way, plan, multiple
+    def __init__(
+        self,
+        *args: Any,
+        way: Way,
+        plan: BatchPlan,
+        multiple: int,
+        options: TrainOptions,
+        log: ProgressLog,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, model=way.model, train_dataset=way.rows, callbacks=[log], **kwargs)
+        self._way, self._plan, self._multiple, self._options, self._log = way, plan, multiple, options, log
         self.tokens_seen = 0
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -80,6 +91,17 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
             pin_memory=self.args.dataloader_pin_memory,
         )
         return self.accelerator.prepare(loader)  # type: ignore[no-any-return]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        """A run of so many minutes falls to its last rate by the time, if that is over before the steps are."""
+        if self._log.limit_s is None:
+            return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[no-any-return]
+
+        def share(step: int) -> float:
+            return self._options.rate_share(max(step / num_training_steps, self._log.time_share()))
+
+        self.lr_scheduler: LRScheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, share)
+        return self.lr_scheduler
 
     def compute_loss(
         self,
@@ -114,8 +136,8 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     if options.is_frozen:
         way = on_frozen_weights(lm, spec, encoded, options, out, earlier)
     else:
-        way = on_weights(lm, spec, encoded, options, out)
-    log = ProgressLog(out, show)
+        way = on_weights(lm, spec, encoded, options, out, earlier)
+    log = ProgressLog(out, show, None if options.minutes is None else 60 * options.minutes)
     trainer = _trainer(options, way, encoded, spec, log, device)
     trainer.accelerator.wait_for_everyone()  # all have looked whether `out` is free
     if trainer.is_world_process_zero():
@@ -128,12 +150,25 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
 
 
 def _load(options: TrainOptions, device: str) -> tuple[LanguageModel, Adapter | None]:
-    """The model to start from, and an adapter beside it whose rows go on on frozen weights."""
-    earlier = Adapter.find(resolve(options.model)) if options.is_frozen else None
+    """The model to start from, and an adapter beside it that goes on: its rows, and LoRA's matrices where these are
+    trained."""
+    goes_on = options.is_frozen or options.lora_rank
+    earlier = Adapter.find(resolve(options.model)) if goes_on else None
+    if earlier is not None and earlier.has_lora and options.is_frozen:
+        raise ConfigError(
+            f"{options.model} is an adapter with LoRA's matrices, and frozen weights go on from rows alone; train with "
+            "lora_rank, or write the whole model with merge first and freeze that"
+        )
     name = options.model if earlier is None else earlier.base.name
     lm = load_lm(name, dtype=options.weights_dtype(device), device=device, packed=False)
+    files = checkpoint_digest(resolve(name))
     if earlier is not None:
-        earlier.check_base(checkpoint_digest(resolve(name)))
+        earlier.check_base(files)
+    elif files is None and options.makes_lora_adapter:
+        raise ConfigError(
+            f"no files of {name} are here that an adapter could belong to (its weights are merged as it is loaded); "
+            "train with merge, which writes the whole model"
+        )
     return lm, earlier
 
 
@@ -141,7 +176,8 @@ def _read(options: TrainOptions) -> tuple[list[DataRow], list[BadLine]]:
     """All usable rows, and the lines that are not."""
     drawn: list[DataRow] = []
     if options.store is not None:
-        drawn = store_rows(options.store, rows=options.rows, passages=options.passages, seed=options.seed)
+        form = {"rows": options.rows, "passages": options.passages, "seed": options.seed}
+        drawn = store_rows(options.store, **form, database=options.database)
     if drawn and not options.data:
         return drawn, []
     rows, bad = read_rows(options.data, unlabelled=options.is_frozen)
@@ -200,7 +236,8 @@ def _trainer(
     plan = BatchPlan(rows, spec, options.batches(), options.seed, num_batches=num_batches, epochs=options.epochs)
     trainer = ReuseTrainer(
         args=_arguments(options, log.out, device, max(1, len(plan) // together)),
-        callbacks=[log],
+        options=options,
+        log=log,
         way=way,
         plan=plan,
         multiple=FLEX_BLOCK if device.startswith("cuda") else 1,

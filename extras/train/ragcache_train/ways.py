@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from transformers import AutoConfig, set_seed
 
 from ragcache.errors import ConfigError
-from ragcache.models.adapter import Adapter
+from ragcache.models.adapter import Adapter, Base
+from ragcache.models.hub import resolve
 from ragcache.models.language_model import LanguageModel
-from ragcache.models.load import DTYPES, base_of
+from ragcache.models.load import DTYPES, base_of, checkpoint_digest
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.attention import NAME, register
 from ragcache_train.collate import DrawnPairs, DrawnRows, collate, collate_pairs
 from ragcache_train.frozen import divergence_loss, freeze, save_frozen
 from ragcache_train.layout import EncodedRow
-from ragcache_train.lora import add_lora, merge_lora
+from ragcache_train.lora import add_lora, merge_lora, save_lora
 from ragcache_train.loss import answer_loss
 from ragcache_train.options import TrainOptions
-from ragcache_train.special_tokens import prepare_model
+from ragcache_train.special_tokens import prepare_model, take_rows
 
 
 class Way(NamedTuple):
@@ -43,18 +44,31 @@ class Way(NamedTuple):
 
 
 def on_weights(
-    lm: LanguageModel, spec: TrainedTokens | None, rows: Sequence[EncodedRow], options: TrainOptions, out: Path
+    lm: LanguageModel,
+    spec: TrainedTokens | None,
+    rows: Sequence[EncodedRow],
+    options: TrainOptions,
+    out: Path,
+    earlier: Adapter | None,
 ) -> Way:
-    """Train all weights, or LoRA's matrices; a Hugging Face directory comes out."""
+    """Train all weights, and a Hugging Face directory comes out, or LoRA's matrices, and an adapter does.
+
+    earlier: the adapter that LoRA goes on from; its base is `lm`
+    """
+    base, dtype = _base(lm), _saved_dtype(options)
     prepare_model(lm.model, spec, options.seed)
+    if earlier is not None and spec is not None:
+        take_rows(lm.model, spec, earlier)
     _prepare(lm, options)
     model: nn.Module = lm.model
     if options.lora_rank:
         set_seed(options.seed)  # of the matrices that start random
-        model = add_lora(lm.model, spec, options.lora_rank, options.lora_alpha)
+        model = add_lora(lm.model, spec, options.lora_rank, options.lora_alpha, earlier)
     else:
         model.requires_grad_(True)
-    save = partial(_save, lm, model, _saved_dtype(options), out)
+    save = partial(_save, lm, model, dtype, out)
+    if options.makes_lora_adapter:
+        save = partial(save_lora, lm, model, base, spec, dtype, out)
     return Way(model, DrawnRows(rows, spec, options.shuffle_passages), collate, answer_loss, save)
 
 
@@ -75,7 +89,7 @@ def on_frozen_weights(
     _prepare(lm, options)
     lm.model.train(options.checkpointing)  # transformers recomputes activations in training mode alone
     model = freeze(lm, spec, rows[0].prefix, options.seed, earlier)
-    save = partial(save_frozen, model, lm, spec, out)
+    save = partial(save_frozen, model, lm, _base(lm), spec, out)
     return Way(model, DrawnPairs(rows, spec, options.shuffle_passages), collate_pairs, divergence_loss, save)
 
 
@@ -85,6 +99,19 @@ def _prepare(lm: LanguageModel, options: TrainOptions) -> None:
     lm.model.set_attn_implementation(NAME)
     if options.checkpointing:
         lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _base(lm: LanguageModel) -> Base:
+    """What an adapter states of the model that it is trained beside, before anything is added to it."""
+    name, text = str(lm.name), lm.config.get_text_config(decoder=True)
+    return Base(
+        str(Path(name).resolve()) if Path(name).exists() else name,
+        str(checkpoint_digest(resolve(name))),
+        int(text.num_hidden_layers),
+        int(text.hidden_size),
+        int(text.vocab_size),
+        len(lm.tokenizer),
+    )
 
 
 def _saved_dtype(options: TrainOptions) -> torch.dtype:
