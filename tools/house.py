@@ -42,6 +42,7 @@ ROOMS = {
     "ragcache/server": Room(4_221, 22, 4_003, 20),
     "ragcache/cli": Room(1_885, 9, 1_448, 8),
     # Annexes.
+    "extras/demo/ragcache_demo": Room(315, 2, 310, 2),
     "extras/eval/ragcache_eval": Room(5_466, 50, 5_150, 23),
     "extras/train/ragcache_train": Room(2_519, 21, 2_390, 12),
     "extras/plan/ragcache_plan": Room(1_603, 8, 1_540, 8),

@@ -9,7 +9,6 @@ import typer
 
 from ragcache import plugins
 from ragcache.cli.ask import ask, chat
-from ragcache.cli.demo import demo
 from ragcache.cli.ingest import delete, ingest, list_documents, watch
 from ragcache.cli.maintain import doctor, info, methods, pin, pull, reencode, unpin
 from ragcache.cli.serve import serve
@@ -33,7 +32,6 @@ COMMANDS: Registry[Callable[..., None]] = Registry(
         "doctor": doctor,
         "methods": methods,
         "pull": pull,
-        "demo": demo,
     },
 )
 

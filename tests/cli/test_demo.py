@@ -9,8 +9,8 @@ import pytest
 from fake_index import make_wheel, name_it, save_tiny_gguf
 from terminal import invoke
 
-from ragcache.cli.demo import EXAMPLES, DemoQuestion, choose, holds_last_word, is_right, load_questions
 from ragcache.models import hub
+from ragcache_demo.demo_command import EXAMPLES, DemoQuestion, choose, holds_last_word, is_right, load_questions
 
 QUESTIONS = [
     {"question": "Where is the cat?", "answer": "on the mat", "hops": 1},

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+import ragcache
 from ragcache.cli.ask import source_line
 from ragcache.cli.flags import ModelOptions, StoreOptions, hide_bars_in_pipes, open_with_models, option
 from ragcache.cli.ingest import print_report
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ragcache import Answer, Hit, RagCache
 
 # Links in a clone, files in a wheel.
-EXAMPLES = (Path(__file__).resolve().parents[1] / "demo" / "corpus").resolve().parent
+EXAMPLES = (Path(ragcache.__file__).resolve().parent / "demo" / "corpus").resolve().parent
 QUESTIONS_SUFFIX = "_questions.jsonl"
 REAL, TOY = "smollm2", "mini"
 MAX_TOKENS = 48
