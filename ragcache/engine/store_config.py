@@ -11,11 +11,10 @@ from typing import NamedTuple
 from ragcache.engine.rates import AUTO, LOADS, RatesFile
 from ragcache.errors import ConfigError, StoreNotFoundError, check_choice
 from ragcache.kv.block_key import Recipe
-from ragcache.store.codec_basis import known_basis
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.folder import database_id, open_documents
-from ragcache.store.foreign import DEFAULT_FOREIGN_BYTES, ForeignCache
+from ragcache.store.foreign import DEFAULT_FOREIGN_BYTES
 from ragcache.store.kv_store import DEFAULT_MEMORY_BYTES, KVStore
 from ragcache.store.neighbours import NEIGHBOURS_FROM
 from ragcache.store.remote import Connection, connect, open_blobs
@@ -131,7 +130,7 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
         foreign = open_foreign(layout.foreign, config)
         if foreign is not None:
             undo.callback(foreign.close)
-        kv = open_kv(layout.kv, config, remote, documents.referenced, known_basis(documents), foreign)
+        kv = open_kv(layout.kv, config, remote, documents.referenced, documents.basis, foreign)
         undo.pop_all()
     return Store(layout, documents, kv)
 
@@ -142,7 +141,7 @@ def open_kv(
     remote: Connection | None = None,
     referenced: Callable[[Iterable[str]], set[str]] | None = None,
     basis: str | None = None,
-    foreign: ForeignCache | None = None,
+    foreign: KVStore | None = None,
 ) -> KVStore:
     """Raises ConfigError."""
     return KVStore(
@@ -164,12 +163,12 @@ def open_kv(
     )
 
 
-def open_foreign(root: Path, config: StoreConfig) -> ForeignCache | None:
+def open_foreign(root: Path, config: StoreConfig) -> KVStore | None:
     """Blocks of no document, evicted as others are; None where none are kept. Without a codec: what is kept is what
     the store's codec left of a block."""
     if not config.foreign_cache:
         return None
-    kv = KVStore(
+    return KVStore(
         root,
         memory_bytes=0,
         disk_bytes=config.foreign_cache,
@@ -177,7 +176,6 @@ def open_foreign(root: Path, config: StoreConfig) -> ForeignCache | None:
         eviction=config.eviction,
         read_only=config.read_only,
     )
-    return ForeignCache(kv)
 
 
 def open_kv_to_fill(
