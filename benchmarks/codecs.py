@@ -249,8 +249,8 @@ class Reader:
         self.budget = 4 * sum(block.num_bytes for block in blocks)
         self.basis: str | None = None
         with self._open() as store:
-            if store.basis.is_lacking:
-                self.basis = store.basis.add(stand_in(blocks[0]))
+            if store.lacks_basis:
+                self.basis = store.add_basis(stand_in(blocks[0]))
         self.store, self.cold = self._open(), self._open()
         for key, block in zip(self.keys, blocks, strict=True):
             self.store.put(key, block)

@@ -89,8 +89,9 @@ class ThrottledStore(KVStore):
     bucket: Bucket
 
     def fetch(self, key: str) -> Loaded | None:
-        if self.locate(key) == self.durable_tier:
-            self.bucket.take(self.size(key) or 0)
+        stored = self.lookup([key]).get(key)
+        if stored is not None and stored.tier == self.durable_tier:
+            self.bucket.take(stored.num_bytes)
         return super().fetch(key)
 
 

@@ -37,4 +37,4 @@ def ready(codec: Codec, *examples: KVBlock) -> Codec:
 def keep_basis(root: Path, codec: str, example: KVBlock) -> str | None:
     """Store a basis for blocks like this one; None where the codec needs none."""
     with KVStore(root, codec=codec) as store:
-        return store.basis.add(stand_in(example)) if store.basis.is_lacking else None
+        return store.add_basis(stand_in(example)) if store.lacks_basis else None

@@ -8,6 +8,7 @@ import math
 import torch
 
 from ragcache.kv.block import KVBlock, MixedBlock, keep
+from ragcache.store.kv_store import KVStore
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -70,3 +71,15 @@ def make_unequal(block: KVBlock, seed: int = 0) -> KVBlock:
     counts = torch.linspace(0, block.num_tokens, block.num_layers).int().tolist()
     masks = [make_masks(block, count, seed)[layer] for layer, count in enumerate(counts)]
     return keep(block, masks)
+
+
+def tier_of(store: KVStore, key: str) -> str | None:
+    """The fastest tier that has the block."""
+    stored = store.lookup([key]).get(key)
+    return None if stored is None else stored.tier
+
+
+def size_of(store: KVStore, key: str) -> int | None:
+    """Bytes that reading the block from there moves."""
+    stored = store.lookup([key]).get(key)
+    return None if stored is None else stored.num_bytes

@@ -131,7 +131,7 @@ class RagCacheWorker:
     def _keep(self, passages: Sequence[Sequence[int]]) -> list[KVBlock]:
         blocks = self._lm.encode(passages, self._encoder.recipe) if passages else []
         pairs = zip(passages, blocks, strict=True)
-        return [self._store.remember(self._encoder.key(ids), block) for ids, block in pairs]
+        return [self._store.put(self._encoder.key(ids), block, "memory") for ids, block in pairs]
 
 
 def _prompt(prompt: Prompt) -> rc.Prompt:

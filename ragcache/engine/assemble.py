@@ -48,7 +48,6 @@ from ragcache.retrieval.embedder import Embedder, load_embedder
 from ragcache.retrieval.reranker import Reranker, load_reranker
 from ragcache.retrieval.retriever import Retriever
 from ragcache.runtime import team_ends
-from ragcache.store.codec_basis import known_basis
 from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import PrefillRate
 from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice
@@ -284,7 +283,7 @@ def open_loader(store: Store, config: StoreConfig, lm: LanguageModel, recipe: Re
     """The chooser between loading and computing a block of this recipe; None where there is no choice."""
     if config.load == ALWAYS:
         return None
-    rates = open_rates(store.rates, store.kv.root, lm, store.kv.basis.codec, config.measure_s, recipe)
+    rates = open_rates(store.rates, store.kv.root, lm, store.kv.codec, config.measure_s, recipe)
     return BlockLoader(store.kv, rates, policy=config.load, ahead_bytes=config.speculative_bytes)
 
 
@@ -309,7 +308,7 @@ def open_workers(store: Store, config: StoreConfig, chosen: WorkersConfig) -> Wo
     bound = store.documents.properties()
     remote = (config.remote or str(bound["remote"])) if "remote" in bound else None
     root, owner = store.layout.kv.absolute(), str(bound.get("database_id", ""))
-    return chosen.workers(partial(open_kv_to_fill, root, config, remote, owner, known_basis(store.documents)))
+    return chosen.workers(partial(open_kv_to_fill, root, config, remote, owner, store.documents.basis))
 
 
 def open_model(

@@ -65,11 +65,11 @@ class BlockWriter:
     def keep(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
         """The block as it was kept: with a lossy codec the first answer is then like all later ones."""
         if self._passing:
-            return self._kv.remember(handle, block)
+            return self._kv.put(handle, block, "memory")
         if not chunk.is_stored:
             return self._kv.keep_foreign(handle, block, self._names.owner, chunk.token_ids)
         if chunk.uses_left and not self._is_hot(chunk):
-            return self._kv.pass_on(handle, block, hold=False)
+            return self._kv.put(handle, block, "nowhere")
         return self._store(chunk, handle, block)
 
     def _is_hot(self, chunk: Chunk) -> bool:
@@ -96,7 +96,7 @@ class BlockWriter:
             self._forget(handle)
         except NOT_KEPT as error:
             log.warning("the block of chunk %s is kept in memory only: %s", chunk.id, error)
-            stored = self._kv.remember(handle, block)
+            stored = self._kv.put(handle, block, "memory")
         return stored
 
     def _forget(self, handle: str) -> None:

@@ -105,7 +105,7 @@ def _forget_missing(store: Store) -> list[str]:
         chunk.id
         for document in store.documents.documents()
         for chunk in store.documents.chunks_of(document.id)
-        if chunk.handle is not None and chunk.handle not in kept and not store.kv.stored_bytes(chunk.handle)
+        if chunk.handle is not None and chunk.handle not in kept and not store.kv.lookup([chunk.handle], "flushed")
     ]
     if missing:
         store.documents.set_handles(dict.fromkeys(missing))

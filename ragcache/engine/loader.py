@@ -156,8 +156,9 @@ class Prefetch:
             return
         expected_s: dict[str, float] = {}  # by tier
         begun: dict[str, Stored] = {}
-        new = [key for key in dict.fromkeys(keys) if key not in self._reads and not loader.kv.in_memory(key)]
-        for key, stored in loader.kv.sizes(new).items():
+        near = loader.kv.lookup(keys, "memory")
+        new = [key for key in dict.fromkeys(keys) if key not in self._reads and key not in near]
+        for key, stored in loader.kv.lookup(new).items():
             before_s = expected_s.get(stored.tier, loader.rates.backlog_s(stored.tier))
             expected_s[stored.tier] = before_s + loader.rates.load_s(*stored)
             late = expected_s[stored.tier] > AHEAD_S
@@ -241,7 +242,7 @@ class _Question:
 
     def _take_from_memory(self, handle: str) -> bool:
         """Take the block if a fast tier has it: such a block is never computed."""
-        if handle in self._ahead or not self._kv.in_memory(handle):
+        if handle in self._ahead or handle not in self._kv.lookup([handle], "memory"):
             return False
         loaded = self._kv.fetch(handle)
         if loaded is None:
@@ -251,7 +252,7 @@ class _Question:
 
     def _load_and_compute(self) -> None:
         begun = {rank: self._ahead[handle] for rank, handle in enumerate(self._slow) if handle in self._ahead}
-        self._stored = self._kv.sizes(self._slow)
+        self._stored = self._kv.lookup(self._slow)
         self._absent = {rank for rank, key in enumerate(self._slow) if key not in self._stored and rank not in begun}
         readable = self._stored if self._loader.policy != NEVER else {}
         self._split = LoadPlan(
@@ -346,7 +347,7 @@ class _Question:
         if rank in self._absent:
             return self._keeper.keep(self._chunks[handle], handle, block)
         # Another question that is reading the block will hold it, and is not to be waited for.
-        return self._kv.pass_on(handle, block, hold=not self._loader.is_reading(handle))
+        return self._kv.put(handle, block, "nowhere" if self._loader.is_reading(handle) else "again")
 
     def _use_computed(self, rank: int, block: KVBlock) -> None:
         self._blocks[self._slow[rank]] = block

@@ -18,7 +18,7 @@ from ragcache.ingest.chunker import PassthroughSplitter
 from ragcache.prompt import PromptEnds, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
-from ragcache.store.foreign import ForeignCache
+from ragcache.store.foreign import PassageList
 from ragcache.store.records import NOT_STORED, Chunk
 
 
@@ -112,7 +112,7 @@ class PassageFinder:
         documents: DocumentStore,
         tokenizer: PreTrainedTokenizerBase,
         file: Path,
-        foreign: ForeignCache | None = None,
+        foreign: PassageList | None = None,
         owner: str = "",
     ) -> None:
         """foreign: passages of no document, of which those of this owner are found

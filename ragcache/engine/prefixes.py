@@ -252,7 +252,7 @@ class WholeStore:
                 log.warning("the KV of the whole store is not kept on disk: the store's codec would change it")
                 return
             if self._documents.hold_over_all(handle, generation):
-                self._kv.put(handle, block, flushed=True)
+                self._kv.put(handle, block, "flushed")
                 if not self._documents.referenced([handle]):  # a document changed since: nothing else would find it
                     self._kv.delete(handle)
         except (*NOT_KEPT, UnencodableBlockError) as error:

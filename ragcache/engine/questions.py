@@ -47,7 +47,7 @@ class Questions:
     def __init__(self, parts: Components) -> None:
         self._parts = parts
         layout, documents, kv = parts.store
-        self.finder = PassageFinder(documents, parts.card.tokenizer, layout.passages, kv.foreign, parts.names.owner)
+        self.finder = PassageFinder(documents, parts.card.tokenizer, layout.passages, kv.passages, parts.names.owner)
         self._mini_notice = MiniNotice(parts.card.name)
         self._unchecked_notice = UncheckedNotice(parts.card.name, parts.store.layout.root)
         self._generation = -1

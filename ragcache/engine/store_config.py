@@ -11,7 +11,6 @@ from typing import NamedTuple
 from ragcache.engine.options import StoreConfig
 from ragcache.engine.rates import RatesFile
 from ragcache.errors import StoreNotFoundError
-from ragcache.store.codec_basis import known_basis
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.folder import database_id, open_documents
@@ -57,7 +56,7 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
         foreign = open_foreign(layout.foreign, config)
         if foreign is not None:
             undo.callback(foreign.close)
-        kv = open_kv(layout.kv, config, remote, documents.referenced, known_basis(documents), foreign)
+        kv = open_kv(layout.kv, config, remote, documents.referenced, documents.basis, foreign)
         undo.pop_all()
     return Store(layout, documents, kv)
 
@@ -68,7 +67,7 @@ def open_kv(
     remote: Connection | None = None,
     referenced: Callable[[Iterable[str]], set[str]] | None = None,
     basis: str | None = None,
-    foreign: ForeignCache | None = None,
+    foreign: KVStore | None = None,
 ) -> KVStore:
     """Raises ConfigError."""
     return KVStore(
@@ -90,12 +89,12 @@ def open_kv(
     )
 
 
-def open_foreign(root: Path, config: StoreConfig) -> ForeignCache | None:
+def open_foreign(root: Path, config: StoreConfig) -> KVStore | None:
     """Blocks of no document, evicted as others are; None where none are kept. Without a codec: what is kept is what
     the store's codec left of a block."""
     if not config.foreign_cache:
         return None
-    kv = KVStore(
+    return KVStore(
         root,
         memory_bytes=0,
         disk_bytes=config.foreign_cache,
@@ -103,7 +102,6 @@ def open_foreign(root: Path, config: StoreConfig) -> ForeignCache | None:
         eviction=config.eviction,
         read_only=config.read_only,
     )
-    return ForeignCache(kv)
 
 
 def open_kv_to_fill(

@@ -148,7 +148,7 @@ class Ingestor:
             raise ConfigError(f"hot_after is {hot_after}; a passage is hot after 1 retrieval or more")
         if kv != "lazy":
             _ = self.encoder
-        if cluster is not None and kv == "eager" and self.kv.basis.is_lacking:
+        if cluster is not None and kv == "eager" and self.kv.lacks_basis:
             raise BasisError(
                 "the store's codec has no basis yet, which no cluster makes; ingest some documents without one first"
             )
@@ -413,7 +413,8 @@ class IngestRun:
         eager = self.eager and not self.report.dry_run
         stored = tuple(self.to.documents.chunks_of(document.id)) if eager else ()
         keys = [self.to.names.key(chunk.token_ids) for chunk in stored]
-        if all(chunk.handle == key and self.to.kv.stored_bytes(key) for chunk, key in zip(stored, keys, strict=True)):
+        there = self.to.kv.lookup(keys, "flushed")
+        if all(chunk.handle == key and key in there for chunk, key in zip(stored, keys, strict=True)):
             self._tell_unchanged(document.id)
             return None
         chunks = [TextChunk(chunk.text, chunk.token_ids, ()) for chunk in stored]
@@ -434,7 +435,7 @@ class IngestRun:
         return EncodeJob(texts, wanted)
 
     def _calibrate(self, wanted: Mapping[str, list[int]]) -> None:
-        if wanted and self.to.kv.basis.is_lacking:
+        if wanted and self.to.kv.lacks_basis:
             with self.report.seconds.timed("encode_s"):
                 calibrate(self.to.documents, self.to.kv, self.to.encoder, list(wanted.values()))
 
@@ -470,8 +471,8 @@ class IngestRun:
         key = self.to.names.first_key
         if key is None:
             return
-        if not self.to.kv.stored_bytes(key):
-            self.to.kv.put(key, self.to.encoder.encode_first(), flushed=True)
+        if not self.to.kv.lookup([key], "flushed"):
+            self.to.kv.put(key, self.to.encoder.encode_first(), "flushed")
         self.to.documents.hold(key)
 
     def _commit_window(self, window: list[PendingDocument], vectors: Vectors) -> None:
@@ -493,7 +494,7 @@ class IngestRun:
         chunks = [
             NewChunk(
                 self.chunker.chunk_id(document.id, ordinal), chunk.text, chunk.token_ids, vector,
-                handle=key if self.eager or self.to.kv.stored_bytes(key) else None,
+                handle=key if self.eager or self.to.kv.lookup([key], "flushed") else None,
                 uses_left=self.uses,
                 metadata={"headings": list(chunk.headings)} if chunk.headings else {},
             )
@@ -542,7 +543,8 @@ class IngestRun:
             self._tell_stored(one)
         wanted = {key: len(chunk.token_ids) for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
         if self.eager:
-            self.report.computed_tokens += sum(size for key, size in wanted.items() if not self.to.kv.stored_bytes(key))
+            stored = self.to.kv.lookup(wanted, "flushed")
+            self.report.computed_tokens += sum(size for key, size in wanted.items() if key not in stored)
 
     def _tell_stored(self, one: PendingDocument) -> None:
         (self.report.updated if one.replaces else self.report.added).append(one.document.id)

@@ -30,7 +30,6 @@ from ragcache.models.deadline import LIMIT, POLL_S, Limit, limited
 from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder
 from ragcache.runtime import work_alone
-from ragcache.store.codec_basis import hold_basis, known_basis
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 
@@ -195,7 +194,8 @@ class Worker:
         return vectors
 
     def _encode_missing(self, job: EncodeJob, report: IngestReport, say: Say) -> None:
-        wanted, missing = job.wanted, [key for key in job.wanted if not self.kv.stored_bytes(key)]
+        wanted, stored = job.wanted, self.kv.lookup(job.wanted, "flushed")
+        missing = [key for key in wanted if key not in stored]
         report.reused_blocks += len(wanted) - len(missing)
         say("skip", sum(map(len, wanted.values())) - sum(len(wanted[key]) for key in missing))
         writes: list[Future[None]] = []
@@ -221,8 +221,8 @@ class Worker:
 
     def _write(self, key: str, block: KVBlock, report: IngestReport) -> None:
         with report.seconds.timed("write_s"):
-            self.kv.put(key, block, flushed=True)  # a document is committed when its blocks outlive a kill
-        report.kv_bytes += self.kv.stored_bytes(key)
+            self.kv.put(key, block, "flushed")  # a document is committed when its blocks outlive a kill
+        report.kv_bytes += sum(stored.num_bytes for stored in self.kv.lookup([key], "flushed").values())
 
 
 class LocalWorkers:
@@ -263,14 +263,14 @@ SAMPLE_TOKENS = 8192
 def calibrate(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder, chunks: Sequence[Sequence[int]]) -> None:
     """Give the store's codec its basis: one that another process has made meanwhile, or one of these chunks' KV.
 
-    Raises BasisError when they have too few tokens, and what `CodecBasis.add` and `IngestRun` raise.
+    Raises BasisError when they have too few tokens, and what `KVStore.add_basis` and `IngestRun` raise.
     """
-    name = known_basis(documents)
+    name = documents.basis
     if name is not None:
-        kv.basis.use(name)
+        kv.use_basis(name)
         return
-    name = kv.basis.add(kv.basis.fit(_encode(encoder, _sample(chunks))))
-    hold_basis(documents, name)
+    name = kv.add_basis(kv.fit_basis(_encode(encoder, _sample(chunks))))
+    documents.hold_basis(name)
 
 
 def _sample(chunks: Sequence[Sequence[int]]) -> list[Sequence[int]]:

@@ -113,6 +113,17 @@ class DocumentStore:
             self._bind(connection, HELD_OVER_ALL + handle, True)
             return True
 
+    @property
+    def basis(self) -> str | None:
+        """The name of the codec's basis, if the store has one."""
+        name = self.properties().get("basis")
+        return None if name is None else str(name)
+
+    def hold_basis(self, name: str) -> None:
+        """Record the codec's basis, and that it is referenced though no chunk has it."""
+        self.hold(name)
+        self.bind("basis", name)
+
     # Changes
 
     def replace_document(self, document: NewDocument, new_chunks: Sequence[NewChunk]) -> list[int]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
 import xxhash
@@ -85,115 +85,57 @@ class LRU(EvictionPolicy):
         return iter(self._order)
 
 
-# Least frequently used.
-
-
-class LFU(EvictionPolicy):
-    """The entry with the fewest uses since it came in goes first; of equals, the one not used for the longest time.
-
-    Without ageing: what was hot once stays. `gdsf` and `pgdsf` age.
-    """
-
-    name: ClassVar[str] = "lfu"
-
-    def __init__(self) -> None:
-        self._order = PriorityOrder()
-
-    def insert(self, entry: Entry) -> None:
-        self._order.add(entry.key, 1)
-
-    def touch(self, key: str) -> None:
-        if key in self._order:
-            self._order.raise_to(key, self._order[key] + 1)
-
-    def remove(self, key: str) -> None:
-        self._order.remove(key)
-
-    def victims(self) -> Iterator[str]:
-        return self._order.ascending()
-
-
-# Keys by a priority that only grows while a key is held.
-
-
-@dataclass(slots=True)
-class _Held:
-    """priority, used: what the order is by; used counts the calls, so that of equals the least recently used is first
-    mark: which element of the heap stands for this key"""
-
-    priority: float
-    used: int
-    mark: int = field(default=0)
+# Keys by a priority.
 
 
 class PriorityOrder:
     """A heap whose elements are allowed to be out of date.
 
-    Raising a priority does not move the key: its element stays where it is, as a lower bound, until it comes up, and is
-    put in its right place then. So `raise_to` is O(1), the lowest key is found in O(log n) amortised over the calls,
-    and the k lowest in O(k log n). A removed key's element is dropped when it comes up, or when such are the majority.
+    A new priority pushes a new element and leaves the old one, which is dropped when it comes up, or when such are
+    the majority. So `put` is O(log n) amortised, and the k lowest keys are found in O(k log n) over the calls. Of
+    equals, the least recently used is first.
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, _Held] = {}
-        self._heap: list[tuple[float, int, int, str]] = []  # priority, used, mark, key
+        self._held: dict[str, tuple[float, int, str]] = {}  # priority, number of the call, key
+        self._heap: list[tuple[float, int, str]] = []
         self._clock = 0
 
     def __contains__(self, key: object) -> bool:
         return key in self._held
 
     def __getitem__(self, key: str) -> float:
-        return self._held[key].priority
+        return self._held[key][0]
 
-    def add(self, key: str, priority: float) -> None:
-        """The key is not held at this time."""
+    def put(self, key: str, priority: float) -> None:
+        """Count a use of a key, held or not."""
         self._clock += 1
-        held = self._held[key] = _Held(priority, self._clock, self._clock)
-        heapq.heappush(self._heap, (priority, held.used, held.mark, key))
-
-    def raise_to(self, key: str, priority: float) -> None:
-        """Count a use of a key that is held. The priority must not be lower than the one it has."""
-        self._clock += 1
-        held = self._held[key]
-        held.priority, held.used = priority, self._clock
+        self._held[key] = (priority, self._clock, key)
+        heapq.heappush(self._heap, self._held[key])
+        self._tidy()
 
     def remove(self, key: str) -> None:
         """An unknown key is ignored."""
-        if self._held.pop(key, None) is not None and len(self._heap) > 2 * len(self._held) + 8:
-            self._heap = [(held.priority, held.used, held.mark, name) for name, held in self._held.items()]
-            heapq.heapify(self._heap)
+        if self._held.pop(key, None) is not None:
+            self._tidy()
 
     def ascending(self) -> Iterator[str]:
         """All keys, lowest first; nothing may be changed while this is iterated."""
-        self._settle()
-        # Best first over the heap as a tree: nothing is popped. An element that is out of date comes up again, without
-        # children, at its true place, which is never before its lower bound.
-        front = [(*self._heap[0], 0)] if self._heap else []
+        while self._heap and self._held.get(self._heap[0][2]) != self._heap[0]:
+            heapq.heappop(self._heap)
+        # Best first over the heap as a tree: nothing is popped.
+        front = [(self._heap[0], 0)] if self._heap else []
         while front:
-            _, used, mark, key, index = heapq.heappop(front)
-            if index >= 0:
-                for child in (2 * index + 1, 2 * index + 2):
-                    if child < len(self._heap):
-                        heapq.heappush(front, (*self._heap[child], child))
-            held = self._held.get(key)
-            if held is None or held.mark != mark:
-                continue
-            if held.used == used:
-                yield key
-            else:
-                heapq.heappush(front, (held.priority, held.used, mark, key, -1))
+            element, index = heapq.heappop(front)
+            for child in range(2 * index + 1, min(2 * index + 3, len(self._heap))):
+                heapq.heappush(front, (self._heap[child], child))
+            if self._held.get(element[2]) == element:
+                yield element[2]
 
-    def _settle(self) -> None:
-        """Bring the true lowest key to the top. Every step of it was paid for by a use or a removal."""
-        while self._heap:
-            _, used, mark, key = self._heap[0]
-            held = self._held.get(key)
-            if held is None or held.mark != mark:
-                heapq.heappop(self._heap)
-            elif held.used != used:
-                heapq.heapreplace(self._heap, (held.priority, held.used, mark, key))
-            else:
-                return
+    def _tidy(self) -> None:
+        if len(self._heap) > 2 * len(self._held) + 8:
+            self._heap = list(self._held.values())
+            heapq.heapify(self._heap)
 
 
 # Admission: whether a newcomer is worth what would have to go for it.
@@ -340,12 +282,12 @@ class GDSF(EvictionPolicy):
     def insert(self, entry: Entry) -> None:
         self._uses[entry.key] = 1
         self._worth[entry.key] = self.cost(entry) / max(1, entry.num_bytes)
-        self._order.add(entry.key, self._priority(entry.key))
+        self._order.put(entry.key, self._priority(entry.key))
 
     def touch(self, key: str) -> None:
         if key in self._uses:
             self._uses[key] += 1
-            self._order.raise_to(key, self._priority(key))
+            self._order.put(key, self._priority(key))
 
     def remove(self, key: str) -> None:
         self._order.remove(key)
@@ -362,6 +304,22 @@ class GDSF(EvictionPolicy):
 
     def _priority(self, key: str) -> float:
         return self._clock + self._uses[key] * self._worth[key]
+
+
+class LFU(GDSF):
+    """The entry with the fewest uses since it came in goes first; of equals, the one not used for the longest time.
+
+    Without ageing: what was hot once stays. `gdsf` and `pgdsf` age.
+    """
+
+    name: ClassVar[str] = "lfu"
+
+    def cost(self, entry: Entry) -> float:
+        """As its size: a priority counts uses alone."""
+        return max(1, entry.num_bytes)
+
+    def evict(self, key: str) -> None:
+        self.remove(key)
 
 
 # An 8B model by operations; only the ratio matters to a policy. A token takes 2 * parameters in the products and

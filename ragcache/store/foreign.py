@@ -1,21 +1,18 @@
-"""KV of passages that callers hand over, which are none of the store's documents."""
+"""Passages that callers hand over, which are none of the store's documents."""
 
 from __future__ import annotations
 
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import StoreBusyError, StoreFullError
-from ragcache.kv.block import KVBlock
-from ragcache.store.counters import Loaded
-from ragcache.store.tiers.stack import Stored
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
@@ -27,41 +24,26 @@ _TABLE = """CREATE TABLE IF NOT EXISTS passages (
 )"""
 
 
-class Blocks(Protocol):
-    """Where the blocks are: a `KVStore`, which holds this cache in turn."""
+class PassageList:
+    """The passages among the blocks of no document, by which they are found in prompts; kept beside the blocks.
 
-    root: Path
-    read_only: bool
-
-    def put(self, key: str, block: KVBlock) -> KVBlock: ...
-    def fetch(self, key: str) -> Loaded | None: ...
-    def sizes(self, keys: Sequence[str]) -> dict[str, Stored]: ...
-    def keys(self) -> Iterable[str]: ...
-    def __contains__(self, key: object) -> bool: ...
-    def delete(self, key: str) -> None: ...
-    def close(self) -> None: ...
-
-
-class ForeignCache:
-    """Blocks within a budget of their own, and a list of the passages among them, by which they are found in prompts.
-
-    kv: holds the blocks, which have the names that they would have as a document's; no document knows of them
+    blocks: keys of those that are there, named as they would be as a document's; no document knows of them
     A damaged list is made anew, with a warning. Thread-safe; several processes may share one.
     """
 
-    def __init__(self, kv: Blocks) -> None:
-        self.kv = kv
-        self.path = kv.root / "passages.sqlite3"
+    def __init__(self, root: Path, blocks: Container[str], *, read_only: bool) -> None:
+        self.path = root / "passages.sqlite3"
+        self._blocks = blocks
+        self._read_only = read_only
         self._lock = threading.Lock()
         self._opened: sqlite3.Connection | None = None
 
-    def keep(self, key: str, block: KVBlock, owner: str, token_ids: Sequence[int]) -> None:
-        """Keep a passage's block, as far as the budget has room.
+    def add(self, key: str, owner: str, token_ids: Sequence[int]) -> None:
+        """List a passage, whose block is kept.
 
         owner: whose prompts it is found in: of one model, recipe and tenant
-        Raises StoreFullError, StoreReadOnlyError, StoreBusyError, UnencodableBlockError.
+        Raises StoreFullError, StoreBusyError.
         """
-        self.kv.put(key, block)
         row = (key, owner, np.asarray(token_ids, _TOKEN).tobytes())
 
         def add(database: sqlite3.Connection) -> None:
@@ -92,24 +74,21 @@ class ForeignCache:
             query = "SELECT handle, token_ids FROM passages WHERE number = ? AND owner = ?"
             for number in numbers:
                 for handle, ids in database.execute(query, (number, owner)).fetchall():
-                    if handle in self.kv:
+                    if handle in self._blocks:
                         there[number] = np.frombuffer(ids, _TOKEN).tolist()
-                    elif not self.kv.read_only:
+                    elif not self._read_only:
                         database.execute("DELETE FROM passages WHERE number = ?", (number,))
             return there
 
         return self._run(look) or {}
 
-    def delete(self, key: str) -> None:
-        """Remove a block and its passage, if it is here."""
-        if self.kv.root.exists():
-            self.kv.delete(key)
-            self._run(lambda database: database.execute("DELETE FROM passages WHERE handle = ?", (key,)))
+    def remove(self, key: str) -> None:
+        """Take a passage off the list, if it is there."""
+        self._run(lambda database: database.execute("DELETE FROM passages WHERE handle = ?", (key,)))
 
     def close(self) -> None:
         with self._lock:
             self._let_go()
-        self.kv.close()
 
     def _run(self, work: Callable[[sqlite3.Connection], _T], *, create: bool = False) -> _T | None:
         """What the work returns, in one transaction; None where there is no list. One that is damaged is removed."""
@@ -128,16 +107,16 @@ class ForeignCache:
             except sqlite3.DatabaseError as error:
                 self._let_go()
                 log.warning("%s: damaged (%s); removed: passages from elsewhere are listed anew", self.path, error)
-                if not self.kv.read_only:
+                if not self._read_only:
                     self.path.unlink(missing_ok=True)
                 return None
 
     def _open(self, create: bool) -> sqlite3.Connection | None:
         if self._opened is None and (create or self.path.exists()):
-            mode = "ro" if self.kv.read_only else "rwc"
+            mode = "ro" if self._read_only else "rwc"
             uri = f"{self.path.absolute().as_uri()}?mode={mode}"
             self._opened = sqlite3.connect(uri, timeout=30.0, uri=True, check_same_thread=False)
-            if not self.kv.read_only:
+            if not self._read_only:
                 self._opened.execute(_TABLE)
         return self._opened
 
@@ -147,6 +126,6 @@ class ForeignCache:
             self._opened = None
 
     def _purge(self, database: sqlite3.Connection) -> None:
-        there = set(self.kv.keys())
-        gone = [(key,) for (key,) in database.execute("SELECT handle FROM passages") if key not in there]
+        listed = database.execute("SELECT handle FROM passages").fetchall()
+        gone = [row for row in listed if row[0] not in self._blocks]
         database.executemany("DELETE FROM passages WHERE handle = ?", gone)

@@ -6,19 +6,20 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
-from ragcache.codecs import Bases, get_codec
-from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
+from ragcache.codecs import Bases, Codec, get_codec
+from ragcache.codecs.basis import basis_name
+from ragcache.errors import BasisError, DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch, work_alone
-from ragcache.store.codec_basis import CodecBasis
 from ragcache.store.counters import AccessCounts, KVStats, Loaded, WarnOnce
 from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import EvictionPolicy, get_policy
-from ragcache.store.foreign import ForeignCache
+from ragcache.store.foreign import PassageList
 from ragcache.store.remote import Connection
 from ragcache.store.retention import Expiry, Pins
 from ragcache.store.tiers import CachedTier, DeviceTier, DurableTier, MemoryTier, RemoteTier, Tier, get_durable
@@ -26,6 +27,7 @@ from ragcache.store.tiers.stack import Demotion, KeyLocks, Stored, TierStack
 from ragcache.store.tiers.write_behind import WriteBehind
 from ragcache.store.trace import TraceWriter
 
+Where = Literal["durable", "flushed", "memory", "again", "nowhere"]
 DEFAULT_MEMORY_BYTES = 2 * 1024**3
 LEFTOVER_AGE_S = 3600.0
 
@@ -44,14 +46,15 @@ class KVStore:
     remote:       where blocks are kept beyond this machine; what is on this machine are then copies, within disk_bytes
     ttl_s:        seconds after which a block that was not used is dropped; None keeps it
     codec:        how new blocks are written; blocks of every known codec are read
-    basis:        name of the basis for new blocks, where the codec needs one; see CodecBasis
+    basis:        name of the basis for new blocks, where the codec needs one; see `add_basis`
     eviction:     name of the tiers' policy
     admission:    "all", or "tinylfu": what a full tier keeps in place of something else
     trace:        file to which every access is appended (see ragcache/store/trace.py); None records nothing
     read_only:    `put`, `delete` and `sweep` raise StoreReadOnlyError; damaged blocks are not served, but stay
     referenced:   which of some keys chunks refer to. Then a block that another process deleted is not written again by
                   this one, and one that only this process holds outlives `refresh`
-    foreign:      where blocks of no document are kept; it is looked into after the tiers, and closed with them
+    foreign:      where blocks of no document are kept; it is looked into after the tiers, and closed with them.
+                  `passages` lists them
 
     What a tier evicts goes to the next slower one, if it is not there. A block is in use until its tensors are gone; no
     tier evicts it before, and its bytes stay counted when it is deleted.
@@ -79,22 +82,22 @@ class KVStore:
         trace: str | Path | None = None,
         read_only: bool = False,
         referenced: Callable[[Iterable[str]], set[str]] | None = None,
-        foreign: ForeignCache | None = None,
+        foreign: KVStore | None = None,
     ) -> None:
         self.root = Path(root)
         self.read_only = read_only
         self.foreign = foreign
+        self.passages = None if foreign is None else PassageList(foreign.root, foreign, read_only=foreign.read_only)
         self._new_policy: Callable[[], EvictionPolicy] = lambda: get_policy(eviction, admission)
         self._pins = Pins(self.root)
         self._device_bytes = device_bytes
         open_tier, budget = get_durable(durable), None if read_only else disk_bytes
-        encoding = get_codec(codec, Bases(lambda name: self._durable.get(name), basis))
-        tier = open_tier(self.root, encoding, budget, self._new_policy(), self._pins.__contains__)
+        self._codec = get_codec(codec, Bases(lambda name: self._durable.get(name), basis))
+        tier = open_tier(self.root, self._codec, budget, self._new_policy(), self._pins.__contains__)
         if remote is not None:
-            tier = CachedTier(tier, RemoteTier(remote, encoding), fills=not read_only)
+            tier = CachedTier(tier, RemoteTier(remote, self._codec), fills=not read_only)
         behind = WriteBehind(tier, write_behind_bytes)
         self._durable: DurableTier = behind if write_behind_bytes else tier
-        self.basis = CodecBasis(encoding, self._durable, None if read_only else self.pin)
         self._expiry = Expiry(ttl_s, self._durable, writable=not read_only)
         self._complaints = WarnOnce(log)
         self._counts = AccessCounts(None if trace is None else TraceWriter(Path(trace)))
@@ -115,67 +118,52 @@ class KVStore:
         if device_bytes:
             self._tiers.push(DeviceTier(device, device_bytes, self._new_policy(), is_pinned=self._pins.__contains__))
 
-    def put(self, key: str, block: KVBlock, *, flushed: bool = False) -> KVBlock:
-        """Hold a block in every tier, the durable one first: on return it is flushed, unless it is written
-        behind. A block for which the durable tier has no room is held by the faster tiers alone.
+    def put(self, key: str, block: KVBlock, where: Where = "durable") -> KVBlock:
+        """Keep a block; returns it as it is given back from any tier (law 6): its first use is like all later ones.
 
-        flushed: write it before returning in any case
+        where: "durable": in every tier, the durable one first: on return it is flushed, unless it is written behind. A
+                   block for which that tier has no room is held by the faster ones alone
+               "flushed": the same, and written before this returns in any case
+               "memory": in this process alone, for a store that cannot be written, or is full
+               "again": in the faster tiers, if the durable one still has it: it was computed though it was there
+               "nowhere": only what would be given back
 
-        Faster tiers hold what the durable one will give back, so that a block is the same from every tier (law 6); it
-        is returned, so that a block's first use can be like all later ones.
         Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError; then no tier holds anything new.
         """
-        self._refuse_if_read_only()
-        with self._key_locks.hold(key):
-            written = self._durable.put_now(key, block) if flushed else self._durable.put(key, block)
-            self._demotion.stays(key, late=self._durable.writes_late)
-            kept = self._tiers.promote(key, written or self._durable.recoded(key, block))
-            self._expiry.use(key)
-        self._counts.made(key, kept)
-        return kept
-
-    def remember(self, key: str, block: KVBlock) -> KVBlock:
-        """Hold a block in this process alone: for a store that cannot be written, or is full.
-
-        It is held, and returned, as the durable tier would have given it back. Raises UnencodableBlockError.
-        """
-        recoded = self._durable.recoded(key, block)
-        with self._key_locks.hold(key):
-            if key not in self._durable:
-                self._demotion.passes(key)
-            self._tiers.promote(key, recoded)
-            self._expiry.use(key)
-        self._counts.made(key, recoded)
-        return recoded
+        if where in ("durable", "flushed"):
+            self._refuse_if_read_only()
+            with self._key_locks.hold(key):
+                written = self._durable.put(key, block, flushed=where == "flushed")
+                self._demotion.stays(key, late=self._durable.writes_late)
+                block = self._tiers.promote(key, written or self._durable.roundtrip(key, block))
+                self._expiry.use(key)
+        else:
+            block = self._durable.roundtrip(key, block)
+            with nullcontext() if where == "nowhere" else self._key_locks.hold(key):
+                stored = where != "nowhere" and key in self._durable
+                if where == "memory" and not stored:
+                    self._demotion.passes(key)
+                if where == "memory" or stored:
+                    block = self._tiers.promote(key, block)
+                    self._expiry.use(key)
+        self._counts.made(key, block)
+        return block
 
     def keep_foreign(self, key: str, block: KVBlock, owner: str, token_ids: Sequence[int]) -> KVBlock:
-        """`remember` the block of a passage that no document has, and keep it on disk where there is a place for such.
-        See `ForeignCache.keep`. Where that cannot take it, it costs a later question time, with a warning."""
-        held = self.remember(key, block)
-        if self.foreign is not None and not self.read_only:
+        """`put` into memory the block of a passage that no document has, and on disk where there is a place for such.
+        See `PassageList.add`. Where that cannot take it, it costs a later question time, with a warning."""
+        held = self.put(key, block, "memory")
+        if self.foreign is not None and self.passages is not None and not self.read_only:
             try:
-                self.foreign.keep(key, held, owner, token_ids)
+                self.foreign.put(key, held)
+                self.passages.add(key, owner, token_ids)
             except StoreError as error:
                 self._complaints.failed("KV of passages from elsewhere is not kept on disk", error)
         return held
 
-    def pass_on(self, key: str, block: KVBlock, *, hold: bool = True) -> KVBlock:
-        """The block as the durable tier, which has it already, would give it back: for who computed it all the same.
-
-        hold: keep it in the faster tiers, unless it was deleted meanwhile; waits for other work on the key
-        Raises UnencodableBlockError.
-        """
-        recoded = self._durable.recoded(key, block)
-        if hold:
-            with self._key_locks.hold(key):
-                if key in self._durable:
-                    recoded = self._tiers.promote(key, recoded)
-        self._counts.made(key, recoded)
-        return recoded
-
     def keeps_exactly(self, key: str, block: KVBlock) -> bool:
         """Whether the durable tier would give the block back bit for bit. Raises UnencodableBlockError."""
-        return self._durable.recoded(key, block).map(torch.Tensor.cpu).equal(block.map(torch.Tensor.cpu))
+        return self._durable.roundtrip(key, block).map(torch.Tensor.cpu).equal(block.map(torch.Tensor.cpu))
 
     @property
     def durable_tier(self) -> str:
@@ -199,7 +187,7 @@ class KVStore:
                 return None
             loaded = self._tiers.load(key, self._drop)
             if loaded is None and self.foreign is not None:
-                return self.foreign.kv.fetch(key)
+                return self.foreign.fetch(key)
             if loaded is not None:
                 self._expiry.use(key)
             return loaded
@@ -212,45 +200,42 @@ class KVStore:
         """Count and trace an access that `ask` announced. None: no tier served it; it is traced when it is made."""
         self._counts.served(request, key, loaded)
 
-    def read_ahead(self, keys: Sequence[str]) -> None:
-        """Say that `fetch` is going to be called for these at once; the durable tier then sees all of them."""
-        self._durable.prefetch(self._tiers.not_in_memory(keys))
-
     def get_many(self, keys: Sequence[str]) -> list[Loaded | None]:
         """`get` for several keys, in their order; they are read ahead together and verified on several threads."""
-        wanted = self._tiers.not_in_memory(keys)
-        self._durable.prefetch(wanted)
-        found = [self.fetch(key) for key in keys] if len(wanted) <= 1 else list(self._readers.map(self.fetch, keys))
+        few = len(self.read_ahead(keys)) <= 1
+        found = [self.fetch(key) for key in keys] if few else list(self._readers.map(self.fetch, keys))
         self._counts.asked(keys, found)
         return found
 
-    def locate(self, key: str) -> str | None:
-        """The name of the fastest tier that has the block. Changes nothing and verifies nothing."""
-        return None if self._is_over(key) else self._tiers.locate(key)
+    def lookup(self, keys: Iterable[str], where: Where = "durable") -> dict[str, Stored]:
+        """The fastest tier that has each of these blocks, and the bytes that reading it moves; others are left out.
+        Changes, reads and verifies nothing.
 
-    def size(self, key: str) -> int | None:
-        """Bytes that a read from the fastest tier that has the block moves, or None. Changes and reads nothing."""
-        return None if self._is_over(key) else self._tiers.size(key)
+        where: "flushed": what outlives this process, with the bytes that it takes there; "memory": what is in memory
+               here, with no disk and no network asked
+        """
+        wanted = [key for key in keys if not self._is_over(key)]
+        if where == "flushed":
+            sizes = self._durable.sizes(wanted, written=True)
+            return {key: Stored(self._durable.name, size) for key, size in sizes.items() if size}
+        found = self._tiers.lookup(wanted, memory_only=where == "memory")
+        if where == "memory" or self.foreign is None:
+            return found
+        return {**found, **self.foreign.lookup([key for key in keys if key not in found])}
 
-    def in_memory(self, key: str) -> bool:
-        """Whether a tier in memory has the block. Asks no disk and no network."""
-        return any(key in tier for tier in self._tiers.volatile) and not self._is_over(key)
-
-    def sizes(self, keys: Sequence[str]) -> dict[str, Stored]:
-        """`locate` and `size` of several blocks, asked together; those that no tier has are left out."""
-        found = {key: stored for key, stored in self._tiers.sizes(keys).items() if not self._is_over(key)}
-        rest = [key for key in keys if key not in found]
-        return {**found, **(self.foreign.kv.sizes(rest) if rest and self.foreign is not None else {})}
-
-    def stored_bytes(self, key: str) -> int:
-        """Bytes of the block that outlive this process; 0: it is not stored. Changes and reads nothing."""
-        return 0 if self._is_over(key) else self._durable.written_size(key) or 0
+    def read_ahead(self, keys: Sequence[str]) -> list[str]:
+        """Say that `fetch` is going to be called for these at once; the durable tier then sees all of them. Returns
+        those that are not in memory, each once."""
+        here = self._tiers.lookup(keys, memory_only=True)
+        rest = [key for key in dict.fromkeys(keys) if key not in here]
+        self._durable.prefetch(rest)
+        return rest
 
     def prefetch(self, keys: Sequence[str]) -> None:
         """Say that these blocks are wanted soon; returns at once. They are brought into the fastest tier in the
         background, as far as its budget and policy take them. No access is counted, and nothing is raised for a block
         that cannot be served: whoever asks for it is told."""
-        self._durable.prefetch(self._tiers.not_in_memory(keys))
+        self.read_ahead(keys)
         for key in dict.fromkeys(keys) if any(tier.budget_bytes for tier in self._tiers.volatile) else ():
             if key not in self._tiers.volatile[0]:
                 self._prefetchers.submit(self._bring, key)
@@ -283,6 +268,39 @@ class KVStore:
         to live."""
         return self._expiry.ttl_s is not None or self._durable.has_been_bounded
 
+    @property
+    def codec(self) -> Codec:
+        """The codec of new blocks: another one than the store's as long as that lacks its basis."""
+        return self._codec.now
+
+    @property
+    def lacks_basis(self) -> bool:
+        return self._codec.needs_basis and self._codec.bases.name is None
+
+    def use_basis(self, name: str) -> None:
+        """Encode new blocks with this basis, which is stored."""
+        self._codec.bases.name = name
+
+    def fit_basis(self, blocks: Sequence[KVBlock]) -> KVBlock:
+        """A basis that is made from these passages' blocks. Raises BasisError when there are too few."""
+        return self._codec.fit_basis(blocks)
+
+    def add_basis(self, basis: KVBlock) -> str:
+        """Store a basis and encode new blocks with it; returns its name, by which it is to be held. It is a block of
+        the durable tier, and pinned: what it encoded cannot be read without it.
+
+        Raises BasisError where there is no room for it, PinError, StoreFullError, StoreReadOnlyError.
+        """
+        self._refuse_if_read_only()
+        name = basis_name(basis)
+        if self._durable.put(name, basis, encoded=True, flushed=True) is None:
+            raise BasisError(
+                f"the {self._durable.name} tier has no room for a basis of {basis.num_bytes:,} bytes; give it more"
+            )
+        self.pin([name])
+        self.use_basis(name)
+        return name
+
     def flush(self, keys: Iterable[str] | None = None) -> None:
         """Wait until the durable tier keeps these blocks (None: all). Raises the first error that kept one from it."""
         self._durable.flush(keys)
@@ -296,8 +314,9 @@ class KVStore:
             self._demotion.stays(key)
             self._expiry.forget(key)
         self._pins.remove([key])
-        if self.foreign is not None:
+        if self.foreign is not None and self.passages is not None and self.foreign.root.exists():
             self.foreign.delete(key)
+            self.passages.remove(key)
 
     def keys(self) -> Iterator[str]:
         """Keys of the durable tier. What no chunk refers to is an orphan: `doctor` collects it."""
@@ -365,7 +384,8 @@ class KVStore:
             tier.close()
         self._demotion.delete_late()
         self._counts.close()
-        if self.foreign is not None:
+        if self.foreign is not None and self.passages is not None:
+            self.passages.close()
             self.foreign.close()
 
     def __enter__(self) -> Self:
@@ -398,9 +418,9 @@ class KVStore:
         return over
 
     def _refuse_too_many_pins(self, pinned: frozenset[str]) -> None:
-        missing = [key for key in pinned if key not in self._pins and self.size(key) is None]
+        missing = pinned - self._pins.keys - self._tiers.lookup(pinned).keys()
         if missing:
-            raise MissingBlockError(f"no tier has the block {missing[0]}; it has to be computed before it is pinned")
+            raise MissingBlockError(f"no tier has the block {min(missing)}; it has to be computed before it is pinned")
         self._tiers.refuse_too_many(pinned)
 
     def _drop(self, key: str, tier: Tier, error: DamagedBlockError) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from blocks import DTYPES, make_key, make_sparse
+from blocks import DTYPES, make_key, make_sparse, tier_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -364,11 +364,11 @@ def test_unpacked_codes_keep_their_budget_and_their_blocks() -> None:
 def test_a_store_keeps_its_basis_pinned_and_reads_by_it(basis: KVBlock, tmp_path: Path) -> None:
     block, key = passage(93), make_key(1)
     with KVStore(tmp_path, codec="kvtc", disk_bytes=1 << 20) as store:
-        assert store.basis.is_lacking
-        assert store.basis.codec.name == "raw"
+        assert store.lacks_basis
+        assert store.codec.name == "raw"
         assert store.put(make_key(2), block).equal(block)
-        name = store.basis.add(basis)
-        assert not store.basis.is_lacking
+        name = store.add_basis(basis)
+        assert not store.lacks_basis
         assert name in store.pinned
         kept = store.put(key, block)
     with KVStore(tmp_path, codec="raw") as store:
@@ -385,15 +385,15 @@ def test_a_store_keeps_its_basis_pinned_and_reads_by_it(basis: KVBlock, tmp_path
         store.delete(name)
     with KVStore(tmp_path, codec="kvtc", basis=name) as store:
         assert store.get(key) is None, "a block without its basis is damaged: dropped, to be computed again"
-        assert store.locate(key) is None
+        assert tier_of(store, key) is None
 
 
 def test_a_basis_that_no_tier_has_room_for_is_refused(basis: KVBlock, tmp_path: Path) -> None:
     with KVStore(tmp_path, codec="kvtc", disk_bytes=2000) as store:
         with pytest.raises(BasisError, match=r"no room for a basis of .* bytes"):
-            store.basis.add(basis)
-        assert store.basis.is_lacking
+            store.add_basis(basis)
+        assert store.lacks_basis
     with KVStore(tmp_path, codec="kvtc", memory_bytes=2000) as store:
         with pytest.raises(PinError):
-            store.basis.add(basis)
-        assert store.basis.is_lacking
+            store.add_basis(basis)
+        assert store.lacks_basis

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from bases import keep_basis, ready
-from blocks import DTYPES, make_block, make_key
+from blocks import DTYPES, make_block, make_key, tier_of
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
@@ -17,7 +17,6 @@ from ragcache.errors import UnencodableBlockError
 from ragcache.fusion import METHODS
 from ragcache.kv.block import KVBlock
 from ragcache.retrieval.fake import BagOfWords
-from ragcache.store.codec_basis import hold_basis
 from ragcache.store.kv_store import KVStore
 from ragcache_papers.kvtc_basis import stand_in
 
@@ -53,9 +52,9 @@ def test_a_block_is_bit_identical_from_every_tier(codec: str, dtype: torch.dtype
         KVStore(tmp_path / "kv", codec=codec, basis=basis) as store,
         KVStore(tmp_path / "other", codec=codec, basis=basis) as other,
     ):
-        loads = [store.put(KEY, block), other.remember(KEY, block)]
+        loads = [store.put(KEY, block), other.put(KEY, block, "memory")]
         loads += [found.block for found in (store.get(KEY), other.get(KEY)) if found]
-        assert store.locate(KEY) == other.locate(KEY) == "memory"
+        assert tier_of(store, KEY) == tier_of(other, KEY) == "memory"
     with KVStore(tmp_path / "kv", memory_bytes=0) as mapped, KVStore(tmp_path / "kv") as promoting:
         loads += [found.block for found in (mapped.get(KEY), promoting.get(KEY), promoting.get(KEY)) if found]
     coder = get_codec(codec).for_trial(block)
@@ -99,10 +98,10 @@ def test_what_cannot_be_kept_is_in_no_tier(codec: str, tmp_path: Path) -> None:
     basis = keep_basis(tmp_path / "kv", codec, block)
     block.values[0, 0, 0, 0] = float("nan")
     with KVStore(tmp_path / "kv", codec=codec, basis=basis) as store:
-        for keep in (store.put, store.remember):
+        for where in ("durable", "flushed", "memory", "again", "nowhere"):
             with pytest.raises(UnencodableBlockError, match=KEY):
-                keep(KEY, block)
-        assert store.locate(KEY) is None
+                store.put(KEY, block, where)
+        assert tier_of(store, KEY) is None
 
 
 @pytest.mark.parametrize("codec", LOSSY)
@@ -135,8 +134,8 @@ def test_every_answer_reads_what_the_store_keeps(codec: str, lm: rc.LanguageMode
     """Blocks are computed at first use: the first answer has the logits of those from memory and from disk."""
     with open_kb(tmp_path / "kb", lm, codec) as kb:
         ingest(kb, sorted(TEXTS), kv="lazy")
-        if kb.store.kv.basis.is_lacking:
-            hold_basis(kb.store.documents, kb.store.kv.basis.add(stand_in(lm.encode([list(range(40))])[0])))
+        if kb.store.kv.lacks_basis:
+            kb.store.documents.hold_basis(kb.store.kv.add_basis(stand_in(lm.encode([list(range(40))])[0])))
         answers = []
         for _ in range(2):
             answers.append(kb.ask("Where is the cat?", k=2, sampling=SHORT))

@@ -88,14 +88,14 @@ def test_the_budget_holds_and_evicted_passages_are_text(open_kb):
     with open_kb() as kb:
         given(kb)
         size = sum(path.stat().st_size for path in kb.store.layout.foreign.rglob("*") if path.is_file())
-        blocks = kb.store.kv.foreign.kv.stats().bytes_by_tier["disk"]
+        blocks = kb.store.kv.foreign.stats().bytes_by_tier["disk"]
         assert blocks <= size
     with open_kb(path=kb.store.layout.root.parent / "small", store=rc.StoreConfig(foreign_cache=blocks - 1)) as kb:
         given(kb)
-        assert kb.store.kv.foreign.kv.stats().bytes_by_tier["disk"] < blocks
+        assert kb.store.kv.foreign.stats().bytes_by_tier["disk"] < blocks
         kb.store.kv.refresh()
         assert len(as_text(kb, TEXT + " " + TEXTS["cats"] * 3).hits) <= 1
-        numbers = [number for number, _ in kb.store.kv.foreign.passages(kb._parts.names.owner)]
+        numbers = [number for number, _ in kb.store.kv.passages.passages(kb._parts.names.owner)]
         assert len(numbers) == 1
 
 
@@ -138,7 +138,7 @@ def test_a_damaged_block_is_dropped_and_computed(open_kb, caplog):
 def test_a_damaged_list_is_made_anew(open_kb, caplog):
     with open_kb() as kb:
         given(kb)
-        path = kb.store.kv.foreign.path
+        path = kb.store.kv.passages.path
     path.write_bytes(b"no database " * 1000)
     with open_kb() as kb:
         assert as_text(kb).hits == []
@@ -157,10 +157,10 @@ def test_a_deleted_document_leaves_no_bytes(open_kb):
         kb.delete("ferry")
         given(kb)
         foreign = kb.store.kv.foreign
-        assert len(list(foreign.kv.keys())) == 2
+        assert len(list(foreign.keys())) == 2
         kb.ingest([rc.Document("ferry", MINE[1])], split=False)
         kb.delete("ferry")
-        assert len(list(foreign.kv.keys())) == len(foreign.passages(kb._parts.names.owner)) == 1
+        assert len(list(foreign.keys())) == len(kb.store.kv.passages.passages(kb._parts.names.owner)) == 1
         assert [hit.chunk.text for hit in as_text(kb, TEXT + " " + MINE[0]).hits] != []
 
 
@@ -175,14 +175,14 @@ def test_reading_alone_writes_nothing(open_kb):
 
 FILL = """
 import sys
-from ragcache.store.foreign import ForeignCache
 from ragcache.store.kv_store import KVStore
 import torch
 from ragcache.kv.block import KVBlock
-cache = ForeignCache(KVStore(__import__("pathlib").Path(sys.argv[1]), memory_bytes=0, disk_bytes=1 << 20))
+root = __import__("pathlib").Path(sys.argv[1])
+cache = KVStore(root / "kv", foreign=KVStore(root, memory_bytes=0, disk_bytes=1 << 20))
 for number in range(40):
     block = KVBlock(torch.full((2, 2, 9, 4), float(number)), torch.zeros(2, 2, 9, 4))
-    cache.keep(f"{number:064x}", block, "me", [number] * 9)
+    cache.keep_foreign(f"{number:064x}", block, "me", [number] * 9)
 cache.close()
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from blocks import size_of
 
 import ragcache as rc
 from ragcache.engine.probe import open_rates, probe_disk
@@ -60,7 +61,7 @@ def test_likely_passages_are_read_ahead_within_their_budget(kb, open_kb):
 def _sizes(kb, answer):
     for hit in answer.hits:
         kb.store.kv._tiers.volatile[-1].delete(hit.handle)
-    return [kb.store.kv.size(hit.handle) for hit in answer.hits]
+    return [size_of(kb.store.kv, hit.handle) for hit in answer.hits]
 
 
 def test_what_the_ranking_leaves_out_was_read_for_nothing(kb, open_kb):

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from blocks import size_of, tier_of
 from waiting import until
 
 from ragcache.codecs import get_codec
@@ -236,7 +237,7 @@ def test_a_recomputed_block_is_used_as_its_codec_gives_it_back(open_setup, lm, c
 
 
 def test_some_are_read_while_others_are_computed(setup):
-    per_token = setup.kv.size(setup.handles[-1]) / len(IDS[-1])
+    per_token = size_of(setup.kv, setup.handles[-1]) / len(IDS[-1])
     loader = setup.loader(per_token * 100, 100.0)  # either takes as long
     permits, fetch = threading.Semaphore(0), setup.kv.fetch
     setup.kv.fetch = lambda key: fetch(key) if permits.acquire(timeout=1) else None
@@ -287,7 +288,7 @@ def test_passages_from_elsewhere_are_kept_in_memory_alone(setup):
     outside = [Chunk("x", "x", 0, "", [7, 8, 9], {}, -1, None, 0.0, "", "")]
     key = setup.encoder.key([7, 8, 9])
     assert setup.load(loader, outside).origins == ["computed"]
-    assert setup.kv.locate(key) == "memory"
+    assert tier_of(setup.kv, key) == "memory"
     assert key not in list(setup.kv.keys())
     own = [stored(9, [4, 5], setup.encoder.key([4, 5]))]
     assert setup.load(loader, own, passing=True).origins == ["computed"]
@@ -327,8 +328,8 @@ def test_a_block_that_was_deleted_while_it_was_computed_is_not_remembered(setup)
     loader = setup.loader(FAST, policy="never")
     setup.encoder.before = lambda chunks: setup.kv.delete(setup.handles[0]) if IDS[0] in chunks else None
     setup.load(loader)
-    assert setup.kv.locate(setup.handles[0]) is None
-    assert all(setup.kv.locate(handle) == "memory" for handle in setup.handles[1:])
+    assert tier_of(setup.kv, setup.handles[0]) is None
+    assert all(tier_of(setup.kv, handle) == "memory" for handle in setup.handles[1:])
 
 
 def test_the_same_passage_twice_is_read_once_and_counted_twice(setup):
@@ -375,7 +376,7 @@ def test_many_askers_with_a_disk_of_moods(setup, lm):
 def test_reads_begun_ahead_are_taken_or_counted_as_wasted(setup):
     setup.clock.stands = True
     loader = setup.loader(FAST, ahead_bytes=1 << 30)
-    sizes = [setup.kv.size(handle) for handle in setup.handles]
+    sizes = [size_of(setup.kv, handle) for handle in setup.handles]
     ahead = loader.ahead()
     ahead.begin(setup.handles[:4])
     assert loader.counts().ahead_bytes == sum(sizes[:4])
@@ -399,7 +400,7 @@ def test_a_question_that_is_given_up_wastes_what_it_began(setup):
 
 
 def test_bytes_ahead_never_exceed_their_budget(setup):
-    size = max(setup.kv.size(handle) for handle in setup.handles)
+    size = max(size_of(setup.kv, handle) for handle in setup.handles)
     loader = setup.loader(FAST, ahead_bytes=2 * size)
     setup.kv.gate.clear()
     first, second = loader.ahead(), loader.ahead()
@@ -456,7 +457,7 @@ def test_a_read_only_store_computes_what_is_damaged_and_keeps_it_in_memory(tmp_p
     loader = BlockLoader(kv, Rates())
     loaded = load_or_compute(setup.encoder, kv, setup.documents, setup.chunks, loader=loader)
     assert loaded.origins[0] == "computed"
-    assert kv.locate(setup.handles[0]) == "memory"
+    assert tier_of(kv, setup.handles[0]) == "memory"
     assert path.stat().st_size == 100
     loader.close()
     kv.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from blocks import tier_of
 from remotes import KINDS, remote_url
 
 import ragcache as rc
@@ -71,7 +72,7 @@ def test_deleting_a_document_deletes_its_blocks_remotely(open_machine: OpenKB, u
     assert gone not in remote_blocks(url)
     assert len(remote_blocks(url)) == 1
     assert [hit.chunk.document_id for hit in second.ask(QUESTION, k=2).hits] == ["boat"]
-    assert second.store.kv.locate(gone) is None
+    assert tier_of(second.store.kv, gone) is None
     assert not list(tmp_path.rglob(f"{gone}*"))
 
 

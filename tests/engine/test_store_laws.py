@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from blocks import tier_of
 from sqlalchemy import text
 from tiny_model import save_tiny_llama
 
@@ -198,11 +199,11 @@ def test_deleting_a_document_deletes_every_trace(kb, open_kb):
     path = block_file(kb, gone.handle)
     assert kb.delete(["dogs", "never there"]) == ["dogs"]
     assert not path.exists()
-    assert kb.store.kv.locate(gone.handle) is None
+    assert tier_of(kb.store.kv, gone.handle) is None
     assert [d.id for d in kb.documents()] == ["cats", "clubs", "rivers"]
     for reader in (kb, other, open_kb()):
         assert gone.chunk.id not in [hit.chunk.id for hit in ask(reader).hits]
-        assert reader.store.kv.locate(gone.handle) is None, "another process's memory let go of it too"
+        assert tier_of(reader.store.kv, gone.handle) is None, "another process's memory let go of it too"
     assert kb.doctor().sound
 
 
@@ -210,7 +211,7 @@ def test_deleting_without_models_is_the_same(kb):
     plain = rc.Library.open(kb.store.layout.root)
     handle = next(hit.handle for hit in ask(kb).hits if hit.chunk.document_id == "dogs")
     assert plain.delete("dogs") == ["dogs"]
-    assert plain.store.kv.locate(handle) is None
+    assert tier_of(plain.store.kv, handle) is None
     assert "dogs" not in [hit.chunk.document_id for hit in ask(kb).hits]
     assert plain.doctor().sound
     plain.close()
@@ -256,7 +257,7 @@ def test_a_block_computed_while_its_document_is_deleted_is_not_left_behind(kb, m
     monkeypatch.setattr(kb.store.kv, "put", put_too_late)
     assert "dogs" in [hit.chunk.document_id for hit in ask(kb).hits], "the question was asked before"
     assert kb.document("dogs") is None
-    assert kb.store.kv.locate(gone.handle) is None
+    assert tier_of(kb.store.kv, gone.handle) is None
     assert set(kb.store.kv.keys()) == set(kb.store.documents.handles())
     assert kb.doctor().sound
 
@@ -268,7 +269,7 @@ def test_a_text_that_two_documents_share_stays_while_one_has_it(kb):
     kb.delete("dogs")
     assert next(hit.kv for hit in ask(kb).hits if hit.chunk.document_id == "dogs again") == "memory"
     kb.delete("dogs again")
-    assert kb.store.kv.locate(handle) is None
+    assert tier_of(kb.store.kv, handle) is None
 
 
 # Lazy, read-only, care
@@ -382,7 +383,7 @@ def read_from_elsewhere(kb):
     passages = [rc.Passage(text) for text in STAYS.values()]
     answer = kb.chat([{"role": "user", "content": [*passages, "Who?"]}], sampling=SHORT)
     handles = [hit.handle for hit in answer.hits]
-    assert {kb.store.kv.locate(handle) for handle in handles} == {"memory"}
+    assert {tier_of(kb.store.kv, handle) for handle in handles} == {"memory"}
     return set(handles)
 
 
@@ -421,7 +422,7 @@ def test_a_block_that_is_lost_is_pending_and_missing_though_memory_has_it(kb):
     ask(kb)
     handle = kb.chunks_of("dogs")[0].handle
     block_file(kb, handle).unlink()
-    assert kb.store.kv.locate(handle) == "memory"
+    assert tier_of(kb.store.kv, handle) == "memory"
     assert kb.info().pending == 1
     assert kb.ingest(rc.Document("dogs", "Dogs bark at night in the town of Kelbrook.\n")).unchanged == ["dogs"]
     assert kb.info().pending == 0

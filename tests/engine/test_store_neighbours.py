@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from blocks import tier_of
 from plain_oracle import assert_read_behind
 from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM
@@ -135,7 +136,7 @@ def test_deleting_a_document_deletes_what_was_read_behind_it_at_once(near, open_
     for kb in (other, near):
         answer = kb.ask("Where does the rowing club of Kelbrook meet?", k=5, sampling=SHORT)
         assert {source.handle for source in answer.hits} == set(keys_by_id(kb).values())
-        assert all(kb.store.kv.locate(before[id]) is None for id in (*readers, gone.id)), "nor in another's memory"
+        assert all(tier_of(kb.store.kv, before[id]) is None for id in (*readers, gone.id)), "nor in another's memory"
     assert_true(near, oracle)
     assert near.doctor().sound
 
@@ -190,7 +191,7 @@ def test_a_neighbour_that_is_deleted_while_its_reader_is_computed_leaves_nothing
     monkeypatch.setattr(near.store.kv, "put", put_too_late)
     answer = near.ask(reader.text, k=1, sampling=SHORT)
     assert answer.hits[0].handle == reader.handle, "the question was asked before"
-    assert near.store.kv.locate(reader.handle) is None
+    assert tier_of(near.store.kv, reader.handle) is None
     assert near.document(reader.document_id).state == "pending"
     assert near.doctor().sound
 

@@ -63,7 +63,7 @@ def test_too_few_tokens_are_refused_and_enough_are_taken_later(lm: rc.LanguageMo
         with pytest.raises(BasisError, match=r"needs 64 tokens, .*ingest more passages at once, or use another codec"):
             kb.ingest(texts("Osby"))
         assert not kb.documents()
-        assert kb.store.kv.basis.is_lacking
+        assert kb.store.kv.lacks_basis
         kb.ingest(texts("Osby", "Lund"))
         assert codecs(kb, "Osby", "Lund") == {"kvtc"}
 
@@ -81,9 +81,9 @@ def test_a_question_before_there_is_a_basis_keeps_raw_kv(lm: rc.LanguageModel, t
 def test_a_process_that_was_open_before_takes_the_others_basis(lm: rc.LanguageModel, tmp_path: Path) -> None:
     with open_kb(tmp_path / "kb", lm) as first, open_kb(tmp_path / "kb", lm) as second:
         second.ingest(texts("Osby", "Lund"))
-        assert first.store.kv.basis.is_lacking
+        assert first.store.kv.lacks_basis
         first.ingest(texts("Mora"))
-        assert not first.store.kv.basis.is_lacking
+        assert not first.store.kv.lacks_basis
         assert codecs(first, "Mora") == {"kvtc"}
         assert len(list(first.store.kv.keys())) == 4, "three passages and one basis"
 

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from blocks import tier_of
 from kit import Kit
 
 from ragcache.errors import (
@@ -152,10 +153,10 @@ def test_delete_reaches_text_vectors_index_and_every_tier(tmp_path, lm, kind):
         vector = kit.retriever.index.vectors([chunk.vector_id])[0].tobytes()
         path = tmp_path / "kb" / "index.faiss"
         assert vector in path.read_bytes()
-        assert kit.kv.locate(chunk.handle) == "memory"
+        assert tier_of(kit.kv, chunk.handle) == "memory"
         assert kit.ingestor.delete(["s", "absent"]) == ["s"]
         assert kit.documents.document("s") is None
-        assert kit.kv.locate(chunk.handle) is None
+        assert tier_of(kit.kv, chunk.handle) is None
         assert chunk.handle not in set(kit.kv.keys())
         assert vector not in path.read_bytes()
         assert chunk.vector_id not in kit.retriever.index
@@ -265,11 +266,11 @@ def test_a_full_disk_in_the_middle_loses_nothing(kit, monkeypatch):
     inputs = [Document(f"d{n}", text_of(f"Town{n}", 3)) for n in range(8)]
     put, left = kit.kv.put, [12]
 
-    def put_until_full(key, block, *, flushed) -> None:
+    def put_until_full(key, block, where) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise StoreFullError("/: no space left")
-        put(key, block, flushed=flushed)
+        put(key, block, where)
 
     with monkeypatch.context() as patch:
         patch.setattr(kit.kv, "put", put_until_full)

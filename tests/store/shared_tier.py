@@ -36,7 +36,7 @@ class SharedTier(DurableTier):
         is_pinned: Callable[[str], bool] = bool,
     ) -> None:
         self._kept = self.services.setdefault(root, {})
-        self._codec = codec
+        self.codec = codec
         self._lock = threading.Lock()
 
     @property
@@ -47,19 +47,12 @@ class SharedTier(DurableTier):
     def has_been_bounded(self) -> bool:
         return False
 
-    def put(self, key: str, block: KVBlock) -> KVBlock:
-        return self.put_as_held(key, self.recoded(key, block))
-
-    put_now = put
-
-    def put_as_held(self, key: str, block: KVBlock) -> KVBlock:
-        held = block.map(lambda tensor: tensor.detach().clone())
-        self._kept[_checked(key)] = Kept(held, time.time())
-        return held
-
-    def recoded(self, key: str, block: KVBlock) -> KVBlock:
+    def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock:
         _checked(key)
-        return self._codec.decode(self._codec.encode(block))
+        block = block if encoded else self.codec.decode(self.codec.encode(block))
+        held = block.map(lambda tensor: tensor.detach().clone())
+        self._kept[key] = Kept(held, time.time())
+        return held
 
     def get(self, key: str) -> KVBlock | None:
         kept = self._kept.get(_checked(key))

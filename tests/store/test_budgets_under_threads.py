@@ -65,7 +65,7 @@ class Worker:
             case "put":
                 self.store.put(keys[0], block(numbers[0]))
             case "remember":
-                self.store.remember(keys[0], block(numbers[0]))
+                self.store.put(keys[0], block(numbers[0]), "memory")
             case "get" | "hold":
                 found = self.store.get_many(keys)
                 loaded = [(n, one) for n, one in zip(numbers, found, strict=True) if one is not None]

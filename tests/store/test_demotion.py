@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from bases import keep_basis
-from blocks import make_block, make_key
+from blocks import make_block, make_key, tier_of
 
 from ragcache.codecs import CODECS
 from ragcache.errors import ConfigError, MissingBlockError, PinError, StoreFullError, StoreReadOnlyError
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def where(store: KVStore, count: int = 6) -> list[str | None]:
-    return [store.locate(make_key(number)) for number in range(count)]
+    return [tier_of(store, make_key(number)) for number in range(count)]
 
 
 def open_store(root: Path, **options: object) -> KVStore:
@@ -42,8 +42,8 @@ def test_promotion_on_use_and_demotion_on_eviction(tmp_path: Path) -> None:
         assert loaded is not None
         assert loaded.tier == "disk"
         del loaded
-        assert store.locate(make_key(0)) == "device"
-        assert store.locate(make_key(3)) == "memory", "it made room on the device"
+        assert tier_of(store, make_key(0)) == "device"
+        assert tier_of(store, make_key(3)) == "memory", "it made room on the device"
 
 
 def test_the_device_hands_down_what_memory_does_not_have(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_what_the_disk_gave_up_comes_back_from_memory_bit_for_bit(tmp_path: Path
         expected = {number: (block.keys.clone(), block.values.clone()) for number, block in first.items()}
         del first
         store._durable.delete(make_key(0))  # as its budget may
-        assert store.locate(make_key(0)) == "memory"
+        assert tier_of(store, make_key(0)) == "memory"
         store._durable.delete(make_key(1))
         for number in (2, 3):
             store.put(make_key(number), make_block(number, num_tokens=40))
@@ -79,7 +79,7 @@ def test_what_the_disk_gave_up_comes_back_from_memory_bit_for_bit(tmp_path: Path
             if loaded is not None:
                 assert torch.equal(loaded.block.keys, expected[number][0])
                 assert torch.equal(loaded.block.values, expected[number][1])
-        assert store.locate(make_key(1)) is not None, "memory handed it down"
+        assert tier_of(store, make_key(1)) is not None, "memory handed it down"
 
 
 def test_a_lossy_block_of_another_codec_is_written_as_it_was_held(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_lossy_block_of_another_codec_is_written_as_it_was_held(tmp_path: Path
 
 def test_what_was_only_remembered_is_never_written(tmp_path: Path) -> None:
     with KVStore(tmp_path, memory_bytes=ONE) as store:
-        store.remember(make_key(0), make_block(0))
+        store.put(make_key(0), make_block(0), "memory")
         store.put(make_key(1), make_block(1))
         assert where(store, 2) == [None, "memory"]
         assert list(store.keys()) == [make_key(1)]
@@ -173,7 +173,7 @@ def test_a_device_without_memory_left_costs_no_block(
         for _ in range(device_tier.RETRY_AFTER):
             assert store.get(make_key(0)) is not None
         assert store.get(make_key(1)) is not None
-        assert store.locate(make_key(1)) == "device", "tried again"
+        assert tier_of(store, make_key(1)) == "device", "tried again"
 
 
 def test_pinned_blocks_stay_and_outlive_the_process(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_pinned_blocks_stay_and_outlive_the_process(tmp_path: Path) -> None:
         store.pin([make_key(0)])
         for number in range(1, 6):
             store.put(make_key(number), make_block(number))
-        assert store.locate(make_key(0)) == "device"
+        assert tier_of(store, make_key(0)) == "device"
         assert store.stats().pinned == 1
         with pytest.raises(PinError, match="would fill the device tier"):
             store.pin([make_key(1)])
@@ -192,11 +192,11 @@ def test_pinned_blocks_stay_and_outlive_the_process(tmp_path: Path) -> None:
     with KVStore(tmp_path, disk_bytes=4000) as store:
         for number in range(6, 20):
             store.put(make_key(number), make_block(number))
-        assert store.locate(make_key(0)) == "disk"
+        assert tier_of(store, make_key(0)) == "disk"
         store.unpin([make_key(0), make_key(8)])
         for number in range(20, 26):
             store.put(make_key(number), make_block(number))
-        assert store.locate(make_key(0)) is None
+        assert tier_of(store, make_key(0)) is None
     with KVStore(tmp_path, read_only=True) as reader, pytest.raises(StoreReadOnlyError):
         reader.pin([make_key(25)])
 
@@ -230,10 +230,10 @@ def test_a_disk_that_fails_while_memory_hands_down_costs_no_question(
             store.put(make_key(number), make_block(number))
         store._durable.delete(make_key(2))
 
-        def full(key: str, block: object) -> None:
+        def full(key: str, block: object, **how: bool) -> None:
             raise StoreFullError("no space")
 
-        monkeypatch.setattr(store._durable, "put_as_held", full)
+        monkeypatch.setattr(store._durable, "put", full)
         for number in (0, 1, 0, 1):
             loaded = store.get(make_key(number))
             assert loaded is not None

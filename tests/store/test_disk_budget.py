@@ -15,7 +15,7 @@ from pathlib import Path
 from stat import S_ISREG
 
 import pytest
-from blocks import make_block, make_key
+from blocks import make_block, make_key, tier_of
 from filelock import FileLock
 from tiny_disk import TESTS, run_on_tiny_disk
 
@@ -128,7 +128,7 @@ def test_a_block_larger_than_the_budget_is_not_kept_and_pushes_nothing_out(tmp_p
         store.put(make_key(0), make_block(0))
         large = make_block(1, num_tokens=50)
         assert store.put(make_key(1), large).equal(large)
-        assert (store.locate(make_key(0)), store.locate(make_key(1))) == ("disk", None)
+        assert (tier_of(store, make_key(0)), tier_of(store, make_key(1))) == ("disk", None)
         assert store.get(make_key(1)) is None
     with pytest.raises(ConfigError, match="-1 bytes"):
         KVStore(root, disk_bytes=-1)

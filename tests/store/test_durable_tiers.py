@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocks import make_block, make_key
+from blocks import make_block, make_key, tier_of
 from remotes import KINDS, remote_url
 from shared_tier import SharedTier
 
@@ -69,10 +69,10 @@ def int8(block: KVBlock) -> KVBlock:
     return Int8Codec().decode(Int8Codec().encode(block))
 
 
-@pytest.mark.parametrize("how", ["put", "put_now"])
-def test_a_block_outlives_the_tier_that_was_given_it(open_tier: Callable[[], DurableTier], how: str) -> None:
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_block_outlives_the_tier_that_was_given_it(open_tier: Callable[[], DurableTier], flushed: bool) -> None:
     first = open_tier()
-    held = getattr(first, how)(KEY, make_block(1))
+    held = first.put(KEY, make_block(1), flushed=flushed)
     assert held.equal(int8(make_block(1)))
     first.close()
     second = open_tier()
@@ -82,10 +82,10 @@ def test_a_block_outlives_the_tier_that_was_given_it(open_tier: Callable[[], Dur
     assert got.equal(held)
 
 
-def test_put_now_and_flush_leave_nothing_to_wait_for(open_tier: Callable[[], DurableTier]) -> None:
+def test_a_flushed_put_and_flush_leave_nothing_to_wait_for(open_tier: Callable[[], DurableTier]) -> None:
     """Another process sees the block at once, while the first goes on."""
     first, second = open_tier(), open_tier()
-    first.put_now(KEY, make_block(1))
+    first.put(KEY, make_block(1), flushed=True)
     assert KEY in second
     first.put(OTHER, make_block(2))
     first.flush([OTHER])
@@ -100,22 +100,22 @@ def test_a_tier_that_writes_late_says_so(open_tier: Callable[[], DurableTier]) -
     assert first.writes_late or KEY in second
 
 
-def test_recoded_is_what_put_returns_and_keeps_nothing(open_tier: Callable[[], DurableTier]) -> None:
+def test_a_roundtrip_is_what_put_returns_and_keeps_nothing(open_tier: Callable[[], DurableTier]) -> None:
     tier = open_tier()
-    recoded = tier.recoded(KEY, make_block(1))
+    back = tier.roundtrip(KEY, make_block(1))
     assert KEY not in tier
-    assert not recoded.equal(make_block(1)), "the codec is lossy, or this shows nothing"
+    assert not back.equal(make_block(1)), "the codec is lossy, or this shows nothing"
     held = tier.put(KEY, make_block(1))
     assert held is not None
-    assert recoded.equal(held)
+    assert back.equal(held)
 
 
-def test_a_block_put_as_held_keeps_its_bits(open_tier: Callable[[], DurableTier]) -> None:
+def test_an_encoded_block_keeps_its_bits(open_tier: Callable[[], DurableTier]) -> None:
     """Encoding it again would lose more of it, or bring it into another codec."""
     first = open_tier()
-    held, plain = first.recoded(KEY, make_block(1)), make_block(2)
-    first.put_as_held(KEY, held)
-    first.put_as_held(OTHER, plain)
+    held, plain = first.roundtrip(KEY, make_block(1)), make_block(2)
+    first.put(KEY, held, encoded=True)
+    first.put(OTHER, plain, encoded=True)
     first.close()
     second = open_tier()
     for key, expected in ((KEY, held), (OTHER, plain)):
@@ -140,7 +140,7 @@ def test_marks_of_use_are_seen_by_all(open_tier: Callable[[], DurableTier]) -> N
     assert first.used_at(KEY) is None
     first.mark_used(KEY, 1_000.0)
     assert first.used_at(KEY) is None, "there is no block to mark"
-    first.put_now(KEY, make_block(1))
+    first.put(KEY, make_block(1), flushed=True)
     first.mark_used(KEY, 1_234_567.0)
     assert second.used_at(KEY) == pytest.approx(1_234_567.0)
     first.delete(KEY)
@@ -150,7 +150,7 @@ def test_marks_of_use_are_seen_by_all(open_tier: Callable[[], DurableTier]) -> N
 def test_a_sweep_leaves_whole_blocks(open_tier: Callable[[], DurableTier]) -> None:
     tier = open_tier()
     assert tier.sweep(0.0) == 0
-    tier.put_now(KEY, make_block(1))
+    tier.put(KEY, make_block(1), flushed=True)
     assert tier.sweep(0.0) == 0
     tier.verify(KEY)
 
@@ -175,7 +175,7 @@ def test_only_block_keys_are_taken(open_tier: Callable[[], DurableTier], key: st
     for action in (tier.get, tier.delete, tier.verify, tier.size, tier.used_at, tier.__contains__):
         with pytest.raises(ConfigError, match="no block key"):
             action(key)
-    for write in (tier.put, tier.put_now, tier.recoded):
+    for write in (tier.put, partial(tier.put, flushed=True), partial(tier.put, encoded=True), tier.roundtrip):
         with pytest.raises(ConfigError, match="no block key"):
             write(key, make_block(1))
     assert list(tier.keys()) == []
@@ -195,7 +195,7 @@ def test_a_store_over_another_durable_tier(shared: Callable[..., KVStore], tmp_p
         assert not store.gives_up
         held = store.put(KEY, make_block(1))
         assert held.equal(int8(make_block(1)))
-        store.put(OTHER, make_block(2), flushed=True)
+        store.put(OTHER, make_block(2), "flushed")
         store.flush()
         assert store.sweep() == 0
     with shared() as other:
@@ -204,7 +204,7 @@ def test_a_store_over_another_durable_tier(shared: Callable[..., KVStore], tmp_p
         assert loaded.tier == "shared"
         assert loaded.block.equal(held)
         assert other.stats().hits_by_tier == {"memory": 0, "shared": 1}
-        assert other.locate(KEY) == "memory"
+        assert tier_of(other, KEY) == "memory"
         other.delete(KEY)
         assert other.get(KEY) is None
         assert sorted(other.keys()) == [OTHER]
@@ -213,7 +213,7 @@ def test_a_store_over_another_durable_tier(shared: Callable[..., KVStore], tmp_p
 
 def test_what_another_process_deletes_goes_from_memory(shared: Callable[..., KVStore]) -> None:
     with shared() as store, shared() as other:
-        store.put(KEY, make_block(1), flushed=True)
+        store.put(KEY, make_block(1), "flushed")
         other.delete(KEY)
         assert store.refresh() == 1
         assert KEY not in store
@@ -222,7 +222,7 @@ def test_what_another_process_deletes_goes_from_memory(shared: Callable[..., KVS
 def test_time_to_live_and_pins_need_no_files(shared: Callable[..., KVStore]) -> None:
     with shared(ttl_s=60.0) as store:
         for key in (KEY, OTHER):
-            store.put(key, make_block(1), flushed=True)
+            store.put(key, make_block(1), "flushed")
         store.pin([OTHER])
     SharedTier.services[store.root].update(
         {key: kept._replace(used_at=1_000.0) for key, kept in SharedTier.services[store.root].items()}
@@ -236,7 +236,7 @@ def test_a_full_tier_is_named(shared: Callable[..., KVStore], monkeypatch: pytes
     one = make_block(1).num_bytes
     monkeypatch.setattr(SharedTier, "budget_bytes", one + one // 2)
     with shared() as store:
-        store.put(KEY, make_block(1), flushed=True)
+        store.put(KEY, make_block(1), "flushed")
         with pytest.raises(PinError, match=r"1 pinned blocks .* would fill the shared tier"):
             store.pin([KEY])
 

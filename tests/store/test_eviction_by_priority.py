@@ -124,9 +124,9 @@ TestFiltered = machine("FilteredMachine", lambda: TinyLFU(GDSF()), gdsf_priority
 def test_the_heap_stays_as_small_as_what_is_held() -> None:
     order = PriorityOrder()
     for number in range(2000):
-        order.add(str(number), number)
+        order.put(str(number), number)
         for _ in range(5):
-            order.raise_to(str(number), number + 1)
+            order.put(str(number), number + 1)
         if number >= 10:
             order.remove(str(number - 10))
     assert len(order._heap) <= 40

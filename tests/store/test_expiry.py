@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from blocks import make_block, make_key
+from blocks import make_block, make_key, size_of, tier_of
 
 from ragcache.store.kv_store import KVStore
 from ragcache.store.retention import Expiry
@@ -42,7 +42,7 @@ def test_what_is_not_used_for_so_long_is_dropped_from_every_tier(tmp_path: Path)
             clocks.pass_(99)
             assert store.get(KEY) is not None, "each use prolongs it"
         clocks.pass_(100)
-        assert (store.locate(KEY), store.size(KEY), KEY in store) == (None, None, False)
+        assert (tier_of(store, KEY), size_of(store, KEY), KEY in store) == (None, None, False)
         assert store.get(KEY) is None
         assert store.stats().bytes_by_tier == {"memory": 0, "disk": 0}
         assert store.put(KEY, make_block(0)).equal(make_block(0))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocks import DTYPES, make_block, make_key
+from blocks import DTYPES, make_block, make_key, size_of, tier_of
 from tiny_disk import run_on_tiny_disk
 
 from ragcache.codecs.container import read_container, write_container
@@ -74,7 +74,7 @@ def test_an_unknown_key_is_nowhere(store: KVStore) -> None:
     assert store.get(KEY) is None
     assert store.get_many([KEY, make_key(2)]) == [None, None]
     assert store.get_many([]) == []
-    assert store.locate(KEY) is None
+    assert tier_of(store, KEY) is None
     assert KEY not in store
     store.delete(KEY)
     with pytest.raises(MissingBlockError):
@@ -84,19 +84,19 @@ def test_an_unknown_key_is_nowhere(store: KVStore) -> None:
 def test_locating_changes_nothing(root: Path, store: KVStore) -> None:
     store.put(KEY, make_block(1))
     with KVStore(root) as other:
-        assert [other.locate(KEY), other.locate(KEY), KEY in other] == ["disk", "disk", True]
+        assert [tier_of(other, KEY), tier_of(other, KEY), KEY in other] == ["disk", "disk", True]
         assert other.stats().hits_by_tier == {"memory": 0, "disk": 0}
-    assert store.locate(KEY) == "memory"
+    assert tier_of(store, KEY) == "memory"
 
 
 def test_size_is_what_a_read_from_the_fastest_tier_moves(root: Path, store: KVStore) -> None:
     block = make_block(1)
-    assert store.size(KEY) is None
+    assert size_of(store, KEY) is None
     store.put(KEY, block)
-    assert store.size(KEY) == block.num_bytes
+    assert size_of(store, KEY) == block.num_bytes
     with KVStore(root) as other:
-        assert other.size(KEY) == path_of(root, KEY).stat().st_size
-        assert other.locate(KEY) == "disk"
+        assert size_of(other, KEY) == path_of(root, KEY).stat().st_size
+        assert tier_of(other, KEY) == "disk"
         assert other.stats().hits_by_tier == {"memory": 0, "disk": 0}
 
 
@@ -108,7 +108,7 @@ def test_prefetched_blocks_come_to_memory_and_count_as_no_access(root: Path, sto
     with KVStore(root) as other:
         other.prefetch([*keys, keys[0], make_key(99)])
         deadline = time.monotonic() + 20
-        while other.stats().damaged == 0 or sum(other.locate(key) == "memory" for key in keys) < 7:
+        while other.stats().damaged == 0 or sum(tier_of(other, key) == "memory" for key in keys) < 7:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         stats = other.stats()
@@ -138,7 +138,7 @@ def test_deletion_reaches_every_tier(root: Path, store: KVStore) -> None:
     store.put(make_key(2), make_block(2))
     assert path_of(root, KEY).exists()
     store.delete(KEY)
-    assert store.locate(KEY) is None
+    assert tier_of(store, KEY) is None
     assert store.get(KEY) is None
     assert not path_of(root, KEY).exists()
     assert store.stats().bytes_by_tier["memory"] == make_block(2).num_bytes
@@ -170,7 +170,7 @@ def test_a_block_deleted_while_it_is_loaded_does_not_stay_in_memory(
             loaded = loading.result(10)
         assert loaded is not None
         assert loaded.block.equal(make_block(1))
-        assert other.locate(KEY) is None
+        assert tier_of(other, KEY) is None
 
 
 def test_refresh_forgets_what_another_process_deleted(root: Path, store: KVStore) -> None:
@@ -179,8 +179,8 @@ def test_refresh_forgets_what_another_process_deleted(root: Path, store: KVStore
     with KVStore(root) as other:
         other.delete(KEY)
     assert store.refresh() == 1
-    assert store.locate(KEY) is None
-    assert store.locate(make_key(2)) == "memory"
+    assert tier_of(store, KEY) is None
+    assert tier_of(store, make_key(2)) == "memory"
 
 
 def test_a_damaged_block_is_reported_dropped_and_not_served(
@@ -191,10 +191,10 @@ def test_a_damaged_block_is_reported_dropped_and_not_served(
     with KVStore(root) as other, caplog.at_level(logging.WARNING):
         with pytest.raises(DamagedBlockError, match=KEY):
             other.verify(KEY)
-        assert other.locate(KEY) == "disk", "verify drops nothing"
+        assert tier_of(other, KEY) == "disk", "verify drops nothing"
         assert other.get(KEY) is None
         assert KEY in caplog.text
-        assert other.locate(KEY) is None
+        assert tier_of(other, KEY) is None
         assert not path_of(root, KEY).exists()
         assert (other.stats().damaged, other.stats().misses) == (1, 1)
         other.put(KEY, make_block(1))
@@ -218,7 +218,7 @@ def test_a_read_only_store_serves_and_changes_nothing(root: Path, store: KVStore
         for action in (lambda: reader.put(KEY, make_block(1)), lambda: reader.delete(KEY), reader.sweep):
             with pytest.raises(StoreReadOnlyError, match="read-only"):
                 action()
-        reader.remember(make_key(3), make_block(3))
+        reader.put(make_key(3), make_block(3), "memory")
         assert tier_and_number(reader, make_key(3), 3) == "memory"
         assert reader.stats().damaged == 1
     assert sorted(root.rglob("*")) == before
@@ -248,7 +248,7 @@ def test_a_newer_versions_block_is_refused_and_stays(root: Path, store: KVStore)
         for action in (lambda: other.get(KEY), lambda: other.get_many([KEY, make_key(2)]), lambda: other.verify(KEY)):
             with pytest.raises(SchemaVersionError, match="version 7 of codec 'raw'"):
                 action()
-        assert other.locate(KEY) == "disk"
+        assert tier_of(other, KEY) == "disk"
 
 
 def test_statistics_are_those_of_what_happened(root: Path) -> None:
@@ -342,9 +342,9 @@ def test_bad_keys_are_refused(store: KVStore, key: str) -> None:
     for action in (store.get, store.delete, store.verify, lambda key: store.get_many([key, key + "a"])):
         with pytest.raises(ConfigError, match="no block key"):
             action(key)
-    for put in (store.put, store.remember):
+    for where in ("durable", "flushed", "memory", "again", "nowhere"):
         with pytest.raises(ConfigError, match="no block key"):
-            put(key, make_block(1))
+            store.put(key, make_block(1), where)
 
 
 FULL_DISK = """
@@ -412,5 +412,7 @@ def test_what_was_deleted_meanwhile_is_passed_on_and_not_kept(tmp_path: Path, de
         store.put(make_key(1), make_block(1))
         if deleted:
             store.delete(make_key(1))
-        assert store.pass_on(make_key(1), make_block(1)).equal(make_block(1))
-        assert store.locate(make_key(1)) == (None if deleted else "memory")
+        assert store.put(make_key(1), make_block(1), "nowhere").equal(make_block(1))
+        assert store.lookup([make_key(1)], "memory").keys() == (set() if deleted else {make_key(1)})
+        assert store.put(make_key(1), make_block(1), "again").equal(make_block(1))
+        assert tier_of(store, make_key(1)) == (None if deleted else "memory")

@@ -276,5 +276,5 @@ def test_a_store_opens_while_its_remote_is_down(tmp_path: Path, caplog: pytest.L
         with pytest.raises(StoreUnreachableError):
             store.put(other, make_block(2))
         assert store.get(other) is None
-        assert store.remember(other, make_block(2)).equal(make_block(2))
+        assert store.put(other, make_block(2), "memory").equal(make_block(2))
         assert store.stats().bytes_by_tier["remote"] == 0

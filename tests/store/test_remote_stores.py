@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from blocks import make_block, make_key
+from blocks import make_block, make_key, size_of, tier_of
 from remotes import KINDS, remote_url, s3_server
 
 from ragcache.codecs import RawCodec
@@ -65,8 +65,8 @@ def replace(url: str, change: Callable[[bytes], bytes]) -> None:
 def test_what_one_machine_puts_another_one_has(open_machine: Open, codec: str) -> None:
     first, second = open_machine("a", codec=codec), open_machine("b")
     held = first.put(KEY, make_block(1, num_tokens=50))
-    assert second.locate(KEY) == "remote"
-    assert second.sizes([KEY, OTHER]) == {KEY: ("remote", second.size(KEY))}
+    assert tier_of(second, KEY) == "remote"
+    assert second.lookup([KEY, OTHER]) == {KEY: ("remote", size_of(second, KEY))}
     tiers = []
     for _ in range(2):
         loaded = second.get(KEY)
@@ -118,9 +118,9 @@ def test_a_deleted_block_is_gone_everywhere(open_machine: Open, url: str, tmp_pa
     machines[0].delete(KEY)
     machines[1].refresh()
     for store in machines:
-        assert store.locate(KEY) is None
+        assert tier_of(store, KEY) is None
         assert store.get(KEY) is None
-        assert store.locate(OTHER) == "memory"
+        assert tier_of(store, OTHER) == "memory"
     assert not [name for folder in (BLOCKS, USES) for name in names(url, folder) if KEY in name]
     assert not list(tmp_path.rglob(f"*{KEY}*"))
 

@@ -31,7 +31,7 @@ def test_every_access_is_one_line(tmp_path: Path) -> None:
     with KVStore(tmp_path / "kv", trace=path) as store:
         store.get_many([c, a])
         store.get(make_key(9))
-        store.remember(make_key(9), make_block(9, num_tokens=7))
+        store.put(make_key(9), make_block(9, num_tokens=7), "memory")
     found = list(read_trace(path))
     size = make_block(0, num_tokens=1).num_bytes
     assert [access[1:5] for access in found] == [
@@ -86,7 +86,7 @@ def test_what_is_never_made_is_not_remembered_for_ever(tmp_path: Path, monkeypat
         for number in range(5):
             store.get(make_key(number))
         for number in range(5):
-            store.remember(make_key(number), make_block(number))
+            store.put(make_key(number), make_block(number), "memory")
     assert [a.handle for a in read_trace(tmp_path / "trace.jsonl")] == [make_key(3), make_key(4)]
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from blocks import make_block, make_key
+from blocks import make_block, make_key, tier_of
 from tiny_disk import run_on_tiny_disk
 
 from ragcache.codecs import RawCodec
@@ -31,10 +31,10 @@ class Gate(DiskTier):
         super().__init__(root, RawCodec())
         self.reached, self.open = threading.Event(), threading.Event()
 
-    def put_as_held(self, key: str, block: KVBlock) -> KVBlock | None:
+    def put(self, key: str, block: KVBlock, **how: bool) -> KVBlock | None:
         self.reached.set()
         assert self.open.wait(30)
-        return super().put_as_held(key, block)
+        return super().put(key, block, **how)
 
 
 @pytest.fixture
@@ -53,11 +53,11 @@ def test_put_returns_before_the_disk_has_the_block(gate: Gate) -> None:
     assert got.equal(make_block(0))
     assert behind.unwritten_bytes == ONE
     assert (list(behind.keys()), behind.size(make_key(0))) == ([make_key(0)], ONE)
-    assert behind.written_size(make_key(0)) is None, "a kill would leave nothing of it"
+    assert behind.sizes([make_key(0)], written=True) == {}, "a kill would leave nothing of it"
     gate.open.set()
     behind.flush()
     assert make_key(0) in gate
-    assert behind.written_size(make_key(0)) == gate.size(make_key(0))
+    assert behind.sizes([make_key(0)], written=True) == {make_key(0): gate.size(make_key(0))}
     assert behind.unwritten_bytes == ONE, "it is in use"
     del got
     assert behind.unwritten_bytes == 0
@@ -132,18 +132,18 @@ def test_what_cannot_be_written_is_named_and_dropped(
         caplog.at_level(logging.WARNING),
     ):
 
-        def full(key: str, block: KVBlock) -> KVBlock:
+        def full(key: str, block: KVBlock, **how: bool) -> KVBlock:
             raise StoreFullError("no space left")
 
         with monkeypatch.context() as patch:
-            patch.setattr(store._durable.tier, "put_as_held", full)
+            patch.setattr(store._durable.tier, "put", full)
             for number in range(3):
                 assert store.put(make_key(number), make_block(number)).equal(make_block(number))
             with pytest.raises(StoreFullError):
                 store.flush([make_key(number) for number in range(3)])
             store.flush([make_key(9)])
         assert caplog.text.count("StoreFullError") == 1
-        assert [store.locate(make_key(number)) for number in range(3)] == ["memory"] * 3, "questions go on"
+        assert [tier_of(store, make_key(number)) for number in range(3)] == ["memory"] * 3, "questions go on"
         store.put(make_key(3), make_block(3))
         store.flush([make_key(3)])
     assert list(DiskTier(tmp_path, RawCodec()).keys()) == [make_key(3)]
@@ -151,7 +151,7 @@ def test_what_cannot_be_written_is_named_and_dropped(
 
 def test_flushed_puts_do_not_wait_in_line(tmp_path: Path) -> None:
     with KVStore(tmp_path, write_behind_bytes=10 * ONE) as store:
-        store.put(make_key(0), make_block(0), flushed=True)
+        store.put(make_key(0), make_block(0), "flushed")
         assert make_key(0) in store._durable.tier
         assert store.stats().unwritten_bytes == 0
 
@@ -170,18 +170,18 @@ def test_close_writes_what_waits(tmp_path: Path) -> None:
 ENDS_WITHOUT_CLOSE = """
 import sys, time, torch
 from pathlib import Path
-from blocks import make_block, make_key
+from blocks import make_block, make_key, tier_of
 from ragcache.codecs import RawCodec
 from ragcache.store.tiers import DiskTier
 from ragcache.store.tiers.write_behind import WriteBehind
 
 class Busy(DiskTier):
-    def put_as_held(self, key, block):
+    def put(self, key, block, **how):
         print("writing", flush=True)
         numbers, end = torch.randn(300, 300), time.monotonic() + 0.5
         while time.monotonic() < end:
             numbers.clone()
-        super().put_as_held(key, block)
+        super().put(key, block, **how)
         print("written", flush=True)
 
 behind = WriteBehind(Busy(Path(sys.argv[1]), RawCodec()), 1 << 30)
@@ -254,7 +254,7 @@ def test_threads_stay_within_the_bound(tmp_path: Path) -> None:
 TURNS_READ_ONLY = """
 import subprocess, sys
 from pathlib import Path
-from blocks import make_block, make_key
+from blocks import make_block, make_key, tier_of
 from ragcache.errors import StoreReadOnlyError
 from ragcache.store.kv_store import KVStore
 root = Path(sys.argv[1]) / "kv"

@@ -148,7 +148,7 @@ class VllmEngine:
         if not layout.separate or not handles:
             return CompletionRequest(layout.ids, None, _sources(asked, handles, [UNUSED] * len(handles)))
         reruns = self._reruns(asked.reading, layout)
-        stored = self._kv.sizes(handles)
+        stored = self._kv.lookup(handles)
         absent = sum(handle not in stored for handle in handles)
         if absent:
             log.warning("%d of %d passages have no KV yet: the engine reads the prompt", absent, len(hits))
@@ -181,7 +181,7 @@ class VllmEngine:
         """Whether the prompt begins as the store's own do, with a text that is stored as a block."""
         first, key = self.prompts.names.first_ids, self.prompts.names.first_key
         begins = layout.pieces[0].passage is None and layout.pieces[0].ids[: len(first)] == first
-        return begins and key is not None and self._kv.locate(key) is not None
+        return begins and key is not None and key in self._kv
 
     def _body(self, request: CompletionRequest, reading: RequestOptions, most: int) -> dict[str, Any]:
         body: dict[str, Any] = {

@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, suppress
 from typing import TypeVar
 
 from ragcache.codecs import Codec
-from ragcache.codecs.block_file import codec_of, encode_block, pack_block, unpack_block
+from ragcache.codecs.block_file import pack_block, unpack_block
 from ragcache.errors import ConfigError, DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
 from ragcache.store.counters import WarnOnce
 from ragcache.store.remote import Blob, Blobs, Connection
 from ragcache.store.tiers.disk_budget import SUFFIX, check_key
-from ragcache.store.tiers.tier import DurableTier, Tier, TierUsage
+from ragcache.store.tiers.tier import DurableTier, ForwardingTier, Tier, TierUsage
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -34,7 +34,7 @@ class RemoteTier(DurableTier):
     def __init__(self, connection: Connection, codec: Codec) -> None:
         self.where = connection.where
         self._connection = connection
-        self._codec = codec
+        self.codec = codec
         self._complaints = WarnOnce(log)
 
     @property
@@ -45,25 +45,18 @@ class RemoteTier(DurableTier):
     def has_been_bounded(self) -> bool:
         return self._read(lambda blobs: blobs.gives_up, False)
 
-    def put(self, key: str, block: KVBlock) -> KVBlock:
-        return self._write(key, block, self._codec.now)
-
-    def put_now(self, key: str, block: KVBlock) -> KVBlock:
-        return self._write(key, block, self._codec.now)
-
-    def put_as_held(self, key: str, block: KVBlock) -> KVBlock:
-        return self._write(key, block, codec_of(block))
-
-    def recoded(self, key: str, block: KVBlock) -> KVBlock:
-        check_key(key)
-        codec = self._codec.now
-        return codec.decode(encode_block(key, block, codec))
+    def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock:
+        name = _block_name(key)
+        data, held = pack_block(key, block, self.codec_for(block, encoded))
+        with self._writing() as blobs:
+            blobs.put(name, data)
+        return held
 
     def get(self, key: str) -> KVBlock | None:
         """Raises DamagedBlockError, SchemaVersionError."""
         name = _block_name(key)
         data = self._read(lambda blobs: blobs.get(name), None)
-        return None if data is None else unpack_block(f"{self.where}: {name}", key, data, self._codec.bases)
+        return None if data is None else unpack_block(f"{self.where}: {name}", key, data, self.codec.bases)
 
     def verify(self, key: str) -> None:
         name = _block_name(key)
@@ -71,20 +64,17 @@ class RemoteTier(DurableTier):
             data = blobs.get(name)
         if data is None:
             raise MissingBlockError(f"{self.where}: no block {key}")
-        unpack_block(f"{self.where}: {name}", key, data, self._codec.bases)
+        unpack_block(f"{self.where}: {name}", key, data, self.codec.bases)
 
     def delete(self, key: str) -> None:
         names = [_block_name(key), _use_name(key)]
         with self._writing() as blobs:
             blobs.delete(names)
 
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self.size(key) is not None
-
     def size(self, key: str) -> int | None:
         return self.sizes([key]).get(key)
 
-    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+    def sizes(self, keys: Iterable[str], *, written: bool = False) -> dict[str, int]:
         names = {_block_name(key): key for key in keys}
         return {names[name]: blob.num_bytes for name, blob in self._look(names).items()}
 
@@ -129,13 +119,6 @@ class RemoteTier(DurableTier):
     def close(self) -> None:
         self._connection.close()
 
-    def _write(self, key: str, block: KVBlock, codec: Codec) -> KVBlock:
-        name = _block_name(key)
-        data, held = pack_block(key, block, codec)
-        with self._writing() as blobs:
-            blobs.put(name, data)
-        return held
-
     def _writing(self) -> AbstractContextManager[Blobs]:
         if self._connection.read_only:
             raise StoreReadOnlyError(f"{self.where}: opened read-only; open it for writing to change it")
@@ -177,7 +160,7 @@ def _use_name(key: str) -> str:
 # A durable tier on this machine in front of one that several machines share.
 
 
-class CachedTier(DurableTier):
+class CachedTier(ForwardingTier):
     """Keeps blocks in `shared`, by whose name it goes, and copies of those written and read here in `local`.
 
     fills: whether `local` may be written
@@ -186,9 +169,8 @@ class CachedTier(DurableTier):
     """
 
     def __init__(self, local: DurableTier, shared: DurableTier, *, fills: bool = True) -> None:
-        self.local = local
-        self.shared = shared
-        self.name = shared.name
+        super().__init__(shared)
+        self.local, self.shared = local, shared
         self._fills = fills
         self._complaints = WarnOnce(log)
 
@@ -196,25 +178,8 @@ class CachedTier(DurableTier):
     def caches(self) -> tuple[Tier, ...]:
         return (self.local, *self.shared.caches)
 
-    @property
-    def budget_bytes(self) -> int | None:
-        return self.shared.budget_bytes
-
-    @property
-    def has_been_bounded(self) -> bool:
-        return self.shared.has_been_bounded
-
-    def put(self, key: str, block: KVBlock) -> KVBlock | None:
-        return self._copy(key, self.shared.put(key, block))
-
-    def put_now(self, key: str, block: KVBlock) -> KVBlock | None:
-        return self._copy(key, self.shared.put_now(key, block))
-
-    def put_as_held(self, key: str, block: KVBlock) -> KVBlock | None:
-        return self._copy(key, self.shared.put_as_held(key, block))
-
-    def recoded(self, key: str, block: KVBlock) -> KVBlock:
-        return self.shared.recoded(key, block)
+    def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock | None:
+        return self._copy(key, self.shared.put(key, block, encoded=encoded, flushed=flushed))
 
     def get(self, key: str) -> KVBlock | None:
         try:
@@ -240,14 +205,7 @@ class CachedTier(DurableTier):
         self.local.delete(key)
         self.shared.delete(key)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.local or key in self.shared
-
-    def size(self, key: str) -> int | None:
-        size = self.local.size(key)
-        return self.shared.size(key) if size is None else size
-
-    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+    def sizes(self, keys: Iterable[str], *, written: bool = False) -> dict[str, int]:
         wanted = list(keys)
         here = self.local.sizes(wanted)
         return here | self.shared.sizes([key for key in wanted if key not in here])
@@ -256,19 +214,12 @@ class CachedTier(DurableTier):
         """Keys of the shared tier, and of copies here that it has no more."""
         return iter(dict.fromkeys([*self.shared.keys(), *self.local.keys()]))
 
-    def usage(self) -> TierUsage:
-        """Usage of the shared tier."""
-        return self.shared.usage()
-
     def prefetch(self, keys: Sequence[str]) -> None:
         self.local.prefetch(keys)
         self.shared.prefetch(keys)
 
     def sweep(self, older_than_s: float) -> int:
         return self.local.sweep(older_than_s) + self.shared.sweep(older_than_s)
-
-    def used_at(self, key: str) -> float | None:
-        return self.shared.used_at(key)
 
     def mark_used(self, key: str, at: float) -> None:
         self.shared.mark_used(key, at)
@@ -281,7 +232,7 @@ class CachedTier(DurableTier):
     def _copy(self, key: str, block: KVBlock | None) -> KVBlock | None:
         if block is not None and self._fills:
             try:
-                self.local.put_as_held(key, block)
+                self.local.put(key, block, encoded=True)
                 self._complaints.worked()
             except (StoreError, OSError) as error:
                 self._complaints.failed(f"block {key} is not kept on this machine", error)

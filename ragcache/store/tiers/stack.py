@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -74,22 +74,17 @@ class TierStack:
             block = tier.put(key, block) or block
         return block
 
-    def locate(self, key: str) -> str | None:
-        """The name of the fastest tier that has the block. Changes nothing and verifies nothing."""
-        return next((tier.name for tier in self if key in tier), None)
+    def lookup(self, keys: Iterable[str], *, memory_only: bool = False) -> dict[str, Stored]:
+        """What has each of these blocks, asked together; those that no tier has are left out. Verifies nothing.
 
-    def size(self, key: str) -> int | None:
-        """Bytes that a read from the fastest tier that has the block moves, or None. Changes and reads nothing."""
-        return next((size for tier in self if (size := tier.size(key)) is not None), None)
-
-    def sizes(self, keys: Sequence[str]) -> dict[str, Stored]:
-        """`locate` and `size` of several blocks, asked together; those that no tier has are left out."""
-        found: dict[str, Stored] = {}
-        for tier in (*self.volatile, *self.durable.caches):
-            left = [key for key in keys if key not in found]
-            found |= {key: Stored(tier.name, size) for key in left if (size := tier.size(key)) is not None}
-        left = [key for key in dict.fromkeys(keys) if key not in found]
-        kept = self.durable.sizes(left) if left else {}
+        memory_only: ask no disk and no network
+        """
+        wanted, found = list(dict.fromkeys(keys)), dict[str, Stored]()
+        for tier in self.volatile if memory_only else (*self.volatile, *self.durable.caches):
+            rest = [key for key in wanted if key not in found]
+            found |= {key: Stored(tier.name, size) for key in rest if (size := tier.size(key)) is not None}
+        rest = [] if memory_only else [key for key in wanted if key not in found]
+        kept = self.durable.sizes(rest) if rest else {}
         return found | {key: Stored(self.durable.name, size) for key, size in kept.items()}
 
     def drop_unwanted(self, *, copies: bool) -> int:
@@ -108,14 +103,10 @@ class TierStack:
             self._demotion.stays(key)
         return len(gone)
 
-    def not_in_memory(self, keys: Sequence[str]) -> list[str]:
-        """Keys that only the durable tier may have, each once."""
-        return [key for key in dict.fromkeys(keys) if not any(key in tier for tier in self.volatile)]
-
     def refuse_too_many(self, pinned: frozenset[str]) -> None:
         """Raises PinError unless every tier has room beside the pinned blocks for one more of their largest size."""
-        held = [self.size(key) or 0 for key in pinned]
-        kept = [self.durable.size(key) or 0 for key in pinned]
+        held = [stored.num_bytes for stored in self.lookup(pinned).values()]
+        kept = list(self.durable.sizes(pinned).values())
         for tier in self:
             budget, sizes = tier.budget_bytes, kept if tier is self.durable else held
             if budget and budget < sum(sizes) + max(sizes, default=0):
@@ -210,7 +201,7 @@ class Demotion:
 
     def _write(self, key: str, block: KVBlock) -> None:
         if self._referenced is None or self._referenced([key]):
-            self._durable.put_as_held(key, block)
+            self._durable.put(key, block, encoded=True)
             with self._lock:
                 self._late.add(key)
         self._complaints.worked()

@@ -6,8 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ragcache.codecs import Codec
+from ragcache.codecs.block_file import codec_of, encode_block
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch
+from ragcache.store.tiers.disk_budget import check_key
 
 
 class TierUsage(NamedTuple):
@@ -51,9 +54,9 @@ class Tier(ABC):
     def delete(self, key: str) -> None:
         """Forget a block; an absent one is fine."""
 
-    @abstractmethod
     def __contains__(self, key: object) -> bool:
         """Whether the block is here. Changes nothing, not even what is evicted next."""
+        return isinstance(key, str) and self.size(key) is not None
 
     @abstractmethod
     def size(self, key: str) -> int | None:
@@ -89,12 +92,13 @@ class DurableTier(Tier):
 
     What is damaged is reported, never removed: the caller decides. A key that is no block key is refused with
     ConfigError before anything is touched. `delete` and all that writes raise StoreReadOnlyError, and StoreFullError
-    where there is no room; `put`, `put_now` and `put_as_held` leave no part of a block behind when they raise, or
-    return None.
+    where there is no room; `put` leaves no part of a block behind when it raises, or returns None.
 
+    codec:       how new blocks are encoded
     writes_late: whether `put` may return before the block is kept; `flush` waits for it
     """
 
+    codec: Codec
     writes_late: bool = False
 
     @property
@@ -102,31 +106,30 @@ class DurableTier(Tier):
         """Tiers of copies that `get` asks first, fastest first: whoever asks them before knows where a block was."""
         return ()
 
-    def written_size(self, key: str) -> int | None:
-        """`size` of a block that a kill would leave here; None where there is none."""
-        return self.size(key)
-
-    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        """`size` of several blocks, asked together; those that are not here are left out."""
-        return {key: size for key in keys if (size := self.size(key)) is not None}
-
     @abstractmethod
-    def put_now(self, key: str, block: KVBlock) -> KVBlock | None:
-        """`put`, and a kill or a power cut after it returns loses nothing.
+    def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock | None:
+        """encoded: `get`, `put` or `roundtrip` gave the block out: its bits stay, whatever codec it was kept by
+        flushed: a kill or a power cut after the return loses nothing; else only what is written late is lost
 
         Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError.
         """
 
-    @abstractmethod
-    def put_as_held(self, key: str, block: KVBlock) -> KVBlock | None:
-        """`put` of a block that this tier gave out, or `recoded`: its bits stay, whatever codec it was kept by.
-
-        Raises StoreFullError, StoreReadOnlyError.
-        """
-
-    @abstractmethod
-    def recoded(self, key: str, block: KVBlock) -> KVBlock:
+    def roundtrip(self, key: str, block: KVBlock) -> KVBlock:
         """The block as `put` would return it, with nothing kept. Raises UnencodableBlockError."""
+        check_key(key)
+        codec = self.codec.now
+        return codec.decode(encode_block(key, block, codec))
+
+    def codec_for(self, block: KVBlock, encoded: bool) -> Codec:
+        """The codec that `put` writes a block by."""
+        return codec_of(block) if encoded else self.codec.now
+
+    def sizes(self, keys: Iterable[str], *, written: bool = False) -> dict[str, int]:
+        """`size` of several blocks, asked together; those that are not here are left out.
+
+        written: only of those that a kill would leave here
+        """
+        return {key: size for key in keys if (size := self.size(key)) is not None}
 
     @abstractmethod
     def verify(self, key: str) -> None:
@@ -166,3 +169,51 @@ class DurableTier(Tier):
     def flush(self, keys: Iterable[str] | None = None) -> None:
         """Wait until these blocks (None: all) are kept. Raises the first error that kept one of them from it."""
         return
+
+
+class ForwardingTier(DurableTier):
+    """A durable tier in front of another one, by whose name it goes: does what that does, but for what it overrides."""
+
+    def __init__(self, tier: DurableTier) -> None:
+        self.tier, self.name, self.codec = tier, tier.name, tier.codec
+
+    @property
+    def caches(self) -> tuple[Tier, ...]:
+        return self.tier.caches
+
+    @property
+    def evictions(self) -> int:
+        return self.tier.evictions
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return self.tier.budget_bytes
+
+    @property
+    def has_been_bounded(self) -> bool:
+        return self.tier.has_been_bounded
+
+    def size(self, key: str) -> int | None:
+        return self.sizes([key]).get(key)
+
+    def usage(self) -> TierUsage:
+        """Usage of the tier behind this one: what is here alone is not in it."""
+        return self.tier.usage()
+
+    def sweep(self, older_than_s: float) -> int:
+        return self.tier.sweep(older_than_s)
+
+    def used_at(self, key: str) -> float | None:
+        return self.tier.used_at(key)
+
+    def mark_used(self, key: str, at: float) -> None:
+        self.tier.mark_used(key, at)
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        self.tier.prefetch(keys)
+
+    def on_device(self, device: torch.device) -> None:
+        self.tier.on_device(device)
+
+    def close(self) -> None:
+        self.tier.close()

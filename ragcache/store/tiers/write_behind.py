@@ -6,25 +6,26 @@ import atexit
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
-from ragcache.runtime import Home, torch, work_alone
+from ragcache.runtime import Home, work_alone
 from ragcache.store.counters import WarnOnce
 from ragcache.store.ledger import leased
+from ragcache.store.tiers.disk_budget import check_key
 from ragcache.store.tiers.memory import private_copy
-from ragcache.store.tiers.tier import DurableTier, Tier, TierUsage
+from ragcache.store.tiers.tier import DurableTier, ForwardingTier
 
 log = logging.getLogger(__name__)
 _MOST_FAILED = 1024
 _EXIT_S = 10.0  # a store that hangs must not keep the process
 
 
-class WriteBehind(DurableTier):
+class WriteBehind(ForwardingTier):
     """Takes blocks into host memory, and a thread writes them to another durable tier, oldest first.
 
-    tier:        where they are written; this one goes by its name
+    tier:        where they are written
     bound_bytes: of the blocks that wait, or are in use since they waited. It is never exceeded: `put` waits until
                  others are written, and writes itself what does not fit even then
 
@@ -37,7 +38,7 @@ class WriteBehind(DurableTier):
     def __init__(self, tier: DurableTier, bound_bytes: int) -> None:
         if bound_bytes < 0:
             raise ConfigError(f"write-behind of {bound_bytes} bytes: give 0 (write at once) or more")
-        self.tier, self.name = tier, tier.name
+        super().__init__(tier)
         self.bound_bytes = bound_bytes
         self._pending: dict[str, KVBlock] = {}
         self._failed: dict[str, Exception] = {}
@@ -51,36 +52,22 @@ class WriteBehind(DurableTier):
         self._home = Home("this store was opened", "open it")
 
     @property
-    def caches(self) -> tuple[Tier, ...]:
-        return self.tier.caches
-
-    @property
-    def evictions(self) -> int:
-        return self.tier.evictions
-
-    @property
-    def budget_bytes(self) -> int | None:
-        return self.tier.budget_bytes
-
-    @property
-    def has_been_bounded(self) -> bool:
-        return self.tier.has_been_bounded
-
-    @property
     def unwritten_bytes(self) -> int:
         with self._changed:
             self._collect()
             return self._used_bytes
 
-    def put(self, key: str, block: KVBlock) -> KVBlock | None:
-        """Returns before the block is on disk. Raises UnencodableBlockError."""
-        return self.put_as_held(key, self.tier.recoded(key, block))
-
-    def put_as_held(self, key: str, block: KVBlock) -> KVBlock | None:
+    def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock | None:
+        """Returns before the block is on disk, unless it is to be flushed, or there is no room for it here."""
         self._home.check()
+        check_key(key)
+        if flushed:
+            self._cancel(key)
+            return self.tier.put(key, block, encoded=encoded, flushed=True)
+        block = block if encoded else self.tier.roundtrip(key, block)
         if not self._reserve(block.num_bytes):
             self._cancel(key)
-            return self.tier.put_as_held(key, block)
+            return self.tier.put(key, block, encoded=True)
         num_bytes, released = block.num_bytes, self._released
         held = leased(block.map(private_copy), lambda: released.append(num_bytes))
         with self._changed:
@@ -94,10 +81,6 @@ class WriteBehind(DurableTier):
             self._changed.notify_all()
         return held
 
-    def put_now(self, key: str, block: KVBlock) -> KVBlock | None:
-        self._cancel(key)
-        return self.tier.put_now(key, block)
-
     def get(self, key: str) -> KVBlock | None:
         with self._changed:
             waiting = self._pending.get(key)
@@ -106,9 +89,6 @@ class WriteBehind(DurableTier):
     def delete(self, key: str) -> None:
         self._cancel(key)
         self.tier.delete(key)
-
-    def recoded(self, key: str, block: KVBlock) -> KVBlock:
-        return self.tier.recoded(key, block)
 
     def flush(self, keys: Iterable[str] | None = None) -> None:
         self._home.check()
@@ -125,44 +105,15 @@ class WriteBehind(DurableTier):
             self._changed.wait_for(lambda: not self._waiting({key}))
         self.tier.verify(key)
 
-    def sweep(self, older_than_s: float) -> int:
-        return self.tier.sweep(older_than_s)
-
-    def used_at(self, key: str) -> float | None:
-        return self.tier.used_at(key)
-
-    def mark_used(self, key: str, at: float) -> None:
-        self.tier.mark_used(key, at)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._pending or key in self.tier
-
-    def size(self, key: str) -> int | None:
-        waiting = self._pending.get(key)
-        return self.tier.size(key) if waiting is None else waiting.num_bytes
-
-    def written_size(self, key: str) -> int | None:
-        return self.tier.written_size(key)
-
-    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        wanted, waiting = list(keys), dict(self._pending)
+    def sizes(self, keys: Iterable[str], *, written: bool = False) -> dict[str, int]:
+        wanted, waiting = list(keys), {} if written else dict(self._pending)
         here = {key: waiting[key].num_bytes for key in wanted if key in waiting}
-        return here | self.tier.sizes([key for key in wanted if key not in here])
+        return here | self.tier.sizes([key for key in wanted if key not in here], written=written)
 
     def keys(self) -> Iterator[str]:
         with self._changed:
             waiting = list(self._pending)
         return iter(dict.fromkeys([*waiting, *self.tier.keys()]))
-
-    def usage(self) -> TierUsage:
-        """Usage of the tier below: waiting blocks are not in it."""
-        return self.tier.usage()
-
-    def prefetch(self, keys: Sequence[str]) -> None:
-        self.tier.prefetch(keys)
-
-    def on_device(self, device: torch.device) -> None:
-        self.tier.on_device(device)
 
     def close(self) -> None:
         """Write what waits, and end the thread."""
@@ -172,7 +123,7 @@ class WriteBehind(DurableTier):
         if self._writer is not None:
             self._writer.join()
         atexit.unregister(self._end_with_process)
-        self.tier.close()
+        super().close()
 
     def _end_with_process(self) -> None:
         """Drop what waits, and let the writer finish its block: a daemon that the interpreter ends within PyTorch
@@ -233,7 +184,7 @@ class WriteBehind(DurableTier):
         failure: Exception | None = None
         try:
             if block is not None:
-                self.tier.put_as_held(key, block)
+                self.tier.put(key, block, encoded=True)
                 self._complaints.worked()
         except Exception as error:  # whatever it is: a writer that ends would leave all waiting
             failure = error
