@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ragcache.engine.kb import RagCache
     from ragcache.engine.options import ReadOptions, RetrieveOptions
     from ragcache.engine.passages import Passage
+    from ragcache.engine.shared import open_shared
     from ragcache.engine.store import Library
     from ragcache.engine.store_config import StoreConfig
     from ragcache.errors import RagCacheError, UnknownHandleError, UnsupportedModelError
@@ -84,6 +85,7 @@ __all__ = [
     "load_embedder",
     "load_lm",
     "methods",
+    "open_shared",
     "prompt_format",
 ]
 
@@ -92,6 +94,7 @@ __all__ = [
 _NAMES = {
     "engine.answer": "Answer Done Reasoning Source Sources Timings Token Usage",
     "engine.passages": "Passage",
+    "engine.shared": "open_shared",
     "engine.kb": "RagCache",
     "engine.store": "Library",
     "engine.store_config": "StoreConfig",

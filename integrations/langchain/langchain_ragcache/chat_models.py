@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from importlib.util import find_spec
 from operator import itemgetter
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, ModelProfile
@@ -18,7 +18,7 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 import ragcache as rc
 from langchain_ragcache.answers import PROVIDER, ChunkWriter, to_result
@@ -48,8 +48,9 @@ class ChatRagCache(BaseChatModel):
     `create_text_block(text, id=..., ragcache={"handle": ...})`); other text is prompt. `create_fused_documents_chain`
     makes such messages from documents. A conversation without passages is read as it is.
 
-    kb:          an open `rc.RagCache`, or the path of a store, which is opened; what RAGCACHE_STORE names if left out
-    model:       the store's own model by name; any other is refused
+    kb:          an open `rc.RagCache`, or the path of a store, which is opened once for all components that name it, and
+                 closed with the last of them; what RAGCACHE_STORE names if left out
+    model:       the model to open a path with; else the store's own by name, any other is refused
     max_tokens, temperature, top_p, top_k, seed, stop: see `rc.Sampling`
     method, method_options, evict, on_overflow, order, hint, reasoning_effort, enable_thinking, thinking_budget,
     chat_template_kwargs: see `rc.ReadOptions`
@@ -62,9 +63,7 @@ class ChatRagCache(BaseChatModel):
     Raises PromptError, ContextTooLongError, UnknownHandleError, ConfigError, CancelledError.
     """
 
-    kb: Annotated[rc.RagCache, BeforeValidator(open_kb)] = Field(
-        default=None, validate_default=True, exclude=True, repr=False
-    )
+    kb: rc.RagCache = Field(default=None, exclude=True, repr=False)
     model: str = ""
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=0.0, ge=0)
@@ -90,8 +89,13 @@ class ChatRagCache(BaseChatModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_service(cls, values: Any) -> Any:
-        return {name: value for name, value in values.items() if name not in OF_SERVICES}
+    def _open(cls, values: Any) -> Any:
+        """A path is opened with the model that is named; what belongs to a service is left out."""
+        given = {name: value for name, value in values.items() if name not in OF_SERVICES}
+        if isinstance(given.get("kb"), rc.RagCache):
+            return given
+        kb = open_kb(given.get("kb"), model=given.get("model") or None)
+        return {**given, "kb": kb, "model": kb.lm.name}
 
     @model_validator(mode="after")
     def _take_model(self) -> Self:

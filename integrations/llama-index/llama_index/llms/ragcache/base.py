@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from llama_index.core.base.llms.types import (
@@ -60,7 +61,7 @@ _AsyncSteps = AsyncGenerator[_Step, None]
 
 
 class RagCacheLLM(HeldToSchema):
-    """The language model of an open store, which the caller closes.
+    """The language model of a store. One that is given open is closed by who opened it.
 
     Beside plain prompts it reads passages by fused prefill: only the rest of the prompt runs through the model. See
     `llama_index.llms.ragcache.segments` for the three ways to hand them over. Every field may also be given with a
@@ -87,11 +88,15 @@ class RagCacheLLM(HeldToSchema):
     context: str = Field(default="last", description='"keep": each turn of a chat keeps the passages of its message.')
     _kb: rc.RagCache = PrivateAttr()
 
-    def __init__(self, kb: rc.RagCache, **fields: Any) -> None:
-        """Raises ConfigError for a field that is out of range or unknown."""
+    def __init__(self, kb: rc.RagCache | str | Path, *, model: str | None = None, **fields: Any) -> None:
+        """kb: an open store, or the path of one, which is opened once for all that name it, and closed with the last
+
+        model: to open a path with; None: the store's own
+        Raises ConfigError for a field that is out of range or unknown, and what `rc.open_shared` raises.
+        """
         _refuse_unknown(set(fields) - set(type(self).model_fields), (*_OPTIONS, "context"))
         super().__init__(**fields)
-        self._kb = kb
+        self._kb = rc.open_shared(kb, model=model)
         self._options({})
 
     @classmethod
