@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragcache.engine.answer import Answer, Done, Reasoning, Source, Sources, Timings, Token, Usage
+    from ragcache.engine.attach import Attachment, Hook, attach
     from ragcache.engine.kb import RagCache
     from ragcache.engine.options import ReadOptions, RetrieveOptions
     from ragcache.engine.passages import Passage
+    from ragcache.engine.precompute import PrecomputeReport
     from ragcache.engine.shared import open_shared
     from ragcache.engine.store import Library
     from ragcache.engine.store_config import StoreConfig
@@ -41,6 +43,7 @@ __all__ = [
     "METHODS",
     "Additions",
     "Answer",
+    "Attachment",
     "Chunk",
     "ChunkerConfig",
     "Context",
@@ -50,6 +53,7 @@ __all__ = [
     "Fused",
     "FusionMethod",
     "Hit",
+    "Hook",
     "IngestConfig",
     "IngestReport",
     "Job",
@@ -58,6 +62,7 @@ __all__ = [
     "Library",
     "MethodInfo",
     "Passage",
+    "PrecomputeReport",
     "Prefilled",
     "ProgressEvent",
     "Prompt",
@@ -80,6 +85,7 @@ __all__ = [
     "UnknownHandleError",
     "UnsupportedModelError",
     "Usage",
+    "attach",
     "encode",
     "fuse",
     "load_embedder",
@@ -93,9 +99,11 @@ __all__ = [
 # needs neither.
 _NAMES = {
     "engine.answer": "Answer Done Reasoning Source Sources Timings Token Usage",
+    "engine.attach": "Attachment Hook attach",
     "engine.passages": "Passage",
-    "engine.shared": "open_shared",
     "engine.kb": "RagCache",
+    "engine.precompute": "PrecomputeReport",
+    "engine.shared": "open_shared",
     "engine.store": "Library",
     "engine.store_config": "StoreConfig",
     "engine.options": "ReadOptions RetrieveOptions",

@@ -1,4 +1,4 @@
-"""Plug-ins: methods, commands, engines and workers that other packages add through entry points.
+"""Plug-ins: methods, commands, engines, workers and adapters that other packages add through entry points.
 
 A package registers an object under a name in one of the groups below; it is imported at its first use. The annexes that
 ship beside `ragcache` in the same wheel do the same, so nothing in here names one of them.
@@ -18,6 +18,7 @@ METHODS = "ragcache.methods"
 COMMANDS = "ragcache.commands"
 ENGINES = "ragcache.engines"
 WORKERS = "ragcache.workers"
+ADAPTERS = "ragcache.adapters"
 
 T = TypeVar("T")
 

@@ -28,8 +28,9 @@ def test_one_store_for_all_of_a_path(tmp_path):
         assert RagCacheVectorStore(path).client is kb
         assert RagCacheEmbedding(path).model_name == kb.embedder.name
         assert RagCacheTransform(path).fingerprint == kb.lm.fingerprint
-        assert llm.chat([ChatMessage(QUESTION)]).message.content == RagCacheLLM(kb, **SHORT).chat(
-            [ChatMessage(QUESTION)]
-        ).message.content
+        assert (
+            llm.chat([ChatMessage(QUESTION)]).message.content
+            == RagCacheLLM(kb, **SHORT).chat([ChatMessage(QUESTION)]).message.content
+        )
         with pytest.raises(ConfigError, match="store that is open"):
             RagCacheLLM(kb, model="mini")

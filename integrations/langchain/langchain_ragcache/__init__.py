@@ -1,5 +1,6 @@
 """LangChain components over a store of ragcache: documents are read once, and answered from by fused prefill."""
 
+from langchain_ragcache.attachment import RagCacheDocumentTransformer
 from langchain_ragcache.chains import create_fused_documents_chain, create_fused_retrieval_chain
 from langchain_ragcache.chat_models import ChatRagCache
 from langchain_ragcache.documents import HANDLE_KEY, strip_handles
@@ -14,6 +15,7 @@ __all__ = [
     "HANDLE_KEY",
     "ChatRagCache",
     "LangChainEmbedder",
+    "RagCacheDocumentTransformer",
     "RagCacheEmbeddings",
     "RagCacheRetriever",
     "RagCacheVectorStore",
