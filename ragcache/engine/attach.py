@@ -134,7 +134,7 @@ def _followed(given: Any, hooks: Mapping[str, Hook], attachment: Attachment) -> 
     methods = {name: _following(getattr(own, name), hook, attachment) for name, hook in hooks.items()}
     about = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     derived = new_class(own.__name__, (own,), exec_body=lambda body: body.update(about | methods))
-    copy = object.__new__(derived)
+    copy: Any = object.__new__(derived)
     if hasattr(given, "__dict__"):
         object.__setattr__(copy, "__dict__", given.__dict__)
     for name in copyreg._slotnames(own):  # type: ignore[attr-defined]

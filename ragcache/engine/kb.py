@@ -271,8 +271,8 @@ class RagCache(Library, AsyncTwins):
 
         given: a text, `Document` (not cut), `Passage`, `Hit` or `Chunk`; a document, node, retriever or vector store of
                LangChain or LlamaIndex; or an iterable of such
-        collection: names where they come from, a vector store of its own accord; a passage with an id takes the place of
-               the one that had it there
+        collection: names where they come from, a vector store of its own accord; a passage with an id takes the place
+               of the one that had it there
         sync:  given is all that there is in the collection: KV of what is no longer in it is removed
         dry_run: compute and change nothing; the report says whose KV is there
         progress: is called with ProgressEvents, whose counts are of passages

@@ -1,7 +1,7 @@
 """KV of passages that stay where they are: in a list, in a vector store, behind a retriever.
 
-Only the KV is made, and what it takes to find it again: no embedding, no copy of the text. It is kept with that of other
-passages from elsewhere (`ragcache/store/foreign.py`).
+Only the KV is made, and what it takes to find it again: no embedding, no copy of the text. It is kept with that of
+other passages from elsewhere (`ragcache/store/foreign.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragcache.engine.attach import collection_of, find_adapter
 from ragcache.engine.block_writer import encode_chunks
@@ -218,7 +218,7 @@ def _texts(given: Any) -> Iterator[_Text]:
     elif (adapter := find_adapter(given)) is not None:
         yield from (_Text(one.id, one.text, one.source) for one in adapter.documents(given))
     elif isinstance(given, Iterable) and not isinstance(given, bytes):
-        for one in cast("Iterable[Any]", given):
+        for one in given:
             yield from _texts(one)
     else:
         raise ConfigError(

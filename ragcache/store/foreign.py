@@ -51,7 +51,7 @@ class Blocks(Protocol):
 
 
 class Name(NamedTuple):
-    """A passage in a collection of somebody else's, such as a vector store. source: the document that it was cut from"""
+    """A passage in a collection of somebody else's, such as a vector store. source: what it was cut from"""
 
     id: str
     source: str

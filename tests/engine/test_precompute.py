@@ -183,9 +183,9 @@ def test_what_holds_no_passages_is_refused(kb, given):
 
 
 def test_a_store_without_a_place_for_it(open_kb):
-    with open_kb(store=rc.StoreConfig(foreign_cache=0)) as kb:
-        with pytest.raises(ConfigError, match="foreign_cache is 0"):
-            kb.precompute(MINE)
+    kb = open_kb(store=rc.StoreConfig(foreign_cache=0))
+    with pytest.raises(ConfigError, match="foreign_cache is 0"):
+        kb.precompute(MINE)
 
 
 def test_a_store_that_is_read_only(open_kb):

@@ -113,7 +113,8 @@ PROGRAM = """
 import sys
 import ragcache as rc
 from ragcache.retrieval.fake import BagOfWords
-kb = rc.open_shared(sys.argv[1], model=sys.argv[2], embedder=BagOfWords(), store=rc.StoreConfig(write_behind_bytes=1 << 20))
+late = rc.StoreConfig(write_behind_bytes=1 << 20)
+kb = rc.open_shared(sys.argv[1], model=sys.argv[2], embedder=BagOfWords(), store=late)
 kb.ingest(rc.Document("a", "The ferry to the island goes every second hour.\\n"))
 keep = [kb]
 """

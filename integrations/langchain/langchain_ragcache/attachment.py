@@ -69,8 +69,8 @@ class LangChainAdapter:
         found = _held(given)
         if found is None:
             raise ConfigError(
-                f"a {type(given).__name__} does not say which documents it holds; give the documents themselves, or add "
-                "them through ragcache.attach(store, kb)"
+                f"a {type(given).__name__} does not say which documents it holds; give the documents themselves, or "
+                "add them through ragcache.attach(store, kb)"
             )
         return found
 
@@ -144,9 +144,8 @@ def _held(store: Any) -> Iterable[rc.Document] | None:
         return (rc.Document(str(id), one.page_content) for id, one in list(held.items()))
     if isinstance(held := getattr(store, "docs", None), list):  # retrievers by words
         return map(_passage, held)
-    if (
-        hasattr(store, "get") and isinstance(held := store.get(), dict) and {"ids", "documents"} <= held.keys()
-    ):  # Chroma
+    held = store.get() if hasattr(store, "get") else None
+    if isinstance(held, dict) and {"ids", "documents"} <= held.keys():  # Chroma
         rows = list(zip(held["ids"], held["documents"], strict=True))
         return (rc.Document(str(id), text) for id, text in rows if text)
     return None

@@ -41,8 +41,8 @@ class RagCachePrecompute(TransformComponent):
         self, kb: rc.RagCache | str | Path, *, collection: str = "", metadata_mode: MetadataMode = MetadataMode.LLM
     ) -> None:
         opened = rc.open_shared(kb)
-        named: dict[str, Any] = {"collection": collection, "metadata_mode": metadata_mode}
-        super().__init__(**named, fingerprint=opened.lm.fingerprint)
+        named = {"collection": collection, "metadata_mode": metadata_mode, "fingerprint": opened.lm.fingerprint}
+        super().__init__(**named)
         self._kb = opened
 
     @classmethod

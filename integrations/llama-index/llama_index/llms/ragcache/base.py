@@ -37,7 +37,10 @@ from ragcache.errors import ConfigError
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
 
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+_SAMPLING = (
+    "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "stop_token_ids", "logprobs",
+)  # fmt: skip
 # The engine's options, but for the sampling, whose fields stand for it, and for what LlamaIndex cancels by itself.
 _READING = tuple(name for name in rc.ReadOptions.__annotations__ if name not in ("sampling", "cancelled"))
 _FORMS = ("json_schema", "regex", "choices")  # of the sampling, with a call alone
@@ -74,6 +77,13 @@ class RagCacheLLM(HeldToSchema):
     top_k: int | None = Field(default=None, description="Number of likeliest tokens that are drawn from.")
     seed: int | None = Field(default=None, description="Makes drawing repeatable.")
     stop: list[str] = Field(default_factory=list, description="Texts that end an answer.")
+    min_p: float | None = Field(default=None, description="Least share of the likeliest token's probability.")
+    presence_penalty: float | None = Field(default=None, description="Off a token's logit once it was used.")
+    frequency_penalty: float | None = Field(default=None, description="Off a token's logit for each use.")
+    repetition_penalty: float | None = Field(default=None, description="Divides logits of tokens seen before.")
+    logit_bias: dict[int, float] | None = Field(default=None, description="Added to the logits of these ids.")
+    stop_token_ids: list[int] | None = Field(default=None, description="Ids that end an answer.")
+    logprobs: int | None = Field(default=None, description="Likeliest tokens to report beside each one, in raw.")
     method: str | None = Field(default=None, description="Fusion method; the store's own when absent.")
     method_options: dict[str, Any] = Field(default_factory=dict, description="Options of the method.")
     evict: int | None = Field(default=None, description="Budget of decode eviction; the store's own when absent.")
@@ -262,7 +272,8 @@ class RagCacheLLM(HeldToSchema):
         if chosen["max_tokens"] is None:
             chosen["max_tokens"] = self.max_tokens
         forms = {name: kwargs[name] for name in _FORMS if name in kwargs}
-        sampling = rc.Sampling(**{name: chosen[name] for name in _SAMPLING}, **forms)
+        given = {name: chosen[name] for name in _SAMPLING if chosen[name] is not None}
+        sampling = rc.Sampling(**given, **forms)
         return {"sampling": sampling, **{name: chosen[name] for name in _READING}}
 
 
