@@ -24,16 +24,16 @@ LEAST_CHARACTERS = 100
 class RagCacheMiddleware(AgentMiddleware[Any, Any, Any]):
     """Keeps the KV of what an agent's tools find: `create_agent(ChatRagCache(kb=kb), tools, middleware=[...])`.
 
-    Documents that a tool returns as its artifact are precomputed and get handles, so that `ChatRagCache` reads each from
-    its KV, in this conversation and in any other. Of the tools that are named the text itself is: part by part, as
-    `separator` divides it.
+    Documents that a tool returns as its artifact are precomputed and get handles, so that `ChatRagCache` reads each
+    from its KV, in this conversation and in any other. Of the tools that are named the text itself is: part by part,
+    as `separator` divides it.
 
     kb:        an open `rc.RagCache`, or the path of a store (`rc.open_shared`)
     text_of:   names of tools whose results are passages in plain text
     separator: between the passages of such a result
 
-    The tool comes first: where KV cannot be kept, that is logged and the agent goes on. A kb whose method reads no blocks
-    is left alone.
+    The tool comes first: where KV cannot be kept, that is logged and the agent goes on. A kb whose method reads no
+    blocks is left alone.
     """
 
     def __init__(self, kb: rc.RagCache | str | Path, *, text_of: Sequence[str] = (), separator: str = "\n\n") -> None:
