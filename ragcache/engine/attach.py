@@ -17,15 +17,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from types import new_class
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ragcache import plugins
 from ragcache.errors import ConfigError, RagCacheError
 from ragcache.ingest.document import Document
 from ragcache.plugins import Registry
-
-if TYPE_CHECKING:
-    from ragcache.engine.kb import RagCache
 
 log = logging.getLogger(__name__)
 Arguments = Mapping[str, Any]
@@ -35,18 +32,30 @@ _NAMED = ("collection_name", "_collection_name", "index_name", "table_name")
 _RUNNING: ContextVar[tuple[Attachment, ...]] = ContextVar("ragcache_attached", default=())
 
 
+class Kept(Protocol):
+    """What an attachment asks of a store: a `RagCache`."""
+
+    @property
+    def reads_blocks(self) -> bool: ...
+    def precompute(self, given: Any, *, collection: str = "", sync: bool = False, dry_run: bool = False) -> Any: ...
+    def forget(
+        self, ids: Iterable[str] = (), *, sources: Iterable[str] = (), given: Any = None, collection: str = ""
+    ) -> list[str]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Attachment:
     """How an object is attached; see `attach`. options: of the library's adapter"""
 
-    kb: RagCache
+    kb: Kept
     collection: str
     learn: bool
     options: Mapping[str, Any]
 
     def handles(self, passages: Iterable[Document]) -> list[str | None]:
         """Names of the KV of passages that were found, made now where `learn` says so."""
-        return self.kb.precompute(list(passages), collection=self.collection, dry_run=not self.learn).handles
+        report = self.kb.precompute(list(passages), collection=self.collection, dry_run=not self.learn)
+        return list(report.handles)
 
     def add(self, passages: Iterable[Document]) -> None:
         self.kb.precompute(list(passages), collection=self.collection)
@@ -92,7 +101,7 @@ def find_adapter(given: Any) -> Adapter | None:
     return next((ADAPTERS[name] for name in dict.fromkeys(packages) if name in ADAPTERS), None)
 
 
-def attach(given: Any, kb: RagCache, *, collection: str = "", learn: bool | None = None, **options: Any) -> Any:
+def attach(given: Any, kb: Kept, *, collection: str = "", learn: bool | None = None, **options: Any) -> Any:
     """A vector store, index or retriever of another library, of its own class and over the same state, that keeps `kb`
     up to date: what is added to it is precomputed, what is deleted from it is forgotten, and what it finds carries its
     handle. The object given stays as it is.
