@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragcache.engine.answer import Answer, Done, Reasoning, Source, Sources, Timings, Token, Usage
+    from ragcache.engine.attach import Attachment, Hook, attach
     from ragcache.engine.kb import RagCache
     from ragcache.engine.options import ReadOptions, RetrieveOptions, StoreConfig
     from ragcache.engine.passages import Passage
+    from ragcache.engine.precompute import PrecomputeReport
+    from ragcache.engine.shared import open_shared
     from ragcache.engine.store import Library
     from ragcache.errors import RagCacheError, UnknownHandleError, UnsupportedModelError
     from ragcache.fusion import METHODS, MethodInfo, methods
@@ -39,6 +42,7 @@ __all__ = [
     "METHODS",
     "Additions",
     "Answer",
+    "Attachment",
     "Chunk",
     "ChunkerConfig",
     "Context",
@@ -48,6 +52,7 @@ __all__ = [
     "Fused",
     "FusionMethod",
     "Hit",
+    "Hook",
     "IngestConfig",
     "IngestReport",
     "Job",
@@ -56,6 +61,7 @@ __all__ = [
     "Library",
     "MethodInfo",
     "Passage",
+    "PrecomputeReport",
     "Prefilled",
     "ProgressEvent",
     "Prompt",
@@ -78,11 +84,13 @@ __all__ = [
     "UnknownHandleError",
     "UnsupportedModelError",
     "Usage",
+    "attach",
     "encode",
     "fuse",
     "load_embedder",
     "load_lm",
     "methods",
+    "open_shared",
     "prompt_format",
 ]
 
@@ -90,8 +98,11 @@ __all__ = [
 # needs neither.
 _NAMES = {
     "engine.answer": "Answer Done Reasoning Source Sources Timings Token Usage",
+    "engine.attach": "Attachment Hook attach",
     "engine.passages": "Passage",
     "engine.kb": "RagCache",
+    "engine.precompute": "PrecomputeReport",
+    "engine.shared": "open_shared",
     "engine.store": "Library",
     "engine.options": "ReadOptions RetrieveOptions StoreConfig",
     "errors": "RagCacheError UnknownHandleError UnsupportedModelError",

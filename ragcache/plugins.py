@@ -1,4 +1,4 @@
-"""Plug-ins that other packages add through entry points: methods, codecs, remotes, indexes, commands, engines, workers.
+"""What packages add through entry points: methods, codecs, remotes, indexes, commands, engines, workers, adapters.
 
 A package registers an object under a name in one of the groups below; it is imported at its first use. The annexes that
 ship beside `ragcache` in the same wheel do the same, so nothing in here names one of them.
@@ -21,6 +21,7 @@ INDEXES = "ragcache.indexes"
 COMMANDS = "ragcache.commands"
 ENGINES = "ragcache.engines"
 WORKERS = "ragcache.workers"
+ADAPTERS = "ragcache.adapters"
 
 T = TypeVar("T")
 

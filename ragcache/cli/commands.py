@@ -9,7 +9,7 @@ import typer
 
 from ragcache import plugins
 from ragcache.cli.ask import ask, chat
-from ragcache.cli.ingest import delete, ingest, list_documents, watch
+from ragcache.cli.ingest import delete, ingest, list_documents, precompute, watch
 from ragcache.cli.maintain import doctor, info, methods, pin, pull, reencode, unpin
 from ragcache.cli.serve import serve
 from ragcache.plugins import Registry
@@ -19,6 +19,7 @@ COMMANDS: Registry[Callable[..., None]] = Registry(
     plugins.COMMANDS,
     {
         "ingest": ingest,
+        "precompute": precompute,
         "watch": watch,
         "reencode": reencode,
         "ask": ask,

@@ -41,7 +41,8 @@ from ragcache.engine.options import MetadataFilter
 from ragcache.errors import CancelledError, ConfigError, ReaderError, StoreBusyError
 
 if TYPE_CHECKING:
-    from ragcache import IngestReport, Library, RagCache, RayConfig
+    from ragcache import Document, IngestReport, Library, PrecomputeReport, RagCache, RayConfig
+    from ragcache.ingest.report import Failure
     from ragcache.store.records import StoredDocument
 
 
@@ -162,6 +163,78 @@ def ingest(
     finish(report, as_json, named=sync or dry_run)
 
 
+@command
+def precompute(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Files and folders, as for ingest; JSON lines: a passage a line.")
+    ],
+    store: StoreOptions,
+    models: ModelOptions,
+    chunks: ChunkOptions,
+    reading: ReadLimitOptions,
+    split: Annotated[
+        bool, option("--split", "Cut documents as ingest does; else each is one passage, as it is.")
+    ] = False,
+    collection: Annotated[str, option("--collection", "A name for where the passages come from.")] = "",
+    sync: Annotated[
+        bool, option("--sync", "Remove KV of what the collection had and the paths no longer hold.")
+    ] = False,
+    dry_run: Annotated[bool, option("--dry-run", "Say how much is there, and change nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compute the KV of passages that another program stores, so that it is found in any prompt that holds them.
+
+    Nothing is embedded and no text is kept. What cannot be read is listed with the reason and the others go on; the
+    exit status is 1 then, and --sync removes nothing.
+    """
+    with open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
+        failed: list[Failure] = []
+        cut = chunks if split else None
+        found = _passages(paths, kb, cut, reading, failed)
+        given = list(found) if sync else found
+        report = kb.precompute(given, collection=collection, sync=sync and not failed, dry_run=dry_run)
+    report.failed = [*failed, *report.failed]
+    if as_json:
+        print_json({**vars(report), "failed": failures_to_json(report)})
+    else:
+        rate = f", {report.tokens / report.elapsed_s:,.0f} tokens/s" if report.tokens and report.elapsed_s else ""
+        say(
+            f"{report.computed} passages of {report.tokens:,} tokens computed in {seconds_text(report.elapsed_s)}{rate}"
+            f"; {report.known} known, {len(report.forgotten)} forgotten, {len(report.failed)} failed"
+        )
+    for failure in report.failed:
+        say_error(failure.error)
+    if report.failed:
+        raise typer.Exit(FAILED)
+
+
+def _passages(
+    paths: Sequence[Path], kb: RagCache, chunks: ChunkOptions | None, reading: ReadLimitOptions, failed: list[Failure]
+) -> Iterator[Document]:
+    """The passages in files, read one after the other. failed: what could not be read"""
+    from ragcache import Document
+    from ragcache.ingest.chunker import Chunker
+    from ragcache.ingest.readers import find_files
+    from ragcache.ingest.report import Failure
+    from ragcache.ingest.sandbox import IsolatedReader
+
+    files = find_files(paths)
+    failed += [Failure(str(error.path), error) for error in files.failed]
+    chunker = None if chunks is None else Chunker(kb.lm.tokenizer, **asdict(chunks.config()))
+    reader = IsolatedReader(reading.config().reading)
+    try:
+        for record in (record for file in files.files for record in reader.read(file)):
+            if isinstance(record, ReaderError):
+                failed.append(Failure(str(record.path), record))
+            elif chunker is None:
+                yield Document(record.id, record.text, source=record.id)
+            else:
+                for rank, chunk in enumerate(chunker.split(record.text)):
+                    yield Document(f"{record.id}#{rank}", chunk.text, source=record.id)
+    finally:
+        reader.close()
+
+
 def ray_config(address: str | None, actors: int | None) -> RayConfig | None:
     """Raises ConfigError."""
     if address is None:
@@ -185,13 +258,17 @@ def finish(report: IngestReport, as_json: bool, *, named: bool = False) -> None:
         raise typer.Exit(FAILED)
 
 
+def failures_to_json(report: IngestReport | PrecomputeReport) -> list[dict[str, str]]:
+    return [
+        {"source": failure.source, "error": type(failure.error).__name__, "reason": str(failure.error)}
+        for failure in report.failed
+    ]
+
+
 def report_to_json(report: IngestReport) -> dict[str, Any]:
     return {
         **vars(report),
-        "failed": [
-            {"source": failure.source, "error": type(failure.error).__name__, "reason": str(failure.error)}
-            for failure in report.failed
-        ],
+        "failed": failures_to_json(report),
         "skipped": [str(path) for path in report.skipped],
         "moved": [{"from": one.old, "to": one.new} for one in report.moved],
         "seconds": asdict(report.seconds),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ragcache.engine.answer import Answer, Event
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
 from ragcache.engine.passages import Passage
+from ragcache.engine.precompute import PrecomputeReport
 from ragcache.errors import CancelledError, StoreClosedError
 from ragcache.ingest.report import IngestReport
 from ragcache.retrieval.retriever import Hit
@@ -109,6 +110,13 @@ class AsyncTwins:
 
     async def adelete(self, *args: Any, **options: Any) -> list[str]:
         return await self._threads.call(self._own("delete"), *args, **options)
+
+    async def aprecompute(self, *args: Any, **options: Any) -> PrecomputeReport:
+        """Cancelling the task stops the work; what was kept stays."""
+        return await self._threads.call_cancellable(self._own("precompute"), *args, **options)
+
+    async def aforget(self, *args: Any, **options: Any) -> list[str]:
+        return await self._threads.call(self._own("forget"), *args, **options)
 
     async def aretrieve(
         self, question: str | NDArray[np.float32], k: int = DEFAULT_K, **options: Unpack[RetrieveOptions]

@@ -32,6 +32,7 @@ from ragcache.engine.loader import LoadCounts
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions, StoreConfig
 from ragcache.engine.passages import Passage
 from ragcache.engine.pin import pin, unpin
+from ragcache.engine.precompute import Precompute, PrecomputeReport
 from ragcache.engine.questions import Questions, answer_of, ask_many
 from ragcache.engine.rates import RateFigures, machine_key
 from ragcache.engine.store import Library
@@ -169,6 +170,11 @@ class RagCache(Library, AsyncTwins):
         return self._parts.choice.name
 
     @property
+    def reads_blocks(self) -> bool:
+        """Whether that method reads passages from their KV, wherever they stand."""
+        return self._parts.choice.method.reuses_blocks
+
+    @property
     def admission(self) -> Admission:
         """The memory of answers in progress."""
         return self._parts.admission
@@ -248,6 +254,52 @@ class RagCache(Library, AsyncTwins):
     ) -> IngestReport:
         """Store the documents of another store, which may be of another model; see `Ingestor.copy`."""
         return self._parts.ingestor.copy(other.store.documents, kv=kv, progress=progress, timeout_s=timeout_s)
+
+    @team_ends()
+    def precompute(
+        self,
+        given: Any,
+        *,
+        collection: str = "",
+        sync: bool = False,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> PrecomputeReport:
+        """Make the KV of passages that stay where they are, so that it is found in any prompt that holds them. Nothing
+        is embedded and no text is kept.
+
+        given: a text, `Document` (not cut), `Passage`, `Hit` or `Chunk`; a document, node, retriever or vector store of
+               LangChain or LlamaIndex; or an iterable of such
+        collection: names where they come from, a vector store of its own accord; a passage with an id takes the place
+               of the one that had it there
+        sync:  given is all that there is in the collection: KV of what is no longer in it is removed
+        dry_run: compute and change nothing; the report says whose KV is there
+        progress: is called with ProgressEvents, whose counts are of passages
+        cancelled: set it to stop; what was kept stays
+
+        A passage that the model cannot read is in the report, and the others go on. KV is kept within the budget of
+        `StoreConfig.foreign_cache`. Raises ConfigError (no such budget, passages that cannot be listed, a model in
+        another engine), CancelledError, StoreReadOnlyError, StoreFullError, StoreBusyError.
+        """
+        self._check_open()
+        return Precompute(self._parts).run(
+            given, collection=collection, sync=sync, dry_run=dry_run, progress=progress, cancelled=cancelled
+        )
+
+    def forget(
+        self, ids: Iterable[str] | str = (), *, sources: Iterable[str] = (), given: Any = None, collection: str = ""
+    ) -> list[str]:
+        """Remove KV that `precompute` made, and that nothing else names; returns its handles.
+
+        ids, sources: of passages of the collection; a source is what a passage was cut from
+        given: the passages themselves, as for `precompute`
+
+        A store's own documents keep theirs: `delete` them. Raises ConfigError, StoreReadOnlyError, StoreBusyError.
+        """
+        self._check_open()
+        wanted = [ids] if isinstance(ids, str) else ids
+        return Precompute(self._parts).forget(wanted, sources, given, collection)
 
     def _kv_mode(self) -> str:
         if self._encoder is not None or self.config.kv == "lazy":

@@ -14,7 +14,6 @@ from ragcache.errors import StoreNotFoundError
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.folder import database_id, open_documents
-from ragcache.store.foreign import ForeignCache
 from ragcache.store.kv_store import KVStore
 from ragcache.store.remote import Connection, connect, open_blobs
 

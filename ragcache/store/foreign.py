@@ -7,7 +7,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,24 @@ log = logging.getLogger(__name__)
 _TOKEN = np.dtype("<i4")
 # Passages after which those whose block was evicted are taken off the list.
 _PURGE_EVERY = 1024
-_TABLE = """CREATE TABLE IF NOT EXISTS passages (
+_TABLES = """
+CREATE TABLE IF NOT EXISTS passages (
     number INTEGER PRIMARY KEY AUTOINCREMENT, handle TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, token_ids BLOB NOT NULL
-)"""
+);
+CREATE TABLE IF NOT EXISTS names (
+    collection TEXT NOT NULL, id TEXT NOT NULL, source TEXT NOT NULL, handle TEXT NOT NULL,
+    PRIMARY KEY (collection, id)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS named ON names (handle);
+"""
+
+
+class Name(NamedTuple):
+    """A passage in a collection of somebody else's, such as a vector store. source: what it was cut from"""
+
+    id: str
+    source: str
+    handle: str
 
 
 class PassageList:
@@ -86,6 +101,42 @@ class PassageList:
         """Take a passage off the list, if it is there."""
         self._run(lambda database: database.execute("DELETE FROM passages WHERE handle = ?", (key,)))
 
+    def name(self, collection: str, names: Iterable[Name]) -> list[str]:
+        """Note which passages of a collection these are, each id in place of what it named before. Returns the handles
+        that are named no more. Raises StoreFullError, StoreBusyError."""
+        rows = list(names)
+
+        def work(database: sqlite3.Connection) -> list[str]:
+            gone = _unname(database, collection, "id = ?", [(one.id,) for one in rows])
+            query = "INSERT OR REPLACE INTO names (collection, id, source, handle) VALUES (?, ?, ?, ?)"
+            database.executemany(query, [(collection, *one) for one in rows])
+            return _unnamed(database, gone)
+
+        return self._run(work, create=True) or []
+
+    def names(self, collection: str) -> list[Name]:
+        """What is noted of a collection. Raises StoreBusyError."""
+        query = "SELECT id, source, handle FROM names WHERE collection = ?"
+        return [Name(*row) for row in self._run(lambda db: db.execute(query, (collection,)).fetchall()) or []]
+
+    def unname(self, collection: str, ids: Iterable[str] = (), sources: Iterable[str] = ()) -> list[str]:
+        """Take passages off a collection by id or source. Returns the handles that are named no more.
+
+        Raises StoreFullError, StoreBusyError."""
+
+        def work(database: sqlite3.Connection) -> list[str]:
+            gone = _unname(database, collection, "id = ?", [(id,) for id in ids])
+            gone |= _unname(database, collection, "source = ?", [(source,) for source in sources])
+            return _unnamed(database, gone)
+
+        return self._run(work) or []
+
+    def unnamed(self, handles: Iterable[str]) -> list[str]:
+        """Those of these handles that no collection names. Raises StoreBusyError."""
+        wanted = dict.fromkeys(handles)
+        found = self._run(lambda database: _unnamed(database, wanted))
+        return list(wanted) if found is None else found
+
     def close(self) -> None:
         with self._lock:
             self._let_go()
@@ -114,10 +165,12 @@ class PassageList:
     def _open(self, create: bool) -> sqlite3.Connection | None:
         if self._opened is None and (create or self.path.exists()):
             mode = "ro" if self._read_only else "rwc"
+            if create:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             uri = f"{self.path.absolute().as_uri()}?mode={mode}"
             self._opened = sqlite3.connect(uri, timeout=30.0, uri=True, check_same_thread=False)
             if not self._read_only:
-                self._opened.execute(_TABLE)
+                self._opened.executescript(_TABLES)
         return self._opened
 
     def _let_go(self) -> None:
@@ -129,3 +182,14 @@ class PassageList:
         listed = database.execute("SELECT handle FROM passages").fetchall()
         gone = [row for row in listed if row[0] not in self._blocks]
         database.executemany("DELETE FROM passages WHERE handle = ?", gone)
+
+
+def _unname(database: sqlite3.Connection, collection: str, where: str, rows: Iterable[tuple[str, ...]]) -> set[str]:
+    """Handles of the names that were removed."""
+    query = f"DELETE FROM names WHERE collection = ? AND {where} RETURNING handle"
+    return {handle for row in rows for (handle,) in database.execute(query, (collection, *row)).fetchall()}
+
+
+def _unnamed(database: sqlite3.Connection, handles: Iterable[str]) -> list[str]:
+    query = "SELECT 1 FROM names WHERE handle = ?"
+    return [handle for handle in handles if database.execute(query, (handle,)).fetchone() is None]

@@ -396,3 +396,34 @@ def test_a_store_that_keeps_a_share_of_the_kv(folder, model, tmp_path):
         assert refused.exit_code == 2, refused.output
         assert message in refused.stderr
         assert not (tmp_path / "never").exists()
+
+
+def test_precompute_keeps_kv_alone(model, folder, tmp_path):
+    kb, lines = tmp_path / "kb", tmp_path / "passages.jsonl"
+    long = (
+        "The ferry of Brenholm goes every second hour, but not on Sundays, when its captain rests at home, it is said."
+    )
+    lines.write_text("".join(json.dumps({"id": name, "text": f"{name}: {long}"}) + "\n" for name in "ab"))
+    made = json_of(invoke("precompute", lines, "--store", kb, "--model", model, *MOVED, "--json"))
+    assert (made["computed"], made["known"], made["failed"]) == (2, 0, [])
+    with rc.RagCache.open(kb, method="reposition", store=rc.StoreConfig(load="always")) as opened:
+        assert opened.info().documents == 0
+        assert opened.precompute(f"a: {long}", dry_run=True).handles == made["handles"][:1]
+        found = opened.complete(f"Read.\n\nb: {long}\n\nWhen?", sampling=rc.Sampling(max_tokens=1)).hits
+        assert [(hit.handle, hit.kv) for hit in found] == [(made["handles"][1], "disk")]
+    lines.write_text(json.dumps({"id": "a", "text": f"a: {long}"}) + "\n")
+    again = json_of(invoke("precompute", lines, "--sync", "--store", kb, *MOVED, "--json"))
+    assert (again["computed"], again["known"], again["forgotten"]) == (0, 1, made["handles"][1:])
+    bad = invoke("precompute", tmp_path / "nothing", "--sync", "--store", kb, *MOVED)
+    assert bad.exit_code == 1
+    assert "no file or folder of this name" in bad.stderr
+    assert json_of(invoke("precompute", lines, "--dry-run", "--store", kb, *MOVED, "--json"))["known"] == 1
+
+
+def test_precompute_cuts_documents_as_ingest_does(model, folder, tmp_path):
+    options = ("--model", model, *MOVED, "--chunk-max-tokens", 20)
+    json_of(invoke("ingest", folder, "--store", tmp_path / "one", *options, "--json"))
+    made = json_of(invoke("precompute", folder, "--split", "--store", tmp_path / "two", *options, "--json"))
+    with rc.Library.open(tmp_path / "one") as kb:
+        own = {chunk.handle for one in kb.documents() for chunk in kb.chunks_of(one.id)}
+    assert set(made["handles"]) == own

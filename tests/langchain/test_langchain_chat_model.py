@@ -553,3 +553,21 @@ def test_opening_by_path_or_environment(tmp_path, tiny_directory, monkeypatch):
     finally:
         by_path.kb.close()
         by_environment.kb.close()
+
+
+def test_components_by_path_share_one_store(tmp_path, tiny_directory):
+    with RagCacheVectorStore(tmp_path / "kb", BagOfWords(), model=tiny_directory) as store:
+        chat = ChatRagCache(kb=tmp_path / "kb", model=str(tiny_directory), max_tokens=3)
+        retriever = RagCacheRetriever(kb=tmp_path / "kb")
+        assert chat.kb is retriever.kb is store.kb
+        assert chat.model == store.kb.lm.name
+        bound = chat.bind(max_tokens=2)
+        assert bound.bound.kb is store.kb
+
+
+def test_another_model_than_the_stores_is_refused_by_path(tmp_path, tiny_directory, mini):
+    with (
+        RagCacheVectorStore(tmp_path / "kb", BagOfWords(), model=mini),
+        pytest.raises(ModelMismatchError),
+    ):
+        ChatRagCache(kb=tmp_path / "kb", model=str(tiny_directory))

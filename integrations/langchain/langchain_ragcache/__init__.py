@@ -1,5 +1,8 @@
 """LangChain components over a store of ragcache: documents are read once, and answered from by fused prefill."""
 
+from typing import TYPE_CHECKING, Any
+
+from langchain_ragcache.attachment import RagCacheDocumentTransformer
 from langchain_ragcache.chains import create_fused_documents_chain, create_fused_retrieval_chain
 from langchain_ragcache.chat_models import ChatRagCache
 from langchain_ragcache.documents import HANDLE_KEY, strip_handles
@@ -10,11 +13,16 @@ from langchain_ragcache.opening import open_kb
 from langchain_ragcache.retrievers import RagCacheRetriever
 from langchain_ragcache.vectorstores import RagCacheVectorStore
 
+if TYPE_CHECKING:
+    from langchain_ragcache.middleware import RagCacheMiddleware
+
 __all__ = [
     "HANDLE_KEY",
     "ChatRagCache",
     "LangChainEmbedder",
+    "RagCacheDocumentTransformer",
     "RagCacheEmbeddings",
+    "RagCacheMiddleware",
     "RagCacheRetriever",
     "RagCacheVectorStore",
     "create_fused_documents_chain",
@@ -23,3 +31,12 @@ __all__ = [
     "open_kb",
     "strip_handles",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The middleware needs the package langchain, which no other component does."""
+    if name != "RagCacheMiddleware":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from langchain_ragcache.middleware import RagCacheMiddleware
+
+    return RagCacheMiddleware

@@ -95,7 +95,9 @@ def to_usage(usage: rc.Usage) -> UsageMetadata:
 def about(answer: rc.Answer, model: str) -> dict[str, Any]:
     """Response metadata, all JSON: the passages with score, handle and where their KV came from; times in seconds."""
     known = answer.to_json()
+    scores = {} if answer.logprobs is None else {"logprobs": {"content": known["logprobs"]}}
     return {
+        **scores,
         "model_name": model,
         "model_provider": PROVIDER,
         "finish_reason": answer.finish_reason,

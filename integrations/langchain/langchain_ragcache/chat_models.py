@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from importlib.util import find_spec
 from operator import itemgetter
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, ModelProfile
@@ -18,7 +18,7 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 import ragcache as rc
 from langchain_ragcache.answers import PROVIDER, ChunkWriter, to_result
@@ -27,7 +27,12 @@ from langchain_ragcache.opening import open_kb
 from langchain_ragcache.options import refuse_unknown
 from ragcache.errors import CancelledError, ConfigError, ModelMismatchError, TimedOutError
 
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+SAMPLING = (
+    "max_tokens", "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "stop_token_ids", "logprobs",
+)  # fmt: skip
+# OpenAI's later name of a field.
+ALSO = {"max_completion_tokens": "max_tokens"}
 # Forms that an answer is held to: of one call.
 FORMS = ("json_schema", "regex", "choices")
 TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
@@ -36,7 +41,7 @@ TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
 RENAMED = ("sampling", "cancelled", "timeout_s")
 READING = (*(name for name in rc.ReadOptions.__annotations__ if name not in RENAMED), "context")
 # `stream` is LangChain's own switch, `model` is checked.
-CALL_OPTIONS = (*SAMPLING, *FORMS, *TOOLS, *READING, "timeout", "model", "stream")
+CALL_OPTIONS = (*SAMPLING, *ALSO, *FORMS, *TOOLS, *READING, "timeout", "model", "stream")
 # Standard parameters of chat models that reach a service; there is none here.
 OF_SERVICES = ("api_key", "base_url", "max_retries")
 
@@ -48,9 +53,12 @@ class ChatRagCache(BaseChatModel):
     `create_text_block(text, id=..., ragcache={"handle": ...})`); other text is prompt. `create_fused_documents_chain`
     makes such messages from documents. A conversation without passages is read as it is.
 
-    kb:          an open `rc.RagCache`, or the path of a store, which is opened; what RAGCACHE_STORE names if left out
-    model:       the store's own model by name; any other is refused
-    max_tokens, temperature, top_p, top_k, seed, stop: see `rc.Sampling`
+    kb:          an open `rc.RagCache`, or the path of a store, which is opened once for all components that name it,
+                 and closed with the last of them; what RAGCACHE_STORE names if left out
+    model:       the model to open a path with; else the store's own by name, any other is refused
+    max_tokens (also max_completion_tokens), temperature, top_p, top_k, seed, stop, min_p, presence_penalty,
+    frequency_penalty, repetition_penalty, logit_bias, stop_token_ids, logprobs: see `rc.Sampling`; log-probabilities
+                 are in the response metadata, as OpenAI's chat model has them there
     method, method_options, evict, on_overflow, order, hint, reasoning_effort, enable_thinking, thinking_budget,
     chat_template_kwargs: see `rc.ReadOptions`
     context:     "last", or "keep": every turn keeps the passages that stand in its message
@@ -62,15 +70,20 @@ class ChatRagCache(BaseChatModel):
     Raises PromptError, ContextTooLongError, UnknownHandleError, ConfigError, CancelledError.
     """
 
-    kb: Annotated[rc.RagCache, BeforeValidator(open_kb)] = Field(
-        default=None, validate_default=True, exclude=True, repr=False
-    )
+    kb: rc.RagCache = Field(exclude=True, repr=False)
     model: str = ""
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=0.0, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
     seed: int | None = None
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    logit_bias: Mapping[int, float] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    logprobs: int | None = Field(default=None, ge=0)
     stop: list[str] | str | None = None
     method: str | None = None
     method_options: Mapping[str, Any] | None = None
@@ -90,8 +103,13 @@ class ChatRagCache(BaseChatModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_service(cls, values: Any) -> Any:
-        return {name: value for name, value in values.items() if name not in OF_SERVICES}
+    def _open(cls, values: Any) -> Any:
+        """A path is opened with the model that is named; what belongs to a service is left out."""
+        given = {ALSO.get(name, name): value for name, value in values.items() if name not in OF_SERVICES}
+        if isinstance(given.get("kb"), rc.RagCache):
+            return given
+        kb = open_kb(given.get("kb"), model=given.get("model") or None)
+        return {**given, "kb": kb, "model": kb.lm.name}
 
     @model_validator(mode="after")
     def _take_model(self) -> Self:
@@ -182,8 +200,10 @@ class ChatRagCache(BaseChatModel):
     def _reading(self, stop: list[str] | str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         """Options of the engine for one call. Raises ConfigError, ModelMismatchError."""
         refuse_unknown(type(self).__name__, given, CALL_OPTIONS)
+        given = {ALSO.get(name, name): value for name, value in given.items()}
         self._check_model(given.get("model") or self.model)
-        sampling = {name: self._option(given, name) for name in SAMPLING} | {name: given.get(name) for name in FORMS}
+        chosen = {name: self._option(given, name) for name in SAMPLING} | {name: given.get(name) for name in FORMS}
+        sampling = {name: value for name, value in chosen.items() if value is not None}
         ends = _stops(self.stop if stop is None else stop)
         reading = {name: self._option(given, name) for name in READING}
         limit = self._option(given, "timeout")

@@ -47,7 +47,7 @@ def to_engine(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 def _role(message: BaseMessage) -> str:
     if isinstance(message, ChatMessage):
-        return message.role
+        return "system" if message.role == "developer" else message.role
     role = next((role for kind, role in ROLES.items() if isinstance(message, kind)), None)
     if role is None:
         raise PromptError(

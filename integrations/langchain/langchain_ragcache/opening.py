@@ -25,7 +25,8 @@ FROM_ENVIRONMENT = {
 
 
 def open_kb(kb: rc.RagCache | str | Path | None = None, **options: Any) -> rc.RagCache:
-    """An open store as it is; a path, opened; None: the store that RAGCACHE_STORE names.
+    """An open store as it is; a path, opened once for all that name it (`rc.open_shared`); None: the store that
+    RAGCACHE_STORE names.
 
     options: of `rc.RagCache.open`; what is not given is taken from RAGCACHE_MODEL, RAGCACHE_METHOD, RAGCACHE_EMBEDDER,
              RAGCACHE_RERANKER, RAGCACHE_DTYPE, RAGCACHE_DEVICE, RAGCACHE_SYSTEM and RAGCACHE_TENANT (a salt of block
@@ -35,18 +36,14 @@ def open_kb(kb: rc.RagCache | str | Path | None = None, **options: Any) -> rc.Ra
     LangChain's embeddings, opened without them) and what `rc.RagCache.open` raises.
     """
     if isinstance(kb, rc.RagCache):
-        if given := [name for name, value in options.items() if value is not None]:
-            raise ConfigError(
-                f"{', '.join(given)}: given with a store that is open; open it with them, or give its path"
-            )
-        return kb
+        return rc.open_shared(kb, **options)
     path = kb if kb is not None else os.environ.get(STORE)
     if not path or not isinstance(path, str | Path):
         raise ConfigError(f"kb is {kb!r}; give an open RagCache or the path of a store, or set {STORE}")
     stated = {name: os.environ[key] for name, key in FROM_ENVIRONMENT.items() if os.environ.get(key)}
     wanted = {name: value for name, value in options.items() if value is not None}
     try:
-        return rc.RagCache.open(path, **{**stated, **wanted})
+        return rc.open_shared(path, **{**stated, **wanted})
     except EmbedderError as error:
         if PREFIX not in str(error):
             raise

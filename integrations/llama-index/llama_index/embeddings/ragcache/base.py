@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
@@ -22,9 +23,10 @@ class RagCacheEmbedding(BaseEmbedding):
 
     _kb: rc.RagCache = PrivateAttr()
 
-    def __init__(self, kb: rc.RagCache, *, embed_batch_size: int = DEFAULT_BATCH, **more: Any) -> None:
-        super().__init__(model_name=kb.embedder.name, embed_batch_size=embed_batch_size, **more)
-        self._kb = kb
+    def __init__(self, kb: rc.RagCache | str | Path, *, embed_batch_size: int = DEFAULT_BATCH, **more: Any) -> None:
+        opened = rc.open_shared(kb)
+        super().__init__(model_name=opened.embedder.name, embed_batch_size=embed_batch_size, **more)
+        self._kb = opened
 
     @classmethod
     def class_name(cls) -> str:

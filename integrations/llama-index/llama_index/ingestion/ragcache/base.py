@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
@@ -25,7 +26,7 @@ class RagCacheTransform(TransformComponent):
     handles there. A handle that comes out of the pipeline's own cache may be of a block that is gone by then: handles
     are hints, checked when they are used.
 
-        kb: an open store, which the caller closes
+        kb: an open store, or the path of one (`rc.open_shared`)
         kv: "eager" computes KV blocks now, "lazy" at their first use (no handle is attached then)
         timeout_s: how long to wait for another process that is writing
     """
@@ -36,10 +37,11 @@ class RagCacheTransform(TransformComponent):
     embedder: str = Field(description="Name of the embedding model.")
     _kb: rc.RagCache = PrivateAttr()
 
-    def __init__(self, kb: rc.RagCache, *, kv: str = "eager", timeout_s: float = 30.0) -> None:
-        fields = {"kv": kv, "timeout_s": timeout_s, "fingerprint": kb.lm.fingerprint, "embedder": kb.embedder.name}
-        super().__init__(**fields)
-        self._kb = kb
+    def __init__(self, kb: rc.RagCache | str | Path, *, kv: str = "eager", timeout_s: float = 30.0) -> None:
+        opened = rc.open_shared(kb)
+        named = {"fingerprint": opened.lm.fingerprint, "embedder": opened.embedder.name}
+        super().__init__(**{"kv": kv, "timeout_s": timeout_s, **named})
+        self._kb = opened
 
     @classmethod
     def class_name(cls) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from llama_index.core.base.llms.types import (
@@ -36,7 +37,10 @@ from ragcache.errors import ConfigError
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
 
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+_SAMPLING = (
+    "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "stop_token_ids", "logprobs",
+)  # fmt: skip
 # The engine's options, but for the sampling, whose fields stand for it, and for what LlamaIndex cancels by itself.
 _READING = tuple(name for name in rc.ReadOptions.__annotations__ if name not in ("sampling", "cancelled"))
 _FORMS = ("json_schema", "regex", "choices")  # of the sampling, with a call alone
@@ -60,7 +64,7 @@ _AsyncSteps = AsyncGenerator[_Step, None]
 
 
 class RagCacheLLM(HeldToSchema):
-    """The language model of an open store, which the caller closes.
+    """The language model of a store. One that is given open is closed by who opened it.
 
     Beside plain prompts it reads passages by fused prefill: only the rest of the prompt runs through the model. See
     `llama_index.llms.ragcache.segments` for the three ways to hand them over. Every field may also be given with a
@@ -73,6 +77,13 @@ class RagCacheLLM(HeldToSchema):
     top_k: int | None = Field(default=None, description="Number of likeliest tokens that are drawn from.")
     seed: int | None = Field(default=None, description="Makes drawing repeatable.")
     stop: list[str] = Field(default_factory=list, description="Texts that end an answer.")
+    min_p: float | None = Field(default=None, description="Least share of the likeliest token's probability.")
+    presence_penalty: float | None = Field(default=None, description="Off a token's logit once it was used.")
+    frequency_penalty: float | None = Field(default=None, description="Off a token's logit for each use.")
+    repetition_penalty: float | None = Field(default=None, description="Divides logits of tokens seen before.")
+    logit_bias: dict[int, float] | None = Field(default=None, description="Added to the logits of these ids.")
+    stop_token_ids: list[int] | None = Field(default=None, description="Ids that end an answer.")
+    logprobs: int | None = Field(default=None, description="Likeliest tokens to report beside each one, in raw.")
     method: str | None = Field(default=None, description="Fusion method; the store's own when absent.")
     method_options: dict[str, Any] = Field(default_factory=dict, description="Options of the method.")
     evict: int | None = Field(default=None, description="Budget of decode eviction; the store's own when absent.")
@@ -87,11 +98,15 @@ class RagCacheLLM(HeldToSchema):
     context: str = Field(default="last", description='"keep": each turn of a chat keeps the passages of its message.')
     _kb: rc.RagCache = PrivateAttr()
 
-    def __init__(self, kb: rc.RagCache, **fields: Any) -> None:
-        """Raises ConfigError for a field that is out of range or unknown."""
+    def __init__(self, kb: rc.RagCache | str | Path, *, model: str | None = None, **fields: Any) -> None:
+        """kb: an open store, or the path of one, which is opened once for all that name it, and closed with the last
+
+        model: to open a path with; None: the store's own
+        Raises ConfigError for a field that is out of range or unknown, and what `rc.open_shared` raises.
+        """
         _refuse_unknown(set(fields) - set(type(self).model_fields), (*_OPTIONS, "context"))
         super().__init__(**fields)
-        self._kb = kb
+        self._kb = rc.open_shared(kb, model=model)
         self._options({})
 
     @classmethod
@@ -257,7 +272,8 @@ class RagCacheLLM(HeldToSchema):
         if chosen["max_tokens"] is None:
             chosen["max_tokens"] = self.max_tokens
         forms = {name: kwargs[name] for name in _FORMS if name in kwargs}
-        sampling = rc.Sampling(**{name: chosen[name] for name in _SAMPLING}, **forms)
+        given = {name: chosen[name] for name in _SAMPLING if chosen[name] is not None}
+        sampling = rc.Sampling(**given, **forms)
         return {"sampling": sampling, **{name: chosen[name] for name in _READING}}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +29,7 @@ class RagCacheRetriever(BaseRetriever):
 
     def __init__(
         self,
-        kb: rc.RagCache,
+        kb: rc.RagCache | str | Path,
         *,
         k: int = DEFAULT_K,
         search: Literal["vector", "text", "hybrid"] = "vector",
@@ -42,7 +43,7 @@ class RagCacheRetriever(BaseRetriever):
         objects: list[IndexNode] | None = None,
         verbose: bool = False,
     ) -> None:
-        """kb: an open store, which the caller closes
+        """kb: an open store, or the path of one (`rc.open_shared`)
 
         k:               passages
         search:          "vector", "text" (BM25) or "hybrid" (both rankings fused)
@@ -56,7 +57,7 @@ class RagCacheRetriever(BaseRetriever):
         Raises FilterError for an operator that the store cannot say.
         """
         super().__init__(callback_manager=callback_manager, object_map=object_map, objects=objects, verbose=verbose)
-        self._kb = kb
+        self._kb = rc.open_shared(kb)
         self._k = k
         self._options: dict[str, Any] = {
             "search": search,

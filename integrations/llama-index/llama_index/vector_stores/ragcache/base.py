@@ -55,9 +55,11 @@ class RagCacheVectorStore(BasePydanticVectorStore):
     timeout_s: float = 30.0
     _kb: rc.RagCache = PrivateAttr()
 
-    def __init__(self, kb: rc.RagCache, *, kv: str = "eager", timeout_s: float = 30.0, **more: Any) -> None:
+    def __init__(
+        self, kb: rc.RagCache | str | Path, *, kv: str = "eager", timeout_s: float = 30.0, **more: Any
+    ) -> None:
         super().__init__(**{"kv": kv, "timeout_s": timeout_s, **more})
-        self._kb = kb
+        self._kb = rc.open_shared(kb)
 
     @classmethod
     def from_path(cls, path: str | Path, *, kv: str = "eager", timeout_s: float = 30.0, **options: Any) -> Self:

@@ -1,0 +1,161 @@
+"""A user's own vector store or retriever whose documents have their KV in a store of ragcache.
+
+Only KV is kept: embeddings, texts and searches stay where they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from langchain_core.documents import BaseDocumentTransformer, Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.vectorstores import VectorStore
+
+import ragcache as rc
+from langchain_ragcache.documents import HANDLE_KEY, without_handle
+from ragcache.errors import ConfigError
+
+# What finds documents: in the base classes, and in stores that add ways of their own.
+_FINDS = re.compile(r"a?(similarity_search|max_marginal_relevance_search|hybrid_search|search$|get_by_ids$)")
+_RELEVANT = ("_get_relevant_documents", "_aget_relevant_documents")
+_ADDS = ("add_documents", "aadd_documents", "add_texts", "aadd_texts")
+_DELETES = ("delete", "adelete")
+
+
+class RagCacheDocumentTransformer(BaseDocumentTransformer):
+    """Makes the KV of documents on their way into somebody's vector store, or from there to the model.
+
+    kb:         an open `rc.RagCache`, or the path of a store (`rc.open_shared`)
+    collection: see `rc.RagCache.precompute`
+    handles:    whether documents come back with the name of their KV in metadata["ragcache_handle"]
+
+    It is callable, so it may stand in a chain: `retriever | RagCacheDocumentTransformer(kb) | ...`. Documents that the
+    model cannot read pass as they are. Raises what `rc.RagCache.precompute` raises.
+    """
+
+    def __init__(self, kb: rc.RagCache | str | Path, *, collection: str = "", handles: bool = True) -> None:
+        self.kb = rc.open_shared(kb)
+        self.collection = collection
+        self.handles = handles
+
+    def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
+        return self._done(documents, self.kb.precompute(list(documents), collection=self.collection))
+
+    async def atransform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
+        return self._done(documents, await self.kb.aprecompute(list(documents), collection=self.collection))
+
+    def __call__(self, documents: Sequence[Document]) -> Sequence[Document]:
+        return self.transform_documents(documents)
+
+    def _done(self, documents: Sequence[Document], report: rc.PrecomputeReport) -> Sequence[Document]:
+        return with_handles(documents, report.handles) if self.handles else list(documents)
+
+
+class LangChainAdapter:
+    """What `rc.RagCache.precompute` and `rc.attach` know of LangChain."""
+
+    def documents(self, given: Any) -> Iterable[rc.Document]:
+        """Raises ConfigError for what does not say which documents it holds."""
+        if isinstance(given, Document):
+            return [_passage(given)]
+        parts = [getattr(given, "vectorstore", None), *(getattr(given, "retrievers", None) or ())]
+        inner = [part for part in parts if isinstance(part, VectorStore | BaseRetriever)]
+        if isinstance(given, BaseRetriever) and inner:
+            return (document for part in inner for document in self.documents(part))
+        found = _held(given)
+        if found is None:
+            raise ConfigError(
+                f"a {type(given).__name__} does not say which documents it holds; give the documents themselves, or "
+                "add them through ragcache.attach(store, kb)"
+            )
+        return found
+
+    def holder(self, given: Any) -> Any:
+        inner = getattr(given, "vectorstore", None)
+        found = inner if isinstance(given, BaseRetriever) and isinstance(inner, VectorStore) else given
+        return None if isinstance(found, Document) else found
+
+    def hooks(self, given: Any, attachment: rc.Attachment) -> Mapping[str, rc.Hook]:
+        """Raises ConfigError for options, of which there are none, and what is neither a store nor a retriever."""
+        if attachment.options:
+            raise ConfigError(f"attach takes no {', '.join(attachment.options)} for objects of LangChain")
+        if not isinstance(given, VectorStore | BaseRetriever):
+            raise ConfigError(f"a {type(given).__name__} cannot be attached; give a vector store or a retriever")
+        found = rc.Hook(partial(_found, attachment))
+        hooks = {name: found for name in dir(type(given)) if name in _RELEVANT or _FINDS.match(name)}
+        hooks |= {name: rc.Hook(partial(_added, attachment)) for name in _ADDS if hasattr(given, name)}
+        if isinstance(given, VectorStore):
+            hooks |= {name: rc.Hook(partial(_deleted, attachment), _texts) for name in _DELETES}
+        return hooks
+
+
+ADAPTER = LangChainAdapter()
+
+
+def _found(attachment: rc.Attachment, _: Any, result: Any, arguments: Mapping[str, Any]) -> Any:
+    """Documents, or tuples that begin with one, with handles."""
+    rows = result if isinstance(result, list) else []
+    documents = [row[0] if isinstance(row, tuple) and row else row for row in rows]
+    if not documents or not all(isinstance(one, Document) for one in documents):
+        return result
+    named = with_handles(documents, attachment.handles(map(_passage, documents)))
+    return [(one, *row[1:]) if isinstance(row, tuple) else one for one, row in zip(named, rows, strict=True)]
+
+
+def _added(attachment: rc.Attachment, _: Any, ids: Any, arguments: Mapping[str, Any]) -> Any:
+    documents = arguments.get("documents")
+    texts = [one.page_content for one in documents] if documents is not None else list(arguments.get("texts") or ())
+    named = [str(id) for id in ids] if isinstance(ids, list) and len(ids) == len(texts) else [""] * len(texts)
+    attachment.add(rc.Document(id, text) for id, text in zip(named, texts, strict=True))
+    return ids
+
+
+def _texts(store: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Texts that are going to be deleted, as far as the store gives them out."""
+    try:
+        return {"texts": [one.page_content for one in store.get_by_ids(list(arguments.get("ids") or ()))]}
+    except Exception:  # many stores cannot, each in its way; the ids are known all the same
+        return {"texts": []}
+
+
+def _deleted(attachment: rc.Attachment, store: Any, result: Any, arguments: Mapping[str, Any]) -> Any:
+    ids = arguments.get("ids")
+    if ids is None:  # whatever that means to this store: what it still holds stays
+        attachment.sync(store)
+    else:
+        attachment.forget(map(str, ids), given=arguments["texts"])
+    return result
+
+
+def _passage(document: Document) -> rc.Document:
+    return rc.Document(document.id or "", document.page_content)
+
+
+def _held(store: Any) -> Iterable[rc.Document] | None:
+    """The documents of a store or retriever, as those of LangChain and its usual partners keep them; None: unknown."""
+    if isinstance(held := getattr(store, "store", None), dict):  # InMemoryVectorStore
+        rows = list(held.values())
+        return (rc.Document(str(row["id"]), row["text"]) for row in rows if isinstance(row, dict) and "text" in row)
+    if isinstance(held := getattr(getattr(store, "docstore", None), "_dict", None), dict):  # FAISS
+        return (rc.Document(str(id), one.page_content) for id, one in list(held.items()))
+    if isinstance(held := getattr(store, "docs", None), list):  # retrievers by words
+        return map(_passage, held)
+    held = store.get() if hasattr(store, "get") else None
+    if isinstance(held, dict) and {"ids", "documents"} <= held.keys():  # Chroma
+        rows = list(zip(held["ids"], held["documents"], strict=True))
+        return (rc.Document(str(id), text) for id, text in rows if text)
+    return None
+
+
+def with_handles(documents: Sequence[Document], handles: Sequence[str | None]) -> list[Document]:
+    """Copies that name their KV."""
+    pairs = zip(documents, handles, strict=True)
+    about = [(one, without_handle(one.metadata), handle) for one, handle in pairs]
+    return [
+        one.model_copy(update={"metadata": known if handle is None else {**known, HANDLE_KEY: handle}})
+        for one, known, handle in about
+    ]

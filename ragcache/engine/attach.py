@@ -1,0 +1,207 @@
+"""Other libraries' vector stores and retrievers, whose passages have their KV in a store of ragcache.
+
+What a library's objects are, its adapter knows: integrations register one under the name of the library's package. An
+attached object is one of the user's own class with the user's own state, of which some methods are followed: after
+they have run, KV is made or removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copyreg
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from types import new_class
+from typing import Any, NamedTuple, Protocol
+
+from ragcache import plugins
+from ragcache.errors import ConfigError, RagCacheError
+from ragcache.ingest.document import Document
+from ragcache.plugins import Registry
+
+log = logging.getLogger(__name__)
+Arguments = Mapping[str, Any]
+# Where a collection of somebody else's says what it is called.
+_NAMED = ("collection_name", "_collection_name", "index_name", "table_name")
+# Attachments whose methods are running: what these call in turn is part of them.
+_RUNNING: ContextVar[tuple[Attachment, ...]] = ContextVar("ragcache_attached", default=())
+
+
+class Kept(Protocol):
+    """What an attachment asks of a store: a `RagCache`."""
+
+    @property
+    def reads_blocks(self) -> bool: ...
+    def precompute(self, given: Any, *, collection: str = "", sync: bool = False, dry_run: bool = False) -> Any: ...
+    def forget(
+        self, ids: Iterable[str] = (), *, sources: Iterable[str] = (), given: Any = None, collection: str = ""
+    ) -> list[str]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Attachment:
+    """How an object is attached; see `attach`. options: of the library's adapter"""
+
+    kb: Kept
+    collection: str
+    learn: bool
+    options: Mapping[str, Any]
+
+    def handles(self, passages: Iterable[Document]) -> list[str | None]:
+        """Names of the KV of passages that were found, made now where `learn` says so."""
+        report = self.kb.precompute(list(passages), collection=self.collection, dry_run=not self.learn)
+        return list(report.handles)
+
+    def add(self, passages: Iterable[Document]) -> None:
+        self.kb.precompute(list(passages), collection=self.collection)
+
+    def forget(self, ids: Iterable[str] = (), *, sources: Iterable[str] = (), given: Any = None) -> None:
+        self.kb.forget(ids, sources=sources, given=given, collection=self.collection)
+
+    def sync(self, given: Any) -> None:
+        """Forget what is not among these passages, or not in this store."""
+        self.kb.precompute(given, collection=self.collection, sync=True)
+
+
+class Hook(NamedTuple):
+    """What follows a method: after(object, result, arguments by name) gives the result in its place.
+
+    before: adds arguments that `after` is given besides: of what is gone by then
+    """
+
+    after: Callable[[Any, Any, Arguments], Any]
+    before: Callable[[Any, Arguments], Arguments] | None = None
+
+
+class Adapter(Protocol):
+    """What is known of another library's objects."""
+
+    def documents(self, given: Any) -> Iterable[Document]:
+        """The passages of a document, retriever or vector store, as the model is going to read them; `Document.source`
+        is the id of what they were cut from. Raises ConfigError for an object that does not say what it holds."""
+
+    def holder(self, given: Any) -> Any:
+        """The store that gives a collection its name; None for a document."""
+
+    def hooks(self, given: Any, attachment: Attachment) -> Mapping[str, Hook]:
+        """The methods of a store or retriever that are followed. Raises ConfigError for what cannot be attached."""
+
+
+ADAPTERS: Registry[Adapter] = Registry(plugins.ADAPTERS)
+"""By the name of the library's package."""
+
+
+def find_adapter(given: Any) -> Adapter | None:
+    packages = [cls.__module__.partition(".")[0] for cls in type(given).__mro__]
+    return next((ADAPTERS[name] for name in dict.fromkeys(packages) if name in ADAPTERS), None)
+
+
+def attach(given: Any, kb: Kept, *, collection: str = "", learn: bool | None = None, **options: Any) -> Any:
+    """A vector store, index or retriever of another library, of its own class and over the same state, that keeps `kb`
+    up to date: what is added to it is precomputed, what is deleted from it is forgotten, and what it finds carries its
+    handle. The object given stays as it is.
+
+    collection: names it among others that are attached to kb; "": see `collection_of`
+    learn:      whether passages that it finds and whose KV is not there are precomputed then; None: where the method
+                that kb was opened with reads blocks
+    options:    of the library's adapter
+
+    The user's store comes first: where KV cannot be made or removed, that is logged and the call goes on. For what
+    changes behind its back there is `kb.precompute(given, collection=..., sync=True)`. Raises ConfigError.
+    """
+    adapter = find_adapter(given)
+    if adapter is None:
+        raise ConfigError(
+            f"a {type(given).__name__} cannot be attached; give a vector store, index or retriever of LangChain or "
+            "LlamaIndex, with ragcache's integration installed"
+        )
+    learns = kb.reads_blocks if learn is None else learn
+    attachment = Attachment(kb, collection or collection_of(given), learns, options)
+    return _followed(given, adapter.hooks(given, attachment), attachment)
+
+
+def collection_of(given: Any) -> str:
+    """The collection that a vector store is, or that a retriever searches: its class, and what it calls its collection.
+    "" for documents and texts."""
+    adapter = find_adapter(given)
+    holder = None if adapter is None else adapter.holder(given)
+    if holder is None:
+        return ""
+    names = (getattr(holder, name, None) for name in _NAMED)
+    own = next((name for name in names if isinstance(name, str) and name), "")
+    return f"{type(holder).__name__}:{own}" if own else type(holder).__name__
+
+
+def _followed(given: Any, hooks: Mapping[str, Hook], attachment: Attachment) -> Any:
+    """An object of a class derived from the given one's, whose state it shares."""
+    own = type(given)
+    methods = {name: _following(getattr(own, name), hook, attachment) for name, hook in hooks.items()}
+    about = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    derived = new_class(own.__name__, (own,), exec_body=lambda body: body.update(about | methods))
+    copy: Any = object.__new__(derived)
+    if hasattr(given, "__dict__"):
+        object.__setattr__(copy, "__dict__", given.__dict__)
+    for name in copyreg._slotnames(own):  # type: ignore[attr-defined]
+        if hasattr(given, name):
+            object.__setattr__(copy, name, getattr(given, name))
+    return copy
+
+
+def _following(method: Callable[..., Any], hook: Hook, attachment: Attachment) -> Callable[..., Any]:
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if attachment in _RUNNING.get():
+            return method(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        for name, value in bound.arguments.items():
+            if isinstance(value, Iterator):  # it is read twice
+                bound.arguments[name] = list(value)
+        given = _by_name(signature, bound)
+        with _running(attachment):
+            told = _told(hook, self, given)
+            result = method(*bound.args, **bound.kwargs)
+        if inspect.isawaitable(result):
+            return later(self, result, told)
+        return _after(hook, self, result, told, attachment)
+
+    async def later(self: Any, result: Awaitable[Any], told: Arguments) -> Any:
+        with _running(attachment):
+            value = await result
+        return await asyncio.to_thread(_after, hook, self, value, told, attachment)
+
+    return call
+
+
+def _by_name(signature: inspect.Signature, bound: inspect.BoundArguments) -> dict[str, Any]:
+    more = [name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD]
+    given = {name: value for name, value in bound.arguments.items() if name not in more}
+    return {**given, **{name: value for key in more for name, value in bound.arguments.get(key, {}).items()}}
+
+
+def _told(hook: Hook, given: Any, arguments: Arguments) -> Arguments:
+    return arguments if hook.before is None else {**arguments, **hook.before(given, arguments)}
+
+
+def _after(hook: Hook, given: Any, result: Any, told: Arguments, attachment: Attachment) -> Any:
+    try:
+        with _running(attachment):
+            return hook.after(given, result, told)
+    except RagCacheError as error:
+        log.warning("%s: KV does not follow (%s)", attachment.collection, error)
+        return result
+
+
+@contextmanager
+def _running(attachment: Attachment) -> Iterator[None]:
+    token = _RUNNING.set((*_RUNNING.get(), attachment))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)

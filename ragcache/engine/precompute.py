@@ -1,0 +1,232 @@
+"""KV of passages that stay where they are: in a list, in a vector store, behind a retriever.
+
+Only the KV is made, and what it takes to find it again: no embedding, no copy of the text. It is kept with that of
+other passages from elsewhere (`ragcache/store/foreign.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ragcache.engine.attach import collection_of, find_adapter
+from ragcache.engine.block_writer import encode_chunks
+from ragcache.engine.passages import Passage
+from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StoreReadOnlyError
+from ragcache.ingest.document import Document
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.report import Failure, Progress, ProgressEvent
+from ragcache.models.batches import plan_batches
+from ragcache.models.deadline import LIMIT, Limit, limited
+from ragcache.retrieval.retriever import Hit
+from ragcache.store.foreign import Name, PassageList
+from ragcache.store.kv_store import KVStore
+from ragcache.store.records import NOT_STORED, Chunk
+
+if TYPE_CHECKING:
+    from ragcache.engine.assemble import Components
+
+log = logging.getLogger(__name__)
+_GROUP = 64  # texts that are looked at together
+
+
+@dataclass
+class PrecomputeReport:
+    """handles:  of the passages, in their order; None for one that failed, or is not computed (dry_run)
+    computed:  passages that the model read now, of so many tokens
+    known:     passages whose KV was there
+    failed:    passages that the model cannot read, and why
+    forgotten: handles whose KV was removed, since nothing names it any more
+    """
+
+    handles: list[str | None] = field(default_factory=list)
+    computed: int = 0
+    tokens: int = 0
+    known: int = 0
+    failed: list[Failure] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+    elapsed_s: float = 0.0
+
+
+class _Text(NamedTuple):
+    id: str
+    text: str
+    source: str = ""
+
+
+class Precompute:
+    """Makes and removes the KV of passages that no document of the store has."""
+
+    def __init__(self, parts: Components) -> None:
+        self._parts = parts
+        self._encoder: ModelEncoder = parts.names.encoder
+        self._kv = parts.store.kv
+        self._blocks, self._list = _foreign(self._kv)
+        self._is_read_only = self._kv.read_only
+
+    def run(
+        self,
+        given: Any,
+        *,
+        collection: str = "",
+        sync: bool = False,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> PrecomputeReport:
+        """See `RagCache.precompute`."""
+        if self._is_read_only and not dry_run:
+            raise StoreReadOnlyError("the store is open to be read only; precompute writes KV: open it without that")
+        started, report, ids = time.perf_counter(), PrecomputeReport(), set[str]()
+        collection = collection or collection_of(given)
+        with limited(Limit(cancelled)):
+            texts = _texts(given)
+            while group := list(islice(texts, _GROUP)):
+                LIMIT.get().check()
+                ids |= self._group(group, collection, report, sync, dry_run)
+                if progress is not None:
+                    progress(ProgressEvent("encode", len(report.handles), len(report.handles)))
+        if sync and not dry_run:
+            gone = {one.id for one in self._list.names(collection)} - ids
+            self._remove(self._list.unname(collection, gone), report)
+        if not dry_run:
+            self._warn_of_room(report)
+        report.elapsed_s = time.perf_counter() - started
+        return report
+
+    def forget(self, ids: Iterable[str], sources: Iterable[str], given: Any, collection: str) -> list[str]:
+        """See `RagCache.forget`."""
+        if self._is_read_only:
+            raise StoreReadOnlyError("the store is open to be read only; forget removes KV: open it without that")
+        report = PrecomputeReport()
+        gone = self._list.unname(collection, ids, sources)
+        if given is not None:
+            keys = self._encoder.keys([self._chunk(one.text) for one in _texts(given) if one.text.strip()])
+            gone += self._list.unname(collection, keys)
+            gone += self._list.unnamed(keys)
+        self._remove(gone, report)
+        return report.forgotten
+
+    def _group(
+        self, group: Sequence[_Text], collection: str, report: PrecomputeReport, sync: bool, dry_run: bool
+    ) -> set[str]:
+        """Returns the ids that name them in the collection. One without an id has its handle for it, where there is a
+        collection; nobody keeps it else."""
+        read = [self._read(one, report) for one in group]
+        chunks = [chunk for chunk in read if chunk is not None]
+        keys = iter(self._encoder.keys(chunks))
+        handles = [None if chunk is None else next(keys) for chunk in read]
+        wanted = {key: chunk for key, chunk in zip(handles, read, strict=True) if key is not None and chunk is not None}
+        there = self._there(wanted, listed=not dry_run)
+        missing = {key: chunk for key, chunk in wanted.items() if key not in there}
+        report.known += sum(1 for key in handles if key in there)
+        if dry_run:
+            report.handles += [key if key in there else None for key in handles]
+            return set()
+        self._compute(missing, report)
+        pairs = [(one, key) for one, key in zip(group, handles, strict=True) if key is not None]
+        named = [Name(one.id or (key if collection or sync else ""), one.source, key) for one, key in pairs]
+        names = {name.id: name for name in named if name.id}
+        gone = self._list.name(collection, names.values())
+        gone += self._list.unname(collection, {one.id for one in group if one.id} - names.keys())
+        self._remove(gone, report)
+        report.handles += handles
+        return set(names)
+
+    def _read(self, one: _Text, report: PrecomputeReport) -> Chunk | None:
+        """The passage as the model reads it; None where it cannot."""
+        try:
+            if not one.text.strip():
+                raise PromptError(f"passage {one.id!r} has no text; leave empty passages out")
+            chunk = self._chunk(one.text)
+            self._encoder.check(chunk.token_ids, one.id or "a passage")
+        except (PromptError, ContextTooLongError) as error:
+            report.failed.append(Failure(one.id, error))
+            return None
+        return chunk
+
+    def _chunk(self, text: str) -> Chunk:
+        ids = self._parts.whole.encode([text])[0]
+        return Chunk("", "", 0, text, ids, {}, NOT_STORED, None, 0.0, "", "")
+
+    def _there(self, wanted: dict[str, Chunk], *, listed: bool) -> set[str]:
+        """Those whose KV is kept: with the store's own documents, or here. listed: on the list, too, from now on"""
+        own = self._parts.store.documents.referenced(wanted)
+        own = self._kv.lookup(own, "flushed").keys()
+        here = {key for key in wanted if key not in own and key in self._blocks}
+        for key in here if listed else ():
+            self._list.add(key, self._encoder.owner, wanted[key].token_ids)
+        return own | here
+
+    def _compute(self, missing: dict[str, Chunk], report: PrecomputeReport) -> None:
+        keys = list(missing)
+        for batch in plan_batches([missing[key].num_tokens for key in keys], self._encoder.batch_tokens):
+            members = [missing[keys[rank]] for rank in batch]
+            made = encode_chunks(self._encoder, self._encoder.with_neighbours(members))
+            for rank, chunk, block in zip(batch, members, made, strict=True):
+                self._blocks.put(keys[rank], self._kv.put(keys[rank], block, "nowhere"))
+                self._list.add(keys[rank], self._encoder.owner, chunk.token_ids)
+                report.computed += 1
+                report.tokens += chunk.num_tokens
+
+    def _remove(self, handles: Iterable[str], report: PrecomputeReport) -> None:
+        """Remove KV from every tier; a document of the store keeps its own."""
+        gone = list(dict.fromkeys(handles))
+        own = self._parts.store.documents.referenced(gone) if gone else set()
+        for handle in gone:
+            if handle not in own:
+                self._kv.delete(handle)
+            elif self._blocks.root.exists():
+                self._blocks.delete(handle)
+                self._list.remove(handle)
+        if gone:
+            self._parts.reader.drop_deleted()
+            report.forgotten += gone
+
+    def _warn_of_room(self, report: PrecomputeReport) -> None:
+        kept = {handle for handle in report.handles if handle is not None}
+        lost = len(kept - self._kv.lookup(kept).keys()) if report.computed else 0
+        if lost:
+            log.warning(
+                "KV of %d of %d passages was evicted again: the budget of foreign_cache is too small for all of them",
+                lost,
+                len(kept),
+            )
+
+
+def _foreign(kv: KVStore) -> tuple[KVStore, PassageList]:
+    if kv.foreign is None or kv.passages is None:
+        raise ConfigError(
+            "foreign_cache is 0: there is no place for KV of passages that are no document's; open the store with a "
+            "budget (StoreConfig(foreign_cache=...), --foreign-cache)"
+        )
+    return kv.foreign, kv.passages
+
+
+def _texts(given: Any) -> Iterator[_Text]:
+    """Passages one by one, whatever holds them. Raises ConfigError for what is none."""
+    if isinstance(given, str):
+        yield _Text("", given)
+    elif isinstance(given, Document):
+        yield _Text(given.id, given.text, given.source)
+    elif isinstance(given, Passage):
+        yield _Text(given.id or "", given.text)
+    elif isinstance(given, Hit):
+        yield _Text(given.chunk.id, given.chunk.text, given.chunk.document_id)
+    elif isinstance(given, Chunk):
+        yield _Text(given.id, given.text, given.document_id)
+    elif (adapter := find_adapter(given)) is not None:
+        yield from (_Text(one.id, one.text, one.source) for one in adapter.documents(given))
+    elif isinstance(given, Iterable) and not isinstance(given, bytes):
+        for one in given:
+            yield from _texts(one)
+    else:
+        raise ConfigError(
+            f"a {type(given).__name__} holds no passages that can be read; give texts, rc.Document objects, documents, "
+            "or a retriever or vector store of LangChain or LlamaIndex, with ragcache's integration installed"
+        )

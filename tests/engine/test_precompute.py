@@ -1,0 +1,278 @@
+"""KV of passages that stay where they are: kept without embedding or text, found in any prompt, removed by name."""
+
+import logging
+import sqlite3
+import threading
+from dataclasses import replace
+
+import pytest
+from engine_texts import TEXTS
+
+import ragcache as rc
+from ragcache.errors import CancelledError, ConfigError, ContextTooLongError, PromptError, StoreReadOnlyError
+
+ONE = rc.Sampling(max_tokens=2)
+MINE = [
+    "The lighthouse of Brenholm was built of oak, and burnt down in a night of May, as its people tell.",
+    "A ferry goes from Brenholm to the island every second hour, but not on Sundays, when its captain rests at home.",
+]
+TEXT = "Read this.\n\n" + "\n\n".join(MINE) + "\n\nWhere does the ferry go?"
+
+
+@pytest.fixture
+def open_kb(open_kb):
+    """Blocks are loaded, however quickly a tiny model computes them."""
+
+    def open_one(store=None, **options):
+        return open_kb(store=replace(store or rc.StoreConfig(), load="always"), **options)
+
+    return open_one
+
+
+@pytest.fixture
+def kb(open_kb):
+    with open_kb() as opened:
+        yield opened
+
+
+def kvs(kb):
+    return [hit.kv for hit in kb.complete(TEXT, sampling=ONE).hits]
+
+
+def has(kb, *texts):
+    return [one is not None for one in kb.precompute(list(texts), dry_run=True).handles]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        MINE,
+        [rc.Document(str(rank), text) for rank, text in enumerate(MINE)],
+        [rc.Passage(text) for text in MINE],
+        (text for text in MINE),
+        [MINE[:1], [rc.Document("b", MINE[1])]],
+    ],
+)
+def test_passages_are_found_in_a_prompt_that_was_never_asked(open_kb, given):
+    with open_kb() as kb:
+        report = kb.precompute(given)
+        assert (report.computed, report.known, report.failed, report.forgotten) == (2, 0, [], [])
+        assert report.tokens == sum(kb.count_tokens(f"{text}\n") for text in MINE)
+        assert kvs(kb) == ["disk", "disk"]
+    with open_kb() as kb:
+        assert kvs(kb) == ["disk", "disk"]
+        assert (kb.info().documents, kb.info().chunks) == (0, 0)
+
+
+def test_the_kv_is_that_of_the_passage_handed_over(open_kb, tmp_path):
+    """Bit for bit, and under the same name."""
+    with open_kb() as kb:
+        made = kb.precompute(MINE).handles
+    with open_kb(path=tmp_path / "other") as other:
+        answer = other.complete([*map(rc.Passage, MINE), "Where?"], sampling=ONE)
+        assert [hit.handle for hit in answer.hits] == made
+        blocks = [other.store.kv.get(handle).block for handle in made]
+    with open_kb() as kb:
+        assert all(kb.store.kv.get(name).block.equal(block) for name, block in zip(made, blocks, strict=True))
+
+
+def test_nothing_is_embedded_and_no_text_is_kept(kb, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("something was embedded")
+
+    monkeypatch.setattr(kb.embedder, "embed", refuse)
+    kb.precompute([rc.Document("a", MINE[0])])
+
+    for file in kb.store.layout.root.rglob("*"):
+        assert not file.is_file() or b"lighthouse" not in file.read_bytes(), file
+
+
+def test_what_is_there_is_not_computed_again(kb):
+    kb.precompute(MINE)
+    seen = []
+    hook = kb.lm.model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(1))
+    report = kb.precompute([*MINE, *MINE])
+    hook.remove()
+    assert (report.computed, report.known, report.tokens) == (0, 4, 0)
+    assert report.handles[:2] == report.handles[2:]
+    assert not seen
+
+
+def test_a_store_that_has_the_passage_as_a_document_keeps_one_block(kb):
+    kb.ingest(rc.Document("own", MINE[0]), split=False)
+    report = kb.precompute([rc.Document("a", MINE[0])], collection="theirs")
+    assert (report.computed, report.known) == (0, 1)
+    assert kb.forget(["a"], collection="theirs") == report.handles
+    [chunk] = kb.chunks(["own"])
+    assert chunk.handle in kb.store.kv
+    assert [hit.kv for hit in kb.complete([rc.Passage(MINE[0]), "What?"], sampling=ONE).hits] != ["computed"]
+
+
+def test_a_dry_run_changes_nothing(kb):
+    report = kb.precompute(MINE, dry_run=True)
+    assert (report.handles, report.computed) == ([None, None], 0)
+    assert kvs(kb) == []
+
+
+def test_an_id_takes_the_place_of_the_one_before(kb):
+    kb.precompute([rc.Document("a", MINE[0])], collection="c")
+    report = kb.precompute([rc.Document("a", MINE[1])], collection="c")
+    assert len(report.forgotten) == 1
+    assert has(kb, *MINE) == [False, True]
+
+
+def test_forgetting_by_id_source_and_text(kb):
+    kb.precompute([rc.Document("a", MINE[0], source="page"), rc.Document("b", MINE[1])], collection="c")
+    assert kb.forget("a") == []  # of another collection
+    assert len(kb.forget(sources=["page"], collection="c")) == 1
+    assert has(kb, *MINE) == [False, True]
+    assert kb.forget(given=MINE[1]) == []  # the collection names it
+    assert len(kb.forget("b", collection="c")) == 1
+    kb.precompute(MINE)
+    assert len(kb.forget(given=MINE)) == 2
+    assert kvs(kb) == []
+
+
+def test_what_is_forgotten_is_in_no_tier_and_no_prefix(kb):
+    kb.precompute([rc.Document("a", MINE[0]), rc.Document("b", MINE[1])])
+    assert kvs(kb) == ["disk", "disk"]
+    assert kvs(kb)[0] in ("memory", "shared")
+    [handle] = kb.forget("a")
+    assert kb.store.kv.get(handle) is None
+    assert kvs(kb) in (["disk"], ["memory"])
+    assert kb.complete([rc.Passage(MINE[0]), "What?"], sampling=ONE).hits[0].kv == "computed"
+
+
+def test_sync_removes_what_is_no_longer_given(kb):
+    kb.precompute([rc.Document("a", MINE[0]), rc.Document("b", MINE[1])], collection="c")
+    kb.precompute([rc.Document("a", MINE[0])], collection="other")
+    report = kb.precompute([rc.Document("b", MINE[1])], collection="c", sync=True)
+    assert report.forgotten == []  # the other collection names it
+    assert has(kb, *MINE) == [True, True]
+    assert len(kb.precompute([], collection="other", sync=True).forgotten) == 1
+    assert has(kb, *MINE) == [False, True]
+
+
+def test_texts_without_ids_can_be_kept_in_step(kb):
+    kb.precompute(MINE, collection="c", sync=True)
+    assert len(kb.precompute(MINE[:1], collection="c", sync=True).forgotten) == 1
+    assert has(kb, *MINE) == [True, False]
+
+
+def test_what_cannot_be_read_is_told_and_the_others_go_on(kb):
+    report = kb.precompute(
+        [rc.Document("long", "word " * 4000), rc.Document("blank", " \n"), rc.Document("a", MINE[0])]
+    )
+    assert [handle is None for handle in report.handles] == [True, True, False]
+    assert [(one.source, type(one.error)) for one in report.failed] == [
+        ("long", ContextTooLongError),
+        ("blank", PromptError),
+    ]
+
+
+def test_an_id_whose_new_text_cannot_be_read_loses_its_old_kv(kb):
+    kb.precompute([rc.Document("a", MINE[0])])
+    kb.precompute([rc.Document("a", " ")])
+    assert has(kb, MINE[0]) == [False]
+
+
+@pytest.mark.parametrize("given", [7, [7], b"text", [b"text"], None])
+def test_what_holds_no_passages_is_refused(kb, given):
+    with pytest.raises(ConfigError, match="holds no passages that can be read"):
+        kb.precompute(given)
+
+
+def test_a_store_without_a_place_for_it(open_kb):
+    kb = open_kb(store=rc.StoreConfig(foreign_cache=0))
+    with pytest.raises(ConfigError, match="foreign_cache is 0"):
+        kb.precompute(MINE)
+
+
+def test_a_store_that_is_read_only(open_kb):
+    with open_kb() as kb:
+        kb.precompute(MINE[:1])
+    with open_kb(store=rc.StoreConfig(read_only=True)) as kb:
+        with pytest.raises(StoreReadOnlyError):
+            kb.precompute(MINE)
+        with pytest.raises(StoreReadOnlyError):
+            kb.forget(given=MINE)
+        assert has(kb, *MINE) == [True, False]
+
+
+def test_a_budget_that_is_too_small_is_told(open_kb, tmp_path, caplog):
+    with open_kb() as kb:
+        [handle] = kb.precompute(MINE[:1]).handles
+        one = kb.store.kv.foreign.lookup([handle])[handle].num_bytes
+    texts = [f"{MINE[0]} Number {rank}." for rank in range(8)]
+    with (
+        open_kb(path=tmp_path / "small", store=rc.StoreConfig(foreign_cache=3 * one)) as kb,
+        caplog.at_level(logging.WARNING),
+    ):
+        report = kb.precompute(texts)
+        assert report.computed == 8
+        assert "foreign_cache is too small" in caplog.text
+        assert 0 < sum(has(kb, *texts)) < 8
+
+
+def test_stopping_keeps_what_was_made(kb):
+    stop = threading.Event()
+
+    def texts():
+        for rank in range(200):
+            if rank == 100:
+                stop.set()
+            yield f"{MINE[0]} It is told for the time number {rank}."
+
+    with pytest.raises(CancelledError):
+        kb.precompute(texts(), cancelled=stop)
+    assert has(kb, f"{MINE[0]} It is told for the time number 0.") == [True]
+    assert has(kb, f"{MINE[0]} It is told for the time number 150.") == [False]
+
+
+def test_progress_counts_passages(kb):
+    seen = []
+    kb.precompute((f"{MINE[0]} {rank}" for rank in range(70)), progress=seen.append)
+    assert [event.done for event in seen] == [64, 70]
+
+
+def test_a_damaged_list_is_made_anew(open_kb):
+    with open_kb() as kb:
+        kb.precompute(MINE)
+        file = kb.store.kv.passages.path
+    file.write_bytes(b"no database" * 400)
+    with open_kb() as kb:
+        assert kvs(kb) == []
+        report = kb.precompute(MINE)
+        assert (report.computed, report.known) == (0, 2)
+        assert kvs(kb) == ["disk", "disk"]
+
+
+def test_a_list_of_an_older_version_is_taken_further(open_kb):
+    with open_kb() as kb:
+        kb.precompute(MINE)
+        file = kb.store.kv.passages.path
+    with sqlite3.connect(file) as database:
+        database.execute("DROP TABLE names")
+    with open_kb() as kb:
+        assert kvs(kb) == ["disk", "disk"]
+        kb.precompute([rc.Document("a", MINE[0])])
+        assert len(kb.forget("a")) == 1
+
+
+def test_another_tenant_finds_none_of_it(open_kb):
+    with open_kb() as kb:
+        kb.precompute(MINE)
+    with open_kb(tenant="b") as kb:
+        assert has(kb, *MINE) == [False, False]
+        assert kvs(kb) == []
+
+
+async def test_the_twins(kb):
+    report = await kb.aprecompute(rc.Document("a", MINE[0]))
+    assert await kb.aforget("a") == report.handles
+
+
+def test_the_stores_own_hits(kb):
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    hits = kb.retrieve("Kelbrook", k=2)
+    assert kb.precompute(hits).known == 2

@@ -1,0 +1,20 @@
+"""LangChain's stuff chain, as `langchain_classic.chains.combine_documents` has it: that package is not among the
+tests' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from langchain_core.language_models import BaseChatModel
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate, format_document
+from langchain_core.runnables import Runnable, RunnablePassthrough
+
+
+def stuff_chain(llm: BaseChatModel, prompt: ChatPromptTemplate, separator: str = "\n\n") -> Runnable[dict, Any]:
+    """Documents joined into {context}; the answer is the model's whole message."""
+    each = PromptTemplate.from_template("{page_content}")
+
+    def join(inputs: dict) -> str:
+        return separator.join(format_document(one, each) for one in inputs["context"])
+
+    return RunnablePassthrough.assign(context=join) | prompt | llm

@@ -1,0 +1,220 @@
+"""KV for the documents of a user's own vector store: found by their own chain as it is, and gone with them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from langchain_classic_double import stuff_chain
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+from tiny_model import save_tiny_llama
+
+import ragcache as rc
+from langchain_ragcache import ChatRagCache, RagCacheDocumentTransformer
+from ragcache.errors import ConfigError
+from ragcache.retrieval.fake import BagOfWords
+
+TEXTS = {
+    "light": "The lighthouse of Brenholm was built of oak, and burnt down in a night of May, as the town records tell.",
+    "ferry": "A ferry goes from Brenholm to the island every second hour, but not on Sundays, when the captain sleeps.",
+    "mill": "The mill behind the harbour grinds barley in winter and stands still while the herring are in the bay.",
+}
+PROMPT = ChatPromptTemplate.from_messages(
+    [("system", "Answer from this:\n\n{context}\n\nBe brief."), ("human", "{input}")]
+)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("wide"), positions=4096))
+
+
+@pytest.fixture
+def kb(tmp_path, wide):
+    store = rc.StoreConfig(load="always")
+    with rc.RagCache.open(
+        tmp_path / "kb", model=wide, method="reposition", embedder=BagOfWords(), store=store
+    ) as opened:
+        yield opened
+
+
+@pytest.fixture
+def theirs() -> InMemoryVectorStore:
+    store = InMemoryVectorStore(DeterministicFakeEmbedding(size=8))
+    store.add_texts(list(TEXTS.values()), ids=list(TEXTS))
+    return store
+
+
+def handle(kb: rc.RagCache, text: str) -> str | None:
+    """The name of a text's KV, if that is kept."""
+    return kb.precompute(text, dry_run=True).handles[0]
+
+
+def kept(kb: rc.RagCache) -> set[str]:
+    return {id for id, text in TEXTS.items() if handle(kb, text)}
+
+
+def share(kb: rc.RagCache, message) -> float:
+    """Of the passages' tokens, those that did not run."""
+    return message.usage_metadata["input_token_details"]["cache_read"] / sum(map(kb.count_tokens, TEXTS.values()))
+
+
+def test_their_chain_finds_all_at_the_first_question(kb, theirs, wide):
+    report = kb.precompute(theirs)
+    assert (report.computed, report.known, report.failed) == (3, 0, [])
+    assert report.tokens == sum(kb.count_tokens(f"{text}\n") for text in TEXTS.values())
+    documents = theirs.similarity_search("ferry", k=3)
+    assert all("ragcache_handle" not in one.metadata for one in documents)
+    chain = stuff_chain(ChatRagCache(kb=kb, max_tokens=2), PROMPT)
+    first = chain.invoke({"context": documents, "input": "When does the ferry go?"})
+    assert share(kb, first) >= 0.95
+    assert [one["kv"] for one in first.response_metadata["sources"]] == ["disk"] * 3
+    assert kb.info().chunks == 0
+
+
+def test_without_it_nothing_is_found(kb, theirs):
+    chain = stuff_chain(ChatRagCache(kb=kb, max_tokens=2), PROMPT)
+    first = chain.invoke({"context": theirs.similarity_search("ferry", k=3), "input": "When does the ferry go?"})
+    assert share(kb, first) == 0
+
+
+def test_an_attached_store_is_theirs(kb, theirs):
+    kb.precompute(theirs)
+    mine = rc.attach(theirs, kb)
+    assert isinstance(mine, InMemoryVectorStore)
+    assert mine.store is theirs.store
+    names = {one.id: one.metadata["ragcache_handle"] for one in mine.similarity_search("ferry", k=3)}
+    assert names == {id: handle(kb, text) for id, text in TEXTS.items()}
+    scored = mine.similarity_search_with_score("ferry", k=2)
+    assert scored[0][0].metadata["ragcache_handle"] == names[scored[0][0].id]
+    assert [score for _, score in scored] == [score for _, score in theirs.similarity_search_with_score("ferry", k=2)]
+    assert mine.as_retriever().invoke("mill")[0].metadata["ragcache_handle"]
+    assert asyncio.run(mine.asimilarity_search("ferry", k=1))[0].metadata["ragcache_handle"]
+    assert "ragcache_handle" not in theirs.similarity_search("ferry", k=1)[0].metadata
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_added_and_deleted_reaches_the_kv(kb, theirs, asynchronous):
+    mine = rc.attach(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), kb)
+    documents = [Document(id=id, page_content=text) for id, text in TEXTS.items()]
+
+    def call(name, *args, **options):
+        if asynchronous:
+            return asyncio.run(getattr(mine, f"a{name}")(*args, **options))
+        return getattr(mine, name)(*args, **options)
+
+    assert call("add_documents", documents[:2]) == ["light", "ferry"]
+    assert call("add_texts", iter([TEXTS["mill"]]), ids=["mill"]) == ["mill"]
+    assert kept(kb) == set(TEXTS)
+    call("delete", ["ferry"])
+    assert kept(kb) == {"light", "mill"}
+    call("add_documents", [Document(id="mill", page_content="Another text, of which nobody has heard before.")])
+    assert kept(kb) == {"light"}
+    assert handle(kb, "Another text, of which nobody has heard before.")
+
+
+def test_deleting_one_of_two_with_the_same_text_keeps_its_kv(kb):
+    mine = rc.attach(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), kb)
+    mine.add_texts([TEXTS["mill"]] * 2, ids=["a", "b"])
+    mine.delete(["a"])
+    assert kept(kb) == {"mill"}
+    mine.delete(["b"])
+    assert kept(kb) == set()
+
+
+def test_sync_makes_up_for_what_changed_behind_its_back(kb, theirs):
+    kb.precompute(theirs)
+    theirs.delete(["light"])
+    theirs.add_texts(["A new one, long enough to be looked for and found."], ids=["new"])
+    assert kept(kb) == set(TEXTS)
+    report = kb.precompute(theirs, sync=True)
+    assert (report.computed, report.known, len(report.forgotten)) == (1, 2, 1)
+    assert kept(kb) == {"ferry", "mill"}
+
+
+class Words(BaseRetriever):
+    """A retriever that says nothing of what it holds."""
+
+    found: list[Document]
+
+    def _get_relevant_documents(self, query, *, run_manager):
+        if query == "error":
+            raise RuntimeError("the index is away")
+        return self.found
+
+
+def test_a_retriever_of_their_own_is_learnt_from(kb):
+    theirs = Words(found=[Document(page_content=text) for text in TEXTS.values()])
+    mine = rc.attach(theirs, kb)
+    assert isinstance(mine, Words)
+    with pytest.raises(RuntimeError, match="the index is away"):
+        mine.invoke("error")
+    assert kept(kb) == set()
+    found = mine.invoke("ferry")
+    assert kept(kb) == set(TEXTS)
+    assert [one.metadata["ragcache_handle"] for one in asyncio.run(mine.ainvoke("ferry"))] == [
+        one.metadata["ragcache_handle"] for one in found
+    ]
+    assert [one.metadata for one in theirs.found] == [{}] * 3
+
+
+def test_nothing_is_learnt_where_the_method_reads_no_blocks(tmp_path, wide, theirs):
+    with rc.RagCache.open(tmp_path / "exact", model=wide, method="full", embedder=BagOfWords()) as kb:
+        [found] = rc.attach(theirs, kb).similarity_search("ferry", k=1)
+        assert "ragcache_handle" not in found.metadata
+        assert kept(kb) == set()
+
+
+def test_a_transformer_stands_in_pipelines_and_chains(kb, theirs):
+    step = RagCacheDocumentTransformer(kb)
+    documents = [Document(id=id, page_content=text) for id, text in TEXTS.items()]
+    named = step.transform_documents([*documents, Document(page_content=" ")])
+    assert [one.metadata.get("ragcache_handle") for one in named[:3]] == [handle(kb, text) for text in TEXTS.values()]
+    assert named[3].metadata == {}
+    assert asyncio.run(step.atransform_documents(documents)) == named[:3]
+    chain = theirs.as_retriever() | step
+    assert chain.invoke("ferry")[0].metadata["ragcache_handle"]
+
+
+class Sealed(VectorStore):
+    """A vector store that gives nothing out, and breaks every way that there is to ask it."""
+
+    def add_texts(self, texts, metadatas=None, *, ids=None, **kwargs):
+        return ["one"] * len(list(texts)) if kwargs.get("well", True) else None
+
+    def delete(self, ids=None, **kwargs):
+        return True
+
+    def similarity_search(self, query, k=4, **kwargs):
+        return ["no document"]
+
+    @classmethod
+    def from_texts(cls, texts, embedding, metadatas=None, **kwargs):
+        return cls()
+
+
+def test_bad_input(kb, theirs, caplog):
+    with pytest.raises(ConfigError, match="Sealed does not say which documents it holds"):
+        kb.precompute(Sealed())
+    with pytest.raises(ConfigError, match="takes no colour"):
+        rc.attach(theirs, kb, colour="red")
+    with pytest.raises(ConfigError, match="Document cannot be attached"):
+        rc.attach(Document(page_content="a"), kb)
+    mine = rc.attach(Sealed(), kb)
+    assert mine.similarity_search("a") == ["no document"]
+    assert mine.add_texts([TEXTS["mill"]], well=False) is None
+    assert kept(kb) == {"mill"}
+    assert mine.delete() is True
+    assert "KV does not follow" in caplog.text
+
+
+def test_a_store_that_is_closed_does_not_stop_theirs(kb, theirs, caplog):
+    mine = rc.attach(theirs, kb)
+    kb.close()
+    assert mine.add_texts(["A text."], ids=["x"]) == ["x"]
+    assert mine.similarity_search("A text.", k=4)
+    assert "this store is closed" in caplog.text

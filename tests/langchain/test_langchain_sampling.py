@@ -1,0 +1,83 @@
+"""The whole of `rc.Sampling` through both of LangChain's ways, and histories of other services."""
+
+from __future__ import annotations
+
+import pytest
+from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage
+from tiny_model import save_tiny_llama
+
+import ragcache as rc
+from langchain_ragcache import ChatRagCache
+from ragcache.errors import ConfigError
+from ragcache.retrieval.fake import BagOfWords
+
+MESSAGES = [{"role": "user", "content": "Where is the ferry?"}]
+
+
+@pytest.fixture(scope="module")
+def kb(tmp_path_factory):
+    lm = rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("model"), positions=2048))
+    with rc.RagCache.open(tmp_path_factory.mktemp("kb"), model=lm, embedder=BagOfWords()) as kb:
+        yield kb
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 1.0, "seed": 3, "min_p": 0.2},
+        {"presence_penalty": 1.5, "frequency_penalty": 1.0},
+        {"repetition_penalty": 1.8},
+        {"logit_bias": {70: 50.0}},
+        {"stop_token_ids": [70, 71, 72, 73]},
+        {"logprobs": 2},
+    ],
+)
+def test_each_option_is_the_engines_own(kb, given):
+    own = kb.chat(MESSAGES, sampling=rc.Sampling(max_tokens=12, **given))
+    plain = ChatRagCache(kb=kb, max_tokens=12)
+    for model in (ChatRagCache(kb=kb, max_tokens=12, **given), plain.bind(**given)):
+        message = model.invoke("Where is the ferry?")
+        assert message.text == own.text
+        assert len(message.response_metadata.get("logprobs", {"content": []})["content"]) == len(own.logprobs or ())
+    chunks = list(plain.stream("Where is the ferry?", **given))
+    assert "".join(chunk.text for chunk in chunks) == own.text
+
+
+def test_the_other_name_of_the_longest_answer(kb):
+    by_field = ChatRagCache(kb=kb, max_completion_tokens=3).invoke("Where?")
+    by_call = ChatRagCache(kb=kb).invoke("Where?", max_completion_tokens=3)
+    assert by_field.usage_metadata["output_tokens"] == by_call.usage_metadata["output_tokens"] == 3
+
+
+def test_a_value_out_of_range_is_refused(kb):
+    with pytest.raises(ConfigError, match="stop_token_ids"):
+        ChatRagCache(kb=kb).invoke("Where?", stop_token_ids=[10**9])
+    with pytest.raises(ConfigError, match="min_p"):
+        ChatRagCache(kb=kb).invoke("Where?", min_p=2)
+
+
+def test_a_developer_is_the_system(kb):
+    chat = ChatRagCache(kb=kb, max_tokens=4)
+    told, asked = "Answer in verse.", HumanMessage("Where is the ferry?")
+    as_developer = chat.invoke([ChatMessage(role="developer", content=told), asked])
+    assert as_developer.text == chat.invoke([SystemMessage(told), asked]).text
+    assert (
+        as_developer.usage_metadata["input_tokens"]
+        == chat.invoke([SystemMessage(told), asked]).usage_metadata["input_tokens"]
+    )
+
+
+def test_thoughts_of_other_services_are_read_over(kb):
+    thought = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "reasoning", "summary": [], "id": "rs_1"},
+        {"type": "text", "text": "At the pier."},
+    ]
+    chat = ChatRagCache(kb=kb, max_tokens=4)
+    first, last = HumanMessage("Where is the ferry?"), HumanMessage("And now?")
+    counts = [
+        chat.invoke([first, AIMessage(content), last]).usage_metadata["input_tokens"]
+        for content in (thought, "At the pier.")
+    ]
+    assert counts[0] == counts[1]
