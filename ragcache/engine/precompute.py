@@ -157,7 +157,7 @@ class Precompute:
     def _there(self, wanted: dict[str, Chunk], *, listed: bool) -> set[str]:
         """Those whose KV is kept: with the store's own documents, or here. listed: on the list, too, from now on"""
         own = self._parts.store.documents.referenced(wanted)
-        own = self._kv.lookup(own, "flushed").keys()
+        own = set(self._kv.lookup(own, "flushed"))
         here = {key for key in wanted if key not in own and key in self._blocks}
         for key in here if listed else ():
             self._list.add(key, self._encoder.owner, wanted[key].token_ids)
