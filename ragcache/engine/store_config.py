@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ragcache.engine.rates import AUTO, LOADS, RatesFile
+from ragcache.engine.rates import AUTO, LOADS
 from ragcache.errors import ConfigError, StoreNotFoundError, check_choice
 from ragcache.kv.block_key import Recipe
 from ragcache.store.codec_basis import known_basis
@@ -102,9 +102,9 @@ class Store(NamedTuple):
     kv: KVStore
 
     @property
-    def rates(self) -> RatesFile:
-        """Rates measured on this machine."""
-        return RatesFile(self.layout.root / "rates.json")
+    def rates(self) -> Path:
+        """The file of the rates measured on this machine; see `RateFigures`."""
+        return self.layout.root / "rates.json"
 
     def close(self) -> None:
         self.kv.close()
