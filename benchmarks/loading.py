@@ -31,9 +31,7 @@ from benchmarks.report import Goal, Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Samples, Variant, alternate, ratio, summarise
 from ragcache.codecs import CODECS
-from ragcache.engine.block_writer import LoadedBlocks
-from ragcache.engine.kv_lookup import load_or_compute
-from ragcache.engine.loader import BlockLoader
+from ragcache.engine.loader import BlockLoader, LoadedBlocks
 from ragcache.engine.probe import probe_disk, probe_prefill
 from ragcache.engine.rates import ALWAYS, AUTO, NEVER, Rates
 from ragcache.ingest.encoder import ModelEncoder
@@ -111,9 +109,9 @@ class Place:
         self._store = self._open()
         # Rates are learnt over all rounds, as in a process that goes on; each begins as a fresh opening would.
         self.rates = Rates()
-        self.rates.set_prefill(probe_prefill(lm, 0.15))
-        self.rates.set_tier(self._store.durable_tier, *probe_disk(next(root.rglob("*.safetensors")), 0.075))
-        self._loader: BlockLoader | None = None
+        self.rates.compute.set(probe_prefill(lm, 0.15))
+        self.rates.tier(self._store.durable_tier).set(*probe_disk(next(root.rglob("*.safetensors")), 0.075))
+        self._loader = BlockLoader(self._store, self.rates)
         self.last: LoadedBlocks | None = None
 
     def _open(self) -> KVStore:
@@ -132,10 +130,10 @@ class Place:
         if self.place == COLD:
             drop_page_cache(self.root)
         self._store = self._open()
-        self._loader = None if policy == ALWAYS else BlockLoader(self._store, self.rates, policy=policy)
+        self._loader = BlockLoader(self._store, Rates() if policy == ALWAYS else self.rates, policy=policy)
 
     def first_token(self) -> int:
-        loaded = load_or_compute(self._encoder, self._store, self._documents, self._chunks, loader=self._loader)
+        loaded = self._loader.load(self._encoder, self._documents, self._chunks)
         fused = rc.fuse(self.lm, self.prompt, "reposition", loaded.blocks, reserve_tokens=0)
         token = int(fused.next_logits.argmax())
         fused.cache.release()
@@ -143,8 +141,7 @@ class Place:
         return token
 
     def close_loader(self) -> None:
-        if self._loader is not None:
-            self._loader.close()
+        self._loader.close()
 
     def close(self) -> None:
         self.close_loader()

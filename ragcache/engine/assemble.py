@@ -68,7 +68,7 @@ class Components:
     choice: of the method that questions are read with unless they name another; stored: what it was chosen by
     evict:  what questions keep of their passages unless they say otherwise; None: all of it
     names:  of the store's blocks; a ModelEncoder where the model runs in this process
-    loader: None where what a tier has is always loaded
+    loader: None where the model runs in another engine
     whole:  makes one passage of a whole text
     system: the system message of conversations that have none
     """
@@ -233,7 +233,7 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
     reader = LocalEngine(
         lm,
         Prompts(lm, encoder, text, prefixes.count, estimate.expected_s),
-        KVLookup(lm, encoder, kv, documents, prefixes, WholeStore(lm, kv, documents, tenant, estimate.add), loader),
+        KVLookup(lm, encoder, documents, prefixes, WholeStore(lm, kv, documents, tenant, estimate.add), loader),
         prefixes,
         SharedPrefixes(admission, tree),
         estimate,
@@ -241,9 +241,9 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
     return _Made(reader, encoder, admission, estimate, loader)
 
 
-def _prefill_rate(lm: LanguageModel, loader: BlockLoader | None) -> PrefillRate:
+def _prefill_rate(lm: LanguageModel, loader: BlockLoader) -> PrefillRate:
     """What this machine measured before, else what a short measurement finds."""
-    known = None if loader is None else loader.rates.figures().prefill
+    known = loader.rates.compute.prefill if loader.chooses else None
     return known or probe_prefill(lm, PREFILL_PROBE_S)
 
 
@@ -279,11 +279,11 @@ def _elsewhere(store: Store, card: ModelCard, plan: _Plan, engine: Connection) -
     return _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate())
 
 
-def open_loader(store: Store, config: StoreConfig, lm: LanguageModel, recipe: Recipe) -> BlockLoader | None:
-    """The chooser between loading and computing a block of this recipe; None where there is no choice."""
-    if config.load == ALWAYS:
-        return None
-    rates = open_rates(store.rates, store.kv.root, lm, store.kv.codec, config.measure_s, recipe)
+def open_loader(store: Store, config: StoreConfig, lm: LanguageModel, recipe: Recipe) -> BlockLoader:
+    """What loads or computes a block of this recipe. Where nothing is chosen, nothing is measured."""
+    rates = None
+    if config.load != ALWAYS:
+        rates = open_rates(store.rates, store.kv.root, lm, store.kv.codec, config.measure_s, recipe)
     return BlockLoader(store.kv, rates, policy=config.load, ahead_bytes=config.speculative_bytes)
 
 

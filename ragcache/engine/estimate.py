@@ -1,10 +1,9 @@
-"""How long a prefill takes here: measured by passes of two lengths, or learnt from the passes of real questions."""
+"""Estimates of what work takes: a full prefill, by real passes, and an ingestion's KV on disk, by its text."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +20,6 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
 from ragcache.store.eviction import PrefillRate
 
-PROBE_TOKENS = (128, 512)
-PROBE_REPEATS = 3
 # A shorter pass is mostly what any pass costs: it says little of a long one.
 LEAST_TOKENS = 128
 
@@ -73,24 +70,6 @@ class PrefillEstimate:
             if self._measured is None and self._measure is not None:
                 self._measured = self._measure()
         return 0.0 if self._measured is None else self._measured.seconds(num_tokens)
-
-
-def measure_prefill(lm: LanguageModel) -> PrefillRate:
-    """Two lengths fix the two coefficients; of each the fastest of three passes counts, after one to warm up."""
-    few, many = (min(tokens, lm.max_positions // divisor) for tokens, divisor in zip(PROBE_TOKENS, (4, 1), strict=True))
-    seconds = {tokens: min([_pass_s(lm, tokens) for _ in range(1 + PROBE_REPEATS)][1:]) for tokens in (few, many)}
-    quadratic = (seconds[many] / many - seconds[few] / few) / (many - few) if many > few else 0.0
-    quadratic = max(0.0, quadratic)
-    return PrefillRate(max(0.0, seconds[many] / many - quadratic * many), quadratic)
-
-
-def _pass_s(lm: LanguageModel, num_tokens: int) -> float:
-    cache = lm.new_cache(num_tokens)
-    started = time.perf_counter()
-    lm.run([1 + rank % 100 for rank in range(num_tokens)], 0, cache)
-    taken = time.perf_counter() - started
-    cache.release()
-    return taken
 
 
 # Estimate of an ingestion's KV on disk, from the size of its text and a sample of it. Nothing is encoded.

@@ -410,7 +410,7 @@ class RagCache(Library, AsyncTwins):
     def rates(self) -> RateFigures:
         """How fast this machine reads and computes blocks, as far as it was measured."""
         loader = self._parts.loader
-        return super().rates() if loader is None else loader.rates.figures()
+        return loader.rates.figures() if loader is not None and loader.chooses else super().rates()
 
     def load_counts(self) -> LoadCounts:
         """Counts of choices between loading and computing, since the store was opened."""
@@ -436,8 +436,9 @@ class RagCache(Library, AsyncTwins):
         self._reader.clear()
         if (loader := self._parts.loader) is not None:
             loader.close()
-            if not self.config.read_only and (figures := loader.rates.figures()).is_measured:
-                self.store.rates.write(machine_key(self._parts.ingestor.encoder.lm), figures)
+            figures = loader.rates.figures()
+            if loader.chooses and figures.is_measured and not self.config.read_only:
+                figures.write(self.store.rates, machine_key(self._parts.ingestor.encoder.lm))
         super()._let_go()
 
 

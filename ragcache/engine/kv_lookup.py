@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ragcache.engine.answer import Source
-from ragcache.engine.block_writer import COMPUTED, BlockWriter, LoadedBlocks, encode_chunks
-from ragcache.engine.loader import BlockLoader
+from ragcache.engine.loader import COMPUTED, BlockLoader, LoadedBlocks
 from ragcache.engine.prefixes import Path, Prefixes, PrefixKV, WholeStore
 from ragcache.engine.request import Request
 from ragcache.fusion.fuse import Fused
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
-from ragcache.kv.block import KVBlock, part_of_block
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import PrefixMatch
-from ragcache.models.batches import plan_batches
 from ragcache.models.language_model import LanguageModel
 from ragcache.store.documents import DocumentStore
-from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
-
-if TYPE_CHECKING:
-    from ragcache.engine.loader import BlockLoader, Prefetch
-
 
 UNUSED = "unused"
 EXACT = "exact"
@@ -59,38 +49,43 @@ class KVLookup:
         self,
         lm: LanguageModel,
         encoder: ModelEncoder,
-        kv: KVStore,
         documents: DocumentStore,
         prefixes: Prefixes,
         whole: WholeStore,
-        loader: BlockLoader | None,
+        loader: BlockLoader,
     ) -> None:
         self.lm = lm
         self.encoder = encoder
-        self._kv = kv
         self._documents = documents
         self._prefixes = prefixes
         self._whole = whole
         self._loader = loader
 
     @contextmanager
-    def ready(self, asked: Request, base: SharedContext | None) -> Iterator[ResolvedKV]:
+    def resolve(self, asked: Request, base: SharedContext | None) -> Iterator[ResolvedKV]:
         """Everything that the prompt is read from, which stays until the block ends. base: as in `ResolvedKV`
 
         Raises CancelledError and TimedOutError within `limits.limited`.
         """
-        path = self._path(asked)
+        path, loaded, encoder = self._path(asked), LoadedBlocks(), self.encoder
         with self._prefix(asked, path, base) as prefix:
-            if base is not None or not (path or asked.reading.method.reuses_blocks):
-                loaded = self._nothing(asked, UNUSED if base is None else SHARED)
-                sources = _sources(asked, loaded)
-            elif path is None:
-                loaded = self._blocks(asked, prefix)
-                sources = _sources(asked, loaded)
-            else:
-                known = 0 if prefix.exact is None else prefix.exact.num_tokens
-                loaded = self._rest(asked, path, known)
+            known, chunks = 0 if prefix.exact is None else prefix.exact.num_tokens, list[Chunk]()
+            if path is not None and base is None:
+                placed = path.layout.placed(known)
+                chunks = [path.hits[piece.passage].chunk for piece in placed if piece.passage is not None]
+            elif asked.reading.method.reuses_blocks and base is None:
+                chunks = [hit.chunk for hit in asked.hits]
+                encoder = self._encoder_behind(asked.reading.method.prefix_ids(self.lm, asked.prompt), prefix)
+            if chunks:
+                passing, ahead = encoder is not self.encoder, asked.reading.ahead
+                loaded = self._loader.load(encoder, self._documents, chunks, passing=passing, ahead=ahead)
+            if path is not None and base is None:
                 sources = self._along(asked, path, loaded, known, COMPUTED if prefix.created_tokens else EXACT)
+            else:
+                origins = loaded.origins or [UNUSED if base is None else SHARED] * len(asked.hits)
+                keys = loaded.handles or encoder.keys([hit.chunk for hit in asked.hits])
+                rows = zip(asked.hits, keys, origins, strict=True)
+                sources = [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
             yield ResolvedKV(path, prefix, base, loaded, sources)
 
     def keep(self, asked: Request, ready: ResolvedKV, answer_ids: Sequence[int], fused: Fused) -> None:
@@ -151,17 +146,12 @@ class KVLookup:
             return PrefixKV(known)
         return self._whole.read(asked.prompt.ids[:count], generation)
 
-    def _nothing(self, asked: Request, origin: str) -> LoadedBlocks:
-        handles = self.encoder.keys([hit.chunk for hit in asked.hits])
-        return LoadedBlocks([], handles, [origin] * len(handles), 0.0, 0.0, 0)
-
-    def _blocks(self, asked: Request, prefix: PrefixKV) -> LoadedBlocks:
-        """Blocks of all passages."""
-        own, chunks = self.encoder, [hit.chunk for hit in asked.hits]
-        ids = asked.reading.method.prefix_ids(self.lm, asked.prompt)
+    def _encoder_behind(self, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
+        """The store's own, or one that encodes behind another prefix where blocks depend on that."""
+        own = self.encoder
         if not own.recipe.sees_prefix or ids == own.prefix_ids:
-            return self._load(asked, chunks)
-        encoder = ModelEncoder(
+            return own
+        return ModelEncoder(
             self.lm,
             own.recipe,
             ids,
@@ -169,24 +159,6 @@ class KVLookup:
             read_prefix=lambda _: nullcontext(prefix.exact),
             on_encoded=own.on_encoded,
             neighbourhood=own.neighbourhood,
-        )
-        return self._load(asked, chunks, encoder)
-
-    def _rest(self, asked: Request, path: Path, known: int) -> LoadedBlocks:
-        """Blocks of the passages that are not known; of none for a method that reads text."""
-        chunks = [path.hits[piece.passage].chunk for piece in path.layout.placed(known) if piece.passage is not None]
-        return self._load(asked, chunks) if chunks else LoadedBlocks([], [], [], 0.0, 0.0, 0)
-
-    def _load(self, asked: Request, chunks: Sequence[Chunk], passing: ModelEncoder | None = None) -> LoadedBlocks:
-        """passing: encodes behind a prefix that is not the store's own"""
-        return load_or_compute(
-            passing or self.encoder,
-            self._kv,
-            self._documents,
-            chunks,
-            passing=passing is not None,
-            loader=self._loader,
-            ahead=asked.reading.ahead,
         )
 
     def _along(self, asked: Request, path: Path, loaded: LoadedBlocks, known: int, known_as: str) -> list[Source]:
@@ -206,75 +178,3 @@ class KVLookup:
             *sources[len(sources) - path.asked :],
             *(replace(by_ids[tuple(hit.chunk.token_ids)], chunk=hit.chunk, score=hit.score) for hit in again),
         ]
-
-
-def _sources(asked: Request, loaded: LoadedBlocks) -> list[Source]:
-    rows = zip(asked.hits, loaded.handles, loaded.origins, strict=True)
-    return [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
-
-
-# The blocks of a question's passages: each loaded, or computed and kept.
-
-
-def load_or_compute(
-    encoder: ModelEncoder,
-    kv_store: KVStore,
-    documents: DocumentStore,
-    chunks: Sequence[Chunk],
-    *,
-    passing: bool = False,
-    loader: BlockLoader | None = None,
-    ahead: Prefetch | None = None,
-) -> LoadedBlocks:
-    """Load or compute one block a chunk. What no tier holds is computed from the chunk's ids and kept.
-
-    passing: see Keeper
-    loader:  chooses for each block between loading and computing; None loads all that some tier has
-    ahead:   reads that the loader began while retrieval still ranked
-
-    The name of a block follows from what it depends on, so a block made under another model, recipe or prefix is not
-    found here, however it is named in the document store (law 8).
-
-    Raises CancelledError and TimedOutError within `limits.limited`.
-    """
-    keeper = BlockWriter(kv_store, documents, encoder, passing=passing)
-    whole = encoder.with_neighbours([chunk.whole for chunk in chunks])
-    handles = [encoder.key(chunk.token_ids, chunk.neighbours) for chunk in whole]
-    if loader is not None:
-        loaded = loader.load(encoder, keeper, whole, handles, ahead)
-    else:
-        loaded = _load_all(encoder, keeper, kv_store, whole, handles)
-    pairs = zip(chunks, loaded.blocks, strict=True)
-    return replace(loaded, blocks=[_part(chunk, block) for chunk, block in pairs])
-
-
-def _part(chunk: Chunk, block: KVBlock) -> KVBlock:
-    """The KV of the chunk's tokens, from that of the whole passage."""
-    if chunk.cut_from is None:
-        return block
-    start = chunk.cut_from[1]
-    return part_of_block(block, start, start + chunk.num_tokens)
-
-
-def _load_all(
-    encoder: ModelEncoder, keeper: BlockWriter, kv_store: KVStore, chunks: Sequence[Chunk], handles: Sequence[str]
-) -> LoadedBlocks:
-    started = time.perf_counter()
-    found = kv_store.get_many(handles)
-    loaded_at = time.perf_counter()
-    missing = {handle: chunks[rank] for rank, handle in enumerate(handles) if found[rank] is None}
-    computed: dict[str, KVBlock] = {}
-    names = list(missing)
-    for batch in plan_batches([len(chunk.token_ids) for chunk in missing.values()], encoder.batch_tokens):
-        members = [names[rank] for rank in batch]
-        made = encode_chunks(encoder, [missing[handle] for handle in members])
-        for handle, block in zip(members, made, strict=True):
-            computed[handle] = keeper.keep(missing[handle], handle, block)
-    return LoadedBlocks(
-        blocks=[computed[handle] if hit is None else hit.block for handle, hit in zip(handles, found, strict=True)],
-        handles=list(handles),
-        origins=[COMPUTED if hit is None else hit.tier for hit in found],
-        load_s=loaded_at - started,
-        encode_s=time.perf_counter() - loaded_at,
-        encoded_tokens=sum(block.num_tokens for block in computed.values()),
-    )

@@ -1,7 +1,8 @@
-"""Loads blocks of a question in threads while the asking thread computes others; see `split`."""
+"""Loads blocks of a question in threads while the asking thread computes others; see `load_plan`."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -12,25 +13,55 @@ from functools import partial
 
 import torch
 
-from ragcache.engine.block_writer import COMPUTED, BlockWriter, LoadedBlocks, encode_chunks
 from ragcache.engine.load_plan import BlockSize, LoadPlan
-from ragcache.engine.rates import AUTO, LOADS, NEVER, Rates
-from ragcache.errors import ConfigError
-from ragcache.ingest.encoder import ModelEncoder
-from ragcache.kv.block import KVBlock
+from ragcache.engine.rates import ALWAYS, AUTO, LOADS, NEVER, Rates
+from ragcache.errors import (
+    ConfigError,
+    NoSuchDocumentError,
+    StoreBusyError,
+    StoreFullError,
+    StoreNotFoundError,
+    StoreReadOnlyError,
+    StoreUnreachableError,
+)
+from ragcache.ingest.encoder import BlockKeys, ModelEncoder
+from ragcache.kv.block import KVBlock, part_of_block
 from ragcache.models.deadline import LIMIT
 from ragcache.runtime import work_alone
 from ragcache.store.counters import Loaded
-from ragcache.store.kv_store import KVStore
+from ragcache.store.documents import DocumentStore
+from ragcache.store.kv_store import KVStore, Where
 from ragcache.store.records import Chunk
 from ragcache.store.tiers.stack import Stored
 
+log = logging.getLogger(__name__)
+COMPUTED = "computed"
 # Reads on their way at once: a solid-state disk wants a deep queue, and threads that wait for it take no core.
 READERS = 8
 # How often a waiting question looks whether a read is late: it then computes what has not begun.
 POLL_S = 0.02
 # What is read ahead has to be here by the time that retrieval has ranked.
 AHEAD_S = 0.25
+# What keeping a block may fail with that the next question, or the next day, may find mended.
+NOT_KEPT = (StoreReadOnlyError, StoreFullError, StoreBusyError, StoreUnreachableError, StoreNotFoundError)
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedBlocks:
+    """The KV blocks of a question.
+
+    blocks, handles, origins: in the chunks' order; an origin is a tier's name, or "computed"
+    load_s, encode_s: seconds spent waiting for tiers, and computing; where both went on at once, the waiting counts
+                      only while nothing was computed
+    encoded_tokens:   tokens of the blocks that were computed
+    """
+
+    blocks: Sequence[KVBlock] = ()
+    handles: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    load_s: float = 0.0
+    encode_s: float = 0.0
+    encoded_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,36 +81,79 @@ class LoadCounts:
 class BlockLoader:
     """Loads or computes the blocks of questions. Thread-safe; `close` it before the store.
 
-    policy:      "auto": the faster of loading and computing; "never": only what is in memory is loaded
-    ahead_bytes: most bytes read ahead, over all questions, until these take or drop them
+    rates:       by which "auto" decides; None: nothing is known yet
+    policy:      "auto": the faster of loading and computing; "always": what some tier has is loaded; "never": only what
+                 is in memory is
+    ahead_bytes: most bytes read ahead under "auto", over all questions, until these take or drop them
     """
 
-    def __init__(self, kv_store: KVStore, rates: Rates, *, policy: str = AUTO, ahead_bytes: int = 0) -> None:
+    def __init__(
+        self, kv_store: KVStore, rates: Rates | None = None, *, policy: str = AUTO, ahead_bytes: int = 0
+    ) -> None:
         """Raises ConfigError for an unknown policy, or a negative number of bytes."""
-        if policy not in (AUTO, NEVER):
+        if policy not in LOADS:
             raise ConfigError(f"load {policy!r} is unknown; choose one of {', '.join(LOADS)}")
         if ahead_bytes < 0:
             raise ConfigError(f"speculative_bytes is {ahead_bytes}; give 0 (read nothing ahead) or more")
         self.kv = kv_store
-        self.rates = rates
+        self.rates = rates or Rates()
         self.policy = policy
-        self._ahead_budget = ahead_bytes
+        self._ahead_budget = ahead_bytes if policy == AUTO else 0
         self._ahead_held = 0
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ragcache-load", initializer=work_alone)
         self._reading: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the rates are of use: what a tier has may be computed all the same."""
+        return self.policy != ALWAYS
+
     def load(
         self,
         encoder: ModelEncoder,
-        keeper: BlockWriter,
+        documents: DocumentStore,
         chunks: Sequence[Chunk],
-        handles: Sequence[str],
+        *,
+        passing: bool = False,
         ahead: Prefetch | None = None,
     ) -> LoadedBlocks:
-        """Load or compute one block a chunk; see `load_or_compute`."""
-        return _Question(self, encoder, keeper, chunks, handles, ahead).run()
+        """Load or compute one block a chunk. What no tier holds is computed from the chunk's ids and kept.
+
+        passing: see BlockWriter
+        ahead:   reads that were begun while retrieval still ranked
+
+        The key of a block follows from what it depends on, so a block made under another model, recipe or prefix is not
+        found here, however it is named in the document store (law 8).
+
+        Raises CancelledError and TimedOutError within `limits.limited`.
+        """
+        whole = encoder.with_neighbours([chunk.whole for chunk in chunks])
+        handles = [encoder.key(chunk.token_ids, chunk.neighbours) for chunk in whole]
+        started = time.perf_counter()
+        writer = BlockWriter(self.kv, documents, encoder, passing=passing)
+        question = _Question(self, encoder, writer, dict(zip(handles, whole, strict=True)))
+        request, begun = self.kv.ask(handles), {} if ahead is None else ahead.take(handles)
+        try:
+            for handle in self.kv.lookup(question.chunks, "memory"):  # what is in memory is never computed
+                if handle not in begun and (loaded := self.kv.fetch(handle)) is not None:
+                    question.read[handle] = loaded
+            question.load_and_compute(begun)
+        finally:
+            question.close()
+            for handle in handles:  # in their order: they came in any
+                if handle in question.read or handle in question.made:
+                    self.kv.serve(request, handle, question.read.get(handle))
+        found = {handle: loaded.block for handle, loaded in question.read.items()} | question.made
+        return LoadedBlocks(
+            [_part(chunk, found[handle]) for chunk, handle in zip(chunks, handles, strict=True)],
+            handles,
+            [question.read[handle].tier if handle in question.read else COMPUTED for handle in handles],
+            time.perf_counter() - started - question.encode_s,
+            question.encode_s,
+            sum(block.num_tokens for block in question.made.values()),
+        )
 
     def ahead(self) -> Prefetch:
         """The early reads of one question; close it when the question has its blocks, or was given up."""
@@ -93,20 +167,19 @@ class BlockLoader:
         """Wait for reads in progress. A second call is fine."""
         self._readers.shutdown(cancel_futures=True)
 
-    # For questions and Ahead
+    # For questions and Prefetch
 
-    def read(self, keys: Mapping[str, Stored]) -> dict[str, Future[Loaded | None]]:
+    def begin_reads(self, keys: Mapping[str, Stored]) -> dict[str, Future[Loaded | None]]:
         """Begin to read these, each from the tier that it was found in."""
         if len(keys) > 1:  # in a thread: a device with a full queue lets even this wait
             self._readers.submit(self.kv.read_ahead, list(keys))
         begun = {}
         for key, (tier, num_bytes) in keys.items():
-            number = self.rates.begin_read(tier, num_bytes)
+            number = self.rates.tier(tier).begin(num_bytes)
             with self._lock:
                 self._reading[key] += 1
-            future = self._readers.submit(self.kv.fetch, key)
-            future.add_done_callback(partial(self._has_read, key=key, tier=tier, number=number))
-            begun[key] = future
+            begun[key] = self._readers.submit(self.kv.fetch, key)
+            begun[key].add_done_callback(partial(self._has_read, key=key, tier=tier, number=number))
         return begun
 
     def is_reading(self, key: str) -> bool:
@@ -131,11 +204,19 @@ class BlockLoader:
 
     def _has_read(self, done: Future[Loaded | None], *, key: str, tier: str, number: int) -> None:
         loaded = None if done.cancelled() or done.exception() is not None else done.result()
-        self.rates.end_read(tier, number, moved=loaded is not None and loaded.tier == tier)
+        self.rates.tier(tier).end(number, moved=loaded is not None and loaded.tier == tier)
         with self._lock:
             self._reading[key] -= 1
             if not self._reading[key]:
                 del self._reading[key]
+
+
+def _part(chunk: Chunk, block: KVBlock) -> KVBlock:
+    """The KV of the chunk's tokens, from that of the whole passage."""
+    if chunk.cut_from is None:
+        return block
+    start = chunk.cut_from[1]
+    return part_of_block(block, start, start + chunk.num_tokens)
 
 
 class Prefetch:
@@ -159,13 +240,14 @@ class Prefetch:
         near = loader.kv.lookup(keys, "memory")
         new = [key for key in dict.fromkeys(keys) if key not in self._reads and key not in near]
         for key, stored in loader.kv.lookup(new).items():
-            before_s = expected_s.get(stored.tier, loader.rates.backlog_s(stored.tier))
-            expected_s[stored.tier] = before_s + loader.rates.load_s(*stored)
+            rate = loader.rates.tier(stored.tier)
+            before_s = expected_s.get(stored.tier, rate.backlog_s())
+            expected_s[stored.tier] = before_s + rate.load_s(stored.num_bytes)
             late = expected_s[stored.tier] > AHEAD_S
             if late or len(begun) == READERS or not loader.reserve_ahead(stored.num_bytes):
                 break
             begun[key] = stored
-        self._reads |= {key: (future, begun[key].num_bytes) for key, future in loader.read(begun).items()}
+        self._reads |= {key: (future, begun[key].num_bytes) for key, future in loader.begin_reads(begun).items()}
 
     def take(self, keys: Sequence[str]) -> dict[str, Future[Loaded | None]]:
         """The reads of these keys that have begun; what else was begun is read for nothing."""
@@ -188,181 +270,173 @@ class Prefetch:
 
 
 class _Question:
-    """The blocks of one question. `run` once.
+    """The blocks of one question: those that were read, and those that were made.
 
     The asking thread computes; the loader's threads read, and begin the next reads as theirs end.
     """
 
     def __init__(
-        self,
-        loader: BlockLoader,
-        encoder: ModelEncoder,
-        keeper: BlockWriter,
-        chunks: Sequence[Chunk],
-        handles: Sequence[str],
-        ahead: Prefetch | None,
+        self, loader: BlockLoader, encoder: ModelEncoder, writer: BlockWriter, chunks: dict[str, Chunk]
     ) -> None:
         self._loader = loader
-        self._kv = loader.kv
         self._encoder = encoder
-        self._keeper = keeper
-        self._handles = handles
-        self._chunks = dict(zip(handles, chunks, strict=True))
-        self._ahead = {} if ahead is None else ahead.take(list(self._chunks))
-        self._blocks: dict[str, KVBlock] = {}
-        self._origins: dict[str, str] = {}
-        self._read: dict[str, Loaded] = {}
-        self._encoded_tokens = 0
-        self._encode_s = 0.0
+        self._writer = writer
+        self.chunks = chunks
+        self.read: dict[str, Loaded] = {}
+        self.made: dict[str, KVBlock] = {}
+        self.encode_s = 0.0
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
-        self._absent: set[int] = set()  # ranks of parts that no tier has, or had when it was asked
 
-    def run(self) -> LoadedBlocks:
-        started = time.perf_counter()
-        request = self._kv.ask(self._handles)
-        try:
-            self._slow = [handle for handle in self._chunks if not self._take_from_memory(handle)]
-            if self._slow:
-                self._load_and_compute()
-        finally:
-            with self._changed:
-                self._closed = True
-            self._report(request)
-        total_s = time.perf_counter() - started
-        return LoadedBlocks(
-            blocks=[self._blocks[handle] for handle in self._handles],
-            handles=list(self._handles),
-            origins=[self._origins[handle] for handle in self._handles],
-            load_s=total_s - self._encode_s,
-            encode_s=self._encode_s,
-            encoded_tokens=self._encoded_tokens,
-        )
-
-    def _take_from_memory(self, handle: str) -> bool:
-        """Take the block if a fast tier has it: such a block is never computed."""
-        if handle in self._ahead or handle not in self._kv.lookup([handle], "memory"):
-            return False
-        loaded = self._kv.fetch(handle)
-        if loaded is None:
-            return False
-        self._use(handle, loaded)
-        return True
-
-    def _load_and_compute(self) -> None:
-        begun = {rank: self._ahead[handle] for rank, handle in enumerate(self._slow) if handle in self._ahead}
-        self._stored = self._kv.lookup(self._slow)
-        self._absent = {rank for rank, key in enumerate(self._slow) if key not in self._stored and rank not in begun}
-        readable = self._stored if self._loader.policy != NEVER else {}
-        self._split = LoadPlan(
-            [self._size(handle, readable.get(handle)) for handle in self._slow],
+    def load_and_compute(self, begun: Mapping[str, Future[Loaded | None]]) -> None:
+        """Bring what is not there yet. begun: reads that began earlier"""
+        if len(self.read) == len(self.chunks):
+            return
+        slow = {handle: chunk for handle, chunk in self.chunks.items() if handle not in self.read}
+        self._stored = self._loader.kv.lookup(slow)
+        # What no tier has, or had when it was asked.
+        self._absent = slow.keys() - self._stored.keys() - begun.keys()
+        sizes = {handle: BlockSize(len(chunk.token_ids)) for handle, chunk in slow.items()}
+        for handle, (tier, num_bytes) in () if self._loader.policy == NEVER else self._stored.items():
+            sizes[handle] = sizes[handle]._replace(tier=tier, num_bytes=num_bytes)
+        self._plan = LoadPlan(
+            sizes,
             self._loader.rates,
             batch_tokens=self._encoder.batch_tokens,
             readers=READERS,
             reading=list(begun),
+            load_all=self._loader.policy == ALWAYS,
         )
         with self._changed:
-            for rank, future in begun.items():
-                self._follow(rank, future)
-        while (batch := self._next_batch()) is not None:
-            self._compute(batch)
+            self._follow(begun)
+        while batch := self._next_batch():
+            started = time.perf_counter()
+            try:
+                self._compute(batch, started)
+            finally:
+                self.encode_s += time.perf_counter() - started
 
-    def _size(self, handle: str, stored: Stored | None) -> BlockSize:
-        num_tokens = len(self._chunks[handle].token_ids)
-        return BlockSize(num_tokens) if stored is None else BlockSize(num_tokens, stored.num_bytes, stored.tier)
+    def close(self) -> None:
+        """Take nothing from reads that are still on their way."""
+        with self._changed:
+            self._closed = True
 
-    def _next_batch(self) -> tuple[int, ...] | None:
-        """The ranks to compute now; waits while there are none. None when all blocks are here."""
+    def _next_batch(self) -> tuple[str, ...]:
+        """What to compute now; waits while there is nothing. Empty when all blocks are here."""
         with self._changed:
             while True:
                 if self._error is not None:
                     raise self._error
-                if self._split.done:
-                    return None
+                if self._plan.done:
+                    return ()
                 LIMIT.get().check()
                 self._begin_reads()
-                if batch := self._split.next_batch():
+                if batch := self._plan.next_batch():
                     return batch
                 self._changed.wait(POLL_S)
 
     def _begin_reads(self) -> None:
-        ranks = self._split.next_reads()
-        reads = self._loader.read({self._slow[rank]: self._stored[self._slow[rank]] for rank in ranks})
-        for rank in ranks:
-            self._follow(rank, reads[self._slow[rank]])
+        self._follow(self._loader.begin_reads({key: self._stored[key] for key in self._plan.next_reads()}))
 
-    def _follow(self, rank: int, future: Future[Loaded | None]) -> None:
-        future.add_done_callback(lambda done: self._has_read(rank, done))
+    def _follow(self, reads: Mapping[str, Future[Loaded | None]]) -> None:
+        for handle, future in reads.items():
+            future.add_done_callback(partial(self._has_read, handle))
 
-    def _has_read(self, rank: int, done: Future[Loaded | None]) -> None:
+    def _has_read(self, handle: str, done: Future[Loaded | None]) -> None:
         """Take what was read, in the reading thread. An error would be lost there: the asking thread raises it."""
         with self._changed:
             if self._closed:
                 return
             try:
-                self._take_read(rank, None if done.cancelled() else done.result())
+                if (loaded := None if done.cancelled() else done.result()) is None:
+                    self._absent.add(handle)
+                    self._plan.lost(handle)
+                else:
+                    self._plan.loaded(handle)
+                    self.read[handle] = loaded
                 self._begin_reads()
             except BaseException as error:
                 self._error = error
             self._changed.notify_all()
 
-    def _take_read(self, rank: int, loaded: Loaded | None) -> None:
-        if loaded is None:
-            self._absent.add(rank)
-            self._split.lost(rank)
-        else:
-            self._split.loaded(rank)
-            self._use(self._slow[rank], loaded)
-
-    def _compute(self, batch: Sequence[int]) -> None:
-        started = time.perf_counter()
-        try:
-            made = encode_chunks(self._encoder, [self._chunks[self._slow[rank]] for rank in batch])
-            for rank, block in self._keep_all(batch, made, started).items():
-                self._use_computed(rank, block)
-            with self._changed:
-                self._split.computed()
-        finally:
-            self._encode_s += time.perf_counter() - started
-
-    def _keep_all(self, batch: Sequence[int], made: Sequence[KVBlock], started: float) -> dict[int, KVBlock]:
-        """Keep what was computed, and learn how long it took: to the block as it would have been read. A codec's
+    def _compute(self, batch: Sequence[str], started: float) -> None:
+        """Compute blocks, keep them, and learn how long it took: to the block as it would have been read. A codec's
         encoding belongs to that, writing to the disk does not."""
+        chunks = [self.chunks[handle] for handle in batch]
+        made = self._encoder.encode_limited([one.token_ids for one in chunks], [one.neighbours for one in chunks])
         computed = made[0].layer_keys(0)
         if computed.is_cuda:
             torch.cuda.synchronize(computed.device)  # a GPU has only been told so far
         taken_s = time.perf_counter() - started
-        kept = {}
-        for rank, block in zip(batch, made, strict=True):
-            began, writes = time.perf_counter(), rank in self._absent
-            kept[rank] = self._keep(rank, block)
-            taken_s += 0.0 if writes else time.perf_counter() - began
-        self._loader.rates.computed([block.num_tokens for block in made], taken_s)
-        return kept
-
-    def _keep(self, rank: int, block: KVBlock) -> KVBlock:
-        """The block as it will be read from now on."""
-        handle = self._slow[rank]
-        if rank in self._absent:
-            return self._keeper.keep(self._chunks[handle], handle, block)
-        # Another question that is reading the block will hold it, and is not to be waited for.
-        return self._kv.put(handle, block, "nowhere" if self._loader.is_reading(handle) else "again")
-
-    def _use_computed(self, rank: int, block: KVBlock) -> None:
-        self._blocks[self._slow[rank]] = block
-        self._origins[self._slow[rank]] = COMPUTED
-        self._encoded_tokens += block.num_tokens
-        if rank not in self._absent:
+        for handle, chunk, block in zip(batch, chunks, made, strict=True):
+            began = time.perf_counter()
+            if handle in self._absent:
+                self.made[handle] = self._writer.write(chunk, handle, block)
+                continue
+            # Another question that is reading the block will hold it, and is not to be waited for.
+            where: Where = "nowhere" if self._loader.is_reading(handle) else "again"
+            self.made[handle] = self._loader.kv.put(handle, block, where)
+            taken_s += time.perf_counter() - began
             self._loader.count("recomputed", 1)
+        self._loader.rates.compute.add([block.num_tokens for block in made], taken_s)
+        with self._changed:
+            self._plan.computed()
 
-    def _use(self, handle: str, loaded: Loaded) -> None:
-        self._blocks[handle] = loaded.block
-        self._origins[handle] = loaded.tier
-        self._read[handle] = loaded
 
-    def _report(self, request: str) -> None:
-        """Count and trace what became of each block, in the question's order: they came in any."""
-        for handle in self._handles:
-            if handle in self._blocks:
-                self._kv.serve(request, handle, self._read.get(handle))
+class BlockWriter:
+    """Keeps what is computed: the store's own chunks with its documents' KV, others apart, within a budget of their
+    own, since no deletion would ever find them.
+
+    names:   of the blocks
+    passing: the encoder is not the store's own (another prefix): keep in memory only
+    """
+
+    def __init__(self, kv_store: KVStore, documents: DocumentStore, names: BlockKeys, *, passing: bool) -> None:
+        self._kv = kv_store
+        self._documents = documents
+        self._names = names
+        self._passing = passing
+
+    def write(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
+        """The block as it was kept: with a lossy codec the first answer is then like all later ones."""
+        if self._passing:
+            return self._kv.put(handle, block, "memory")
+        if not chunk.is_stored:
+            return self._kv.keep_foreign(handle, block, self._names.owner, chunk.token_ids)
+        if chunk.uses_left and not self._is_hot(chunk):
+            return self._kv.put(handle, block, "nowhere")
+        return self._store(chunk, handle, block)
+
+    def _is_hot(self, chunk: Chunk) -> bool:
+        """Count the retrieval (kv="hot"); whether it was the last one without KV."""
+        try:
+            self._documents.count_use(chunk.id)
+        except (StoreReadOnlyError, StoreFullError, StoreBusyError) as error:
+            log.warning("the retrieval of chunk %s is not counted: %s", chunk.id, error)
+        return chunk.uses_left == 1
+
+    def _store(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
+        """A store that cannot take it costs the next question time, never this one its answer."""
+        stored = block
+        try:
+            stored = self._kv.put(handle, block)
+            if chunk.handle != handle:
+                self._documents.set_handle(chunk.id, handle)
+            elif not self._documents.chunks([chunk.id]):
+                self._forget(handle)
+            if chunk.neighbours and self._names.keys([chunk]) != [handle]:
+                self._documents.set_handle(chunk.id, None)
+                self._forget(handle)
+        except NoSuchDocumentError:
+            self._forget(handle)
+        except NOT_KEPT as error:
+            log.warning("the block of chunk %s is kept in memory only: %s", chunk.id, error)
+            stored = self._kv.put(handle, block, "memory")
+        return stored
+
+    def _forget(self, handle: str) -> None:
+        """The chunk, or one that it was read behind, was deleted since it was retrieved: leave no bytes of it (law 10),
+        unless others have the same."""
+        if handle not in self._documents.handles():
+            self._kv.delete(handle)

@@ -43,14 +43,14 @@ class LocalEngine:
         self,
         lm: LanguageModel,
         prompts: Prompts,
-        supply: KVLookup,
+        lookup: KVLookup,
         prefixes: Prefixes,
         contexts: SharedPrefixes,
         estimate: PrefillEstimate,
     ) -> None:
         self.lm = lm
         self.prompts = prompts
-        self.supply = supply
+        self.lookup = lookup
         self.prefixes = prefixes
         self.contexts = contexts
         self.estimate = estimate
@@ -80,7 +80,7 @@ class LocalEngine:
         # The prefix tree keeps what runs as text, passages included; a placed context of blocks stays where it is.
         keep = reading.method.reuses_blocks and bool(prompt.chunk_ids)
         waiting = time.perf_counter()
-        key = asked.context_key if self.supply.shares_context_of(reading.method) else None
+        key = asked.context_key if self.lookup.shares_context_of(reading.method) else None
         with self.contexts.admit(key, need, limit, keep=keep) as seat:
             clock.queue_s = time.perf_counter() - waiting
             yield from self._answer(asked, seat)
@@ -143,7 +143,7 @@ class LocalEngine:
     def _answer(self, asked: Request, seat: SharedPrefixRef) -> Iterator[Event]:
         with ExitStack() as leases:
             with limited(asked.limit):
-                ready = leases.enter_context(self.supply.ready(asked, seat.placed))
+                ready = leases.enter_context(self.lookup.resolve(asked, seat.placed))
             yield Sources(ready.sources, asked.reading.method.name, asked.reading.choice.why)
             asked.limit.check()
             with limited(asked.limit):
@@ -158,7 +158,7 @@ class LocalEngine:
             most = min(room, self._most(self._num_tokens(asked.prompt, asked.reading), asked.reading))
             yield from write(self.lm, asked, self._decode(asked, fused, written, seat, most), most, written)
         finally:
-            self.supply.keep(asked, ready, written.run_ids, fused)
+            self.lookup.keep(asked, ready, written.run_ids, fused)
             fused.cache.release()
         if asked.kept is not None:
             asked.kept.answered(asked.hits, written.turn, written.said(self.lm))
@@ -213,7 +213,7 @@ class LocalEngine:
         """What other questions may learn from this one: nothing where somebody's own text stands in its prompt, or a
         passage was deleted meanwhile."""
         scope = self._scope  # before the look at what is stored: with any later change a new one begins
-        return scope if asked.reading.method.remembers and self.supply.is_of_store(asked) else Scope()
+        return scope if asked.reading.method.remembers and self.lookup.is_of_store(asked) else Scope()
 
     def _fuse(self, asked: Request, ready: ResolvedKV) -> Fused:
         started = time.perf_counter()
@@ -224,7 +224,7 @@ class LocalEngine:
             path.parts if path is not None and path.layout.separate else prompt,
             method,
             ready.loaded.blocks,
-            recipe=self.supply.encoder.recipe if method.reuses_blocks else None,
+            recipe=self.lookup.encoder.recipe if method.reuses_blocks else None,
             reserve_tokens=self.prompts.room_at_first(prompt.num_tokens, reading),
             evict=reading.evict,
             exact=ready.prefix.exact if ready.base is None else None,

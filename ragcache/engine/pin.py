@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,11 @@ def pin(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder | None, ids
     # Pinned is wanted, however often it was retrieved.
     missing = [replace(chunk, uses_left=0) for chunk, key in zip(chunks, keys, strict=True) if key not in kv]
     if missing and encoder is not None:
-        from ragcache.engine.kv_lookup import load_or_compute
+        from ragcache.engine.loader import BlockLoader
+        from ragcache.engine.rates import ALWAYS
 
-        load_or_compute(encoder, kv, documents, missing)
+        with closing(BlockLoader(kv, policy=ALWAYS)) as loader:
+            loader.load(encoder, documents, missing)
         kv.flush(keys)
         if absent := [key for key in keys if key not in kv]:
             raise PinError(f"the tiers have no room for {len(keys)} blocks at once ({len(absent)} are gone already)")

@@ -15,7 +15,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragcache.engine.attach import collection_of, find_adapter
-from ragcache.engine.block_writer import encode_chunks
 from ragcache.engine.passages import Passage
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StoreReadOnlyError
 from ragcache.ingest.document import Document
@@ -167,7 +166,8 @@ class Precompute:
         keys = list(missing)
         for batch in plan_batches([missing[key].num_tokens for key in keys], self._encoder.batch_tokens):
             members = [missing[keys[rank]] for rank in batch]
-            made = encode_chunks(self._encoder, self._encoder.with_neighbours(members))
+            whole = self._encoder.with_neighbours(members)
+            made = self._encoder.encode_limited([one.token_ids for one in whole], [one.neighbours for one in whole])
             for rank, chunk, block in zip(batch, members, made, strict=True):
                 self._blocks.put(keys[rank], self._kv.put(keys[rank], block, "nowhere"))
                 self._list.add(keys[rank], self._encoder.owner, chunk.token_ids)

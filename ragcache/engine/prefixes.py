@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ragcache.engine.block_writer import NOT_KEPT
+from ragcache.engine.loader import NOT_KEPT
 from ragcache.engine.options import RetrieveOptions, names
 from ragcache.engine.prompts import Prompts
 from ragcache.errors import ConfigError, ContextTooLongError, UnencodableBlockError

@@ -9,19 +9,22 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from ragcache.codecs import Codec
 from ragcache.codecs.base import example_block
-from ragcache.engine.rates import Rates, RatesFile, machine_key
+from ragcache.engine.rates import RateFigures, Rates, machine_key
 from ragcache.kv.block_key import Recipe
 from ragcache.models.kvzip import read_behind
 from ragcache.models.language_model import LanguageModel
 from ragcache.store.eviction import PrefillRate
 
+T = TypeVar("T")
 WHOLE = Recipe()
 WARM_TOKENS = 16
 MOST_TOKENS = 512
@@ -43,16 +46,16 @@ def probe(
     A step that was begun is finished: at least 16 tokens run, and one block of 256 KiB is read.
     block_file: read past the page cache where the file system allows it; None leaves the disk out
     """
-    rates.set_prefill(probe_prefill(lm, MODEL_SHARE * budget_s, recipe))
-    if block_file is not None:
-        _measure_disk(rates, block_file, budget_s)
-    rates.set_tier("memory", 0.0, probe_memory())
-    rates.set_decode(codec.name, probe_decode(lm, codec))
+    rates.compute.set(probe_prefill(lm, MODEL_SHARE * budget_s, recipe))
+    _measure_disk(rates, block_file, budget_s)
+    rates.tier("memory").set(0.0, probe_memory())
+    rates.decode_bytes_s[codec.name] = probe_decode(lm, codec)
 
 
-def _measure_disk(rates: Rates, block_file: Path, budget_s: float) -> None:
+def _measure_disk(rates: Rates, block_file: Path | None, budget_s: float) -> None:
     with suppress(OSError):  # deleted a moment ago, or not to be read: a question will find out
-        rates.set_tier("disk", *probe_disk(block_file, DISK_SHARE * budget_s))
+        if block_file is not None:
+            rates.tier("disk").set(*probe_disk(block_file, DISK_SHARE * budget_s))
 
 
 def probe_prefill(lm: LanguageModel, budget_s: float, recipe: Recipe = WHOLE) -> PrefillRate:
@@ -60,18 +63,16 @@ def probe_prefill(lm: LanguageModel, budget_s: float, recipe: Recipe = WHOLE) ->
     alone = Recipe(kept=recipe.kept, task=recipe.task, anchors=recipe.anchors)
     room = lm.max_positions - 1 - len(read_behind(lm, alone, ()))
     longest = max(1, min(MOST_TOKENS, room if alone.keeps_all else room // 2))
+
+    def encode_s(num_tokens: int) -> float:
+        ids = [1 + rank % min(100, lm.vocab_size - 1) for rank in range(num_tokens)]
+        return timed(lambda: lm.encode([ids], alone) and lm.finish())[0]
+
     few = min(WARM_TOKENS, longest)
-    first_s = _encode_s(lm, few, alone)
+    first_s = encode_s(few)
     many = min(longest, max(few, int(few * (budget_s - first_s) / max(first_s, 1e-6))))
-    many_s = _encode_s(lm, many, alone) if many > few or first_s < budget_s else first_s
+    many_s = encode_s(many) if many > few or first_s < budget_s else first_s
     return PrefillRate(many_s / many, 0.0)
-
-
-def _encode_s(lm: LanguageModel, num_tokens: int, recipe: Recipe) -> float:
-    started = time.perf_counter()
-    lm.encode([[1 + rank % min(100, lm.vocab_size - 1) for rank in range(num_tokens)]], recipe)
-    lm.finish()
-    return time.perf_counter() - started
 
 
 def probe_disk(path: Path, budget_s: float) -> tuple[float, float]:
@@ -80,13 +81,10 @@ def probe_disk(path: Path, budget_s: float) -> tuple[float, float]:
     try:
         size = os.fstat(descriptor).st_size
         buffer = mmap.mmap(-1, READ_BYTES)  # aligned to a page, as O_DIRECT wants it
-        times = []
-        started = time.perf_counter()
+        times: list[tuple[float, int]] = []
         for offset in range(0, max(1, min(size, MOST_READ_BYTES)), READ_BYTES):
-            began = time.perf_counter()
-            moved = os.preadv(descriptor, [buffer], offset)
-            times.append((time.perf_counter() - began, moved))
-            if time.perf_counter() - started > budget_s:
+            times.append(timed(partial(os.preadv, descriptor, [buffer], offset)))
+            if sum(seconds for seconds, _ in times) > budget_s:
                 break
     finally:
         os.close(descriptor)
@@ -142,25 +140,28 @@ def probe_decode(lm: LanguageModel, codec: Codec) -> float:
 
 
 def _fastest_s(work: Callable[[], object]) -> float:
-    taken = []
-    for _ in range(3):
-        started = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - started)
-    return max(min(taken), 1e-9)
+    return max(min(timed(work)[0] for _ in range(3)), 1e-9)
+
+
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """Seconds that it took, and what came of it."""
+    started = time.perf_counter()
+    result = work()
+    return time.perf_counter() - started, result
 
 
 def open_rates(
-    kept: RatesFile, kv_root: Path, lm: LanguageModel, codec: Codec, budget_s: float, recipe: Recipe = WHOLE
+    kept: Path, kv_root: Path, lm: LanguageModel, codec: Codec, budget_s: float, recipe: Recipe = WHOLE
 ) -> Rates:
-    """Estimates for a store that was just opened: what this machine measured before, else what a probe finds.
+    """Estimates for a store that was just opened: what this machine measured before, else what a probe finds. kept: the
+    file of rates
 
     The disk is measured at every opening: one that was slow is read from no more, so that no read would correct it. For
     that reason, too, a remote's rate is not taken from earlier processes; its first read tells it.
     Nothing is measured in a store without blocks, where there is nothing to choose, nor with a budget of 0.
     """
     rates = Rates()
-    known = kept.read(machine_key(lm))
+    known = RateFigures.read(kept, machine_key(lm))
     if known is not None:
         rates.restore(replace(known, tiers={name: known.tiers[name] for name in PROBED if name in known.tiers}))
     block_file = _some_block(kv_root) if budget_s else None

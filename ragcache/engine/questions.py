@@ -174,7 +174,7 @@ class Questions:
             options.get("on_overflow", "error"),
             options.get("cancelled"),
             options.get("timeout_s"),
-            parts.loader.ahead() if parts.loader is not None and choice.method.reuses_blocks else None,
+            parts.loader.ahead() if parts.loader and parts.loader.chooses and choice.method.reuses_blocks else None,
             options.get("order", "relevance"),
             options.get("hint", True),
             thinking_budget=options.get("thinking_budget"),

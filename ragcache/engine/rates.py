@@ -1,4 +1,7 @@
-"""The choice between loading a block that a tier has and computing it."""
+"""How fast this machine reads and computes blocks: measured at the start, corrected by every read and computation.
+
+A question chooses by these numbers between loading a block and computing it (`ragcache.engine.load_plan`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ragcache.errors import StoreError
 from ragcache.files import atomic_write, write_all
@@ -23,16 +26,10 @@ from ragcache.store.eviction import PrefillRate
 if TYPE_CHECKING:
     from ragcache.models.language_model import LanguageModel
 
-
+log = logging.getLogger(__name__)
+Clock = Callable[[], float]
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
 LOADS = (AUTO, ALWAYS, NEVER)
-
-
-# How fast this machine reads and computes blocks: measured at the start, corrected by every read and computation.
-# A question chooses by these numbers between loading a block and computing it (`ragcache.engine.load_plan`).
-
-
-Clock = Callable[[], float]
 
 # Weight of a new measurement (in logarithms: rates differ by powers of ten).
 WEIGHT = 0.4
@@ -44,6 +41,8 @@ ASSUMED_BYTES_S = 500e6
 ASSUMED_TOKENS_S = 500.0
 # A read that is late by less is not late: threads are put off for so long on a busy machine.
 GRACE_S = 0.25
+# Figures that differ by less than this factor are not worth flushing a file.
+CHANGED = 1.5
 
 
 class Smoothed:
@@ -78,18 +77,15 @@ class Smoothed:
         self.samples = max(self.samples, 1)
 
 
-@dataclass(frozen=True)
-class TierFigures:
-    """How fast one tier is read.
+class TierFigures(NamedTuple):
+    """How fast one tier is read: seconds of a read, whatever its size, and throughput of all reads together.
 
-    latency_s: seconds of a read, whatever its size
-    bytes_s:   throughput of all reads together
-    measured:  False for a guess
+    measured: True; guesses are left out
     """
 
     latency_s: float
     bytes_s: float
-    measured: bool
+    measured: bool = True
 
 
 @dataclass
@@ -103,10 +99,11 @@ class _Burst:
 
 
 class TierRate:
-    """Time of reads from one tier, of all threads together: they share the device. Not thread-safe: `Rates` is."""
+    """Time of reads from one tier, of all threads together: they share the device. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._lock = threading.Lock()
         self._latency_s = Smoothed(ASSUMED_LATENCY_S)
         self._s_per_byte = Smoothed(1 / ASSUMED_BYTES_S)
         self._reading: dict[int, int] = {}  # number of the read -> bytes
@@ -114,96 +111,109 @@ class TierRate:
         self._heard_at = -math.inf  # when a read last ended, or the first of a burst began
         self._burst: _Burst | None = None
 
+    @property
+    def is_measured(self) -> bool:
+        return bool(self._latency_s.samples or self._s_per_byte.samples)
+
+    @property
+    def figures(self) -> TierFigures:
+        return TierFigures(self._latency_s.value, 1 / self._s_per_byte.value)
+
     def load_s(self, num_bytes: int) -> float:
         """Seconds that one more read adds to those in progress."""
         return self._latency_s.value + num_bytes * self._s_per_byte.value
 
     def backlog_s(self) -> float:
-        """Seconds until the reads in progress have arrived. A late read is expected to take as long again."""
-        if not self._reading:
-            return 0.0
-        waited_s = self._clock() - self._heard_at
-        expected_s = sum(self.load_s(size) for size in self._reading.values())
+        """Seconds until the reads in progress, of all questions, have arrived. A late read is expected to take as long
+        again."""
+        with self._lock:
+            if not self._reading:
+                return 0.0
+            waited_s = self._clock() - self._heard_at
+            expected_s = sum(self.load_s(size) for size in self._reading.values())
         return waited_s if waited_s > max(expected_s, GRACE_S) else max(0.0, expected_s - waited_s)
 
     def begin(self, num_bytes: int) -> int:
-        now = self._clock()
-        if not self._reading:
-            self._heard_at = now
-        if self._burst is None:
-            self._burst = _Burst(now)
-        self._next += 1
-        self._reading[self._next] = num_bytes
-        self._burst.depth = max(self._burst.depth, len(self._reading))
-        return self._next
+        """The number to give to `end`."""
+        with self._lock:
+            now = self._clock()
+            if not self._reading:
+                self._heard_at = now
+            if self._burst is None:
+                self._burst = _Burst(now)
+            self._next += 1
+            self._reading[self._next] = num_bytes
+            self._burst.depth = max(self._burst.depth, len(self._reading))
+            return self._next
 
     def end(self, number: int, *, moved: bool) -> None:
-        """moved: the tier gave the block; else nothing was learnt."""
-        size = self._reading.pop(number)
-        burst = self._burst
-        if burst is None:
-            return
-        if moved:
-            self._heard_at = self._clock()
-            burst.files += 1
-            burst.num_bytes += size
-        if self._reading and burst.files < burst.depth:
-            return
-        if burst.files:
-            self.add(burst.num_bytes, burst.files, self._clock() - burst.since)
-        self._burst = _Burst(self._clock(), len(self._reading)) if self._reading else None
+        """moved: the tier gave the block; else (damaged, in memory by now) nothing was learnt."""
+        with self._lock:
+            size, burst = self._reading.pop(number), self._burst
+            if burst is None:
+                return
+            if moved:
+                self._heard_at = self._clock()
+                burst.files += 1
+                burst.num_bytes += size
+            if self._reading and burst.files < burst.depth:
+                return
+            if burst.files:
+                self._learn(burst, self._clock() - burst.since)
+            self._burst = _Burst(self._clock(), len(self._reading)) if self._reading else None
 
-    def add(self, num_bytes: int, files: int, seconds: float) -> None:
-        """Learn from reads that overlapped. Small ones tell the latency, large ones the rate."""
-        latency_s, transfer_s = files * self._latency_s.value, num_bytes * self._s_per_byte.value
+    def _learn(self, burst: _Burst, seconds: float) -> None:
+        """Small reads tell the latency, large ones the rate."""
+        latency_s, transfer_s = burst.files * self._latency_s.value, burst.num_bytes * self._s_per_byte.value
         # At least a tenth is put down to either: an estimate that was too high has to be able to fall.
         if latency_s > transfer_s:
-            self._latency_s.add(max(seconds - transfer_s, seconds / 10) / files)
-        elif num_bytes:
-            self._s_per_byte.add(max(seconds - latency_s, seconds / 10) / num_bytes)
+            self._latency_s.add(max(seconds - transfer_s, seconds / 10) / burst.files)
+        elif burst.num_bytes:
+            self._s_per_byte.add(max(seconds - latency_s, seconds / 10) / burst.num_bytes)
 
     def set(self, latency_s: float, bytes_s: float) -> None:
         """Take the figures of a probe, or of an earlier process."""
-        self._latency_s.restore(latency_s)
-        self._s_per_byte.restore(1 / bytes_s)
-
-    def figures(self) -> TierFigures:
-        measured = bool(self._latency_s.samples or self._s_per_byte.samples)
-        return TierFigures(self._latency_s.value, 1 / self._s_per_byte.value, measured)
+        with self._lock:
+            self._latency_s.restore(latency_s)
+            self._s_per_byte.restore(1 / bytes_s)
 
 
 class ComputeRate:
-    """Time of `encode`: a prefill's, times what real computations took more or less. Not thread-safe: `Rates` is."""
+    """Time of `encode`: a prefill's, times what real computations took more or less. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._prefill: PrefillRate | None = None
         self._correction = Smoothed(1.0)
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Seconds for one batch of chunks of these lengths, padded to the longest."""
-        prefill = self._prefill or PrefillRate.of(ASSUMED_TOKENS_S)
-        return len(lengths) * prefill.seconds(max(lengths, default=0)) * self._correction.value
+        """Seconds for one batch of chunks of these lengths, in tokens, padded to the longest."""
+        rate = self.prefill or PrefillRate.of(ASSUMED_TOKENS_S)
+        return len(lengths) * rate.seconds(max(lengths, default=0))
 
     def set(self, prefill: PrefillRate) -> None:
-        self._prefill = prefill
-        self._correction = Smoothed(1.0)
+        with self._lock:
+            self._prefill, self._correction = prefill, Smoothed(1.0)
 
     def add(self, lengths: Sequence[int], seconds: float) -> None:
-        if self._prefill is None:
-            self.set(PrefillRate(seconds / max(1, len(lengths) * max(lengths)), 0.0))
-        else:
-            self._correction.add(max(seconds, 1e-9) * self._correction.value / max(self.seconds(lengths), 1e-9))
+        """Learn from one batch."""
+        with self._lock:
+            if self._prefill is None:
+                self.set(PrefillRate(seconds / max(1, len(lengths) * max(lengths)), 0.0))
+            else:
+                self._correction.add(max(seconds, 1e-9) * self._correction.value / max(self.seconds(lengths), 1e-9))
 
     @property
-    def corrected(self) -> PrefillRate | None:
-        if self._prefill is None:
-            return None
-        return self._prefill.scaled(self._correction.value)
+    def prefill(self) -> PrefillRate | None:
+        """As computations have corrected it; None until something was measured."""
+        with self._lock:
+            return None if self._prefill is None else self._prefill.scaled(self._correction.value)
 
 
 @dataclass(frozen=True)
 class RateFigures:
-    """The rates of one machine and one model, as measured.
+    """The rates of one machine and one model, as measured, and the small JSON file beside a store that keeps them for
+    the next process. It is a statistic: what cannot be read or written is measured again.
 
     tiers:            by name
     prefill:          seconds of encoding n tokens: linear * n + quadratic * n * n; None until measured
@@ -226,101 +236,53 @@ class RateFigures:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "tiers": {name: asdict(tier) for name, tier in self.tiers.items()},
+            "tiers": {name: tier._asdict() for name, tier in self.tiers.items()},
             "prefill": None if self.prefill is None else asdict(self.prefill),
             "prefill_tokens_s": self.prefill_tokens_s,
             "decode_bytes_s": dict(self.decode_bytes_s),
         }
 
+    @classmethod
+    def read(cls, path: Path, machine: str | None = None) -> Self | None:
+        """None where there are none, or not of this machine (None: of any)."""
+        try:
+            found = json.loads(path.read_bytes())
+            if machine is not None and found["machine"] != machine:
+                return None
+            rates, prefill = found["rates"], found["rates"]["prefill"]
+            return cls(
+                {
+                    str(name): TierFigures(_positive(tier["latency_s"] or 1e-9), _positive(tier["bytes_s"]))
+                    for name, tier in rates["tiers"].items()
+                },
+                None
+                if prefill is None
+                else PrefillRate(_positive(prefill["linear"]), max(0.0, float(prefill["quadratic"]))),
+                {str(name): _positive(rate) for name, rate in rates["decode_bytes_s"].items()},
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
 
-class Rates:
-    """Estimates for one store and one model. Thread-safe."""
+    def write(self, path: Path, machine: str) -> None:
+        """Write figures that differ from those kept."""
+        if self._is_like(self.read(path, machine)):
+            return
+        try:
+            with atomic_write(path) as file:
+                write_all(file, json.dumps({"machine": machine, "rates": self.to_json()}).encode())
+        except (OSError, StoreError) as error:
+            log.warning("%s: measured rates are not kept (%s)", path, error)
 
-    def __init__(self, clock: Clock = time.perf_counter) -> None:
-        self.clock = clock
-        self._lock = threading.Lock()
-        self._tiers: dict[str, TierRate] = {}
-        self._compute = ComputeRate()
-        self._decode: dict[str, float] = {}
-
-    # What is expected
-
-    def load_s(self, tier: str, num_bytes: int) -> float:
-        """Seconds that one more read adds to those in progress."""
-        with self._lock:
-            return self._tier(tier).load_s(num_bytes)
-
-    def backlog_s(self, tier: str) -> float:
-        """Seconds until the reads in progress, of all questions, have arrived."""
-        with self._lock:
-            return self._tier(tier).backlog_s()
-
-    def compute_s(self, lengths: Sequence[int]) -> float:
-        """Seconds for one batch of chunks of these lengths, in tokens."""
-        with self._lock:
-            return self._compute.seconds(lengths)
-
-    def knows(self, tier: str) -> bool:
-        with self._lock:
-            return self._tier(tier).figures().measured
-
-    # What happened
-
-    def begin_read(self, tier: str, num_bytes: int) -> int:
-        """The number to give to `end_read`."""
-        with self._lock:
-            return self._tier(tier).begin(num_bytes)
-
-    def end_read(self, tier: str, number: int, *, moved: bool) -> None:
-        """moved: the tier gave the block; else (damaged, in memory by now) nothing was learnt."""
-        with self._lock:
-            self._tier(tier).end(number, moved=moved)
-
-    def computed(self, lengths: Sequence[int], seconds: float) -> None:
-        with self._lock:
-            self._compute.add(lengths, seconds)
-
-    def set_tier(self, tier: str, latency_s: float, bytes_s: float) -> None:
-        with self._lock:
-            self._tier(tier).set(latency_s, bytes_s)
-
-    def set_prefill(self, prefill: PrefillRate) -> None:
-        with self._lock:
-            self._compute.set(prefill)
-
-    def set_decode(self, codec: str, bytes_s: float) -> None:
-        with self._lock:
-            self._decode[codec] = bytes_s
-
-    # Figures
-
-    def figures(self) -> RateFigures:
-        """The rates measured so far; guesses are left out."""
-        with self._lock:
-            tiers = {name: tier.figures() for name, tier in self._tiers.items()}
-            known = {name: tier for name, tier in tiers.items() if tier.measured}
-            return RateFigures(known, self._compute.corrected, dict(self._decode))
-
-    def restore(self, figures: RateFigures) -> None:
-        """Go on from what was measured before."""
-        for name, tier in figures.tiers.items():
-            self.set_tier(name, tier.latency_s, tier.bytes_s)
-        if figures.prefill is not None:
-            self.set_prefill(figures.prefill)
-        for codec, bytes_s in figures.decode_bytes_s.items():
-            self.set_decode(codec, bytes_s)
-
-    def _tier(self, name: str) -> TierRate:
-        if name not in self._tiers:
-            self._tiers[name] = TierRate(self.clock)
-        return self._tiers[name]
-
-
-# Measured rates beside a store, so that the next process need not measure again.
-
-
-log = logging.getLogger(__name__)
-CHANGED = 1.5
+    def _is_like(self, old: RateFigures | None) -> bool:
+        if (
+            old is None
+            or old.tiers.keys() != self.tiers.keys()
+            or old.decode_bytes_s.keys() != self.decode_bytes_s.keys()
+        ):
+            return False
+        pairs = [(old.tiers[name].bytes_s, tier.bytes_s) for name, tier in self.tiers.items()]
+        pairs.append((old.prefill_tokens_s or 1.0, self.prefill_tokens_s or 1.0))
+        return all(1 / CHANGED < a / b < CHANGED for a, b in pairs)
 
 
 def machine_key(lm: LanguageModel) -> str:
@@ -329,54 +291,38 @@ def machine_key(lm: LanguageModel) -> str:
     return digest([*machine, lm.fingerprint, str(lm.device)])
 
 
-class RatesFile:
-    """A small JSON file: the rates of the machine that wrote last. It is a statistic: what cannot be read or written
-    is measured again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self, machine: str | None = None) -> RateFigures | None:
-        """None where there are none, or not of this machine (None: of any)."""
-        try:
-            found = json.loads(self.path.read_bytes())
-            if machine is not None and found["machine"] != machine:
-                return None
-            return _figures(found["rates"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-
-    def write(self, machine: str, figures: RateFigures) -> None:
-        """Write figures that differ from those kept: a few per cent are not worth flushing a file."""
-        if _alike(self.read(machine), figures):
-            return
-        try:
-            with atomic_write(self.path) as file:
-                write_all(file, json.dumps({"machine": machine, "rates": figures.to_json()}).encode())
-        except (OSError, StoreError) as error:
-            log.warning("%s: measured rates are not kept (%s)", self.path, error)
-
-
-def _alike(old: RateFigures | None, new: RateFigures) -> bool:
-    if old is None or old.tiers.keys() != new.tiers.keys() or old.decode_bytes_s.keys() != new.decode_bytes_s.keys():
-        return False
-    pairs = [(old.tiers[name].bytes_s, tier.bytes_s) for name, tier in new.tiers.items()]
-    pairs.append((old.prefill_tokens_s or 1.0, new.prefill_tokens_s or 1.0))
-    return all(1 / CHANGED < a / b < CHANGED for a, b in pairs)
-
-
-def _figures(found: Mapping[str, Any]) -> RateFigures:
-    tiers = {
-        str(name): TierFigures(_positive(tier["latency_s"] or 1e-9), _positive(tier["bytes_s"]), True)
-        for name, tier in found["tiers"].items()
-    }
-    prefill = found["prefill"]
-    rate = None if prefill is None else PrefillRate(_positive(prefill["linear"]), max(0.0, float(prefill["quadratic"])))
-    return RateFigures(tiers, rate, {str(name): _positive(rate) for name, rate in found["decode_bytes_s"].items()})
-
-
 def _positive(value: Any) -> float:
     number = float(value)
     if not 0 < number < float("inf"):
         raise ValueError(f"{number} is no rate")
     return number
+
+
+class Rates:
+    """Estimates for one store and one model. Thread-safe.
+
+    compute: of the model's batches; decode_bytes_s: as in `RateFigures`
+    """
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self.clock = clock
+        self.compute = ComputeRate()
+        self.decode_bytes_s: dict[str, float] = {}
+        self._tiers: dict[str, TierRate] = {}
+
+    def tier(self, name: str) -> TierRate:
+        found = self._tiers.get(name)
+        return self._tiers.setdefault(name, TierRate(self.clock)) if found is None else found
+
+    def figures(self) -> RateFigures:
+        """The rates measured so far; guesses are left out."""
+        tiers = {name: tier.figures for name, tier in self._tiers.copy().items() if tier.is_measured}
+        return RateFigures(tiers, self.compute.prefill, self.decode_bytes_s.copy())
+
+    def restore(self, figures: RateFigures) -> None:
+        """Go on from what was measured before."""
+        for name, tier in figures.tiers.items():
+            self.tier(name).set(tier.latency_s, tier.bytes_s)
+        if figures.prefill is not None:
+            self.compute.set(figures.prefill)
+        self.decode_bytes_s.update(figures.decode_bytes_s)

@@ -112,7 +112,7 @@ class Library:
 
     def rates(self) -> RateFigures:
         """How fast blocks are read and computed, as it was last measured with models."""
-        return self.store.rates.read() or RateFigures()
+        return RateFigures.read(self.store.rates) or RateFigures()
 
     def info(self) -> Info:
         return info(self.store, self._usage)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ragcache.engine.options import StoreConfig
-from ragcache.engine.rates import RatesFile
 from ragcache.errors import StoreNotFoundError
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
@@ -26,9 +25,9 @@ class Store(NamedTuple):
     kv: KVStore
 
     @property
-    def rates(self) -> RatesFile:
-        """Rates measured on this machine."""
-        return RatesFile(self.layout.root / "rates.json")
+    def rates(self) -> Path:
+        """The file of the rates measured on this machine; see `RateFigures`."""
+        return self.layout.root / "rates.json"
 
     def close(self) -> None:
         self.kv.close()

@@ -44,8 +44,8 @@ class World:
         self.rates = Rates(self.clock)
 
     def know(self, bytes_s: float, tokens_s: float) -> World:
-        self.rates.set_tier(TIER, 1e-6, bytes_s)
-        self.rates.set_prefill(PrefillRate(1 / tokens_s, 0.0))
+        self.rates.tier(TIER).set(1e-6, bytes_s)
+        self.rates.compute.set(PrefillRate(1 / tokens_s, 0.0))
         return self
 
     def run(self, parts: Sequence[BlockSize], *, batch_tokens: int = 1, readers: int = 8) -> float:
@@ -57,7 +57,7 @@ class World:
 class _Run:
     def __init__(self, world: World, parts: Sequence[BlockSize], batch_tokens: int, readers: int) -> None:
         self.world, self.parts = world, parts
-        placed = [part._replace(tier=TIER) for part in parts]
+        placed = {rank: part._replace(tier=TIER) for rank, part in enumerate(parts)}
         self.split = LoadPlan(placed, world.rates, batch_tokens=batch_tokens, readers=readers)
         self.queue: deque[tuple[int, int]] = deque()  # rank, number in the rates
         self.left_bytes = 0.0  # of the first in the queue
@@ -77,7 +77,7 @@ class _Run:
     def _compute(self, batch: Sequence[int]) -> None:
         padded = len(batch) * max(self.parts[rank].num_tokens for rank in batch)
         self._pass(padded / self.world.tokens_s)
-        self.world.rates.computed([self.parts[rank].num_tokens for rank in batch], padded / self.world.tokens_s)
+        self.world.rates.compute.add([self.parts[rank].num_tokens for rank in batch], padded / self.world.tokens_s)
         self.split.computed()
         self.world.computed += batch
 
@@ -88,7 +88,7 @@ class _Run:
             assert rank not in [one for one, _ in self.queue], "read twice at once"
             if not self.queue:
                 self.left_bytes = size
-            self.queue.append((rank, self.world.rates.begin_read(TIER, size)))
+            self.queue.append((rank, self.world.rates.tier(TIER).begin(size)))
 
     def _pass(self, seconds: float, *, until_read: bool = False) -> None:
         """Let time go by in steps in which the tier's rate is taken as constant."""
@@ -112,7 +112,7 @@ class _Run:
         rank, number = self.queue.popleft()
         if self.queue:
             self.left_bytes = self.parts[self.queue[0][0]].num_bytes
-        self.world.rates.end_read(TIER, number, moved=rank not in self.world.lost)
+        self.world.rates.tier(TIER).end(number, moved=rank not in self.world.lost)
         if rank in self.world.lost:
             self.split.lost(rank)
         else:

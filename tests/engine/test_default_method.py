@@ -217,7 +217,7 @@ def test_the_estimate_is_measured_once_until_something_was_read():
 
 
 def test_what_this_machine_measured_before_is_gone_by(kb, open_kb):
-    kb.store.rates.write(machine_key(kb.lm), RateFigures(prefill=PrefillRate(0.25, 0.0)))
+    RateFigures(prefill=PrefillRate(0.25, 0.0)).write(kb.store.rates, machine_key(kb.lm))
     answer = ask(open_kb(method=None))
     seconds = float(answer.method_reason.split()[-2])
     assert answer.method == "cacheblend"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import pytest
 
 import ragcache as rc
-from ragcache.engine import estimate as estimate_module
-from ragcache.engine.estimate import LEAST_TOKENS, PrefillEstimate, measure_prefill
+from ragcache.engine.estimate import LEAST_TOKENS, PrefillEstimate
 from ragcache.store.eviction import PrefillRate
 
 SHORT = rc.Sampling(max_tokens=1)
@@ -87,26 +85,3 @@ def test_a_prompt_that_goes_on_from_an_earlier_one_is_no_sample(open_kb):
         answer = kb.ask("Which word?", **asked)
     assert answer.usage.cached_tokens > 0
     assert kb.full_prefill_samples == 1
-
-
-class SlowedModel:
-    """Passes of 1 ms a token by a clock of its own; only every fourth one meets a quiet machine."""
-
-    max_positions = 4096
-
-    def __init__(self) -> None:
-        self.now, self.passes = 0.0, 0
-
-    def new_cache(self, _capacity):
-        return SimpleNamespace(release=lambda: None)
-
-    def run(self, ids, _position, _cache):
-        self.passes += 1
-        self.now += 0.001 * len(ids) + (0 if self.passes % 4 == 3 else 5.0)
-
-
-def test_a_measurement_takes_the_fastest_pass(monkeypatch):
-    lm = SlowedModel()
-    monkeypatch.setattr(estimate_module, "time", SimpleNamespace(perf_counter=lambda: lm.now))
-    rate = measure_prefill(lm)
-    assert (rate.linear, rate.quadratic) == (pytest.approx(0.001), pytest.approx(0.0, abs=1e-9))

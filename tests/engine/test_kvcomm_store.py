@@ -64,16 +64,17 @@ def test_another_process_s_deletion_counts_too(learning, open_kb):
 
 def test_a_passage_that_goes_while_it_is_read_leaves_nothing(learning, monkeypatch):
     """It is deleted between the search and the reading, and somebody's question has been told of it."""
-    reader, pool = learning._parts.reader, learning._parts.choice.method.pool
-    load = reader.supply._load
+    pool = learning._parts.choice.method.pool
+    loader = learning._parts.loader
+    load = loader.load
 
-    def delete_first(*args):
-        loaded = load(*args)
-        monkeypatch.setattr(reader.supply, "_load", load)
+    def delete_first(*args, **options):
+        loaded = load(*args, **options)
+        monkeypatch.setattr(loader, "load", load)
         learning.delete("dogs")
         return loaded
 
-    monkeypatch.setattr(reader.supply, "_load", delete_first)
+    monkeypatch.setattr(loader, "load", delete_first)
     hits = learning.retrieve(QUESTION, k=3)
     assert "dogs" in {hit.chunk.document_id for hit in hits}
     ask(learning, hits=hits)

@@ -9,7 +9,7 @@ from blocks import size_of
 
 import ragcache as rc
 from ragcache.engine.probe import open_rates, probe_disk
-from ragcache.engine.rates import RateFigures, Rates, RatesFile, TierFigures, machine_key
+from ragcache.engine.rates import RateFigures, Rates, TierFigures, machine_key
 from ragcache.errors import ConfigError
 from ragcache.store.eviction import PrefillRate
 
@@ -46,7 +46,7 @@ def test_answers_do_not_depend_on_where_blocks_came_from(open_kb, codec):
 
 def test_likely_passages_are_read_ahead_within_their_budget(kb, open_kb):
     kb.close()
-    RatesFile(kb.store.layout.root / "rates.json").path.unlink(missing_ok=True)
+    kb.store.rates.unlink(missing_ok=True)
     for budget in (0, 1 << 30):
         other = open_kb(store=rc.StoreConfig(speculative_bytes=budget, measure_s=0))
         answer = other.ask(QUESTION, k=2, sampling=SHORT)
@@ -100,14 +100,13 @@ def test_measuring_can_be_turned_off_and_corrected_by_real_work(kb, open_kb):
 def test_a_disk_that_was_slow_is_measured_again_at_the_next_opening(kb, open_kb):
     """A tier that seems slower than computing is never read, so no read would correct its rate."""
     kb.close()
-    kept = RatesFile(kb.store.layout.root / "rates.json")
-    slow = TierFigures(5.0, 1.0, True)
-    kept.write(machine_key(kb.lm), RateFigures({"disk": slow}, PrefillRate(1e-3, 0.0)))
+    kept = RateFigures({"disk": (slow := TierFigures(5.0, 1.0))}, PrefillRate(1e-3, 0.0))
+    kept.write(kb.store.rates, machine_key(kb.lm))
     with open_kb(store=rc.StoreConfig(measure_s=0)) as other:
         assert other.rates().tiers["disk"] == slow
         assert {hit.kv for hit in other.ask(QUESTION, k=3, sampling=SHORT).hits} == {"computed"}
         assert other.rates().tiers["disk"] == slow
-    kept.write(machine_key(kb.lm), RateFigures({"disk": slow}, PrefillRate(1e-3, 0.0)))
+    kept.write(kb.store.rates, machine_key(kb.lm))
     with open_kb() as other:
         assert other.rates().tiers["disk"].bytes_s > 1e4
         assert other.rates().prefill == PrefillRate(1e-3, 0.0), "the model's rate is kept"
@@ -124,14 +123,14 @@ def test_bad_settings_are_refused_with_their_names(bad):
 )
 def test_a_bad_rates_file_is_no_rates(tmp_path, text):
     (tmp_path / "rates.json").write_text(text, encoding="latin-1")
-    assert RatesFile(tmp_path / "rates.json").read("m") is None
+    assert RateFigures.read(tmp_path / "rates.json", "m") is None
 
 
 def test_rates_of_another_machine_are_not_taken(tmp_path, lm):
-    file = RatesFile(tmp_path / "rates.json")
-    file.write("other", RateFigures({"disk": TierFigures(0.001, 1e6, True)}))
-    assert file.read("other").tiers["disk"].bytes_s == 1e6
-    assert file.read("mine") is None
+    file = tmp_path / "rates.json"
+    RateFigures({"disk": TierFigures(0.001, 1e6)}).write(file, "other")
+    assert RateFigures.read(file, "other").tiers["disk"].bytes_s == 1e6
+    assert RateFigures.read(file, "mine") is None
     assert not open_rates(file, tmp_path, lm, None, 0.0).figures().is_measured
 
 
@@ -147,12 +146,12 @@ def test_a_probe_reads_any_file(tmp_path):
 def test_rates_follow_reads_but_not_a_single_outlier():
     now = [0.0]
     rates = Rates(lambda: now[0])
-    rates.set_tier("disk", 1e-6, 1e9)
+    rates.tier("disk").set(1e-6, 1e9)
 
     def read(seconds):
-        number = rates.begin_read("disk", 10**7)
+        number = rates.tier("disk").begin(10**7)
         now[0] += seconds
-        rates.end_read("disk", number, moved=True)
+        rates.tier("disk").end(number, moved=True)
         return rates.figures().tiers["disk"].bytes_s
 
     for _ in range(3):
@@ -168,25 +167,25 @@ def test_rates_follow_reads_but_not_a_single_outlier():
 def test_reads_that_overlap_share_the_device():
     now = [0.0]
     rates = Rates(lambda: now[0])
-    rates.set_tier("disk", 1e-6, 1e6)
+    rates.tier("disk").set(1e-6, 1e6)
     for _ in range(4):
-        numbers = [rates.begin_read("disk", 10**6) for _ in range(5)]
-        assert rates.backlog_s("disk") == pytest.approx(5.0, rel=0.01)
+        numbers = [rates.tier("disk").begin(10**6) for _ in range(5)]
+        assert rates.tier("disk").backlog_s() == pytest.approx(5.0, rel=0.01)
         now[0] += 5.0
         for number in numbers:
-            rates.end_read("disk", number, moved=True)
+            rates.tier("disk").end(number, moved=True)
     assert rates.figures().tiers["disk"].bytes_s == pytest.approx(1e6, rel=0.01)
-    assert rates.backlog_s("disk") == 0.0
+    assert rates.tier("disk").backlog_s() == 0.0
 
 
 def test_a_read_that_is_late_is_expected_to_take_as_long_again():
     now = [0.0]
     rates = Rates(lambda: now[0])
-    rates.set_tier("disk", 1e-6, 1e9)
-    number = rates.begin_read("disk", 10**7)
+    rates.tier("disk").set(1e-6, 1e9)
+    number = rates.tier("disk").begin(10**7)
     now[0] = 0.2
-    assert rates.backlog_s("disk") == 0.0, "too little to say"
+    assert rates.tier("disk").backlog_s() == 0.0, "too little to say"
     now[0] = 1.5
-    assert rates.backlog_s("disk") == pytest.approx(1.5)
-    rates.end_read("disk", number, moved=False)
+    assert rates.tier("disk").backlog_s() == pytest.approx(1.5)
+    rates.tier("disk").end(number, moved=False)
     assert rates.figures().tiers["disk"].bytes_s == pytest.approx(1e9), "nothing was learnt"

@@ -16,7 +16,6 @@ from blocks import size_of, tier_of
 from waiting import until
 
 from ragcache.codecs import get_codec
-from ragcache.engine.kv_lookup import load_or_compute
 from ragcache.engine.loader import BlockLoader, LoadCounts
 from ragcache.engine.rates import Rates
 from ragcache.errors import CancelledError, ConfigError, SchemaVersionError, TimedOutError
@@ -102,14 +101,14 @@ class Setup:
         self.loaders: list[BlockLoader] = []
 
     def loader(self, bytes_s: float, tokens_s: float = 1000.0, **options) -> BlockLoader:
-        self.rates.set_tier("disk", 1e-9, bytes_s)
-        self.rates.set_prefill(PrefillRate(1 / tokens_s, 0.0))
+        self.rates.tier("disk").set(1e-9, bytes_s)
+        self.rates.compute.set(PrefillRate(1 / tokens_s, 0.0))
         self.loaders.append(BlockLoader(self.kv, self.rates, **options))
         return self.loaders[-1]
 
     def load(self, loader, chunks=None, **options):
         chosen = self.chunks if chunks is None else chunks
-        return load_or_compute(self.encoder, self.kv, self.documents, chosen, loader=loader, **options)
+        return loader.load(self.encoder, self.documents, chosen, **options)
 
     def close(self) -> None:
         self.kv.gate.set()
@@ -197,11 +196,11 @@ def test_a_question_that_gives_up_waits_for_no_read(setup):
     assert identical(setup.load(loader).blocks, setup.blocks)
 
 
-@pytest.mark.parametrize("with_loader", [True, False])
-def test_a_question_that_gives_up_computes_no_further(setup, with_loader):
+@pytest.mark.parametrize("policy", ["never", "always"])
+def test_a_question_that_gives_up_computes_no_further(setup, policy):
     cancelled = threading.Event()
     setup.encoder.before = lambda chunks: cancelled.set()
-    loader = setup.loader(HOPELESS, policy="never") if with_loader else None
+    loader = setup.loader(HOPELESS, policy=policy)
     fresh = [stored(rank, [90 + rank, *ids], None) for rank, ids in enumerate(IDS)]
     with pytest.raises(CancelledError), limited(Limit(cancelled)):
         setup.load(loader, fresh)
@@ -223,6 +222,15 @@ def test_what_is_computed_although_the_disk_has_it_is_not_written_again_but_reme
     again = setup.load(loader)
     assert again.origins == ["memory"] * 6
     assert identical(again.blocks, loaded.blocks), "the first use is like later ones"
+
+
+def test_under_always_only_what_no_tier_has_is_computed_however_slow_the_disk_is(setup):
+    setup.kv.delete(setup.handles[2])
+    loader = setup.loader(HOPELESS, 1e9, policy="always")
+    loaded = setup.load(loader)
+    assert loaded.origins == ["disk", "disk", "computed", "disk", "disk", "disk"]
+    assert setup.encoder.batches == [[IDS[2]]]
+    assert loader.counts() == LoadCounts()
 
 
 @pytest.mark.parametrize("codec", ["int8", "cachegen"])
@@ -362,7 +370,7 @@ def test_many_askers_with_a_disk_of_moods(setup, lm):
         if mine.random() < 0.5:
             setup.kv.refresh()
         encoder = Watched(lm)
-        loaded = load_or_compute(encoder, setup.kv, setup.documents, [setup.chunks[r] for r in ranks], loader=loader)
+        loaded = loader.load(encoder, setup.documents, [setup.chunks[r] for r in ranks])
         assert close_to(loaded.blocks, [setup.blocks[rank] for rank in ranks])
         assert set(loaded.origins) <= {"memory", "disk", "computed"}
         computed = {rank for rank, origin in zip(ranks, loaded.origins, strict=True) if origin == "computed"}
@@ -418,7 +426,7 @@ def test_bytes_ahead_never_exceed_their_budget(setup):
 def test_nothing_is_read_ahead_from_a_slow_tier_from_memory_or_without_a_budget(setup):
     for loader in (setup.loader(HOPELESS, ahead_bytes=1 << 30), setup.loader(FAST)):
         ahead = loader.ahead()
-        setup.rates.set_tier("disk", 1e-9, HOPELESS if loader is setup.loaders[0] else FAST)
+        setup.rates.tier("disk").set(1e-9, HOPELESS if loader is setup.loaders[0] else FAST)
         ahead.begin(setup.handles)
         assert loader.counts().ahead_bytes == 0
     setup.load(loader)
@@ -455,7 +463,7 @@ def test_a_read_only_store_computes_what_is_damaged_and_keeps_it_in_memory(tmp_p
     os.truncate(path, 100)
     kv = KVStore(tmp_path / "kv", read_only=True)
     loader = BlockLoader(kv, Rates())
-    loaded = load_or_compute(setup.encoder, kv, setup.documents, setup.chunks, loader=loader)
+    loaded = loader.load(setup.encoder, setup.documents, setup.chunks)
     assert loaded.origins[0] == "computed"
     assert tier_of(kv, setup.handles[0]) == "memory"
     assert path.stat().st_size == 100

@@ -142,7 +142,7 @@ def test_a_deadline_ends_loading(kb, monkeypatch):
         until(lambda: wanted is not None and not wanted())
         raise AbandonedSignal
 
-    monkeypatch.setattr(kb._reader.supply.encoder, "encode", never)
+    monkeypatch.setattr(kb._reader.lookup.encoder, "encode", never)
     with pytest.raises(TimedOutError, match=r"within 0\.2 s"):
         kb.ask(QUESTIONS[0], hits=[rc.Passage("Nobody has read this passage.")], sampling=SHORT, timeout_s=0.2)
     assert begun == [1]

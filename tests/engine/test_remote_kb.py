@@ -165,7 +165,7 @@ def test_reads_of_a_remote_are_measured_apart_from_the_disks(open_kb: OpenKB, ur
             write_behind_bytes=1 << 20,
         )
         kb = open_kb(tmp_path / name, store=config)
-        kb._parts.loader.rates.set_prefill(PrefillRate(1.0, 0.0))  # a second a token: everything is worth loading
+        kb._parts.loader.rates.compute.set(PrefillRate(1.0, 0.0))  # a second a token: everything is worth loading
         return kb
 
     add(open_machine("a"))

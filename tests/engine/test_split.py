@@ -157,9 +157,9 @@ def test_a_network_pays_from_the_rate_at_which_it_brings_tokens_faster_than_they
     tokens = 25_600  # hundred passages: what a gain of 10 ms is then is nothing
     for bytes_s in (0.97 * pays_from, 1.03 * pays_from):
         rates = Rates()
-        rates.set_tier("remote", 1e-6, bytes_s)
-        rates.set_prefill(PrefillRate(1 / 5646, 0.0))
-        split = LoadPlan([BlockSize(tokens, 100 * stored, "remote")], rates, batch_tokens=1, readers=8)
+        rates.tier("remote").set(1e-6, bytes_s)
+        rates.compute.set(PrefillRate(1 / 5646, 0.0))
+        split = LoadPlan({0: BlockSize(tokens, 100 * stored, "remote")}, rates, batch_tokens=1, readers=8)
         pays = bytes_s > pays_from
         assert (split.next_reads(), split.next_batch()) == (([0], ()) if pays else ([], (0,)))
 
@@ -169,7 +169,9 @@ def test_a_disk_and_a_network_are_read_side_by_side(tiers, begun):
     """Two passages that each take 1 s to load and 1.5 s to compute: one after the other, the second would come late."""
     rates = Rates()
     for tier in tiers:
-        rates.set_tier(tier, 1e-6, 10e6)
-    rates.set_prefill(PrefillRate(1.5 / 500, 0.0))
-    split = LoadPlan([BlockSize(500, 10 * MB, tier) for tier in tiers], rates, batch_tokens=500, readers=8)
+        rates.tier(tier).set(1e-6, 10e6)
+    rates.compute.set(PrefillRate(1.5 / 500, 0.0))
+    split = LoadPlan(
+        {rank: BlockSize(500, 10 * MB, tier) for rank, tier in enumerate(tiers)}, rates, batch_tokens=500, readers=8
+    )
     assert split.next_reads() == begun

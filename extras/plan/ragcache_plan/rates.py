@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from ragcache.store.eviction import PrefillRate
 if TYPE_CHECKING:
     from ragcache.models.language_model import LanguageModel
 
+# Lengths of the prefills that are measured, and how often after one to warm up.
+PROBE_TOKENS, PROBE_REPEATS = (128, 512), 3
 # Size of the file that is read, and the time spent on reading it.
 PROBE_BYTES, PROBE_S = 16 << 20, 1.0
 
@@ -76,13 +79,30 @@ def measure_rates(lm: LanguageModel, directory: Path) -> MachineRates:
 
     Raises StoreReadOnlyError, StoreFullError.
     """
-    from ragcache.engine.estimate import measure_prefill
     from ragcache.engine.probe import probe_memory
 
     prefill = measure_prefill(lm)
     thousand = prefill.seconds(1000)
     share = min(0.99, prefill.quadratic * 1e6 / thousand)
     return MachineRates(1000 / thousand, share, probe_memory(), _disk_bytes_s(directory))
+
+
+def measure_prefill(lm: LanguageModel) -> PrefillRate:
+    """Two lengths fix the two coefficients; of each the fastest of three passes counts, after one to warm up."""
+    few, many = (min(tokens, lm.max_positions // divisor) for tokens, divisor in zip(PROBE_TOKENS, (4, 1), strict=True))
+    seconds = {tokens: min([_pass_s(lm, tokens) for _ in range(1 + PROBE_REPEATS)][1:]) for tokens in (few, many)}
+    quadratic = (seconds[many] / many - seconds[few] / few) / (many - few) if many > few else 0.0
+    quadratic = max(0.0, quadratic)
+    return PrefillRate(max(0.0, seconds[many] / many - quadratic * many), quadratic)
+
+
+def _pass_s(lm: LanguageModel, num_tokens: int) -> float:
+    cache = lm.new_cache(num_tokens)
+    started = time.perf_counter()
+    lm.run([1 + rank % 100 for rank in range(num_tokens)], 0, cache)
+    taken = time.perf_counter() - started
+    cache.release()
+    return taken
 
 
 def _disk_bytes_s(directory: Path) -> float:
