@@ -66,7 +66,12 @@ def probe_prefill(lm: LanguageModel, budget_s: float, recipe: Recipe = WHOLE) ->
 
     def encode_s(num_tokens: int) -> float:
         ids = [1 + rank % min(100, lm.vocab_size - 1) for rank in range(num_tokens)]
-        return timed(lambda: lm.encode([ids], alone) and lm.finish())[0]
+
+        def encode() -> None:
+            lm.encode([ids], alone)
+            lm.finish()
+
+        return timed(encode)[0]
 
     few = min(WARM_TOKENS, longest)
     first_s = encode_s(few)
