@@ -123,9 +123,9 @@ def test_nothing_is_kept_of_documents_that_change_meanwhile(kb, monkeypatch):
     assert not hold("0" * 64, before)
     put, blocks = kb.store.kv.put, set(kb.store.kv.keys())
 
-    def put_late(handle, block, **options):
+    def put_late(*given):
         documents.delete_documents(["mice"])
-        return put(handle, block, **options)
+        return put(*given)
 
     monkeypatch.setattr(kb.store.kv, "put", put_late)
     ask(kb)
