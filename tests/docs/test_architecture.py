@@ -37,7 +37,8 @@ def test_the_ten_types_are_classes_of_their_files():
 
 def test_every_thread_of_the_package_is_in_the_table():
     named = re.findall(r"`(ragcache-[\w-]+)`", section("Which thread owns what"))
-    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
+    remotes = PACKAGE.parent / "integrations" / "remote"
+    sources = [path.read_text(encoding="utf-8") for folder in (PACKAGE, remotes) for path in folder.rglob("*.py")]
     started = {name for text in sources for name in re.findall(r'name(?:_prefix)?="(ragcache-[\w-]+)"', text)}
     assert set(named) == started
 

@@ -13,8 +13,9 @@ from blend_oracle import blended_logits
 from families import FAMILIES, assert_same, block_diagonal, masks_of, oracle_logits, random_prompt
 
 import ragcache as rc
+import ragcache_papers.prophet as prophet
 from ragcache.errors import ConfigError
-from ragcache.fusion import get_method, prophet
+from ragcache.fusion import get_method
 from ragcache.fusion.layout import Layout
 from ragcache.fusion.method import Job
 from ragcache.fusion.placement import Placer

@@ -243,7 +243,7 @@ def test_two_who_begin_at_once_agree(url: str) -> None:
     ("url", "error", "match"),
     [
         ("bucket/prefix", ConfigError, "no URL"),
-        ("ftp://host/x", ConfigError, "scheme 'ftp' is unknown; choose one of s3, gs, az, file, redis, rediss"),
+        ("ftp://host/x", ConfigError, "scheme 'ftp' is unknown; choose one of az, file, gs, redis, rediss, s3"),
         ("s3://", ConfigError, "names no bucket"),
         ("redis://host:port/0", ConfigError, "not a Redis URL"),
         ("redis://host/zero", ConfigError, "not a Redis URL"),
