@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import shutil
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,7 +110,7 @@ def serving(kb: rc.RagCache, port: int = 0, **settings: object) -> Iterator[Site
         finally:
             server.drain()
             thread.join(30)
-            assert not thread.is_alive()
+            assert not thread.is_alive(), "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
 
 
 @contextmanager

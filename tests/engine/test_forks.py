@@ -50,7 +50,7 @@ async def first(stream):
 
 
 def of_a_coroutine(call):
-    return lambda kb: asyncio.new_event_loop().run_until_complete(call(kb))
+    return lambda kb: asyncio.run(call(kb))
 
 
 CALLS = {
