@@ -30,7 +30,10 @@ from ragcache.models.encode import AbandonedSignal, run_decoder
 from ragcache.prompt import encode_text
 
 if TYPE_CHECKING:
-    from ragcache.models.language_model import LanguageModel
+    from transformers import PreTrainedModel
+
+    from ragcache.kv.fused_cache import FusedCache
+    from ragcache.kv.rope import Rope
 
 REPEAT = "\n\nRepeat the previous text exactly.\n\n"
 FIRST_TOKENS = 4  # attention sinks where a chunk is read alone
@@ -87,7 +90,9 @@ class KVzipScorer:
 
 @torch.inference_mode()
 def measure_worth(
-    lm: LanguageModel,
+    model: PreTrainedModel,
+    rope: Rope,
+    new_cache: Callable[[int, Callable[[int], None]], FusedCache],
     block: KVBlock,
     behind_ids: Sequence[int],
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
@@ -103,21 +108,21 @@ def measure_worth(
     end = start + block.num_tokens
 
     def place(layer: int) -> None:
-        keys, values = cache.reserve(layer, torch.arange(end, device=lm.device))
+        keys, values = cache.reserve(layer, torch.arange(end, device=model.device))
         if prefix:
             keys[:, :, :start], values[:, :, :start] = prefix[layer]
-        lm.rope.rotate(block.layer_keys(layer), layer, start, out=keys[0, :, start:])
+        rope.rotate(block.layer_keys(layer), layer, start, out=keys[0, :, start:])
         block.copy_values(layer, values[0, :, start:])
 
-    cache = lm.new_cache(end + len(behind_ids), place)
-    worth, ids = KVzipScorer(start, block.num_tokens), torch.tensor(behind_ids, device=lm.device)
-    positions = torch.arange(end, end + len(behind_ids), device=lm.device)
+    cache = new_cache(end + len(behind_ids), place)
+    worth, ids = KVzipScorer(start, block.num_tokens), torch.tensor(behind_ids, device=model.device)
+    positions = torch.arange(end, end + len(behind_ids), device=model.device)
     with observing(worth):
         for own, where in zip(torch.split(ids, ROWS), torch.split(positions, ROWS), strict=True):
             if wanted is not None and not wanted():
                 raise AbandonedSignal
             cache.begin(where)
-            run_decoder(lm.model, own[None], where[None], cache, FusedPass(cache, where, ordered=True))
+            run_decoder(model, own[None], where[None], cache, FusedPass(cache, where, ordered=True))
     cache.release()
     return [worth.by_layer[layer] for layer in range(block.num_layers)]
 

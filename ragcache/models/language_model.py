@@ -158,7 +158,8 @@ class LanguageModel(ModelCard):
             return block
         if recipe.anchors is None and num_kept(recipe, block.num_tokens) < block.num_tokens:
             behind = read_behind(self, recipe, chunk)
-            return drop_least(block, measure_worth(self, block, behind, prefix, wanted), recipe)
+            worth = measure_worth(self.model, self.rope, self.new_cache, block, behind, prefix, wanted)
+            return drop_least(block, worth, recipe)
         stays = torch.ones(block.num_tokens, dtype=torch.bool)
         if recipe.anchors is not None:
             stays = torch.tensor([not gives_way(number) for number in recipe.anchors.numbers(block.num_tokens)])
