@@ -3,18 +3,22 @@
     python -m benchmarks.ops --shape SmolLM2-135M --passages 10 --tokens 50
 
 Needless copies, masks and conversions show here first. Counts are of calls into ATen from Python (not of what those
-call in turn), on random blocks.
+call in turn), on random blocks. Where Triton is installed, placing by the kernel of a GPU is counted beside it, in
+Triton's interpreter: a launch counts as one operation.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.reading import Bench, truncate
 from benchmarks.shapes import SHAPES, build
+from ragcache.fusion import place_check
 from ragcache.fusion.fuse import fuse
 
 # They make views or ask for shapes: no bytes move.
@@ -57,6 +62,41 @@ def working(calls: Counter[str]) -> int:
     return sum(number for name, number in calls.items() if name not in FREE)
 
 
+class _Launches:
+    """Stands for a kernel, and counts its launches as operations."""
+
+    def __init__(self, kernel: Any, counting: _Counting) -> None:
+        self._kernel = kernel
+        self._counting = counting
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> None:
+            before = Counter(self._counting.calls)
+            self._kernel[grid](*args, **options)
+            self._counting.calls = before  # what the interpreter itself calls is none of the card's
+            self._counting.calls["kernel launch"] += 1
+
+        return launch
+
+
+def count_kernel(bench: Bench) -> Counter[str]:
+    """Calls of placing by the kernel; none where Triton is absent."""
+    if find_spec("triton") is None:
+        return Counter()
+    with mock.patch.dict(os.environ, {place_check.INTERPRET: "1"}):
+        from ragcache.fusion import place_kernel
+
+        place_check._checked.pop(bench.lm, None)
+        bench.place()  # looks whether the kernel is right
+        with _Counting() as counting:
+            counted = _Launches(place_kernel._place, counting)
+            with mock.patch.object(place_kernel, "_place", counted):
+                bench.place()
+        place_check._checked.pop(bench.lm, None)
+    calls: Counter[str] = counting.calls
+    return calls
+
+
 def profile(bench: Bench) -> dict[str, Counter[str]]:
     """Counts of the floor, of placing, of fused prefill, of one step of decoding, and of transformers' reuse."""
     blocks = bench.load_memory()
@@ -74,6 +114,7 @@ def profile(bench: Bench) -> dict[str, Counter[str]]:
     return {
         "floor": count(bench.floor),
         "rotate and place": count(bench.place),
+        "the same by the kernel": count_kernel(bench),
         "reposition": count(bench.reposition_in_hand),
         "decode a token": count(step),
         "transformers: full caches": count(reuse) - count(bench.fill_plain_cache),

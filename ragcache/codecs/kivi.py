@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.affine import group_size, num_groups, pack, parameter_dtype, quantise, restore, unpack
-from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
+from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
+from ragcache.kv.block import Stored
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
@@ -63,6 +64,13 @@ class KiviCodec(LayerCodec):
         unpack(codes, self.bits, out)
         dim = _GROUPED[part] - 1
         restore(out, dim, group_size(out.shape[dim], self.largest[part]), scales, zeros)
+
+    def stored(self, parts: Mapping[Part, Mapping[str, Tensor]], spec: BlockSpec) -> Stored | None:
+        if self.bits != 8:
+            return None
+        keys, values = (tuple(parts[part][name] for name in ("codes", "scales", "zeros")) for part in PARTS)
+        sizes = group_size(spec.num_tokens, self.largest["keys"]), group_size(spec.value_dim, self.largest["values"])
+        return Stored(keys, values, *sizes)
 
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
         scales, zeros = tensors["scales"].double(), tensors["zeros"].double()

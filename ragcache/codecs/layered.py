@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from ragcache.codecs.base import Codec
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
-from ragcache.kv.block import KVBlock
+from ragcache.kv.block import KVBlock, Stored
 from ragcache.kv.cache_shape import LayerShape
 from ragcache.runtime import torch
 
@@ -106,6 +106,10 @@ class LayerCodec(Codec):
     def decode_part(self, part: Part, tensors: Mapping[str, Tensor], layer: int, out: Tensor) -> None:
         """Write a layer to `out`, float32 [num_kv_heads, num_tokens, dim], contiguous or not, on any device."""
 
+    def stored(self, parts: Mapping[Part, Mapping[str, Tensor]], spec: BlockSpec) -> Stored | None:
+        """Where the numbers lie, for a codec whose codes a kernel decodes; see `Stored`."""
+        return None
+
     @abstractmethod
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
         """The largest error of what these tensors decode to, rounding to the block's dtype included."""
@@ -175,6 +179,11 @@ class EncodedBlock(KVBlock):
     def part(self, part: Part) -> Mapping[str, Tensor]:
         """The encoded tensors of keys or values, by the codec's names."""
         return self._parts[part]
+
+    @property
+    def stored(self) -> list[tuple[Stored, list[int]]] | None:
+        found = self._codec.stored(self._parts, self._spec)
+        return None if found is None else [(found, [*range(self.num_layers)])]
 
     @property
     def keys(self) -> Tensor:

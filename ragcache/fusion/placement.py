@@ -56,7 +56,15 @@ class Placer:
         # One layer's keys side by side: they stay in the processor's cache from the copy to the rotation.
         widths = (layer.num_kv_heads * layer.key_dim for layer in lm.shape.layers)
         widest = max((width * sum(own) for width, own in zip(widths, self._lengths, strict=False)), default=0)
-        self._scratch = torch.empty(widest, dtype=lm.dtype, device=lm.device)
+        self._kernel = None
+        if self._blocks:
+            from ragcache.fusion.place_check import place_kernel
+
+            self._kernel = place_kernel(lm, self._blocks)
+        width = widest if self._kernel is None else 0
+        self._scratch = torch.empty(width, dtype=lm.dtype, device=lm.device)
+        for layer in range(len(self._lengths)):  # now: layers may be placed on a stream of their own
+            self._angles.of(layer)
 
     def place(self, cache: FusedCache, layer: int) -> None:
         if not self._blocks:
@@ -69,6 +77,9 @@ class Placer:
             positions = self._positions_by_head(layer)
             angles = self._angles_at(positions)
         keys, values = cache.reserve(layer, positions)
+        if self._kernel is not None:
+            self._kernel.place(layer, angles.of(layer), keys[0], values[0])
+            return
         scratch = self._scratch[: keys.numel()].view(keys.shape[1:])
         for block, place in zip(self._blocks, torch.split(scratch, lengths, dim=1), strict=True):
             block.copy_keys(layer, place)

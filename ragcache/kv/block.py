@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block_key import Recipe
@@ -16,6 +16,22 @@ from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Stored(NamedTuple):
+    """Where the numbers of layers that are alike lie, for a kernel that reads them by their addresses.
+
+    keys, values: one tensor each, [num_layers, num_kv_heads, num_tokens, head_dim]; of an encoded block three: codes
+                  (uint8), then scales and zero points, of the keys [num_layers, num_kv_heads, groups, head_dim] and of
+                  the values [num_layers, num_kv_heads, num_tokens, groups]; a number is code * scale + zero
+    key_size:     tokens in a group of the keys
+    value_size:   channels in a group of the values
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    key_size: int = 1
+    value_size: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +100,11 @@ class KVBlock:
     @property
     def dtype(self) -> torch.dtype:
         return self.keys.dtype
+
+    @property
+    def stored(self) -> list[tuple[Stored, list[int]]] | None:
+        """Where its numbers lie, each with the layers that it holds; None: they have to be asked for."""
+        return [(Stored((self.keys,), (self.values,)), [*range(self.num_layers)])]
 
     def places(self, layer: int) -> Tensor | None:
         """Which tokens the heads of a layer hold: int64 [num_kv_heads, held], ascending; None: all of them."""
@@ -173,6 +194,16 @@ class MixedBlock(KVBlock):
     @property
     def dtype(self) -> torch.dtype:
         return self.parts[0].dtype
+
+    @property
+    def stored(self) -> list[tuple[Stored, list[int]]] | None:
+        found = []
+        for number, part in enumerate(self.parts):
+            if (own := part.stored) is None:
+                return None
+            layers = [layer for layer, of in enumerate(self.part_of) if of == number]
+            found += [(stored, [layers[index] for index in indices]) for stored, indices in own]
+        return found
 
     def places(self, layer: int) -> Tensor | None:
         part, index = self._places[layer]
@@ -324,6 +355,10 @@ class SparseBlock(KVBlock):
     @property
     def dtype(self) -> torch.dtype:
         return self.held.dtype
+
+    @property
+    def stored(self) -> None:
+        return None
 
     @cached_property
     def _by_layer(self) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ragcache.kv.block import empty_block
 from ragcache.kv.cache_shape import CacheShape
+from ragcache.kv.lane import Lane
 from ragcache.kv.state import State
 
 # Buffers come in few sizes, so that idle ones fit later requests. A question over a shared context needs a few dozen
@@ -61,11 +62,13 @@ class BufferPool:
     """Keeps buffers of finished requests: fresh pages cost more than the copy into them. Thread-safe.
 
     max_bytes: idle buffers beyond this are freed, the oldest first.
+    lane:      places what is written to the buffers beside the passes; None: in them
     """
 
     def __init__(self, shape: CacheShape, max_bytes: int) -> None:
         self.shape = shape
         self.max_bytes = max_bytes
+        self.lane: Lane | None = None
         self._idle: list[KVBuffers] = []
         # Re-entrant: the garbage collector may finalise a cache, and so call give(), inside take() or give().
         self._lock = threading.RLock()

@@ -2,12 +2,14 @@
 
 Room is reserved once; placed blocks and new tokens are written in place and nothing is ever concatenated. Layers may
 hold different tokens: every layer has its own length and its own key positions. `fill(layer)` is called the first
-time a layer is touched, so placing (and waiting for) a layer's blocks happens just before that layer needs them.
+time a layer is touched, so placing (and waiting for) a layer's blocks happens just before that layer needs them; where
+the pool has a lane, all are called then, and a layer that is touched waits for its own part of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from transformers import Cache
 
 from ragcache.kv.buffers import BufferHandle, BufferPool, KVBuffers, SharedContext
 from ragcache.kv.cache_shape import CacheShape
+from ragcache.kv.lane import Lane, Wait
 from ragcache.kv.state import State
 
 Adjust = Callable[[Tensor, Tensor], Tensor]
@@ -83,12 +86,17 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._slots: Tensor | Sequence[Tensor] | None = None
         self._rows: Tensor | None = None
         self._is_held = self._is_released = False
+        self._arriving: dict[int, Wait] = {}
+        if pool.lane is not None:
+            pool.lane.drop_done()
 
     def release(self) -> None:
         """Hand the buffers back, once no pass works on them. The cache must not be used afterwards."""
         self._is_released = True
         if not self._is_held:
             self._loan = self._shared = self.base = None
+        if self._pool.lane is not None:
+            self._pool.lane.drop_done()
 
     def hold(self) -> None:
         """Keep the buffers until `let_go`, whoever releases them: a pass is about to work on them."""
@@ -303,10 +311,27 @@ class FusedCache(Cache):  # type: ignore[misc]
         return torch.arange(start, start + count, device=self._pool.shape.device)
 
     def _ensure(self, layer: int) -> None:
-        if self.fill is None or self._filled[layer]:
-            return
+        if self.fill is not None and not self._filled[layer]:
+            if self._pool.lane is None or layer >= len(self.lengths):  # a state is made anew, and by the current stream
+                self._fill(self.fill, layer)
+            else:
+                self._fill_beside(self._pool.lane, self.fill)
+        if self._arriving and (wait := self._arriving.pop(layer, None)) is not None:
+            wait()
+            if self._pool.lane is not None and layer in self._head_positions:
+                self._pool.lane.share(self._head_positions[layer])
+
+    def _fill_beside(self, lane: Lane, fill: Callable[[int], None]) -> None:
+        lane.follow()
+        held, buffers = (fill, self._loan), self._buffers
+        for layer in [layer for layer in range(len(self.lengths)) if not self._filled[layer]]:
+            self._arriving[layer] = last = lane.run(partial(self._fill, fill, layer), held)
+        if buffers is not self._buffers:  # they had to grow: all of them are there with the last one
+            self._arriving = dict.fromkeys(self._arriving, last)
+
+    def _fill(self, fill: Callable[[int], None], layer: int) -> None:
         self._filled[layer] = True
-        self.fill(layer)
+        fill(layer)
         if layer < len(self.lengths):
             self._placed[layer] = self.lengths[layer]
         else:
@@ -328,6 +353,8 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._move_to(self._pool.take(max(needed, self.capacity + self.capacity // 2)))
 
     def _move_to(self, new: KVBuffers) -> None:
+        for wait in self._arriving.values():
+            wait()
         new.copy_from(self._buffers, self.own_tokens)
         self._use(new)
 

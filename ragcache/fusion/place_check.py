@@ -1,0 +1,101 @@
+"""Whether a model's blocks are placed by the kernel: not before it has been seen to do what the plain way does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from ragcache.codecs import get_codec
+from ragcache.errors import first_line
+from ragcache.kv.block import KVBlock, empty_block
+from ragcache.kv.lane import Lane
+from ragcache.runtime import torch
+
+if TYPE_CHECKING:
+    from ragcache.fusion.place_kernel import PlaceKernel
+    from ragcache.kv.rope import Angles
+    from ragcache.models.language_model import LanguageModel
+
+log = logging.getLogger(__name__)
+SWITCH = "RAGCACHE_PLACE"
+"""Environment variable; `plain` places without the kernel."""
+INTERPRET = "TRITON_INTERPRET"  # Triton's own: kernels run on a CPU, slowly, for tests
+TOKENS = (40, 8)  # of the probe's two passages: a tile and a part, and less than one
+AT = 3
+
+_checked: WeakKeyDictionary[LanguageModel, bool] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def place_kernel(lm: LanguageModel, blocks: Sequence[KVBlock]) -> PlaceKernel | None:
+    """The kernel over these blocks; None where they are placed the plain way: the model's rotation or a block is not
+    what the kernel reads, it is switched off, it does not run here, or its first use came to other numbers."""
+    with _lock:
+        if lm not in _checked:
+            _checked[lm] = _is_right(lm)
+    if not _checked[lm]:
+        return None
+    from ragcache.fusion.place_kernel import PlaceKernel
+
+    return PlaceKernel.of(blocks, lm.device)
+
+
+def _is_right(lm: LanguageModel) -> bool:
+    if os.environ.get(SWITCH) == "plain" or (lm.device.type != "cuda" and os.environ.get(INTERPRET) != "1"):
+        return False
+    angles = [lm.rope.angles(layer, AT, sum(TOKENS)) for layer in range(lm.shape.num_layers)]
+    if any(one is not None and one.half is None for one in angles):
+        return False
+    try:
+        if lm.device.type == "cuda":
+            lm.pool.lane = Lane(lm.device)
+        for codec in ("raw", "int8"):
+            _compare(lm, codec, angles)
+    except Exception as error:
+        lm.pool.lane = None
+        why = f"{type(error).__name__}: {first_line(error)}"
+        log.warning("passages are placed without the kernel, which takes longer on a GPU: %s", why)
+        return False
+    return True
+
+
+def _compare(lm: LanguageModel, codec: str, angles: Sequence[Angles | None]) -> None:
+    """Place random passages both ways. Raises ArithmeticError where the two differ by more than roundings."""
+    from ragcache.fusion.place_kernel import PlaceKernel
+
+    blocks = [_random_block(lm, codec, count) for count in TOKENS]
+    if (kernel := PlaceKernel.of(blocks, lm.device)) is None:
+        raise ArithmeticError(f"{codec} blocks cannot be read by their addresses")
+    positions = torch.arange(AT, AT + sum(TOKENS), device=lm.device)
+
+    def fill(layer: int) -> None:
+        keys, values = cache.reserve(layer, positions)
+        kernel.place(layer, angles[layer], keys[0], values[0])
+
+    cache = lm.new_cache(sum(TOKENS), fill)
+    for layer in range(lm.shape.num_layers):
+        parts = [(block.layer_keys(layer), block.layer_values(layer)) for block in blocks]
+        keys, values = (torch.cat(part, dim=1).to(lm.device, lm.dtype) for part in zip(*parts, strict=True))
+        keys = lm.rope.turn(keys[None], angles[layer], torch.empty_like(keys[None]))[0]
+        for name, ours, plain in zip(("keys", "values"), cache.layer_state(layer), (keys, values), strict=False):
+            bound = 2 * torch.finfo(lm.dtype).eps * float(plain.float().abs().max())
+            far = float((ours[0].float() - plain.float()).abs().max())
+            if not far <= bound:
+                raise ArithmeticError(f"{name} of layer {layer} from {codec} are {far:.3g} off, more than {bound:.3g}")
+    cache.release()
+
+
+def _random_block(lm: LanguageModel, codec: str, num_tokens: int) -> KVBlock:
+    """In the memory that blocks are placed from."""
+    block = empty_block(replace(lm.shape, device=torch.device("cpu")), num_tokens)
+    generator = torch.Generator().manual_seed(num_tokens)
+    for layer in range(lm.shape.num_layers):
+        for part in (block.layer_keys(layer), block.layer_values(layer)):
+            part.copy_(torch.randn(part.shape, generator=generator))
+    held = get_codec(codec).decode(get_codec(codec).encode(block))
+    return held.map(lambda tensor: tensor.pin_memory() if lm.device.type == "cuda" else tensor)

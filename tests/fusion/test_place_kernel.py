@@ -1,0 +1,225 @@
+"""The placing kernel, in Triton's interpreter, against NumPy; and the lane on which layers are placed ahead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
+from torch import Tensor
+
+import ragcache as rc
+from ragcache.codecs import get_codec
+from ragcache.fusion import place_check
+from ragcache.fusion.placement import Placement, Placer
+from ragcache.kv.block import KVBlock, MixedBlock, part_of_block
+from ragcache.kv.rope import Angles
+from ragcache.models.language_model import LanguageModel
+
+triton = pytest.importorskip("triton", reason="the kernel's tests need Triton")
+AT = 5
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[type]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined, and where it is launched
+        from ragcache.fusion.place_kernel import PlaceKernel
+
+        yield PlaceKernel
+
+
+def random_block(layers: int, heads: int, tokens: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> KVBlock:
+    generator = torch.Generator().manual_seed(tokens + layers)
+    keys, values = (
+        torch.randn(layers, heads, tokens, width, generator=generator).to(dtype) for width in (key_dim, value_dim)
+    )
+    return KVBlock(keys, values)
+
+
+def coded(block: KVBlock, codec: str) -> KVBlock:
+    return get_codec(codec).decode(get_codec(codec).encode(block))
+
+
+def turned(keys: np.ndarray, start: int, half: int) -> np.ndarray:
+    """Keys [heads, tokens, dim] at positions `start` on, pairs (d, d + half), in float64."""
+    angle = np.arange(start, start + keys.shape[1])[:, None] * 0.01 ** (np.arange(half) / max(half, 1))
+    first, second = keys[..., :half], keys[..., half : 2 * half]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, keys[..., 2 * half :]], -1)
+
+
+def angles_at(start: int, count: int, half: int) -> Angles | None:
+    if half == 0:
+        return None
+    angle = torch.arange(start, start + count)[:, None] * 0.01 ** (torch.arange(half).double() / half)
+    return Angles(angle.cos().float(), angle.sin().float(), half)
+
+
+def placed(kernel: type, blocks: list[KVBlock], layer: int, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    total = sum(block.num_tokens for block in blocks)
+    shape = blocks[0].layers[layer]
+    room = [torch.full((shape.num_kv_heads, total + 9, width), 77.0, dtype=dtype) for width in shape[1:]]
+    keys, values = (one[:, 4 : 4 + total] for one in room)  # a part of a larger buffer, as in a cache
+    kernel.of(blocks, torch.device("cpu")).place(layer, angles_at(AT, total, half), keys, values)
+    for one in room:
+        beside = torch.cat([one[:, :4], one[:, 4 + total :]], 1)
+        assert (beside == 77).all()
+    return keys, values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("key_dim", "half"), [(16, 8), (24, 8), (16, 0), (24, 12)])
+def test_blocks_stand_rotated_one_behind_the_other(kernel, dtype, key_dim, half):
+    blocks = [random_block(3, 2, tokens, key_dim, 16, dtype) for tokens in (1, 70, 32)]
+    for layer in range(3):
+        keys, values = placed(kernel, blocks, layer, half, dtype)
+        plain = np.concatenate([block.keys[layer].double().numpy() for block in blocks], 1)
+        steps = 2 * torch.finfo(dtype).eps
+        np.testing.assert_allclose(keys.double().numpy(), turned(plain, AT, half), rtol=steps, atol=3 * steps)
+        assert torch.equal(values, torch.cat([block.values[layer] for block in blocks], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_int8_is_decoded_on_the_way_to_the_same_bits(kernel, dtype):
+    blocks = [coded(random_block(2, 2, tokens, 16, 160, dtype), "int8") for tokens in (600, 33)]  # two groups, and one
+    assert blocks[0].part("keys")["scales"].shape[2] == 2 == blocks[0].part("values")["scales"].shape[3]
+    keys, values = placed(kernel, blocks, 1, 0, dtype)
+    assert torch.equal(keys, torch.cat([block.layer_keys(1) for block in blocks], 1))
+    assert torch.equal(values, torch.cat([block.layer_values(1) for block in blocks], 1))
+
+
+def test_plain_and_encoded_blocks_of_one_prompt(kernel):
+    plain = [random_block(2, 2, tokens, 16, 16, torch.float32) for tokens in (5, 40, 7)]
+    blocks = [plain[0], coded(plain[1], "int8"), plain[2]]
+    keys, values = placed(kernel, blocks, 1, 8, torch.float32)
+    expected = np.concatenate([block.layer_keys(1).double().numpy() for block in blocks], 1)
+    np.testing.assert_allclose(keys.double().numpy(), turned(expected, AT, 8), atol=1e-5)
+    assert torch.equal(values, torch.cat([block.layer_values(1) for block in blocks], 1))
+
+
+def test_layers_that_differ_and_parts_of_blocks(kernel):
+    wide, narrow = random_block(2, 1, 50, 32, 32, torch.float32), random_block(1, 2, 50, 16, 16, torch.float32)
+    mixed = part_of_block(MixedBlock([wide, narrow], [0, 1, 0]), 20, 45)
+    for layer, half in ((0, 16), (1, 8), (2, 16)):
+        keys, values = placed(kernel, [mixed, mixed], layer, half, torch.float32)
+        expected = np.concatenate([mixed.layer_keys(layer).double().numpy()] * 2, 1)
+        np.testing.assert_allclose(keys.double().numpy(), turned(expected, AT, half), atol=1e-5)
+        assert torch.equal(values, torch.cat([mixed.layer_values(layer)] * 2, 1))
+
+
+def test_what_it_cannot_read_is_left_to_the_plain_way(kernel):
+    device = torch.device("cpu")
+    block = random_block(2, 2, 40, 16, 16, torch.float32)
+    assert kernel.of([block], device) is not None
+    assert kernel.of([block, coded(block, "int4")], device) is None
+    assert kernel.of([KVBlock(block.keys.transpose(1, 2).contiguous().transpose(1, 2), block.values)], device) is None
+    odd = random_block(2, 2, 5, 3, 3, torch.float16)
+    assert kernel.of([odd], device) is None  # a layer would begin where no whole load does
+    assert kernel.of([block], torch.device("meta")) is None  # of another device, and not page-locked
+
+
+# In a model.
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> LanguageModel:
+    return load_tiny("llama", tmp_path)[0]
+
+
+def test_a_model_uses_it_once_it_was_seen_to_be_right(kernel, tiny, caplog):
+    blocks = [random_block(3, 2, 40, 12, 12, torch.float32)]
+    assert place_check.place_kernel(tiny, blocks) is not None
+    assert not caplog.records
+
+
+def test_a_kernel_that_is_wrong_is_named_once_and_not_used(kernel, tiny, caplog, monkeypatch):
+    right = kernel.place
+
+    def wrong(self, layer, angles, keys, values):
+        right(self, layer, angles, keys, values)
+        values[0, 38] += 0.01
+
+    monkeypatch.setattr(kernel, "place", wrong)
+    blocks = [random_block(3, 2, 40, 12, 12, torch.float32)]
+    with caplog.at_level(logging.WARNING):
+        assert [place_check.place_kernel(tiny, blocks) for _ in range(3)] == [None] * 3
+    [record] = caplog.records
+    assert "values of layer 0 from raw are 0.01 off" in record.getMessage()
+
+
+def test_a_kernel_that_does_not_compile_is_named_once(kernel, tiny, caplog, monkeypatch):
+    def broken(self, layer, angles, keys, values):
+        raise RuntimeError("no ptxas here\nand more")
+
+    monkeypatch.setattr(kernel, "place", broken)
+    with caplog.at_level(logging.WARNING):
+        assert place_check.place_kernel(tiny, []) is None
+    assert caplog.records[0].getMessage().endswith("takes longer on a GPU: RuntimeError: no ptxas here")
+
+
+def test_it_is_switched_off_by_name(kernel, tiny, monkeypatch):
+    monkeypatch.setenv("RAGCACHE_PLACE", "plain")
+    assert place_check.place_kernel(tiny, [random_block(3, 2, 40, 12, 12, torch.float32)]) is None
+
+
+class LateLane:
+    """A lane whose work is there only for who waits for it: until then what it wrote is NaN."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def follow(self) -> None: ...
+
+    def drop_done(self) -> None: ...
+
+    def share(self, tensor: Tensor) -> None: ...
+
+    def run(self, work: Callable[[], None], held: tuple[object, object]) -> Callable[[], None]:
+        buffers = held[1].buffers
+        tensors = (*buffers.keys, *buffers.values)
+        before = [tensor.clone() for tensor in tensors]
+        work()
+        after = [tensor.clone() for tensor in tensors]
+        written = [(one != two) & ~(one.isnan() & two.isnan()) for one, two in zip(before, after, strict=True)]
+        for tensor, mask in zip(tensors, written, strict=True):
+            tensor[mask] = torch.nan
+
+        def wait() -> None:
+            self.waited += 1
+            for tensor, mask, then in zip(tensors, written, after, strict=True):
+                tensor[mask] = then[mask]
+
+        return wait
+
+
+@pytest.mark.parametrize("method", ["reposition", "cacheblend"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "smollm3"])
+def test_a_pass_waits_for_each_layer_that_was_placed_ahead(tmp_path, family, method):
+    lm, model = load_tiny(family, tmp_path)
+    prompt = random_prompt()
+    plain = rc.fuse(lm, prompt, method).next_logits
+    lm.pool.lane = lane = LateLane()
+    found = rc.fuse(lm, prompt, method).next_logits
+    assert torch.equal(found, plain)
+    assert lane.waited >= lm.shape.num_layers
+    if method == "reposition":
+        assert_same(found, oracle_logits(model, prompt, block_diagonal(prompt)))
+
+
+def test_what_is_moved_or_shared_was_waited_for(tiny):
+    block = random_block(3, 2, 9, 12, 12, torch.float32)
+    placer = Placer(tiny, [Placement(block, 0)])
+    plain = tiny.new_cache(9, lambda layer: placer.place(plain, layer))
+    plain.place()
+    tiny.pool.lane = LateLane()
+    late = tiny.new_cache(9, lambda layer: placer.place(late, layer))
+    late.own_state(0)  # places all, waits for one
+    late.make_room(5000)  # to larger buffers
+    for layer in range(3):
+        for ours, theirs in zip(late.layer_state(layer), plain.layer_state(layer), strict=True):
+            assert torch.equal(ours, theirs)
