@@ -24,6 +24,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.prompt import Prompt
 from ragcache.store.counters import Loaded
+from ragcache.store.kv_store import KVStore
 
 
 def random_prompt(vocab_size: int, passages: int, tokens: int, suffix: int, seed: int) -> Prompt:
@@ -55,13 +56,13 @@ class Bench:
         blocks = self._encoder.encode(self.prompt.chunk_ids)
         self.num_bytes = sum(block.num_bytes for block in blocks)
         self._budget = 2 * self.num_bytes
-        self._store = fresh_kv_store(root, self._budget)
+        self._store = self._open_store()
         for ids, block in zip(self.prompt.chunk_ids, blocks, strict=True):
             self._store.put(self._encoder.key(ids), block)
         self._on_device = blocks
         # What a question finds in hand: pinned where it has to cross to a GPU.
         self._in_hand = [_pinned(block) for block in blocks] if self.lm.device.type == "cuda" else blocks
-        self._disk = fresh_kv_store(root, self._budget)
+        self._disk = self._open_store()
         self.cold_read_bytes: int | None = None
         # The cache of the floor, made by the method that is measured against it.
         self._context = fuse(self.lm, self.prompt, "reposition", self._in_hand, reserve_tokens=0).cache
@@ -85,12 +86,18 @@ class Bench:
 
     def forget_memory(self) -> None:
         self._disk.close()
-        self._disk = fresh_kv_store(self._root, self._budget)
+        self._disk = self._open_store()
 
     def forget_all(self) -> None:
         self.forget_memory()
         gc.collect()  # a mapped page stays in the page cache
         drop_page_cache(self._root)
+
+    def _open_store(self) -> KVStore:
+        """As the engine opens it: a memory tier that is page-locked where the model is on a GPU."""
+        store = fresh_kv_store(self._root, self._budget)
+        store.use_device(self.lm.device)
+        return store
 
     def _keys(self) -> list[str]:
         return [self._encoder.key(ids) for ids in self.prompt.chunk_ids]

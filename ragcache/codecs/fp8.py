@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.affine import rounded_up
-from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
+from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
+from ragcache.kv.block import Stored
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ class Fp8Codec(LayerCodec):
         codes, scales = (tensors[name][layer].to(out.device, non_blocking=True) for name in ("codes", "scales"))
         out.copy_(_halves(codes))
         out.mul_(scales * 2.0**8)
+
+    def stored(self, parts: Mapping[Part, Mapping[str, Tensor]], spec: BlockSpec) -> Stored:
+        keys, values = (tuple(parts[part][name] for name in ("codes", "scales")) for part in PARTS)
+        return Stored(keys, values, max(1, spec.num_tokens), max(1, spec.value_dim))
 
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
         scales = tensors["scales"].double()

@@ -30,6 +30,7 @@ from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.fuse import block_recipe, check_method
 from ragcache.fusion.method import FusionMethod
+from ragcache.fusion.place_check import place_kernel
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import Chunker, ChunkerConfig, PassthroughSplitter
 from ragcache.ingest.context_chunks import NEIGHBOURHOODS, Neighbourhood
@@ -215,6 +216,7 @@ class _Made(NamedTuple):
 def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> _Made:
     documents, kv = store.documents, store.kv
     kv.use_device(lm.device)
+    place_kernel(lm, ())  # compiled and compared now, not at the first question
     recipe, text, first_ids, tenant, near = plan
     loader = open_loader(store, config, lm, recipe)
     estimate = PrefillEstimate(partial(_prefill_rate, lm, loader))

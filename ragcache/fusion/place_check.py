@@ -54,7 +54,7 @@ def _is_right(lm: LanguageModel) -> bool:
     try:
         if lm.device.type == "cuda":
             lm.pool.lane = Lane(lm.device)
-        for codec in ("raw", "int8"):
+        for codec in ("raw", "int8", "fp8"):
             _compare(lm, codec, angles)
     except Exception as error:
         lm.pool.lane = None

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from ragcache.kv.rope import Angles
 
 TILE = 32  # tokens of a program
+SCALES = {torch.uint8: torch.float16, torch.float8_e4m3fn: torch.float32}
 ALIGNED = 16  # bytes that a thread reads at once
 Parts = list[tuple[Stored, list[int]]]
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8}
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TYPES |= {torch.uint8: tl.uint8, torch.float8_e4m3fn: tl.int8}
 
 
 @triton.jit
@@ -33,13 +35,18 @@ def _read(table, offsets, scale_offsets, live, SOURCE: tl.constexpr, DTYPE: tl.c
     """float32 numbers of one tensor. table: of its address, and for codes of its scales' and its zero points'"""
     address = tl.multiple_of(tl.load(table).to(tl.pointer_type(SOURCE)), 16)
     numbers = tl.load(address + offsets, mask=live, other=0).to(tl.float32)
+    if tl.int8 == SOURCE:  # fp8 (e4m3): its bits where float16 has them, which is 2^8 too small
+        bits = tl.load(address + offsets, mask=live, other=0).to(tl.int16) << 7
+        scales = tl.load(table + 1).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales + scale_offsets, mask=live, other=0) * 256.0
+        numbers = (bits & -0x4001).to(tl.float16, bitcast=True).to(tl.float32) * scale
     if tl.uint8 == SOURCE:
         scales = tl.load(table + 1).to(tl.pointer_type(tl.float16))
         zeros = tl.load(table + 2).to(tl.pointer_type(tl.float16))
         numbers = numbers * tl.load(scales + scale_offsets, mask=live, other=0).to(tl.float32)
         numbers = numbers + tl.load(zeros + scale_offsets, mask=live, other=0).to(tl.float32)
-        if tl.float16 == DTYPE:
-            numbers = tl.minimum(tl.maximum(numbers, -65504.0), 65504.0)
+    if SOURCE.is_int() and tl.float16 == DTYPE:
+        numbers = tl.minimum(tl.maximum(numbers, -65504.0), 65504.0)
     return numbers.to(DTYPE).to(OUT).to(tl.float32)
 
 
@@ -169,5 +176,5 @@ def _readable(parts: Sequence[Stored], device: torch.device) -> bool:
         all(tensor.device.type == device.type or tensor.is_pinned() for tensor in (*numbers, *scales))
         and all(one.stride()[2:] == (one.shape[3], 1) and one.dtype == numbers[0].dtype for one in numbers)
         and len({one.stride(1) // one.shape[3] for one in numbers}) == 1
-        and all(one.dtype == torch.float16 and one.is_contiguous() for one in scales)
+        and all(one.dtype == SCALES.get(numbers[0].dtype) and one.is_contiguous() for one in scales)
     )

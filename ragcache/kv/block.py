@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 class Stored(NamedTuple):
     """Where the numbers of layers that are alike lie, for a kernel that reads them by their addresses.
 
-    keys, values: one tensor each, [num_layers, num_kv_heads, num_tokens, head_dim]; of an encoded block three: codes
-                  (uint8), then scales and zero points, of the keys [num_layers, num_kv_heads, groups, head_dim] and of
-                  the values [num_layers, num_kv_heads, num_tokens, groups]; a number is code * scale + zero
+    keys, values: one tensor each, [num_layers, num_kv_heads, num_tokens, head_dim]; of an encoded block codes (uint8 or
+                  float8), then scales and, of whole numbers, zero points: of the keys [num_layers, num_kv_heads,
+                  groups, head_dim], of the values [num_layers, num_kv_heads, num_tokens, groups]; a number is
+                  code * scale + zero
     key_size:     tokens in a group of the keys
     value_size:   channels in a group of the values
     """

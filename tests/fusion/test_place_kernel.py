@@ -93,6 +93,14 @@ def test_int8_is_decoded_on_the_way_to_the_same_bits(kernel, dtype):
     assert torch.equal(values, torch.cat([block.layer_values(1) for block in blocks], 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_fp8_is_decoded_on_the_way_to_the_same_bits(kernel, dtype):
+    blocks = [coded(random_block(2, 2, tokens, 16, 16, dtype), "fp8") for tokens in (40, 33)]
+    keys, values = placed(kernel, blocks, 1, 0, dtype)
+    assert torch.equal(keys, torch.cat([block.layer_keys(1) for block in blocks], 1))
+    assert torch.equal(values, torch.cat([block.layer_values(1) for block in blocks], 1))
+
+
 def test_plain_and_encoded_blocks_of_one_prompt(kernel):
     plain = [random_block(2, 2, tokens, 16, 16, torch.float32) for tokens in (5, 40, 7)]
     blocks = [plain[0], coded(plain[1], "int8"), plain[2]]
