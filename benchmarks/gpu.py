@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def stages(given: argparse.Namespace) -> Iterator[Stage]:
     first = sizes(passages=2, tokens=20, suffix=5, rounds=2, long_rounds=2, vectors=50) if small else ()
     few = sizes(passages=2, tokens=20, suffix=5, rounds=2, long_rounds=2) if small else sizes(rounds=10, long_rounds=5)
     tests = [*python, "pytest", "-q", "-c", os.devnull, "--rootdir", ".", "-m", "gpu", "tests/gpu"]
+    tests += ["-n", "8"] if find_spec("xdist") else []
     yield Stage("laws", tests, 60, {"HF_HUB_OFFLINE": "1"})
     yield Stage("ttft", bench("ttft", *first), 75)
     yield Stage("plain", bench("ttft", *first, folder="plain"), 75, {"RAGCACHE_PLACE": "plain"})
