@@ -93,6 +93,13 @@ class Site:
     slowed: Slowed
 
 
+def _stacks() -> str:
+    """Where every thread stands."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames().items()
+    return "\n".join(f"{names.get(ident)}\n{''.join(traceback.format_stack(frame)[-6:])}" for ident, frame in frames)
+
+
 @contextmanager
 def serving(kb: rc.RagCache, port: int = 0, **settings: object) -> Iterator[Site]:
     """In a thread of its own, at a free loopback port or at `port`."""
@@ -110,7 +117,7 @@ def serving(kb: rc.RagCache, port: int = 0, **settings: object) -> Iterator[Site
         finally:
             server.drain()
             thread.join(30)
-            assert not thread.is_alive(), "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
+            assert not thread.is_alive(), _stacks()
 
 
 @contextmanager

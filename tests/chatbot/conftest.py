@@ -16,7 +16,7 @@ import ragcache as rc
 # Everything here ends with this folder: while Playwright's synchronous interface runs, no other event loop can.
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium() -> None:
     if CHROMIUM is None:
         pytest.skip("chromium is not installed (apt-get install chromium)")
@@ -29,12 +29,12 @@ def browser(chromium) -> Iterator[object]:
         yield browser
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def models() -> tuple[rc.LanguageModel, rc.Embedder]:
     return rc.load_lm("mini"), rc.load_embedder("minilm")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def kb(chromium, models, tmp_path_factory) -> Iterator[rc.RagCache]:
     for name in [name for name in os.environ if name.startswith("RAGCACHE_")]:
         del os.environ[name]
@@ -42,7 +42,7 @@ def kb(chromium, models, tmp_path_factory) -> Iterator[rc.RagCache]:
         yield kb
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def site(kb) -> Iterator[Site]:
     with serving(kb) as site:
         yield site
