@@ -13,18 +13,16 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tokenizers import Tokenizer
 
+from ragcache import plugins
 from ragcache.errors import ConfigError, ContextTooLongError, check_least, check_text
 from ragcache.ingest.text_blocks import MAX_TITLE, Block, split_blocks, split_sentences
 from ragcache.models.deadline import LIMIT
+from ragcache.plugins import Registry
 from ragcache.prompt import control_tokens, encode_text
-
-if TYPE_CHECKING:
-    from ragcache.ingest.compression import Compressor
-
 
 T = TypeVar("T")
 # A character can take four byte tokens, or more where the tokenizer rewrites it; and a newline follows.
@@ -39,6 +37,18 @@ LONG_TOKEN = 32
 MAX_BODY = 1 << 21
 # Pieces of a section that are packed together.
 MAX_UNITS = 200_000
+
+
+class Compressor(Protocol):
+    """Leaves words out of what the model reads of a chunk. identity: what its choice depends on."""
+
+    @property
+    def identity(self) -> str: ...
+    def compress(self, text: str) -> str: ...
+
+
+COMPRESSORS: Registry[Callable[[str, float], Compressor]] = Registry(plugins.COMPRESSORS)
+"""Called with the name of a model and the share of tokens that stay."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +115,7 @@ class Chunker:
         Raises ConfigError."""
         least = min(32, max(0, max_tokens) // 4) if min_tokens is None else min_tokens
         self.config = ChunkerConfig(max_tokens, least, overlap, compressor, keep)
-        self._compressor: Compressor | None = None
-        if compressor is not None:  # most stores have none, and it brings the models' code along
-            from ragcache.ingest.compression import Compressor
-
-            self._compressor = Compressor(compressor, keep)
+        self._compressor = None if compressor is None else COMPRESSORS["llmlingua2"](compressor, keep)
         self._tokens = ChunkTokenizer(tokenizer)
 
     @property
