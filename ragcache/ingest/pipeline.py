@@ -50,8 +50,7 @@ from ragcache.ingest.worker import (
     calibrate,
 )
 from ragcache.models.deadline import LIMIT, Limit, limited
-from ragcache.retrieval.deletion import delete_documents
-from ragcache.retrieval.retriever import Retriever
+from ragcache.retrieval.retriever import Retriever, delete_documents
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore, collect_garbage

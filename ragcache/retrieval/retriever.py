@@ -1,10 +1,10 @@
-"""Question in, chunks out."""
+"""Question in, chunks out; and documents out of the store, with all that was made of them."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +19,10 @@ from ragcache.retrieval.faiss_kinds import Ids, Stored, Vectors
 from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.search import SEARCHES, Search
 from ragcache.retrieval.vector_index import KINDS, SearchIndex, SearchResult, TableIndex, VectorIndex
+from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
+from ragcache.store.kv_store import KVStore, collect_garbage
 from ragcache.store.records import Chunk
 
 # Candidates per result wanted: for MMR and the reranker, and of each ranking that is fused.
@@ -314,3 +316,37 @@ def _saved_index(path: Path, stored: Stored) -> VectorIndex | None:
     except DamagedIndexError as error:
         log.warning("%s", error)
         return None
+
+
+# Delete documents with all that was made of them.
+
+
+def delete_documents(
+    layout: StoreLayout,
+    documents: DocumentStore,
+    kv: KVStore,
+    retriever: Retriever | None,
+    ids: Iterable[str],
+    *,
+    timeout_s: float = 30.0,
+) -> list[str]:
+    """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found.
+
+    retriever: keeps the index; None where nothing was embedded yet
+
+    Raises StoreBusyError, StoreReadOnlyError.
+    """
+    wanted = list(dict.fromkeys(ids))
+    with layout.writer(timeout_s):
+        if retriever is not None:
+            retriever.refresh()
+        gone = [chunk.vector_id for id in wanted for chunk in documents.chunks_of(id)]
+        deleted = documents.delete_documents(wanted)
+        if retriever is not None:
+            retriever.apply([], np.empty((0, retriever.index.dimension), np.float32), gone)
+            # HNSW keeps removed vectors in its graph: not after a deletion that was asked for.
+            retriever.index.compact()
+        collect_garbage(documents, kv)
+        if deleted and retriever is not None:
+            retriever.save(layout.index)
+    return deleted

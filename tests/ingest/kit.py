@@ -126,4 +126,4 @@ class Kit:
         self.retriever.refresh()
         assert self.retriever.index.ids == frozenset(with_vectors)
         for id, vector in with_vectors.items():
-            np.testing.assert_array_equal(self.retriever.index.vectors([id])[0], vector)
+            np.testing.assert_array_equal(self.retriever.index.vectors_present(np.array([id]))[1][0], vector)

@@ -150,7 +150,7 @@ def test_delete_reaches_text_vectors_index_and_every_tier(tmp_path, lm, kind):
         secret = "Zanzibar keeps quokkas."
         kit.ingestor.ingest([Document("a", text_of("Tolvik")), Document("s", secret), Document("b", text_of("Osby"))])
         (chunk,) = kit.documents.chunks_of("s")
-        vector = kit.retriever.index.vectors([chunk.vector_id])[0].tobytes()
+        vector = kit.retriever.index.vectors_present(np.array([chunk.vector_id]))[1][0].tobytes()
         path = tmp_path / "kb" / "index.faiss"
         assert vector in path.read_bytes()
         assert tier_of(kit.kv, chunk.handle) == "memory"
@@ -285,7 +285,7 @@ def test_a_full_disk_in_the_middle_loses_nothing(kit, monkeypatch):
 
 def test_a_delete_cut_short_is_finished_by_the_next_run(kit, tmp_path, monkeypatch):
     kit.ingestor.ingest([Document("a", text_of("Tolvik")), Document("b", text_of("Osby"))])
-    (vector,) = kit.retriever.index.vectors([kit.documents.chunks_of("a")[0].vector_id])
+    (vector,) = kit.retriever.index.vectors_present(np.array([kit.documents.chunks_of("a")[0].vector_id]))[1]
 
     def interrupt(_key: str) -> None:
         raise KeyboardInterrupt
