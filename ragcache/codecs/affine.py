@@ -10,7 +10,7 @@ the grid still covers the group and |X - X'| <= s_X / 2 holds for the stored s_X
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +23,6 @@ if TYPE_CHECKING:
 
 # Up to here zero points and scales are float16: above, a restored float16 might overflow.
 _HALF_LIMIT = 2.0**15
-
-
-class Affine(NamedTuple):
-    """codes: uint8, the shape of the numbers. scales, zeros: float16 or float32, the grouped dimension by group."""
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor
 
 
 def group_size(length: int, largest: int) -> int:
@@ -52,8 +44,9 @@ def parameter_dtype(numbers: Tensor) -> torch.dtype:
     return torch.float16 if largest <= _HALF_LIMIT else torch.float32
 
 
-def quantise(numbers: Tensor, dim: int, size: int, levels: int, dtype: torch.dtype) -> Affine:
-    """Quantise in groups of `size` neighbours along `dim`, to codes 0 to `levels`.
+def quantise(numbers: Tensor, dim: int, size: int, levels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes 0 to `levels` of groups of `size` neighbours along `dim`, uint8 in the shape of the numbers; their scales
+    and zero points, with the grouped dimension by group.
 
     numbers: float32 of any shape, finite; dim: counted from the front
     dtype:   of zero points and scales, see `parameter_dtype`
@@ -64,7 +57,7 @@ def quantise(numbers: Tensor, dim: int, size: int, levels: int, dtype: torch.dty
     step = scales.float().unsqueeze(dim + 1)
     codes = (grouped - zeros.float().unsqueeze(dim + 1)).div_(torch.where(step > 0, step, 1)).round_()
     codes = codes.clamp_(0, levels).to(torch.uint8).flatten(dim, dim + 1).narrow(dim, 0, numbers.shape[dim])
-    return Affine(codes, scales, zeros)
+    return codes, scales, zeros
 
 
 def restore(out: Tensor, dim: int, size: int, scales: Tensor, zeros: Tensor) -> None:
