@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from ragcache.ingest.chunker import Chunker
+from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.context_chunks import Similar
 from ragcache.ingest.document import ReadLimits
 from ragcache.ingest.encoder import ModelEncoder
@@ -57,6 +57,11 @@ class CountingEncoder(ModelEncoder):
         return super().encode(chunks, wanted, neighbours)
 
 
+def chunker_of(tokenizer: object, max_tokens: int = 256, **more: int) -> Chunker:
+    """With a least size that suits short chunks."""
+    return Chunker(tokenizer, ChunkerConfig(max_tokens, **{"min_tokens": min(32, max_tokens // 4), **more}))
+
+
 class Kit:
     """Everything that an ingestion touches, opened on one directory."""
 
@@ -77,7 +82,7 @@ class Kit:
         self.kv = KVStore(self.layout.kv, memory_bytes=1 << 20)
         self.embedder = CountingEmbedder()
         self.retriever = Retriever.open(self.documents, self.layout.index, self.embedder, kind=kind)
-        self.chunker = Chunker(lm.tokenizer, max_tokens=max_tokens)
+        self.chunker = chunker_of(lm.tokenizer, max_tokens)
         near = Similar(self.documents, self.retriever, NeighbourChoice(neighbours)) if neighbours else None
         self.encoder = CountingEncoder(
             lm, Recipe(recipe, neighbours=neighbours), prefix_ids=[1, 2, 3], neighbourhood=near

@@ -313,7 +313,7 @@ from pathlib import Path
 sys.path[:0] = json.loads(sys.argv[3])
 from conftest import train_tokenizer
 from ragcache.ingest.chunker import Chunker
-chunker = Chunker(train_tokenizer(), max_tokens=256)
+chunker = Chunker(train_tokenizer())
 chunker.split("Alna is a river. " * 2000)
 text = Path(sys.argv[1]).read_text()
 def status():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from blocks import tier_of
-from kit import Kit
+from kit import Kit, chunker_of
 
 from ragcache.errors import (
     ConfigError,
@@ -20,7 +20,6 @@ from ragcache.errors import (
     StoreBusyError,
     StoreFullError,
 )
-from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.document import Document
 from ragcache.store.directory import StoreLayout
 
@@ -99,7 +98,7 @@ def test_other_settings_of_the_chunker_cut_the_documents_anew(kit, tmp_path, lm)
     documents = [Document(name, text_of(name)) for name in ("Tolvik", "Osby")]
     kit.ingestor.ingest(documents)
     for number, more in enumerate(({}, {"overlap": 8}, {"min_tokens": 0})):
-        chunker = Chunker(lm.tokenizer, max_tokens=40, **more)
+        chunker = chunker_of(lm.tokenizer, max_tokens=40, **more)
         with Kit(tmp_path / f"new {number}", lm) as new:
             new.ingestor.ingest(documents, chunker=chunker)
             assert kit.ingestor.ingest(documents, chunker=chunker).updated == ["Tolvik", "Osby"]
