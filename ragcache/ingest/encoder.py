@@ -189,11 +189,6 @@ class ModelEncoder(BlockKeys):
             limit.check()
             raise
 
-    def encode_first(self) -> KVBlock:
-        """The block of the prompts' beginning."""
-        (block,) = self.lm.encode([self.first_ids])
-        return block
-
     def _read_once(self, prefix_ids: Sequence[int]) -> AbstractContextManager[Exact]:
         with self._lock:
             if self._prefix is None:
