@@ -205,7 +205,7 @@ class Worker:
             keys = [missing[rank] for rank in batch]
             with report.seconds.timed("encode_s"):
                 given, near = [wanted[key] for key in keys], [behind[key] for key in keys]
-                blocks = self.names.encoder.encode_limited(given, near)
+                blocks = self.names.encoder.encode(given, near)
             _wait(writes)  # of the batch before: at most two batches are in memory
             writes = [
                 self._writing.submit(self._write, key, block, report) for key, block in zip(keys, blocks, strict=True)
@@ -261,5 +261,5 @@ def calibrate(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder, chun
     sample = chunks[::every]
     blocks: list[KVBlock] = []
     for batch in plan_batches(list(map(len, sample)), encoder.batch_tokens):
-        blocks += encoder.encode_limited([sample[rank] for rank in batch])
+        blocks += encoder.encode([sample[rank] for rank in batch])
     documents.hold_basis(kv.add_basis(kv.fit_basis(blocks)))

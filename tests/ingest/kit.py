@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -50,11 +50,10 @@ class CountingEncoder(ModelEncoder):
     def encode(
         self,
         chunks: Sequence[Sequence[int]],
-        wanted: Callable[[], bool] | None = None,
         neighbours: Sequence[Neighbours] | None = None,
     ) -> list[KVBlock]:
         self.tokens += sum(map(len, chunks))
-        return super().encode(chunks, wanted, neighbours)
+        return super().encode(chunks, neighbours)
 
 
 def chunker_of(tokenizer: object, max_tokens: int = 256, **more: int) -> Chunker:
