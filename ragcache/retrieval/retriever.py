@@ -15,7 +15,7 @@ from ragcache import plugins
 from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError, check_choice, check_least
 from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder
-from ragcache.retrieval.faiss_kinds import Ids, Stored, Vectors
+from ragcache.retrieval.faiss_kinds import Ids, Vectors
 from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.search import SEARCHES, Search
 from ragcache.retrieval.vector_index import KINDS, SearchIndex, SearchResult, TableIndex, VectorIndex
@@ -291,10 +291,14 @@ INDEXES: Registry[Callable[..., TableIndex]] = Registry(plugins.INDEXES)
 def open_index(documents: DocumentStore, path: Path, kind: str, embedder: str, dimension: int) -> SearchIndex:
     """The index saved at `path`, or an empty one where the file is absent, damaged, of another kind or embedder; kind
     "pgvector" is a table of the database. Not yet brought up to date. Raises ConfigError, StoreNotFoundError."""
-    stored = partial(documents.vectors_by_ids, dimension=dimension)
     if kind not in KINDS:
         return open_table(documents, kind, embedder, dimension)
-    saved = _saved_index(path, stored)
+    stored = partial(documents.vectors_by_ids, dimension=dimension)
+    try:
+        saved = VectorIndex.load(path, stored) if path.exists() else None
+    except DamagedIndexError as error:
+        log.warning("%s", error)
+        saved = None
     if saved is not None and (saved.embedder, saved.dimension, saved.kind) == (embedder, dimension, kind):
         return saved
     return VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored)
@@ -306,16 +310,6 @@ def open_table(documents: DocumentStore, kind: str, embedder: str, dimension: in
         check_choice("index kind", kind, (*KINDS, *INDEXES))
     stored = partial(documents.vectors_by_ids, dimension=dimension)
     return INDEXES[kind](documents.database, dimension, embedder=embedder, stored=stored)
-
-
-def _saved_index(path: Path, stored: Stored) -> VectorIndex | None:
-    if not path.exists():
-        return None
-    try:
-        return VectorIndex.load(path, stored)
-    except DamagedIndexError as error:
-        log.warning("%s", error)
-        return None
 
 
 # Delete documents with all that was made of them.
