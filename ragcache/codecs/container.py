@@ -86,7 +86,8 @@ def write_container(
 def pack_container(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
     """The bytes of a container, in order. They alias the tensors."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    buffers = [_bytes_of(tensor) for _, tensor in ordered]
+    flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in ordered]
+    buffers = [memoryview(one.numpy()) for one in flat]  # type: ignore[arg-type]
     header = bytearray(_header(ordered, metadata))
     header[_CHECKSUM] = _checksum(header, *buffers)
     return [memoryview(header), *buffers]
@@ -179,12 +180,6 @@ def _checksum(head: bytearray | memoryview, *rest: memoryview) -> bytes:
     for part in rest:
         state.update(part)
     return str(state.hexdigest()).encode()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _parse(where: str, data: mmap.mmap | bytearray) -> Container:

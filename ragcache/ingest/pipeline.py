@@ -171,10 +171,10 @@ class Ingestor:
         check_choice("kv", kv, ("eager", "lazy"))
         if kv == "eager":
             _ = self.names.encoder
-        cuts = StoredSplits(self.names.card.tokenizer, self.names.card.max_positions)
-        with self.layout.writer(timeout_s), closing(self._bench(cuts)) as bench:
+        whole = PassthroughSplitter(self.names.card.tokenizer, self.names.card.max_positions)
+        with self.layout.writer(timeout_s), closing(self._bench(whole)) as bench:
             work = partial(LocalWorkers, bench)
-            return CopyRun(self, bench, work, kv == "eager", progress, source=source, cuts=cuts)([])
+            return CopyRun(self, bench, work, kv == "eager", progress, source=source, whole=whole)([])
 
     def _bench(self, chunker: Chunker | PassthroughSplitter) -> Worker:
         return Worker(self.reader, chunker, self.retriever.embedder, self.names, self.kv, self.config.batch_tokens)
@@ -201,6 +201,7 @@ class PendingDocument:
 
     file: id of the file that it is from, or ""
     stored: the chunks are in the store already; only KV blocks are missing.
+    ids: of the chunks; (): as the chunker names them
     """
 
     document: Document
@@ -210,6 +211,7 @@ class PendingDocument:
     keys: list[str]
     replaces: bool
     stored: tuple[Chunk, ...] = ()
+    ids: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -458,14 +460,15 @@ class IngestRun:
 
     def _commit(self, one: PendingDocument, vectors: Vectors) -> None:
         document = one.document
+        ids = one.ids or [self.chunker.chunk_id(document.id, ordinal) for ordinal in range(len(one.chunks))]
         chunks = [
             NewChunk(
-                self.chunker.chunk_id(document.id, ordinal), chunk.text, chunk.token_ids, vector,
+                id, chunk.text, chunk.token_ids, vector,
                 handle=key if self.eager or self.to.kv.lookup([key], "flushed") else None,
                 uses_left=self.uses,
                 metadata={"headings": list(chunk.headings)} if chunk.headings else {},
             )
-            for ordinal, (chunk, key, vector) in enumerate(zip(one.chunks, one.keys, vectors, strict=True))
+            for id, chunk, key, vector in zip(ids, one.chunks, one.keys, vectors, strict=True)
         ]  # fmt: skip
         new = NewDocument(
             document.id, document.where, one.content_hash, dict(document.metadata), document.title, one.file
@@ -473,11 +476,11 @@ class IngestRun:
         with self.report.seconds.timed("commit_s"):
             before = self.to.documents.chunks_of(document.id) if one.replaces else []
             try:
-                ids = self.to.documents.replace_document(new, chunks)
+                added = self.to.documents.replace_document(new, chunks)
             except IngestError as error:
                 self._fail(document.where, error, one.file)
                 return
-            self.to.retriever.apply(ids, vectors, [chunk.vector_id for chunk in before])
+            self.to.retriever.apply(added, vectors, [chunk.vector_id for chunk in before])
         self._tell_stored(one)
         self._say("commit", 1, document.id)
 
@@ -543,29 +546,15 @@ class IngestRun:
 # Copy the documents of another store, which may be of another model.
 
 
-class StoredSplits(PassthroughSplitter):
-    """Stands in for a Chunker where a store has cut the documents already: its passages, under their ids."""
-
-    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
-        super().__init__(tokenizer, max_tokens)
-        self._ids: dict[str, list[str]] = {}
-
-    def take(self, document: StoredDocument, chunks: Sequence[Chunk]) -> list[TextChunk]:
-        """The document's chunks with this tokenizer's ids."""
-        self._ids[document.id] = [chunk.id for chunk in chunks]
-        rows = self.encode([chunk.text for chunk in chunks])
-        return [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(chunks, rows, strict=True)]
-
-    def chunk_id(self, document_id: str, ordinal: int) -> str:
-        return self._ids[document_id][ordinal]
-
-
 @dataclass(kw_only=True)
 class CopyRun(IngestRun):
-    """One call of `Ingestor.copy`. What is there already, under the same version, is left alone."""
+    """One call of `Ingestor.copy`. What is there already, under the same version, is left alone.
+
+    whole: gives the source's passages the ids of this model's tokenizer
+    """
 
     source: DocumentStore
-    cuts: StoredSplits
+    whole: PassthroughSplitter
 
     def _prepared(self, inputs: Sequence[Input]) -> Iterator[PendingDocument]:
         there = self.to.documents.versions()
@@ -579,15 +568,17 @@ class CopyRun(IngestRun):
 
     def _copied(self, document: StoredDocument, *, replaces: bool) -> PendingDocument | None:
         made = Document(document.id, "", document.metadata, document.title, document.source)
+        stored = self.source.chunks_of(document.id)
         try:
-            chunks = self.cuts.take(document, self.source.chunks_of(document.id))
-            for chunk in chunks:
-                self.to.names.check(chunk.token_ids, made.where)
+            rows = self.whole.encode([chunk.text for chunk in stored])
+            for ids in rows:
+                self.to.names.check(ids, made.where)
         except PromptError as error:  # too long for this model
             self._fail(made.where, error, "")
             return None
-        keys = [self.to.names.key(chunk.token_ids) for chunk in chunks]
-        return PendingDocument(made, document.file or "", document.content_hash, chunks, keys, replaces)
+        chunks = [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(stored, rows, strict=True)]
+        names, keys = tuple(chunk.id for chunk in stored), [self.to.names.key(ids) for ids in rows]
+        return PendingDocument(made, document.file or "", document.content_hash, chunks, keys, replaces, ids=names)
 
 
 def as_cut(chunk: Chunk, token_ids: list[int], metadata: Mapping[str, Any]) -> TextChunk:

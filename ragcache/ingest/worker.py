@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ragcache import plugins
 from ragcache.errors import IngestError, PromptError, ReaderError
@@ -30,6 +29,7 @@ from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT, POLL_S, Limit, limited
 from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.embedder import Vectors as Vectors
 from ragcache.runtime import work_alone
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
@@ -39,7 +39,6 @@ EMBED_TEXTS = 1024
 
 T = TypeVar("T")
 Source = SourceFile | Document
-Vectors = NDArray[np.float32]
 # Told of progress in the thread that computes: "encode" (tokens), "embed" (chunks), or "skip" (tokens that need no
 # encoding: they are stored already).
 Say = Callable[[str, int], None]

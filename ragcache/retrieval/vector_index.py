@@ -10,20 +10,17 @@ import struct
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import faiss as untyped_faiss
 import numpy as np
 import xxhash
 
 from ragcache.errors import ConfigError, DamagedIndexError, check_choice, check_least
 from ragcache.files import atomic_write, is_leftover, write_all
-from ragcache.retrieval.faiss_kinds import Flat, Hnsw, Ids, IdSet, IndexKind, IvfPq, Stored, Vectors
+from ragcache.retrieval.faiss_kinds import Flat, Hnsw, Ids, IdSet, IndexKind, IvfPq, Stored, Vectors, faiss
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import VectorBatch
-
-faiss: Any = untyped_faiss
 
 KINDS: dict[str, type[IndexKind]] = {"flat": Flat, "hnsw": Hnsw, "ivfpq": IvfPq}
 
