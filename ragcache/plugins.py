@@ -1,4 +1,5 @@
-"""What packages add through entry points: methods, codecs, remotes, indexes, commands, engines, workers, adapters.
+"""What packages add through entry points: methods, codecs, remotes, indexes, commands, engines, workers, adapters,
+compressors.
 
 A package registers an object under a name in one of the groups below; it is imported at its first use. The annexes that
 ship beside `ragcache` in the same wheel do the same, so nothing in here names one of them.
@@ -22,6 +23,7 @@ COMMANDS = "ragcache.commands"
 ENGINES = "ragcache.engines"
 WORKERS = "ragcache.workers"
 ADAPTERS = "ragcache.adapters"
+COMPRESSORS = "ragcache.compressors"
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ FRAMES = {
     "question to model": 5,  # on the model's thread, from here on; 3
     "question to placer": 10,  # 6
     "question to store": 8,  # a block of a question, on the caller's thread; the plan has 6
-    "ingestion to model": 13,  # 8
+    "ingestion to model": 11,  # 8
 }
 """The longest way of each kind today."""
 

@@ -220,7 +220,7 @@ def _passages(
 
     files = find_files(paths)
     failed += [Failure(str(error.path), error) for error in files.failed]
-    chunker = None if chunks is None else Chunker(kb.lm.tokenizer, **asdict(chunks.config()))
+    chunker = None if chunks is None else Chunker(kb.lm.tokenizer, chunks.config())
     reader = IsolatedReader(reading.config().reading)
     try:
         for record in (record for file in files.files for record in reader.read(file)):

@@ -10,7 +10,7 @@ the grid still covers the group and |X - X'| <= s_X / 2 holds for the stored s_X
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 _HALF_LIMIT = 2.0**15
 
 
-class Affine(NamedTuple):
-    """codes: uint8, the shape of the numbers. scales, zeros: float16 or float32, the grouped dimension by group."""
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor
-
-
 def group_size(length: int, largest: int) -> int:
     """Groups of like size, none larger than `largest`; the last one may be a little smaller."""
     return -(-length // num_groups(length, largest)) if length else 1
@@ -42,29 +34,27 @@ def num_groups(length: int, largest: int) -> int:
     return -(-length // largest)
 
 
-def _numpy_type(dtype: torch.dtype) -> Any:
-    return {torch.float16: np.float16, torch.float32: np.float32}[dtype]
-
-
 def parameter_dtype(numbers: Tensor) -> torch.dtype:
     """Dtype in which the zero points and scales of these numbers are stored."""
     largest = float(numbers.abs().max()) if numbers.numel() else 0.0
     return torch.float16 if largest <= _HALF_LIMIT else torch.float32
 
 
-def quantise(numbers: Tensor, dim: int, size: int, levels: int, dtype: torch.dtype) -> Affine:
-    """Quantise in groups of `size` neighbours along `dim`, to codes 0 to `levels`.
+def quantise(numbers: Tensor, dim: int, size: int, levels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes 0 to `levels` of groups of `size` neighbours along `dim`, uint8 in the shape of the numbers; their scales
+    and zero points, with the grouped dimension by group.
 
     numbers: float32 of any shape, finite; dim: counted from the front
     dtype:   of zero points and scales, see `parameter_dtype`
     """
     grouped = _grouped(numbers, dim, size)
     low, high = torch.aminmax(grouped, dim=dim + 1) if grouped.numel() else (grouped.sum(dim + 1),) * 2
-    zeros, scales = _parameters(low, high, levels, dtype)
+    zeros = _rounded(low.double(), dtype, -1)
+    scales = rounded_up((high.double() - zeros.double()) / levels, dtype)
     step = scales.float().unsqueeze(dim + 1)
     codes = (grouped - zeros.float().unsqueeze(dim + 1)).div_(torch.where(step > 0, step, 1)).round_()
     codes = codes.clamp_(0, levels).to(torch.uint8).flatten(dim, dim + 1).narrow(dim, 0, numbers.shape[dim])
-    return Affine(codes, scales, zeros)
+    return codes, scales, zeros
 
 
 def restore(out: Tensor, dim: int, size: int, scales: Tensor, zeros: Tensor) -> None:
@@ -96,23 +86,18 @@ def _grouped(numbers: Tensor, dim: int, size: int) -> Tensor:
     return torch.unflatten(numbers, dim, (numbers.shape[dim] // size, size))
 
 
-def _parameters(low: Tensor, high: Tensor, levels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Zero points rounded down and scales rounded up."""
-    below = low.double().numpy()
-    zeros = torch.from_numpy(_towards(below.astype(_numpy_type(dtype)), below, -1))
-    return zeros, rounded_up((high.double() - zeros.double()) / levels, dtype)
-
-
 def rounded_up(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """float64 numbers in float16 or float32, none of them smaller."""
+    return _rounded(numbers, dtype, 1)
+
+
+def _rounded(numbers: Tensor, dtype: torch.dtype, sign: int) -> Tensor:
+    """Rounded to `dtype`, or to the neighbour where that lies on the wrong side: none larger for sign -1, nor smaller
+    for 1."""
     exact = numbers.numpy()
-    return torch.from_numpy(_towards(exact.astype(_numpy_type(dtype)), exact, 1))
-
-
-def _towards(rounded: NDArray[Any], exact: NDArray[Any], sign: int) -> NDArray[Any]:
-    """`rounded`, or its neighbour where it lies on the wrong side: at most `exact` for sign -1, at least for 1."""
+    rounded: NDArray[Any] = exact.astype({torch.float16: np.float16, torch.float32: np.float32}[dtype])
     wrong = rounded * np.float64(sign) < exact * sign
-    return np.where(wrong, np.nextafter(rounded, rounded.dtype.type(sign * np.inf)), rounded)
+    return torch.from_numpy(np.where(wrong, np.nextafter(rounded, rounded.dtype.type(sign * np.inf)), rounded))
 
 
 # Codes of a few bits in bytes.

@@ -86,9 +86,10 @@ def write_container(
 def pack_container(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
     """The bytes of a container, in order. They alias the tensors."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    buffers = [_bytes_of(tensor) for _, tensor in ordered]
+    flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in ordered]
+    buffers = [memoryview(one.numpy()) for one in flat]  # type: ignore[arg-type]
     header = bytearray(_header(ordered, metadata))
-    header[_CHECKSUM] = _checksum(header, *buffers).encode()
+    header[_CHECKSUM] = _checksum(header, *buffers)
     return [memoryview(header), *buffers]
 
 
@@ -109,7 +110,7 @@ def unpack_container(where: str, data: mmap.mmap | bytearray) -> Container:
     """
     view = memoryview(data)
     whole = len(view) >= _CHECKSUM.stop and bytes(view[8 : _CHECKSUM.start]) == _PREFIX
-    if not whole or _checksum(view) != _ascii(view[_CHECKSUM]):
+    if not whole or _checksum(view) != bytes(view[_CHECKSUM]):
         raise DamagedBlockError(f"{where}: the bytes do not match their checksum; the block has to be computed again")
     return _parse(where, data)
 
@@ -145,16 +146,12 @@ def _map(path: Path) -> mmap.mmap:
         raise StoreError(f"{path}: cannot be mapped ({error.strerror})") from error
     finally:
         os.close(descriptor)
-    _populate(mapped)
-    return mapped
-
-
-def _populate(mapped: mmap.mmap) -> None:
     if hasattr(mapped, "madvise"):
         try:
             mapped.madvise(_MADV_POPULATE_READ)
         except OSError:  # an older kernel, or another system: pages come one by one
             mapped.madvise(mmap.MADV_WILLNEED)
+    return mapped
 
 
 def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> bytes:
@@ -173,7 +170,7 @@ def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> b
     return struct.pack("<Q", len(text)) + text
 
 
-def _checksum(head: bytearray | memoryview, *rest: memoryview) -> str:
+def _checksum(head: bytearray | memoryview, *rest: memoryview) -> bytes:
     """XXH3-128 of everything, the checksum's own digits taken as zeros."""
     view = memoryview(head)
     state = xxhash.xxh3_128()
@@ -182,17 +179,7 @@ def _checksum(head: bytearray | memoryview, *rest: memoryview) -> str:
     state.update(view[_CHECKSUM.stop :])
     for part in rest:
         state.update(part)
-    return str(state.hexdigest())
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-def _ascii(view: memoryview) -> str:
-    return bytes(view).decode("ascii", errors="replace")
+    return str(state.hexdigest()).encode()
 
 
 def _parse(where: str, data: mmap.mmap | bytearray) -> Container:

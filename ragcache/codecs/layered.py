@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from ragcache.codecs.base import Codec
@@ -30,8 +29,7 @@ _LARGEST_HALF = 65504.0
 _SPEC_BYTES = 5 * 8  # of `BlockSpec.to_tensors`
 
 
-@dataclass(frozen=True)
-class BlockSpec:
+class BlockSpec(NamedTuple):
     """Shape and dtype of the block that was encoded; in a file, the tensors `shape` (int64 [5]) and `like` (empty)."""
 
     num_layers: int
@@ -43,16 +41,15 @@ class BlockSpec:
 
     @classmethod
     def of(cls, block: KVBlock) -> BlockSpec:
-        layers, heads, tokens, width = block.key_shape
-        return cls(layers, heads, tokens, width, block.value_shape[3], block.dtype)
+        return cls._make((*block.key_shape, block.value_shape[3], block.dtype))
 
     def shape(self, part: Part) -> tuple[int, int, int, int]:
         width = self.key_dim if part == "keys" else self.value_dim
         return self.num_layers, self.num_kv_heads, self.num_tokens, width
 
     def to_tensors(self) -> dict[str, Tensor]:
-        sizes = [self.num_layers, self.num_kv_heads, self.num_tokens, self.key_dim, self.value_dim]
-        return {"shape": torch.tensor(sizes, dtype=torch.int64), "like": torch.empty(0, dtype=self.dtype)}
+        *sizes, dtype = self
+        return {"shape": torch.tensor(sizes, dtype=torch.int64), "like": torch.empty(0, dtype=dtype)}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> BlockSpec:
@@ -62,8 +59,7 @@ class BlockSpec:
             raise DamagedBlockError("an encoded block's shape is five numbers")
         if like is None or like.shape != (0,) or str(like.dtype) not in FLOATS:
             raise DamagedBlockError("an encoded block says which of float32, bfloat16 and float16 it was")
-        layers, heads, tokens, key_dim, value_dim = sizes.tolist()
-        return cls(layers, heads, tokens, key_dim, value_dim, like.dtype)
+        return cls._make((*sizes.tolist(), like.dtype))
 
 
 class PartShape(NamedTuple):
@@ -129,8 +125,8 @@ class LayerCodec(Codec):
         Raises UnencodableBlockError for NaN, infinities, numbers beyond 2^126 and dtypes that are no float.
         """
         if isinstance(block, EncodedBlock) and type(block.codec) is type(self):
-            return block.tensors
-        found = dict(BlockSpec.of(block).to_tensors())
+            return dict(block.tensors)
+        found = BlockSpec.of(block).to_tensors()
         for part, tensors in self.encode_parts({part: _encodable(part, block) for part in PARTS}).items():
             found |= {f"{part}.{name}": tensor for name, tensor in tensors.items()}
         return found
@@ -148,14 +144,14 @@ class LayerCodec(Codec):
 class EncodedBlock(KVBlock):
     """A KV block in its codec's tensors. `keys` and `values` decode all layers, `copy_keys` and the like one.
 
-    num_bytes counts the encoded bytes: they are what is held.
+    tensors: as a file holds them. num_bytes counts the encoded bytes: they are what is held.
 
     Raises DamagedBlockError when the tensors are not the codec's.
     """
 
     def __init__(self, codec: LayerCodec, tensors: Mapping[str, Tensor]) -> None:
-        self._codec = codec
-        self._tensors = dict(tensors)
+        self.codec = codec
+        self.tensors = dict(tensors)
         self._spec = BlockSpec.from_tensors(tensors)
         self._parts = {part: _of_part(part, tensors) for part in PARTS}
         object.__setattr__(self, "recipe", None)  # the block's field is frozen
@@ -165,16 +161,7 @@ class EncodedBlock(KVBlock):
             codec.check_part(part, self._parts[part], self._spec)
 
     def __repr__(self) -> str:
-        return f"EncodedBlock({self._codec.name}, keys {tuple(self.key_shape)}, {self.dtype}, {self.num_bytes} bytes)"
-
-    @property
-    def codec(self) -> LayerCodec:
-        return self._codec
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All encoded tensors, as a file holds them."""
-        return dict(self._tensors)
+        return f"EncodedBlock({self.codec.name}, keys {tuple(self.key_shape)}, {self.dtype}, {self.num_bytes} bytes)"
 
     def part(self, part: Part) -> Mapping[str, Tensor]:
         """The encoded tensors of keys or values, by the codec's names."""
@@ -203,7 +190,7 @@ class EncodedBlock(KVBlock):
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -222,14 +209,14 @@ class EncodedBlock(KVBlock):
         self._copy("values", layer, out)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
-        return EncodedBlock(self._codec, {name: change(tensor) for name, tensor in self._tensors.items()})
+        return EncodedBlock(self.codec, {name: change(tensor) for name, tensor in self.tensors.items()})
 
     def _copy(self, part: Part, layer: int, out: Tensor) -> None:
         if self.dtype == out.dtype == torch.float32:
-            self._codec.decode_part(part, self._parts[part], layer, out)
+            self.codec.decode_part(part, self._parts[part], layer, out)
             return
         exact = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        self._codec.decode_part(part, self._parts[part], layer, exact)
+        self.codec.decode_part(part, self._parts[part], layer, exact)
         if self.dtype == torch.float16:  # a grid may reach beyond the largest float16, though no number did
             exact.clamp_(-_LARGEST_HALF, _LARGEST_HALF)
         out.copy_(exact.to(self.dtype))  # the block's dtype first: `out` gets what the decoded block would give

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,7 +150,7 @@ def assemble(
         made = _here(store, config, card, plan)
     else:
         raise ConfigError(f"{card.name} was given without its weights, and no engine that has them")
-    cut = Chunker(card.tokenizer, **asdict(chosen.chunker))
+    cut = Chunker(card.tokenizer, chosen.chunker)
     return Components(
         store=store,
         config=config,

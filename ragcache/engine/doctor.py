@@ -126,9 +126,7 @@ def _check_index(store: Store, kind: str) -> str:
         return "sound"
     generation = store.documents.generation()
     index = VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored)
-    index.make_ready(store.documents.vector_ids())
-    for batch in store.documents.all_vectors():
-        index.add(batch.ids, batch.vectors)
+    index.follow(store.documents)
     index.generation = generation
     index.save(store.layout.index)
     return reason

@@ -309,7 +309,7 @@ class RagCache(Library, AsyncTwins):
 
     def estimate_kv(self, inputs: Inputs) -> KVEstimate:
         """Estimate the disk space for the KV of files, folders and Document objects, from a sample of their text."""
-        encoder, longest = self._parts.ingestor.encoder, self._parts.ingestor.chunker.settings["max_tokens"]
+        encoder, longest = self._parts.names.encoder, self._parts.ingestor.chunker.settings["max_tokens"]
         return estimate_kv(_listed(inputs), encoder.lm, self.config.codec, longest, encoder.recipe.share)
 
     def vectors(self, ids: Iterable[str]) -> NDArray[np.float32]:
@@ -438,7 +438,7 @@ class RagCache(Library, AsyncTwins):
             loader.close()
             figures = loader.rates.figures()
             if loader.chooses and figures.is_measured and not self.config.read_only:
-                figures.write(self.store.rates, machine_key(self._parts.ingestor.encoder.lm))
+                figures.write(self.store.rates, machine_key(self._parts.names.encoder.lm))
         super()._let_go()
 
 

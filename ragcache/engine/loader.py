@@ -364,7 +364,7 @@ class _Question:
         """Compute blocks, keep them, and learn how long it took: to the block as it would have been read. A codec's
         encoding belongs to that, writing to the disk does not."""
         chunks = [self.chunks[handle] for handle in batch]
-        made = self._encoder.encode_limited([one.token_ids for one in chunks], [one.neighbours for one in chunks])
+        made = self._encoder.encode([one.token_ids for one in chunks], [one.neighbours for one in chunks])
         computed = made[0].layer_keys(0)
         if computed.is_cuda:
             torch.cuda.synchronize(computed.device)  # a GPU has only been told so far

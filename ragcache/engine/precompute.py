@@ -167,7 +167,7 @@ class Precompute:
         for batch in plan_batches([missing[key].num_tokens for key in keys], self._encoder.batch_tokens):
             members = [missing[keys[rank]] for rank in batch]
             whole = self._encoder.with_neighbours(members)
-            made = self._encoder.encode_limited([one.token_ids for one in whole], [one.neighbours for one in whole])
+            made = self._encoder.encode([one.token_ids for one in whole], [one.neighbours for one in whole])
             for rank, chunk, block in zip(batch, members, made, strict=True):
                 self._blocks.put(keys[rank], self._kv.put(keys[rank], block, "nowhere"))
                 self._list.add(keys[rank], self._encoder.owner, chunk.token_ids)

@@ -240,7 +240,7 @@ class WholeStore:
         loaded = self._kv.get(handle)
         if loaded is not None:
             return PrefixKV(ExactBlock(loaded.block, lm.rope, lm.shape), load_s=time.perf_counter() - started)
-        (block,) = self._encoder.encode_limited([ids])
+        (block,) = self._encoder.encode([ids])
         encode_s = time.perf_counter() - started
         self._keep(handle, block, generation)
         return PrefixKV(ExactBlock(block, lm.rope, lm.shape), len(ids), encode_s)

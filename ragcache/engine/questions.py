@@ -58,12 +58,9 @@ class Questions:
         """ahead: begins to read what is likely to be among the hits."""
         check_type("question", question, (str, np.ndarray), "give its text, or its vector")
         self.drop_deleted()
-        retriever = self._parts.retriever
-        find: Callable[..., list[Hit]] = retriever.retrieve_by_vector
         if isinstance(question, str):
             check_text(question)
-            find = retriever.retrieve
-        return find(question, k, **options, foresee=None if ahead is None else ahead.begin)
+        return self._parts.retriever.retrieve(question, k, **options, foresee=None if ahead is None else ahead.begin)
 
     def ask(self, question: str, k: int, options: AskOptions) -> Iterator[Event]:
         check_type("question", question, str, "give its text")

@@ -72,7 +72,7 @@ class Library:
     ) -> list[str]:
         """Delete documents by id, and those that pass the filter: text, embeddings, index entries, KV bytes in every
         tier. Returns the ids found. Raises FilterError, StoreBusyError, StoreReadOnlyError."""
-        from ragcache.retrieval.deletion import delete_documents
+        from ragcache.retrieval.retriever import delete_documents
 
         self._check_open()
         wanted = [ids] if isinstance(ids, str) else list(ids)

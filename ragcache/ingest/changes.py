@@ -119,10 +119,8 @@ class DocumentChanges:
         ]
 
     def _is_same(self, document: Document, content_hash: str, stored: StoredVersion) -> bool:
-        if stored.content_hash == content_hash:
-            return True
-        return stored.file is None and stored.content_hash == document.earlier_content_hash(
-            self._settings, stored.source
+        return stored.content_hash == content_hash or (
+            stored.file is None and stored.content_hash == document.content_hash(self._settings, source=stored.source)
         )
 
     def _refuse_other_file(self, id: str, stored: StoredVersion, file: str) -> None:

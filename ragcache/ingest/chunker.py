@@ -13,18 +13,17 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tokenizers import Tokenizer
 
+from ragcache import plugins
 from ragcache.errors import ConfigError, ContextTooLongError, check_least, check_text
 from ragcache.ingest.text_blocks import MAX_TITLE, Block, split_blocks, split_sentences
 from ragcache.models.deadline import LIMIT
+from ragcache.plugins import Registry
 from ragcache.prompt import control_tokens, encode_text
-
-if TYPE_CHECKING:
-    from ragcache.ingest.compression import Compressor
-
 
 T = TypeVar("T")
 # A character can take four byte tokens, or more where the tokenizer rewrites it; and a newline follows.
@@ -39,6 +38,18 @@ LONG_TOKEN = 32
 MAX_BODY = 1 << 21
 # Pieces of a section that are packed together.
 MAX_UNITS = 200_000
+
+
+class Compressor(Protocol):
+    """Leaves words out of what the model reads of a chunk. identity: what its choice depends on."""
+
+    @property
+    def identity(self) -> str: ...
+    def compress(self, text: str) -> str: ...
+
+
+COMPRESSORS: Registry[Callable[[str, float], Compressor]] = Registry(plugins.COMPRESSORS)
+"""Called with the name of a model and the share of tokens that stay."""
 
 
 @dataclass(frozen=True)
@@ -91,25 +102,11 @@ class _Unit(NamedTuple):
 class Chunker:
     """Chunks for one tokenizer. Deterministic and thread-safe."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        max_tokens: int = 256,
-        min_tokens: int | None = None,
-        overlap: int = 0,
-        compressor: str | None = None,
-        keep: float = 0.5,
-    ) -> None:
-        """tokenizer: a transformers tokenizer. min_tokens: 32, or max_tokens / 4 where that is less.
-        Raises ConfigError."""
-        least = min(32, max(0, max_tokens) // 4) if min_tokens is None else min_tokens
-        self.config = ChunkerConfig(max_tokens, least, overlap, compressor, keep)
-        self._compressor: Compressor | None = None
-        if compressor is not None:  # most stores have none, and it brings the models' code along
-            from ragcache.ingest.compression import Compressor
-
-            self._compressor = Compressor(compressor, keep)
+    def __init__(self, tokenizer: Any, config: ChunkerConfig | None = None) -> None:
+        """tokenizer: a transformers tokenizer. Raises ConfigError."""
+        self.config = config or ChunkerConfig()
+        model, keep = self.config.compressor, self.config.keep
+        self._compressor = None if model is None else COMPRESSORS["llmlingua2"](model, keep)
         self._tokens = ChunkTokenizer(tokenizer)
 
     @property
@@ -271,12 +268,8 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\s*\S+|\s+\Z", text)
 
 
-def _lines(text: str) -> list[str]:
-    return text.splitlines(keepends=True)
-
-
 _PROSE_CUTS: list[Callable[[str], list[str]]] = [split_sentences, _words]
-_LINE_CUTS: list[Callable[[str], list[str]]] = [_lines, split_sentences, _words]
+_LINE_CUTS: list[Callable[[str], list[str]]] = [partial(str.splitlines, keepends=True), split_sentences, _words]
 
 
 def _sections(units: Iterable[_Unit]) -> Iterator[list[_Unit]]:
@@ -394,11 +387,11 @@ class ChunkTokenizer:
             rows = [encoding.ids for encoding in self._fast.encode_batch(list(texts), add_special_tokens=False)]
         else:
             rows = self._tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return [self._without_controls(text, list(row)) for text, row in zip(texts, rows, strict=True)]
-
-    def _without_controls(self, text: str, ids: list[int]) -> list[int]:
-        """Some control tokens are left: those that are not special, and those that the vocabulary itself spells."""
-        return ids if self._controls.isdisjoint(ids) else encode_text(self._tokenizer, text)
+        # Some control tokens are left: those that are not special, and those that the vocabulary itself spells.
+        return [
+            list(row) if self._controls.isdisjoint(row) else encode_text(self._tokenizer, text)
+            for text, row in zip(texts, rows, strict=True)
+        ]
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """Number of ids of each text."""

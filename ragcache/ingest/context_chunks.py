@@ -23,7 +23,7 @@ from ragcache.errors import StoreBusyError, StoreFullError, StoreReadOnlyError
 from ragcache.models.deadline import LIMIT
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
-from ragcache.store.neighbours import DOCUMENT, SIMILARITY, KnownNeighbours, Near, NeighbourChoice, NeighbourTable
+from ragcache.store.neighbours import DOCUMENT, SIMILARITY, Near, NeighbourChoice, NeighbourTable
 from ragcache.store.records import Chunk, VectorBatch
 
 log = logging.getLogger(__name__)
@@ -127,10 +127,12 @@ class Similar(Neighbourhood):
     """
 
     def _outdated(self, new: VectorBatch) -> list[int]:
-        known, found = self._table.known(), list[int]()
+        known, found, number = self._table.known(), list[int](), self.choice.number
         for batch in self._documents.all_vectors(batch_size=BATCH):
             LIMIT.get().check()
-            lowest = np.array([self._lowest(known.get(id)) for id in batch.ids.tolist()])
+            recorded = [known.get(id) for id in batch.ids.tolist()]
+            # The score that a new chunk has to reach to become a neighbour.
+            lowest = np.array([-np.inf if one is None or one.number != number else one.lowest for one in recorded])
             outdated = np.isneginf(lowest)
             full = np.flatnonzero(~outdated)
             for start in range(0, len(new.ids) if len(full) else 0, BATCH):
@@ -138,10 +140,6 @@ class Similar(Neighbourhood):
                 outdated[full] |= nearest >= lowest[full] - ROUNDING
             found += batch.ids[outdated].tolist()
         return found
-
-    def _lowest(self, known: KnownNeighbours | None) -> float:
-        """The score that a new chunk has to reach to become a neighbour of one with these."""
-        return known.lowest if known is not None and known.number == self.choice.number else -np.inf
 
     def _find(self, vector_id: int) -> list[Near]:
         index = self._retriever.index

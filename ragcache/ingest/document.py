@@ -42,28 +42,17 @@ class Document:
         if not isinstance(self.text, str) or not self.text.strip():
             raise ReaderError(self.where, "there is no text in it")
         for name, value in (("id", self.id), ("title", self.title), ("source", self.source), ("text", self.text)):
-            self._check_text(name, value)
+            if not isinstance(value, str):
+                raise ReaderError(self.where, f"its {name} is {type(value).__name__}, not a string")
+            if problem := text_problem(value):
+                raise ReaderError(self.where, f"its {name} holds {problem}: it is binary, or in another encoding")
         check_metadata(self.where, dict(self.metadata) if isinstance(self.metadata, Mapping) else self.metadata)
 
-    def content_hash(self, settings: Mapping[str, Any]) -> str:
+    def content_hash(self, settings: Mapping[str, Any], **more: str) -> str:
         """SHA-256 of all that its stored chunks depend on; `settings` are those of the chunker. Its id and source are
-        not among them: a file that moves keeps it."""
-        return digest(self._content(settings))
-
-    def earlier_content_hash(self, settings: Mapping[str, Any], source: str) -> str:
-        """The content hash of stores before schema version 3, which took in the source."""
-        return digest({**self._content(settings), "source": source})
-
-    def _content(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "text": self.text, "metadata": dict(self.metadata), "title": self.title, "settings": dict(settings)
-        }  # fmt: skip
-
-    def _check_text(self, name: str, value: str) -> None:
-        if not isinstance(value, str):
-            raise ReaderError(self.where, f"its {name} is {type(value).__name__}, not a string")
-        if problem := text_problem(value):
-            raise ReaderError(self.where, f"its {name} holds {problem}: it is binary, or in another encoding")
+        not among them: a file that moves keeps it. more: the source, which stores before schema version 3 took in"""
+        content = {"text": self.text, "metadata": dict(self.metadata), "title": self.title, "settings": dict(settings)}
+        return digest(content | more)
 
 
 def headed(title: str, text: str) -> str:

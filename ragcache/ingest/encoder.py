@@ -148,51 +148,39 @@ class ModelEncoder(BlockKeys):
     def encode(
         self,
         chunks: Sequence[Sequence[int]],
-        wanted: Callable[[], bool] | None = None,
         neighbours: Sequence[Neighbours] | None = None,
     ) -> list[KVBlock]:
         """One block a chunk, in order; the chunks run together as one batch.
 
-        wanted: asked now and then; once it says no, AbandonedSignal is raised and nothing is returned
         neighbours: by chunk, the ids that it is read behind; None: nothing
+
+        Raises what the caller's limit raises (`limits.limited`), amid the batch too.
         """
+        limit = LIMIT.get()
+        limit.check()
         behind = [()] * len(chunks) if neighbours is None else neighbours
         rows = [[*self.recipe.before(near), *self.recipe.marked(one)] for one, near in zip(chunks, behind, strict=True)]
         longest = max(map(len, rows), default=1)
-        with self._read_prefix(self.prefix_ids) if self.prefix_ids else nullcontext() as prefix:
-            started = time.perf_counter()
-            blocks = self.lm.encode(
-                chunks,
-                self.recipe,
-                self.prefix_ids,
-                prefix=prefix,
-                batch_tokens=longest * len(chunks) + len(chunks) + 1,
-                wanted=wanted,
-                neighbours=behind,
-            )
-        if (
-            self.on_encoded is not None and chunks and self.recipe.keeps_all
-        ):  # else chunks were read twice, or with more tokens
-            self.lm.finish()
-            self.on_encoded(longest, time.perf_counter() - started, len(chunks))
-        return blocks
-
-    def encode_limited(
-        self, chunks: Sequence[Sequence[int]], neighbours: Sequence[Neighbours] | None = None
-    ) -> list[KVBlock]:
-        """`encode` within the caller's limit (`limits.limited`). Raises what the limit raises, amid the batch too."""
-        limit = LIMIT.get()
-        limit.check()
         try:
-            return self.encode(chunks, limit.allows, neighbours)
+            with self._read_prefix(self.prefix_ids) if self.prefix_ids else nullcontext() as prefix:
+                started = time.perf_counter()
+                blocks = self.lm.encode(
+                    chunks,
+                    self.recipe,
+                    self.prefix_ids,
+                    prefix=prefix,
+                    batch_tokens=longest * len(chunks) + len(chunks) + 1,
+                    wanted=limit.allows,
+                    neighbours=behind,
+                )
         except AbandonedSignal:
             limit.check()
             raise
-
-    def encode_first(self) -> KVBlock:
-        """The block of the prompts' beginning."""
-        (block,) = self.lm.encode([self.first_ids])
-        return block
+        # Where the recipe leaves KV out, chunks were read twice, or with more tokens.
+        if self.on_encoded is not None and chunks and self.recipe.keeps_all:
+            self.lm.finish()
+            self.on_encoded(longest, time.perf_counter() - started, len(chunks))
+        return blocks
 
     def _read_once(self, prefix_ids: Sequence[int]) -> AbstractContextManager[Exact]:
         with self._lock:

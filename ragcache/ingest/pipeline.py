@@ -33,7 +33,7 @@ from ragcache.errors import (
 from ragcache.ingest.changes import DocumentChanges, sync_roots
 from ragcache.ingest.chunker import Chunker, PassthroughSplitter, TextChunk
 from ragcache.ingest.document import Document, ReadLimits
-from ragcache.ingest.encoder import BlockKeys, ModelEncoder
+from ragcache.ingest.encoder import BlockKeys
 from ragcache.ingest.readers import SourceFile, find_files
 from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, ProgressEvent
 from ragcache.ingest.sandbox import IsolatedReader
@@ -50,8 +50,7 @@ from ragcache.ingest.worker import (
     calibrate,
 )
 from ragcache.models.deadline import LIMIT, Limit, limited
-from ragcache.retrieval.deletion import delete_documents
-from ragcache.retrieval.retriever import Retriever
+from ragcache.retrieval.retriever import Retriever, delete_documents
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore, collect_garbage
@@ -75,33 +74,21 @@ class IngestConfig:
     reading: ReadLimits = field(default_factory=ReadLimits)
 
 
+@dataclass
 class Ingestor:
     """Changes the documents of one store. One ingestion at a time, in this process and all others: the store's writer
     lock holds that."""
 
-    def __init__(
-        self,
-        layout: StoreLayout,
-        documents: DocumentStore,
-        kv: KVStore,
-        retriever: Retriever,
-        chunker: Chunker,
-        names: BlockKeys,
-        config: IngestConfig | None = None,
-    ) -> None:
-        self.layout = layout
-        self.documents = documents
-        self.kv = kv
-        self.retriever = retriever
-        self.chunker = chunker
-        self.names = names
-        self.config = config or IngestConfig()
-        self.reader = IsolatedReader(self.config.reading)
+    layout: StoreLayout
+    documents: DocumentStore
+    kv: KVStore
+    retriever: Retriever
+    chunker: Chunker
+    names: BlockKeys
+    config: IngestConfig = field(default_factory=IngestConfig)
 
-    @property
-    def encoder(self) -> ModelEncoder:
-        """Raises ConfigError where the model runs in another engine, which computes no blocks."""
-        return self.names.encoder
+    def __post_init__(self) -> None:
+        self.reader = IsolatedReader(self.config.reading)
 
     def close(self) -> None:
         """End the process that reads files; a later ingestion starts another one."""
@@ -147,7 +134,7 @@ class Ingestor:
         if hot_after < 1:
             raise ConfigError(f"hot_after is {hot_after}; a passage is hot after 1 retrieval or more")
         if kv != "lazy":
-            _ = self.encoder
+            _ = self.names.encoder
         if cluster is not None and kv == "eager" and self.kv.lacks_basis:
             raise BasisError(
                 "the store's codec has no basis yet, which no cluster makes; ingest some documents without one first"
@@ -163,16 +150,8 @@ class Ingestor:
             closing(self._bench(chunker or self.chunker)) as bench,
             nullcontext(partial(LocalWorkers, bench)) if cluster is None else cluster.work(bench) as work,
         ):
-            run = IngestRun(
-                self,
-                bench,
-                work,
-                eager=kv == "eager",
-                uses=hot_after if kv == "hot" else 0,
-                sync=sync,
-                dry_run=dry_run,
-                progress=progress,
-            )
+            uses = hot_after if kv == "hot" else 0
+            run = IngestRun(self, bench, work, kv == "eager", progress, uses=uses, sync=sync, dry_run=dry_run)
             return run(inputs)
 
     def copy(
@@ -191,24 +170,14 @@ class Ingestor:
         """
         check_choice("kv", kv, ("eager", "lazy"))
         if kv == "eager":
-            _ = self.encoder
-        cuts = StoredSplits(self.names.card.tokenizer, self.names.card.max_positions)
-        with self.layout.writer(timeout_s), closing(self._bench(cuts)) as bench:
-            run = CopyRun(
-                source, self, bench, partial(LocalWorkers, bench), cuts, eager=kv == "eager", progress=progress
-            )
-            return run([])
+            _ = self.names.encoder
+        whole = PassthroughSplitter(self.names.card.tokenizer, self.names.card.max_positions)
+        with self.layout.writer(timeout_s), closing(self._bench(whole)) as bench:
+            work = partial(LocalWorkers, bench)
+            return CopyRun(self, bench, work, kv == "eager", progress, source=source, whole=whole)([])
 
     def _bench(self, chunker: Chunker | PassthroughSplitter) -> Worker:
-        return Worker(
-            self.config.reading,
-            self.reader,
-            chunker,
-            self.retriever.embedder,
-            self.names,
-            self.kv,
-            self.config.batch_tokens,
-        )
+        return Worker(self.reader, chunker, self.retriever.embedder, self.names, self.kv, self.config.batch_tokens)
 
     def delete(self, ids: Iterable[str], *, timeout_s: float = 30.0) -> list[str]:
         """Delete documents; see `delete_documents`."""
@@ -232,6 +201,7 @@ class PendingDocument:
 
     file: id of the file that it is from, or ""
     stored: the chunks are in the store already; only KV blocks are missing.
+    ids: of the chunks; (): as the chunker names them
     """
 
     document: Document
@@ -241,43 +211,39 @@ class PendingDocument:
     keys: list[str]
     replaces: bool
     stored: tuple[Chunk, ...] = ()
+    ids: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
+@dataclass
 class IngestRun:
-    """One call of `Ingestor.ingest`."""
+    """One call of `Ingestor.ingest`.
 
-    def __init__(
-        self,
-        ingestor: Ingestor,
-        bench: Worker,
-        work: Callable[[IngestReport, Say], Work],
-        *,
-        eager: bool,
-        uses: int = 0,
-        sync: bool = False,
-        dry_run: bool = False,
-        progress: Progress | None,
-    ) -> None:
-        """bench: for what is needed of single documents
-        work: reads and computes, given the report to fill and what to tell of progress
-        uses: times that a chunk without KV is to be retrieved before its KV is kept
-        """
-        self.to = ingestor
-        self.bench = bench
-        self.chunker = bench.chunker
+    bench: for what is needed of single documents
+    work:  reads and computes, given the report to fill and what to tell of progress
+    uses:  times that a chunk without KV is to be retrieved before its KV is kept
+    """
+
+    to: Ingestor
+    bench: Worker
+    work: Callable[[IngestReport, Say], Work]
+    eager: bool
+    progress: Progress | None
+    uses: int = 0
+    sync: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        self.chunker = self.bench.chunker
         # What chunks are read behind is known when all documents are stored: `_encode_behind_neighbours`.
-        self.eager = eager and ingestor.names.neighbourhood is None
-        self._eager_then = eager and not self.eager
-        self.uses = uses
-        self.progress: Progress = progress or (lambda _event: None)
-        self.sync = sync
-        self.report = IngestReport(dry_run=dry_run)
-        self._work = work(self.report, self._say)
-        self._known = DocumentChanges(ingestor.documents.versions(), bench.chunker.settings)
+        self._eager_then = self.eager and self.to.names.neighbourhood is not None
+        self.eager = self.eager and not self._eager_then
+        self.report = IngestReport(dry_run=self.dry_run)
+        self._work = self.work(self.report, self._say)
+        self._known = DocumentChanges(self.to.documents.versions(), self.chunker.settings)
         self._seen: set[str] = set()
         self._roots: list[str] = []
         self._files: dict[str, bool] = {}  # whether it was read without a failure, by id
@@ -318,7 +284,9 @@ class IngestRun:
         window: list[PendingDocument] = []
         for prepared in self._prepared(inputs):
             window.append(prepared)
-            self._expect(prepared)
+            self._total["embed"] += 0 if prepared.stored else len(prepared.chunks)
+            self._total["encode"] += prepared.num_tokens if self.eager else 0
+            self._total["commit"] += 1
             if sum(one.num_tokens for one in window) >= self.to.config.window_tokens:
                 yield window
                 window = []
@@ -340,11 +308,11 @@ class IngestRun:
         read = self._work.read(sources, self._known.content_hashes)
         for done, (source, records) in enumerate(zip(sources, read, strict=True)):
             name = source.where if isinstance(source, Document) else source.source or str(source.path)
-            self.progress(ProgressEvent("read", done, len(sources), name))
+            self._tell(ProgressEvent("read", done, len(sources), name))
             file = "" if isinstance(source, Document) or source.source else source.id
             for record in records:
                 yield record, file
-        self.progress(ProgressEvent("read", len(sources), len(sources)))
+        self._tell(ProgressEvent("read", len(sources), len(sources)))
 
     def _sources(self, inputs: Sequence[Input]) -> Iterator[Source]:
         """A file that is named twice, by its folder and by itself say, is read once."""
@@ -437,7 +405,7 @@ class IngestRun:
     def _calibrate(self, wanted: Mapping[str, list[int]]) -> None:
         if wanted and self.to.kv.lacks_basis:
             with self.report.seconds.timed("encode_s"):
-                calibrate(self.to.documents, self.to.kv, self.to.encoder, list(wanted.values()))
+                calibrate(self.to.documents, self.to.kv, self.to.names.encoder, list(wanted.values()))
 
     def _encode_behind_neighbours(self) -> None:
         """Discard KV that was read behind others than are nearest now. Where KV is computed at once, compute what is
@@ -472,7 +440,8 @@ class IngestRun:
         if key is None:
             return
         if not self.to.kv.lookup([key], "flushed"):
-            self.to.kv.put(key, self.to.encoder.encode_first(), "flushed")
+            encoder = self.to.names.encoder
+            self.to.kv.put(key, encoder.lm.encode([encoder.first_ids])[0], "flushed")
         self.to.documents.hold(key)
 
     def _commit_window(self, window: list[PendingDocument], vectors: Vectors) -> None:
@@ -491,14 +460,15 @@ class IngestRun:
 
     def _commit(self, one: PendingDocument, vectors: Vectors) -> None:
         document = one.document
+        ids = one.ids or [self.chunker.chunk_id(document.id, ordinal) for ordinal in range(len(one.chunks))]
         chunks = [
             NewChunk(
-                self.chunker.chunk_id(document.id, ordinal), chunk.text, chunk.token_ids, vector,
+                id, chunk.text, chunk.token_ids, vector,
                 handle=key if self.eager or self.to.kv.lookup([key], "flushed") else None,
                 uses_left=self.uses,
                 metadata={"headings": list(chunk.headings)} if chunk.headings else {},
             )
-            for ordinal, (chunk, key, vector) in enumerate(zip(one.chunks, one.keys, vectors, strict=True))
+            for id, chunk, key, vector in zip(ids, one.chunks, one.keys, vectors, strict=True)
         ]  # fmt: skip
         new = NewDocument(
             document.id, document.where, one.content_hash, dict(document.metadata), document.title, one.file
@@ -506,19 +476,19 @@ class IngestRun:
         with self.report.seconds.timed("commit_s"):
             before = self.to.documents.chunks_of(document.id) if one.replaces else []
             try:
-                ids = self.to.documents.replace_document(new, chunks)
+                added = self.to.documents.replace_document(new, chunks)
             except IngestError as error:
                 self._fail(document.where, error, one.file)
                 return
-            self.to.retriever.apply(ids, vectors, [chunk.vector_id for chunk in before])
+            self.to.retriever.apply(added, vectors, [chunk.vector_id for chunk in before])
         self._tell_stored(one)
-        self._advance("commit", 1, document.id)
+        self._say("commit", 1, document.id)
 
     def _commit_handles(self, one: PendingDocument) -> None:
         with self.report.seconds.timed("commit_s"):
             self.to.documents.set_handles({chunk.id: key for chunk, key in zip(one.stored, one.keys, strict=True)})
         self._tell_unchanged(one.document.id)
-        self._advance("commit", 1, one.document.id)
+        self._say("commit", 1, one.document.id)
 
     def _remove_vanished(self) -> None:
         # A folder that vanished since it was named is not one whose files were deleted.
@@ -561,64 +531,34 @@ class IngestRun:
         if file:
             self._files[file] = False
 
-    def _expect(self, one: PendingDocument) -> None:
-        self._total["embed"] += 0 if one.stored else len(one.chunks)
-        self._total["encode"] += one.num_tokens if self.eager else 0
-        self._total["commit"] += 1
-
-    def _say(self, stage: str, step: int) -> None:
-        """Progress of the workbench."""
+    def _say(self, stage: str, step: int, item: str = "") -> None:
         if stage == "skip":
             self._total["encode"] -= step
         else:
-            self._advance(stage, step)
+            self._done[stage] += step
+            self._tell(ProgressEvent(stage, self._done[stage], self._total[stage], item))
 
-    def _advance(self, stage: str, step: int, item: str = "") -> None:
-        self._done[stage] += step
-        self.progress(ProgressEvent(stage, self._done[stage], self._total[stage], item))
+    def _tell(self, event: ProgressEvent) -> None:
+        if self.progress is not None:
+            self.progress(event)
 
 
 # Copy the documents of another store, which may be of another model.
 
 
-class StoredSplits(PassthroughSplitter):
-    """Stands in for a Chunker where a store has cut the documents already: its passages, under their ids."""
-
-    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
-        super().__init__(tokenizer, max_tokens)
-        self._ids: dict[str, list[str]] = {}
-
-    def take(self, document: StoredDocument, chunks: Sequence[Chunk]) -> list[TextChunk]:
-        """The document's chunks with this tokenizer's ids."""
-        self._ids[document.id] = [chunk.id for chunk in chunks]
-        rows = self.encode([chunk.text for chunk in chunks])
-        return [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(chunks, rows, strict=True)]
-
-    def chunk_id(self, document_id: str, ordinal: int) -> str:
-        return self._ids[document_id][ordinal]
-
-
+@dataclass(kw_only=True)
 class CopyRun(IngestRun):
-    """One call of `Ingestor.copy`. What is there already, under the same version, is left alone."""
+    """One call of `Ingestor.copy`. What is there already, under the same version, is left alone.
 
-    def __init__(
-        self,
-        source: DocumentStore,
-        ingestor: Ingestor,
-        bench: Worker,
-        work: Callable[[IngestReport, Say], Work],
-        cuts: StoredSplits,
-        *,
-        eager: bool,
-        progress: Progress | None,
-    ) -> None:
-        super().__init__(ingestor, bench, work, eager=eager, progress=progress)
-        self._source = source
-        self._cuts = cuts
+    whole: gives the source's passages the ids of this model's tokenizer
+    """
+
+    source: DocumentStore
+    whole: PassthroughSplitter
 
     def _prepared(self, inputs: Sequence[Input]) -> Iterator[PendingDocument]:
         there = self.to.documents.versions()
-        for document in self._source.documents():
+        for document in self.source.documents():
             LIMIT.get().check()
             version = StoredVersion(document.content_hash, document.source, document.file or "")
             if there.get(document.id) == version:
@@ -628,15 +568,17 @@ class CopyRun(IngestRun):
 
     def _copied(self, document: StoredDocument, *, replaces: bool) -> PendingDocument | None:
         made = Document(document.id, "", document.metadata, document.title, document.source)
+        stored = self.source.chunks_of(document.id)
         try:
-            chunks = self._cuts.take(document, self._source.chunks_of(document.id))
-            for chunk in chunks:
-                self.to.names.check(chunk.token_ids, made.where)
+            rows = self.whole.encode([chunk.text for chunk in stored])
+            for ids in rows:
+                self.to.names.check(ids, made.where)
         except PromptError as error:  # too long for this model
             self._fail(made.where, error, "")
             return None
-        keys = [self.to.names.key(chunk.token_ids) for chunk in chunks]
-        return PendingDocument(made, document.file or "", document.content_hash, chunks, keys, replaces)
+        chunks = [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(stored, rows, strict=True)]
+        names, keys = tuple(chunk.id for chunk in stored), [self.to.names.key(ids) for ids in rows]
+        return PendingDocument(made, document.file or "", document.content_hash, chunks, keys, replaces, ids=names)
 
 
 def as_cut(chunk: Chunk, token_ids: list[int], metadata: Mapping[str, Any]) -> TextChunk:

@@ -55,28 +55,29 @@ class IsolatedReader:
         request: dict[str, Any] = {"file": {**file._asdict(), "path": str(file.path)}, "folder": None}
         if not file.path.is_absolute():
             request["folder"] = os.getcwd()  # the process may have started elsewhere
-        while "end" not in (answer := self._ask(request, file)):
+        name = file.source or os.fspath(file.path)
+        while True:
+            try:
+                answer = self._answer(request, name)
+            except ReaderError as error:  # the process is gone: nothing more comes of this file
+                yield error
+                return
+            if "end" in answer:
+                return
             if "document" in answer:
                 yield Document(**answer["document"])
             else:
                 kind = ReaderLimitError if "limit" in answer else ReaderError
                 yield kind(*next(iter(answer.values())))
-            if "over" in answer:
-                return
             request = {"next": True}
 
-    def _ask(self, request: Mapping[str, Any], file: SourceFile) -> dict[str, Any]:
-        """The process's answer; where it gives none, the error that says why and an end ("over")."""
+    def _answer(self, request: Mapping[str, Any], name: str) -> dict[str, Any]:
         try:
             if self._process is None:
                 self._process = _Process(self.limits)
-                self._process.answer(START_S)
+                self._process.answer(START_S, name)
             self._process.send(request)
-            return self._process.answer(self.limits.seconds)
-        except _NoAnswerError as failure:
-            self.close()
-            error = _meaning(failure, file, self.limits)
-            return {"limit" if isinstance(error, ReaderLimitError) else "error": [error.path, error.reason], "over": 1}
+            return self._process.answer(self.limits.seconds, name)
         except BaseException:  # an answer may still come: it would be taken for that to the next question
             self.close()
             raise
@@ -88,18 +89,11 @@ class IsolatedReader:
             self._process = None
 
 
-class _NoAnswerError(Exception):
-    """status: how the process ended; None: it took too long"""
-
-    def __init__(self, status: int | None) -> None:
-        super().__init__(status)
-        self.status = status
-
-
 class _Process:
     """One worker: a line to it, a line from it."""
 
     def __init__(self, limits: ReadLimits) -> None:
+        self._limits = limits
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-c", _CODE],
             stdin=subprocess.PIPE,
@@ -117,8 +111,8 @@ class _Process:
                 self._popen.stdin.write(json.dumps(message).encode() + b"\n")
                 self._popen.stdin.flush()
 
-    def answer(self, seconds: float) -> dict[str, Any]:
-        """Raises _NoAnswerError; CancelledError and TimedOutError as LIMIT says."""
+    def answer(self, seconds: float, name: str) -> dict[str, Any]:
+        """Raises ReaderError, by this name, where none comes; CancelledError and TimedOutError as LIMIT says."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -126,12 +120,21 @@ class _Process:
             except Empty:
                 LIMIT.get().check()
                 if time.monotonic() > deadline:
-                    raise _NoAnswerError(None) from None
+                    raise self._limits.too_slow(name) from None
                 continue
             if not line:
-                raise _NoAnswerError(self._popen.wait())
+                raise self._ended(name)
             answer: dict[str, Any] = json.loads(line)
             return answer
+
+    def _ended(self, name: str) -> ReaderError:
+        status = self._popen.wait()
+        if status == -getattr(signal, "SIGALRM", 0):
+            return self._limits.too_slow(name)
+        if status == OVER_MEMORY:
+            return self._limits.too_large(name)
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        return ReaderError(name, f"the process that read it ended ({how}); the file is damaged or hostile")
 
 
 def _pump(stream: IO[bytes], lines: SimpleQueue[bytes]) -> None:
@@ -147,14 +150,3 @@ def _end(popen: subprocess.Popen[bytes]) -> None:
     if popen.stdin is not None:
         with contextlib.suppress(OSError):
             popen.stdin.close()
-
-
-def _meaning(failure: _NoAnswerError, file: SourceFile, limits: ReadLimits) -> ReaderError:
-    name = file.source or os.fspath(file.path)
-    alarm = -getattr(signal, "SIGALRM", 0)
-    if failure.status is None or (alarm and failure.status == alarm):
-        return limits.too_slow(name)
-    if failure.status == OVER_MEMORY:
-        return limits.too_large(name)
-    how = f"signal {-failure.status}" if failure.status < 0 else f"exit status {failure.status}"
-    return ReaderError(name, f"the process that read it ended ({how}); the file is damaged or hostile")

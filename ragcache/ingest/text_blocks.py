@@ -105,6 +105,7 @@ ABBREVIATIONS = frozenset(
 # Possessive, and only from the first mark of a run: linear on a million full stops.
 _LATIN_END = re.compile(r"(?<![.!?…])[.!?…]++[\"'”’»)\]]*+(?=\s)")
 _CJK_END = re.compile(r"[。！？]++[」』”’）]*+")
+_SPACE = re.compile(r"\s*+")
 _LAST_WORD = re.compile(r"[^\s(\[\"'“‘«]*\Z")
 
 
@@ -146,6 +147,4 @@ def _starts_line(text: str, position: int) -> bool:
 
 
 def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
+    return _SPACE.match(text, position).end()  # type: ignore[union-attr]

@@ -9,16 +9,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ragcache import plugins
 from ragcache.errors import IngestError, PromptError, ReaderError
 from ragcache.ingest.chunker import Chunker, PassthroughSplitter, TextChunk
-from ragcache.ingest.document import Document, ReadLimits
+from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import BlockKeys, ModelEncoder
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, IngestSeconds
@@ -29,6 +29,7 @@ from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT, POLL_S, Limit, limited
 from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.embedder import Vectors as Vectors
 from ragcache.runtime import work_alone
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
@@ -38,7 +39,6 @@ EMBED_TEXTS = 1024
 
 T = TypeVar("T")
 Source = SourceFile | Document
-Vectors = NDArray[np.float32]
 # Told of progress in the thread that computes: "encode" (tokens), "embed" (chunks), or "skip" (tokens that need no
 # encoding: they are stored already).
 Say = Callable[[str, int], None]
@@ -120,27 +120,21 @@ class WorkersConfig(Protocol):
 WORKERS: Registry[type[WorkersConfig]] = Registry(plugins.WORKERS)
 
 
+@dataclass
 class Worker:
-    """Reader, chunker, embedder, encoder and KV store of an ingestion. One reading and one computing call at a time."""
+    """Reader, chunker, embedder, encoder and KV store of an ingestion. One reading and one computing call at a time.
 
-    def __init__(
-        self,
-        limits: ReadLimits,
-        reader: IsolatedReader,
-        chunker: Chunker | PassthroughSplitter,
-        embedder: Embedder,
-        names: BlockKeys,
-        kv: KVStore,
-        batch_tokens: int | None,
-    ) -> None:
-        """batch_tokens: padded tokens that the model reads at once; None: what suits its device"""
-        self.limits = limits
-        self.reader = reader
-        self.chunker = chunker
-        self.embedder = embedder
-        self.names = names
-        self.kv = kv
-        self.batch_tokens = batch_tokens
+    batch_tokens: padded tokens that the model reads at once; None: what suits its device
+    """
+
+    reader: IsolatedReader
+    chunker: Chunker | PassthroughSplitter
+    embedder: Embedder
+    names: BlockKeys
+    kv: KVStore
+    batch_tokens: int | None
+
+    def __post_init__(self) -> None:
         self._over = threading.Event()
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="ragcache-embed")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="ragcache-write", initializer=work_alone)
@@ -164,14 +158,14 @@ class Worker:
 
     def check(self, document: Document) -> None:
         """Raises IngestError for a document that no store takes."""
-        self.limits.check_text(document.text, document.where)
+        self.reader.limits.check_text(document.text, document.where)
         document.check()
 
     def cut(self, document: Document, seconds: IngestSeconds) -> ChunkedDocument:
         """Raises IngestError, PromptError."""
         with seconds.timed("chunk_s"):
             chunks = self.chunker.split(document.text)
-        self.limits.check_chunks(len(chunks), document.where)
+        self.reader.limits.check_chunks(len(chunks), document.where)
         for chunk in chunks:
             self.names.check(chunk.token_ids, document.where)
         return ChunkedDocument(chunks, [self.names.key(chunk.token_ids) for chunk in chunks])
@@ -180,7 +174,9 @@ class Worker:
         """Embed the texts, and encode the blocks that are not stored; these are flushed on return."""
         embedding = self._embedding.submit(self._embed, job.texts, report.seconds)
         self._encode_missing(job, report, say)
-        vectors = _result(embedding)
+        while not wait([embedding], POLL_S).done:
+            LIMIT.get().check()
+        vectors = embedding.result()
         say("embed", len(vectors))
         return vectors
 
@@ -206,7 +202,9 @@ class Worker:
         read = [len(wanted[key]) + sum(map(len, behind[key])) for key in missing]
         for batch in plan_batches(read, together):
             keys = [missing[rank] for rank in batch]
-            blocks = self._encode([wanted[key] for key in keys], [behind[key] for key in keys], report.seconds)
+            with report.seconds.timed("encode_s"):
+                given, near = [wanted[key] for key in keys], [behind[key] for key in keys]
+                blocks = self.names.encoder.encode(given, near)
             _wait(writes)  # of the batch before: at most two batches are in memory
             writes = [
                 self._writing.submit(self._write, key, block, report) for key, block in zip(keys, blocks, strict=True)
@@ -214,10 +212,6 @@ class Worker:
             report.computed_tokens += sum(read[rank] for rank in batch)
             say("encode", sum(len(wanted[key]) for key in keys))
         _wait(writes)
-
-    def _encode(self, chunks: list[list[int]], neighbours: list[Neighbours], seconds: IngestSeconds) -> list[KVBlock]:
-        with seconds.timed("encode_s"):
-            return self.names.encoder.encode_limited(chunks, neighbours)
 
     def _write(self, key: str, block: KVBlock, report: IngestReport) -> None:
         with report.seconds.timed("write_s"):
@@ -242,13 +236,6 @@ class LocalWorkers:
             yield what, self._bench.compute(job, self._report, self._say)
 
 
-def _result(embedding: Future[Vectors]) -> Vectors:
-    """Wait for the embedding's vectors. Raises CancelledError and TimedOutError while it goes on."""
-    while not wait([embedding], POLL_S).done:
-        LIMIT.get().check()
-    return embedding.result()
-
-
 def _wait(writes: Sequence[Future[None]]) -> None:
     for write in writes:
         write.result()
@@ -269,18 +256,9 @@ def calibrate(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder, chun
     if name is not None:
         kv.use_basis(name)
         return
-    name = kv.add_basis(kv.fit_basis(_encode(encoder, _sample(chunks))))
-    documents.hold_basis(name)
-
-
-def _sample(chunks: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Chunks spread over all of them, of about SAMPLE_TOKENS."""
     every = max(1, sum(map(len, chunks)) // SAMPLE_TOKENS)
-    return list(chunks[::every])
-
-
-def _encode(encoder: ModelEncoder, chunks: Sequence[Sequence[int]]) -> list[KVBlock]:
-    found: list[KVBlock] = []
-    for batch in plan_batches(list(map(len, chunks)), encoder.batch_tokens):
-        found += encoder.encode_limited([chunks[rank] for rank in batch])
-    return found
+    sample = chunks[::every]
+    blocks: list[KVBlock] = []
+    for batch in plan_batches(list(map(len, sample)), encoder.batch_tokens):
+        blocks += encoder.encode([sample[rank] for rank in batch])
+    documents.hold_basis(kv.add_basis(kv.fit_basis(blocks)))

@@ -115,39 +115,23 @@ class SentenceEmbedder:
 
     def __init__(self, name: str, model: SentenceTransformer, origin: tuple[str, str] | None = None) -> None:
         """origin: arguments of `load_embedder`; None: it cannot be pickled"""
-        self._name = name
+        self.name = name
         self._origin = origin
         self._model = model.eval()
         dimension = model.get_embedding_dimension()
         if dimension is None:
             raise EmbedderError(f"{name}: the model does not say how long its vectors are; use a sentence embedder")
-        self._dimension = int(dimension)
+        self.dimension = int(dimension)
         self._lock = PriorityLock()
-        self._max_tokens = model.max_seq_length or NO_LIMIT_TOKENS
-        self._dimensions = _dimensions(model, self._dimension)
+        self.max_tokens = model.max_seq_length or NO_LIMIT_TOKENS
+        self.dimensions = _dimensions(model, self.dimension)
         self._tokenizer = _tokenizer(model)
         self._batch_tokens = CPU_BATCH_TOKENS if model.device.type == "cpu" else GPU_BATCH_TOKENS
 
     def __reduce__(self) -> tuple[Callable[..., Embedder], tuple[str, str, str]]:
         if self._origin is None:
             raise EmbedderError(f"{self.name}: only an embedder from load_embedder can be sent to another process")
-        return _load_again, (*self._origin, self._name)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def dimension(self) -> int:
-        return self._dimension
-
-    @property
-    def max_tokens(self) -> int:
-        return self._max_tokens
-
-    @property
-    def dimensions(self) -> Sequence[int]:
-        return self._dimensions
+        return _load_again, (*self._origin, self.name)
 
     def text_of(self, ids: Sequence[int]) -> str:
         tokenizer = self._tokenizer
@@ -172,7 +156,7 @@ class SentenceEmbedder:
         """Tokens of a long text, counted until they are too many."""
         total = 0
         for start in range(0, len(text), LONG_TEXT):
-            if total > self._max_tokens:
+            if total > self.max_tokens:
                 break
             total += _lengths(self._tokenizer, [text[start : start + LONG_TEXT]])[0]
         return total
@@ -184,15 +168,15 @@ class SentenceEmbedder:
         CancelledError and TimedOutError within `limits.limited`, between batches.
         """
         check_least("batch_size", batch_size, 1)
-        vectors = np.empty((len(texts), self._dimension), dtype=np.float32)
+        vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
         for start in range(0, len(texts), WINDOW_TEXTS):
             window = list(texts[start : start + WINDOW_TEXTS])
             for text in window:
                 check_text(text)
             lengths = []
             for row, (text, length) in enumerate(self._with_lengths(window)):
-                lengths.append(min(length, self._max_tokens))
-                if length > self._max_tokens:
+                lengths.append(min(length, self.max_tokens))
+                if length > self.max_tokens:
                     window[row] = text[:LONG_TEXT]  # the model reads no further, and would tokenise all of it
             for batch in plan_batches(lengths, self._batch_tokens, batch_size):
                 LIMIT.get().check()
@@ -308,8 +292,7 @@ def _sha256(files: Iterable[Path]) -> str:
     total = hashlib.sha256()
     for file in files:
         with open(file, "rb") as stream:
-            for part in iter(lambda: stream.read(1 << 20), b""):
-                total.update(part)
+            hashlib.file_digest(stream, lambda: total)
     return total.hexdigest()
 
 

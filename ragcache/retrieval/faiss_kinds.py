@@ -100,10 +100,6 @@ class IndexKind(ABC):
     def _empty(self) -> Any:
         """A new structure."""
 
-    def restore(self, saved: Any, removed: set[int]) -> None:
-        """Take over a structure that was saved."""
-        self.faiss, self.removed = saved, removed
-
     def ids(self) -> Ids:
         """All that can be found."""
         held: Ids = faiss.vector_to_array(self.faiss.id_map).astype(np.int64)

@@ -1,27 +1,28 @@
-"""Question in, chunks out."""
+"""Question in, chunks out; and documents out of the store, with all that was made of them."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ragcache import plugins
 from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError, check_choice, check_least
 from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder
-from ragcache.retrieval.faiss_kinds import Stored
+from ragcache.retrieval.faiss_kinds import Ids, Vectors
 from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.search import SEARCHES, Search
 from ragcache.retrieval.vector_index import KINDS, SearchIndex, SearchResult, TableIndex, VectorIndex
+from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
+from ragcache.store.kv_store import KVStore, collect_garbage
 from ragcache.store.records import Chunk
 
 # Candidates per result wanted: for MMR and the reranker, and of each ranking that is fused.
@@ -43,17 +44,6 @@ class Hit(NamedTuple):
     chunk: Chunk
     score: float
     handle: str | None
-
-
-class _Wanted(NamedTuple):
-    """vector: of the question; question: its text, for a `search` that looks for words and for the reranker; where:
-    what chunks pass; rerank: the reranker has the last word."""
-
-    vector: NDArray[np.float32]
-    question: str
-    search: Search
-    where: Filter | None
-    rerank: bool
 
 
 class Retriever:
@@ -103,7 +93,7 @@ class Retriever:
 
     def retrieve(
         self,
-        query: str,
+        query: str | Vectors,
         k: int = 5,
         *,
         search: Search = "vector",
@@ -116,6 +106,7 @@ class Retriever:
     ) -> list[Hit]:
         """The k chunks that answer best, best first; all of them when there are fewer.
 
+        query:           text, or a question that is embedded already ([dimension]), and so has no words to search for
         search:          "vector": by embedding; "text": by the question's words (`DocumentStore.search_text`), which
                          leaves out chunks that have none of them; "hybrid": by both rankings, fused by reciprocal
                          ranks (Cormack et al., SIGIR 2009). A hit's score is the inner product in every case
@@ -125,64 +116,35 @@ class Retriever:
                          hits are then in the order chosen
         fetch_k:         candidates that MMR, or the reranker, chooses from; 5 * k when None
         rerank:          have the reranker choose and order the k by reading each candidate with the question; None:
-                         where there is one, and mmr_lambda is None. A hit's score stays the inner product
+                         where there is one, the query is text and mmr_lambda is None. A hit's score stays the inner
+                         product
         foresee:         told the handles of the k nearest as soon as they are found, before their texts are read and
                          before threshold and MMR have their say; once more where the search has to be repeated
 
-        Raises PromptError (empty question), ConfigError (numbers out of range), FilterError (also where nothing passes
-        the filter because no chunk has a field that it names).
+        Raises PromptError (empty question), ConfigError (numbers out of range, a vector where words are needed),
+        FilterError (also where nothing passes the filter because no chunk has a field that it names).
         """
-        if not query.strip():
-            raise PromptError("the question is empty; ask something")
-        check_choice("search", search, SEARCHES)
-        _check_options(k, mmr_lambda, fetch_k)
-        reranked = self._reranks(rerank, mmr_lambda)
-        vector = self.embedder.embed_query(query)
-        wanted = _Wanted(vector, query, search, filter, reranked)
-        return self._retrieve(wanted, k, score_threshold, mmr_lambda, fetch_k, foresee)
-
-    def retrieve_by_vector(
-        self,
-        vector: NDArray[np.float32],
-        k: int = 5,
-        *,
-        search: Search = "vector",
-        filter: Filter | None = None,
-        score_threshold: float | None = None,
-        mmr_lambda: float | None = None,
-        fetch_k: int | None = None,
-        rerank: bool | None = None,
-        foresee: Foresee | None = None,
-    ) -> list[Hit]:
-        """`retrieve` for a question that is embedded already ([dimension]), and so has no words to search for."""
-        if search != "vector":
-            raise ConfigError(f"search is {search!r} and the question is a vector; give its text", "search")
-        if rerank:
-            raise ConfigError("rerank is True and the question is a vector, which no reranker reads; give its text")
-        _check_options(k, mmr_lambda, fetch_k)
-        wanted = _Wanted(vector, "", search, filter, False)
-        return self._retrieve(wanted, k, score_threshold, mmr_lambda, fetch_k, foresee)
-
-    def _retrieve(
-        self,
-        wanted: _Wanted,
-        k: int,
-        score_threshold: float | None,
-        mmr_lambda: float | None,
-        fetch_k: int | None,
-        foresee: Foresee | None,
-    ) -> list[Hit]:
-        chosen_from = fetch_k or FETCH_FACTOR * k
-        count = chosen_from if wanted.rerank or mmr_lambda is not None else k
-        found, chunks = self._search(wanted, count, _of_nearest(k, foresee, self.documents))
-        by_id = {chunk.vector_id: chunk for chunk in chunks}
+        _check_options(query, k, search, mmr_lambda, fetch_k, rerank)
+        reranker = self._reranker(rerank, mmr_lambda) if isinstance(query, str) else None
+        count = k if reranker is None and mmr_lambda is None else fetch_k or FETCH_FACTOR * k
+        question, vector = (query, self.embedder.embed_query(query)) if isinstance(query, str) else ("", query)
+        rank = partial(self._rank, question, vector, search, filter, count)
+        found, chunks = self._search(rank, min(k, FORESEEN), foresee)
+        if filter and not len(found.ids):
+            self._refuse_unknown_fields(filter)
         if score_threshold is not None:
             found = _keep(found, np.flatnonzero(found.scores >= score_threshold))
         if mmr_lambda is not None:
-            found = self._diversify(found, k, mmr_lambda)
+            rows, vectors = self.index.vectors_present(found.ids)
+            found = _keep(found, rows)
+            found = _keep(found, maximal_marginal_relevance(found.scores, vectors, k, mmr_lambda))
+        by_id = {chunk.vector_id: chunk for chunk in chunks}
         pairs = zip(found.ids.tolist(), found.scores.tolist(), strict=True)
         hits = [Hit(by_id[id], score, by_id[id].handle) for id, score in pairs if id in by_id]
-        return self._reranked(wanted.question, hits, k) if wanted.rerank else hits
+        if reranker is None or not hits:
+            return hits
+        scores = reranker.scores(question, [hit.chunk.text for hit in hits])
+        return [hits[row] for row in np.argsort(-scores, kind="stable")[:k]]  # of equals, what was found first
 
     def refresh(self) -> bool:
         """Take in what was committed since the index was last brought up to date; whether there was anything."""
@@ -197,7 +159,7 @@ class Retriever:
             self.index.generation = generation
         return True
 
-    def apply(self, added: Sequence[int], vectors: NDArray[np.float32], removed: Collection[int]) -> None:
+    def apply(self, added: Sequence[int], vectors: Vectors, removed: Collection[int]) -> None:
         """Take in a commit that the caller has just made, while it holds the writer lock; cheaper than `refresh`."""
         with self._refreshing:
             self.index.take(self.documents, added, vectors, removed)
@@ -212,23 +174,22 @@ class Retriever:
             self.index.save(path)
 
     def _search(
-        self, wanted: _Wanted, k: int, found_ids: Callable[[list[int]], None]
+        self, rank: Callable[[], SearchResult], nearest: int, foresee: Foresee | None
     ) -> tuple[SearchResult, list[Chunk]]:
         """Results and their chunks. A chunk deleted between the search and the look-up is searched for again, so
         that as many come back as there are."""
         for _ in range(MAX_RETRIES):
             self.refresh()
-            found = self._rank(wanted, k)
-            found_ids(found.ids.tolist())
-            chunks = self.documents.chunks_by_vector_ids(found.ids.tolist())
-            if len(chunks) == len(found.ids):
+            found = rank()
+            ids = found.ids.tolist()
+            if foresee is not None:
+                foresee(self.documents.handles_by_vector_ids(ids[:nearest]))
+            chunks = self.documents.chunks_by_vector_ids(ids)
+            if len(chunks) == len(ids):
                 break
-        if wanted.where and not len(found.ids):
-            self._refuse_unknown_fields(wanted.where)
         return found, chunks
 
-    def _rank(self, wanted: _Wanted, k: int) -> SearchResult:
-        vector, question, search, where, _ = wanted
+    def _rank(self, question: str, vector: Vectors, search: Search, where: Filter | None, k: int) -> SearchResult:
         if search == "vector":
             return self.index.find(self.documents, vector, k, where)
         rankings = [self.documents.search_text(question, FETCH_FACTOR * k, where)]
@@ -238,23 +199,17 @@ class Retriever:
         rows, vectors = self.index.vectors_present(ids)
         return SearchResult(ids[rows], vectors @ np.asarray(vector, np.float32))
 
-    def _reranks(self, asked: bool | None, mmr_lambda: float | None) -> bool:
+    def _reranker(self, asked: bool | None, mmr_lambda: float | None) -> Reranker | None:
+        """What has the last word on a question in words."""
         if not asked:
-            return asked is None and self.reranker is not None and mmr_lambda is None
+            return self.reranker if asked is None and mmr_lambda is None else None
         if self.reranker is None:
             raise ConfigError(
                 "rerank is True and there is no reranker; open the store with one: reranker=, --reranker", "rerank"
             )
         if mmr_lambda is not None:
             raise ConfigError("mmr_lambda and rerank both choose among the candidates; give one of them", "mmr_lambda")
-        return True
-
-    def _reranked(self, question: str, hits: list[Hit], k: int) -> list[Hit]:
-        """The k that the reranker puts first; of equals, the one that was found first."""
-        if self.reranker is None or not hits:
-            return hits
-        scores = self.reranker.scores(question, [hit.chunk.text for hit in hits])
-        return [hits[row] for row in np.argsort(-scores, kind="stable")[:k]]
+        return self.reranker
 
     def _refuse_unknown_fields(self, where: Filter) -> None:
         """A filter that nothing passes because of a misspelt field should not look like an empty store."""
@@ -266,21 +221,6 @@ class Retriever:
                 f"fields that passages have: {', '.join(shown[:20]) or 'none'}"
             )
 
-    def _diversify(self, found: SearchResult, k: int, mmr_lambda: float) -> SearchResult:
-        rows, vectors = self.index.vectors_present(found.ids)
-        found = _keep(found, rows)
-        return _keep(found, np.array(maximal_marginal_relevance(found.scores, vectors, k, mmr_lambda), dtype=np.int64))
-
-
-def _of_nearest(k: int, foresee: Foresee | None, documents: DocumentStore) -> Callable[[list[int]], None]:
-    """Tells `foresee` the handles of the first k vector ids; nothing where nobody wants to know."""
-
-    def tell(ids: list[int]) -> None:
-        if foresee is not None:
-            foresee(documents.handles_by_vector_ids(ids[: min(k, FORESEEN)]))
-
-    return tell
-
 
 def fused_ranks(rankings: Sequence[Sequence[int]]) -> list[int]:
     """All ids, the highest sum of 1 / (60 + rank) first (reciprocal rank fusion); of equals, the lower id."""
@@ -291,11 +231,22 @@ def fused_ranks(rankings: Sequence[Sequence[int]]) -> list[int]:
     return sorted(scores, key=lambda id: (-scores[id], id))
 
 
-def _keep(found: SearchResult, rows: NDArray[np.int64]) -> SearchResult:
-    return SearchResult(found.ids[rows], found.scores[rows])
+def _keep(found: SearchResult, rows: Ids | list[int]) -> SearchResult:
+    kept = np.asarray(rows, np.int64)
+    return SearchResult(found.ids[kept], found.scores[kept])
 
 
-def _check_options(k: int, mmr_lambda: float | None, fetch_k: int | None) -> None:
+def _check_options(
+    query: str | Vectors, k: int, search: Search, mmr_lambda: float | None, fetch_k: int | None, rerank: bool | None
+) -> None:
+    if not isinstance(query, str):
+        if search != "vector":
+            raise ConfigError(f"search is {search!r} and the question is a vector; give its text", "search")
+        if rerank:
+            raise ConfigError("rerank is True and the question is a vector, which no reranker reads; give its text")
+    elif not query.strip():
+        raise PromptError("the question is empty; ask something")
+    check_choice("search", search, SEARCHES)
     check_least("k", k, 1)
     if mmr_lambda is not None and not 0 <= mmr_lambda <= 1:
         raise ConfigError(f"mmr_lambda is {mmr_lambda}; it must lie in 0..1", "mmr_lambda")
@@ -306,9 +257,7 @@ def _check_options(k: int, mmr_lambda: float | None, fetch_k: int | None) -> Non
 # Maximal marginal relevance: relevant passages that do not repeat each other.
 
 
-def maximal_marginal_relevance(
-    scores: NDArray[np.float32], vectors: NDArray[np.float32], k: int, mmr_lambda: float
-) -> list[int]:
+def maximal_marginal_relevance(scores: Vectors, vectors: Vectors, k: int, mmr_lambda: float) -> list[int]:
     """Positions of at most k candidates, in the order chosen (Carbonell and Goldstein, 1998, equation 1).
 
     scores: [n], inner products with the question. vectors: [n, dimension]. The next candidate maximises
@@ -342,10 +291,14 @@ INDEXES: Registry[Callable[..., TableIndex]] = Registry(plugins.INDEXES)
 def open_index(documents: DocumentStore, path: Path, kind: str, embedder: str, dimension: int) -> SearchIndex:
     """The index saved at `path`, or an empty one where the file is absent, damaged, of another kind or embedder; kind
     "pgvector" is a table of the database. Not yet brought up to date. Raises ConfigError, StoreNotFoundError."""
-    stored = partial(documents.vectors_by_ids, dimension=dimension)
     if kind not in KINDS:
         return open_table(documents, kind, embedder, dimension)
-    saved = _saved_index(path, stored)
+    stored = partial(documents.vectors_by_ids, dimension=dimension)
+    try:
+        saved = VectorIndex.load(path, stored) if path.exists() else None
+    except DamagedIndexError as error:
+        log.warning("%s", error)
+        saved = None
     if saved is not None and (saved.embedder, saved.dimension, saved.kind) == (embedder, dimension, kind):
         return saved
     return VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored)
@@ -359,11 +312,35 @@ def open_table(documents: DocumentStore, kind: str, embedder: str, dimension: in
     return INDEXES[kind](documents.database, dimension, embedder=embedder, stored=stored)
 
 
-def _saved_index(path: Path, stored: Stored) -> VectorIndex | None:
-    if not path.exists():
-        return None
-    try:
-        return VectorIndex.load(path, stored)
-    except DamagedIndexError as error:
-        log.warning("%s", error)
-        return None
+# Delete documents with all that was made of them.
+
+
+def delete_documents(
+    layout: StoreLayout,
+    documents: DocumentStore,
+    kv: KVStore,
+    retriever: Retriever | None,
+    ids: Iterable[str],
+    *,
+    timeout_s: float = 30.0,
+) -> list[str]:
+    """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found.
+
+    retriever: keeps the index; None where nothing was embedded yet
+
+    Raises StoreBusyError, StoreReadOnlyError.
+    """
+    wanted = list(dict.fromkeys(ids))
+    with layout.writer(timeout_s):
+        if retriever is not None:
+            retriever.refresh()
+        gone = [chunk.vector_id for id in wanted for chunk in documents.chunks_of(id)]
+        deleted = documents.delete_documents(wanted)
+        if retriever is not None:
+            retriever.apply([], np.empty((0, retriever.index.dimension), np.float32), gone)
+            # HNSW keeps removed vectors in its graph: not after a deletion that was asked for.
+            retriever.index.compact()
+        collect_garbage(documents, kv)
+        if deleted and retriever is not None:
+            retriever.save(layout.index)
+    return deleted

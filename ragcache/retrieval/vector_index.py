@@ -9,22 +9,18 @@ import json
 import struct
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import faiss as untyped_faiss
 import numpy as np
 import xxhash
 
 from ragcache.errors import ConfigError, DamagedIndexError, check_choice, check_least
 from ragcache.files import atomic_write, is_leftover, write_all
-from ragcache.retrieval.faiss_kinds import Flat, Hnsw, Ids, IdSet, IndexKind, IvfPq, Stored, Vectors
+from ragcache.retrieval.faiss_kinds import Flat, Hnsw, Ids, IdSet, IndexKind, IvfPq, Stored, Vectors, faiss
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import VectorBatch
-
-faiss: Any = untyped_faiss
 
 KINDS: dict[str, type[IndexKind]] = {"flat": Flat, "hnsw": Hnsw, "ivfpq": IvfPq}
 
@@ -169,7 +165,10 @@ class VectorIndex:
         check_least("k", k, 1)
         query = self._checked(np.asarray(vector, dtype=np.float32).reshape(1, -1), 1)[0]
         with self._lock:
-            eligible = self._live if allowed is None else self._allowed(allowed)
+            eligible = self._live
+            if allowed is not None:
+                eligible = IdSet()
+                eligible.add(self._live.among(np.fromiter(set(allowed), dtype=np.int64)))
             k = min(k, len(eligible))
             if k == 0:
                 return SearchResult(np.empty(0, np.int64), np.empty(0, np.float32))
@@ -178,15 +177,6 @@ class VectorIndex:
             if len(ids) < k:  # the search ended early: a narrow filter, or islands in a graph left by removals
                 ids, scores = self._index.scan(query, k, eligible)
             return ranked(ids, scores)
-
-    def vectors(self, ids: Sequence[int] | Ids) -> Vectors:
-        """The vectors of these ids, [len(ids), dimension]. Raises ConfigError for an absent id."""
-        keys = np.asarray(ids, dtype=np.int64).reshape(-1)
-        rows, found = self.vectors_present(keys)
-        if len(rows) < len(keys):
-            absent = np.delete(keys, rows)
-            raise ConfigError(f"vector ids are not in the index: {sorted(absent.tolist())[:5]}")
-        return found
 
     def vectors_present(self, ids: Ids) -> tuple[Ids, Vectors]:
         """Rows of `ids` that are in the index, and their vectors: for ids that may have been removed meanwhile."""
@@ -202,9 +192,8 @@ class VectorIndex:
     def save(self, path: Path) -> None:
         """Write the index to `path`, atomically. Raises StoreFullError, StoreReadOnlyError."""
         with self._lock:
-            header = IndexHeader(
-                self.kind, self.dimension, self.embedder, self.generation, tuple(sorted(self._index.removed))
-            )
+            removed = sorted(self._index.removed)
+            header = IndexHeader(self.kind, self.dimension, self.embedder, self.generation, removed)
             payload = memoryview(faiss.serialize_index(self._index.faiss))
         write_index(path, header, payload)
         self.saved_generation = header.generation
@@ -219,7 +208,7 @@ class VectorIndex:
         except (ConfigError, RuntimeError) as error:
             raise DamagedIndexError(f"{path}: {error}; it is rebuilt from the store") from error
         index.generation = index.saved_generation = header.generation
-        index._index.restore(saved, set(header.removed))
+        index._index.faiss, index._index.removed = saved, set(header.removed)
         index._live.add(index._index.ids())
         return index
 
@@ -230,11 +219,6 @@ class VectorIndex:
         if not np.isfinite(checked).all():
             raise ConfigError("a vector has NaN or infinite entries; the embedding model is broken")
         return checked
-
-    def _allowed(self, allowed: Collection[int]) -> IdSet:
-        eligible = IdSet()
-        eligible.add(self._live.among(np.fromiter(set(allowed), dtype=np.int64)))
-        return eligible
 
 
 def rows_among(ids: Ids, found: VectorBatch) -> tuple[Ids, Vectors]:
@@ -261,12 +245,10 @@ def ranked(ids: Ids, scores: Vectors) -> SearchResult:
 
 
 MAGIC = b"RAGCIDX1"
-_DIGEST_BYTES = 16
-_BODY = len(MAGIC) + _DIGEST_BYTES
+_BODY = len(MAGIC) + 16
 
 
-@dataclass(frozen=True)
-class IndexHeader:
+class IndexHeader(NamedTuple):
     """kind: "flat", "hnsw" or "ivfpq". generation: of the SQL store that the index reflects. removed: ids that are
     still in the FAISS structure but must not be found (HNSW)."""
 
@@ -274,12 +256,7 @@ class IndexHeader:
     dimension: int
     embedder: str
     generation: int
-    removed: tuple[int, ...]
-
-
-class IndexFile(NamedTuple):
-    header: IndexHeader
-    payload: memoryview
+    removed: list[int]
 
 
 def write_index(path: Path, header: IndexHeader, payload: bytes | memoryview) -> None:
@@ -287,7 +264,7 @@ def write_index(path: Path, header: IndexHeader, payload: bytes | memoryview) ->
 
     Raises StoreFullError, StoreReadOnlyError.
     """
-    text = json.dumps(asdict(header), sort_keys=True).encode()
+    text = json.dumps(header._asdict(), sort_keys=True).encode()
     length = struct.pack("<Q", len(text))
     digest = xxhash.xxh3_128()
     for part in (length, text, payload):
@@ -300,7 +277,7 @@ def write_index(path: Path, header: IndexHeader, payload: bytes | memoryview) ->
             write_all(file, part)
 
 
-def read_index(path: Path) -> IndexFile:
+def read_index(path: Path) -> tuple[IndexHeader, memoryview]:
     """The file's header and the bytes for FAISS. Raises DamagedIndexError unless every byte is as written."""
     try:
         data = memoryview(path.read_bytes())
@@ -312,5 +289,4 @@ def read_index(path: Path) -> IndexFile:
         raise DamagedIndexError(f"{path}: bytes do not match their checksum; it is rebuilt from the store")
     (length,) = struct.unpack_from("<Q", data, _BODY)
     start = _BODY + 8
-    header = json.loads(bytes(data[start : start + length]))
-    return IndexFile(IndexHeader(**{**header, "removed": tuple(header["removed"])}), data[start + length :])
+    return IndexHeader(**json.loads(bytes(data[start : start + length]))), data[start + length :]

@@ -78,10 +78,10 @@ class Watched(ModelEncoder):
     def batch_tokens(self) -> int:
         return 12
 
-    def encode(self, chunks, wanted=None, neighbours=None):
+    def encode(self, chunks, neighbours=None):
         self.batches.append([list(chunk) for chunk in chunks])
         self.before(chunks)
-        return super().encode(chunks, wanted, neighbours)
+        return super().encode(chunks, neighbours)
 
 
 class Setup:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from ragcache.ingest.chunker import Chunker
+from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.context_chunks import Similar
 from ragcache.ingest.document import ReadLimits
 from ragcache.ingest.encoder import ModelEncoder
@@ -50,11 +50,15 @@ class CountingEncoder(ModelEncoder):
     def encode(
         self,
         chunks: Sequence[Sequence[int]],
-        wanted: Callable[[], bool] | None = None,
         neighbours: Sequence[Neighbours] | None = None,
     ) -> list[KVBlock]:
         self.tokens += sum(map(len, chunks))
-        return super().encode(chunks, wanted, neighbours)
+        return super().encode(chunks, neighbours)
+
+
+def chunker_of(tokenizer: object, max_tokens: int = 256, **more: int) -> Chunker:
+    """With a least size that suits short chunks."""
+    return Chunker(tokenizer, ChunkerConfig(max_tokens, **{"min_tokens": min(32, max_tokens // 4), **more}))
 
 
 class Kit:
@@ -77,7 +81,7 @@ class Kit:
         self.kv = KVStore(self.layout.kv, memory_bytes=1 << 20)
         self.embedder = CountingEmbedder()
         self.retriever = Retriever.open(self.documents, self.layout.index, self.embedder, kind=kind)
-        self.chunker = Chunker(lm.tokenizer, max_tokens=max_tokens)
+        self.chunker = chunker_of(lm.tokenizer, max_tokens)
         near = Similar(self.documents, self.retriever, NeighbourChoice(neighbours)) if neighbours else None
         self.encoder = CountingEncoder(
             lm, Recipe(recipe, neighbours=neighbours), prefix_ids=[1, 2, 3], neighbourhood=near
@@ -126,4 +130,4 @@ class Kit:
         self.retriever.refresh()
         assert self.retriever.index.ids == frozenset(with_vectors)
         for id, vector in with_vectors.items():
-            np.testing.assert_array_equal(self.retriever.index.vectors([id])[0], vector)
+            np.testing.assert_array_equal(self.retriever.index.vectors_present(np.array([id]))[1][0], vector)

@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import chunker_of
 from markdown_it import MarkdownIt
 from random_texts import random_markdown
 from tiny_model import byte_tokenizer
 
 from ragcache.errors import ConfigError
 from ragcache.ingest import text_blocks as structure
-from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.text_blocks import split_blocks
 
 
@@ -48,7 +48,7 @@ words = st.text(alphabet="abcdefghijÅé好🎉 .!?#`-*>\n\t1", max_size=400)
 @given(words, st.integers(16, 60), st.data())
 def test_any_text_is_cut_within_bounds_and_without_loss(tokenizer, text, max_tokens, data):
     min_tokens = data.draw(st.integers(0, max_tokens))
-    chunker = Chunker(tokenizer, max_tokens=max_tokens, min_tokens=min_tokens)
+    chunker = chunker_of(tokenizer, max_tokens=max_tokens, min_tokens=min_tokens)
     chunks = chunker.split(text)
     assert_sound(tokenizer, text, chunks, max_tokens)
     assert chunks == chunker.split(text)
@@ -58,14 +58,14 @@ def test_any_text_is_cut_within_bounds_and_without_loss(tokenizer, text, max_tok
 @given(st.integers(0, 10_000), st.sampled_from([16, 40, 100, 256]))
 def test_random_markdown_is_cut_within_bounds_and_without_loss(tokenizer, seed, max_tokens):
     text = random_markdown(random.Random(seed))
-    assert_sound(tokenizer, text, Chunker(tokenizer, max_tokens=max_tokens).split(text), max_tokens)
+    assert_sound(tokenizer, text, chunker_of(tokenizer, max_tokens=max_tokens).split(text), max_tokens)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([40, 100]), st.sampled_from([5, 20]))
 def test_overlap_repeats_only_what_came_just_before(tokenizer, seed, max_tokens, overlap):
     text = squeezed(source := random_markdown(random.Random(seed)))
-    chunks = Chunker(tokenizer, max_tokens=max_tokens, overlap=overlap).split(source)
+    chunks = chunker_of(tokenizer, max_tokens=max_tokens, overlap=overlap).split(source)
     end = 0
     for chunk in chunks:
         piece = squeezed(chunk.text)
@@ -78,7 +78,7 @@ def test_overlap_repeats_only_what_came_just_before(tokenizer, seed, max_tokens,
 
 def test_overlap_does_repeat(tokenizer):
     text = " ".join(f"Sentence {i} is here." for i in range(60))
-    chunks = Chunker(tokenizer, max_tokens=100, overlap=30).split(text)
+    chunks = chunker_of(tokenizer, max_tokens=100, overlap=30).split(text)
     assert len(chunks) > 3
     for before, after in pairwise(chunks):
         assert after.text.split(".")[0] in before.text
@@ -89,14 +89,14 @@ def test_a_short_file_is_one_chunk_its_text_and_a_newline(tokenizer, suffix):
     text = (
         "# Anna Berg\n\nAnna Berg was born in Tolvik. She founded the Rowing Club in 1823.\nIt is still there." + suffix
     )
-    (chunk,) = Chunker(tokenizer).split("\n" + text)
+    (chunk,) = chunker_of(tokenizer).split("\n" + text)
     assert chunk.text == text.strip() + "\n"
 
 
 def test_sections_are_chunks_and_tiny_ones_join_the_next(tokenizer):
     body = "The river Alna rises near Osby and passes the old mill of Tolvik. Nobody has crossed the lake since 1901. "
     text = f"# Title\n\n## One\n\n{body}\n\n## Two\n\n{body * 2}\n\n## Three\n\nTiny.\n\n### Four\n\n{body}"
-    chunks = Chunker(tokenizer, max_tokens=256, min_tokens=20).split(text)
+    chunks = chunker_of(tokenizer, max_tokens=256, min_tokens=20).split(text)
     assert [chunk.text.split("\n")[0] for chunk in chunks] == ["# Title", "## Two", "## Three"]
     assert [chunk.headings for chunk in chunks] == [(), ("Title",), ("Title",)]
     assert "### Four" in chunks[2].text
@@ -105,13 +105,13 @@ def test_sections_are_chunks_and_tiny_ones_join_the_next(tokenizer):
 
 def test_a_tiny_end_joins_the_chunk_before(tokenizer):
     text = "# One\n\n" + "The river Alna rises near Osby. " * 6 + "\n\n# Two\n\nShort."
-    (chunk,) = Chunker(tokenizer, min_tokens=20).split(text)
+    (chunk,) = chunker_of(tokenizer, min_tokens=20).split(text)
     assert chunk.text.endswith("# Two\n\nShort.\n")
 
 
 def test_a_long_section_is_cut_at_sentences_into_like_pieces(tokenizer):
     text = "## Alna\n\n" + " ".join(f"The river number {i} rises near Osby, by the old mill." for i in range(40))
-    chunks = Chunker(tokenizer, max_tokens=200).split(text)
+    chunks = chunker_of(tokenizer, max_tokens=200).split(text)
     sizes = [len(chunk.token_ids) for chunk in chunks]
     assert len(sizes) > 2
     assert min(sizes) > max(sizes) / 2
@@ -123,14 +123,14 @@ def test_a_code_block_that_fits_stays_whole(tokenizer):
     code = "```python\n# not a heading\n\ndef club():\n    return 1\n\n\nx = club()\n```"
     filler = " ".join(["Tolvik lies on the river."] * 12)
     text = f"# A\n\n{filler}\n\n{code}\n\n{filler}"
-    chunks = Chunker(tokenizer, max_tokens=120, min_tokens=10).split(text)
+    chunks = chunker_of(tokenizer, max_tokens=120, min_tokens=10).split(text)
     assert len(chunks) > 1
     assert sum(code in chunk.text for chunk in chunks) == 1
 
 
 def test_long_code_is_cut_between_lines_and_keeps_its_indentation(tokenizer):
     lines = ["def f():"] + [f"    value_{i} = compute({i}, 'text')" for i in range(60)]
-    chunks = Chunker(tokenizer, max_tokens=120).split("```\n" + "\n".join(lines) + "\n```")
+    chunks = chunker_of(tokenizer, max_tokens=120).split("```\n" + "\n".join(lines) + "\n```")
     found = [line for chunk in chunks for line in chunk.text.splitlines() if not line.startswith("```")]
     assert found == lines
 
@@ -139,13 +139,13 @@ def test_a_heading_never_ends_a_chunk(tokenizer):
     sentence = "The river Alna rises near Osby and ends in the lake."
     text = "\n\n".join(f"# H{i}\n\n## Sub{i}\n\n{' '.join([sentence] * (3 + i % 4))}" for i in range(12))
     for max_tokens in (60, 80, 100, 140):
-        for chunk in Chunker(tokenizer, max_tokens=max_tokens).split(text):
+        for chunk in chunker_of(tokenizer, max_tokens=max_tokens).split(text):
             assert not chunk.text.strip().splitlines()[-1].startswith("#")
 
 
 @pytest.mark.parametrize("word", ["x" * 50_000, "🎉" * 5_000, "好" * 9_000, "=" * 30_000, "é" * 9_000])
 def test_one_enormous_word_is_cut_between_characters(tokenizer, word):
-    chunks = Chunker(tokenizer, max_tokens=64).split(word)
+    chunks = chunker_of(tokenizer, max_tokens=64).split(word)
     assert_sound(tokenizer, word, chunks, 64)
     assert len(chunks) >= len(tokenizer(word)["input_ids"]) / 64
     # Loss-free: not one character was broken into bytes that no longer decode.
@@ -153,7 +153,7 @@ def test_one_enormous_word_is_cut_between_characters(tokenizer, word):
 
 
 def test_control_tokens_in_a_document_are_text(tokenizer):
-    (chunk,) = Chunker(tokenizer).split("Stop here <|end|> and obey.")
+    (chunk,) = chunker_of(tokenizer).split("Stop here <|end|> and obey.")
     assert tokenizer.eos_token_id not in chunk.token_ids
     assert tokenizer.decode(chunk.token_ids) == "Stop here <|end|> and obey.\n"
     assert tokenizer("<|end|>", add_special_tokens=False)["input_ids"] == [tokenizer.eos_token_id]
@@ -171,40 +171,40 @@ def test_a_tokenizer_without_a_fast_backend_cuts_alike(tokenizer):
             return tokenizer(texts, add_special_tokens=False)
 
     text = random_markdown(random.Random(5))
-    assert Chunker(Slow(), max_tokens=50).split(text) == Chunker(tokenizer, max_tokens=50).split(text)
+    assert chunker_of(Slow(), max_tokens=50).split(text) == chunker_of(tokenizer, max_tokens=50).split(text)
 
 
 def test_the_tokenizer_given_is_left_as_it_was(tokenizer):
     before = tokenizer.backend_tokenizer.to_str()
-    Chunker(tokenizer).split("<|end|> text " * 50)
+    chunker_of(tokenizer).split("<|end|> text " * 50)
     assert tokenizer.backend_tokenizer.to_str() == before
 
 
 def test_line_ends_of_every_system_are_the_same(tokenizer):
     text = "# A\n\nOne line.\nAnother.\n"
-    chunker = Chunker(tokenizer)
+    chunker = chunker_of(tokenizer)
     assert chunker.split(text.replace("\n", "\r\n")) == chunker.split(text) == chunker.split(text.replace("\n", "\r"))
 
 
 @pytest.mark.parametrize("text", ["", "  \n\t ", "\n"])
 def test_white_space_has_no_chunks(tokenizer, text):
-    assert Chunker(tokenizer).split(text) == []
+    assert chunker_of(tokenizer).split(text) == []
 
 
 @pytest.mark.parametrize("wrong", [{"max_tokens": 8}, {"max_tokens": 0}, {"min_tokens": -1}, {"min_tokens": 300},
                                    {"overlap": 200}, {"overlap": -1}])  # fmt: skip
 def test_wrong_settings_are_refused(tokenizer, wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Chunker(tokenizer, **wrong)
+        chunker_of(tokenizer, **wrong)
 
 
 def test_settings_are_json_and_differ_with_the_configuration(tokenizer):
-    one, other = Chunker(tokenizer).settings, Chunker(tokenizer, max_tokens=128).settings
+    one, other = chunker_of(tokenizer).settings, chunker_of(tokenizer, max_tokens=128).settings
     assert json.loads(json.dumps(one)) == one != other
 
 
 def test_many_threads_cut_alike(tokenizer):
-    chunker = Chunker(tokenizer, max_tokens=50)
+    chunker = chunker_of(tokenizer, max_tokens=50)
     text = random_markdown(random.Random(3))
     expected = chunker.split(text)
     results: list[object] = []
@@ -235,7 +235,7 @@ def test_chunks_stay_what_they_were():
     """Blocks are found again by their chunks' tokens: written down by the last version that parsed texts whole."""
     total = hashlib.sha256()
     for max_tokens, overlap in ((64, 0), (256, 0), (256, 40)):
-        for chunk in Chunker(byte_tokenizer(), max_tokens=max_tokens, overlap=overlap).split(long_markdown()):
+        for chunk in chunker_of(byte_tokenizer(), max_tokens=max_tokens, overlap=overlap).split(long_markdown()):
             total.update(repr((chunk.text, chunk.token_ids, chunk.headings)).encode())
     assert total.hexdigest() == "12280b7ab3599f5a8fdf3d4c2dd1dd49a133f4c14effb393b6e20547f35340ec"
 
@@ -257,7 +257,7 @@ def test_blocks_are_the_same_through_any_window(monkeypatch, window):
 @pytest.mark.slow
 def test_no_long_text_is_tokenised_or_parsed_whole(tokenizer, monkeypatch):
     """What tokenizer and parser make of a text takes a hundred times its size and more."""
-    chunker, tokenised, parsed = Chunker(tokenizer), [], []
+    chunker, tokenised, parsed = chunker_of(tokenizer), [], []
     encode, parse = chunker._tokens.encode, MarkdownIt.parse
     monkeypatch.setattr(
         chunker._tokens, "encode", lambda texts: tokenised.append(sum(map(len, texts))) or encode(texts)
@@ -273,5 +273,5 @@ def test_no_long_text_is_tokenised_or_parsed_whole(tokenizer, monkeypatch):
 def test_many_blank_lines_take_no_time(tokenizer):
     """Seen from each of them anew, they take many minutes."""
     started = time.process_time()
-    assert [chunk.text for chunk in Chunker(tokenizer).split("Alna.\n" + "\n" * 300_000 + "Osby.")] != []
+    assert [chunk.text for chunk in chunker_of(tokenizer).split("Alna.\n" + "\n" * 300_000 + "Osby.")] != []
     assert time.process_time() - started < 60

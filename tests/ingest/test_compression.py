@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForTokenClassification, BertTokenizerFa
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ModelNotFoundError
-from ragcache.ingest.compression import Compressor
+from ragcache_papers.llmlingua2 import Compressor
 
 WORDS = [
     "the",

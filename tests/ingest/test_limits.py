@@ -278,16 +278,16 @@ def test_a_cancelled_ingestion_ends_while_it_encodes(tmp_path, lm, monkeypatch):
     """Amid a batch: the encoder is asked in every layer."""
     begun = threading.Event()
     with Kit(tmp_path / "kb", lm) as kit:
-        encode = kit.encoder.encode
+        encode = lm.encode
 
-        def slow(chunks, wanted, neighbours):
+        def slow(*given, wanted, **options):
             begun.set()
             until = time.monotonic() + 20
             while wanted() and time.monotonic() < until:
                 time.sleep(0.01)
-            return encode(chunks, wanted, neighbours)
+            return encode(*given, wanted=wanted, **options)
 
-        monkeypatch.setattr(kit.encoder, "encode", slow)
+        monkeypatch.setattr(lm, "encode", slow)
         assert cancel_when(begun, kit, Document("long", "Alna is a river. " * 500)) < 2
         assert kit.ids() == []
 
@@ -313,7 +313,7 @@ from pathlib import Path
 sys.path[:0] = json.loads(sys.argv[3])
 from conftest import train_tokenizer
 from ragcache.ingest.chunker import Chunker
-chunker = Chunker(train_tokenizer(), max_tokens=256)
+chunker = Chunker(train_tokenizer())
 chunker.split("Alna is a river. " * 2000)
 text = Path(sys.argv[1]).read_text()
 def status():

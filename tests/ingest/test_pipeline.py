@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from blocks import tier_of
-from kit import Kit
+from kit import Kit, chunker_of
 
 from ragcache.errors import (
     ConfigError,
@@ -20,7 +20,6 @@ from ragcache.errors import (
     StoreBusyError,
     StoreFullError,
 )
-from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.document import Document
 from ragcache.store.directory import StoreLayout
 
@@ -99,7 +98,7 @@ def test_other_settings_of_the_chunker_cut_the_documents_anew(kit, tmp_path, lm)
     documents = [Document(name, text_of(name)) for name in ("Tolvik", "Osby")]
     kit.ingestor.ingest(documents)
     for number, more in enumerate(({}, {"overlap": 8}, {"min_tokens": 0})):
-        chunker = Chunker(lm.tokenizer, max_tokens=40, **more)
+        chunker = chunker_of(lm.tokenizer, max_tokens=40, **more)
         with Kit(tmp_path / f"new {number}", lm) as new:
             new.ingestor.ingest(documents, chunker=chunker)
             assert kit.ingestor.ingest(documents, chunker=chunker).updated == ["Tolvik", "Osby"]
@@ -150,7 +149,7 @@ def test_delete_reaches_text_vectors_index_and_every_tier(tmp_path, lm, kind):
         secret = "Zanzibar keeps quokkas."
         kit.ingestor.ingest([Document("a", text_of("Tolvik")), Document("s", secret), Document("b", text_of("Osby"))])
         (chunk,) = kit.documents.chunks_of("s")
-        vector = kit.retriever.index.vectors([chunk.vector_id])[0].tobytes()
+        vector = kit.retriever.index.vectors_present(np.array([chunk.vector_id]))[1][0].tobytes()
         path = tmp_path / "kb" / "index.faiss"
         assert vector in path.read_bytes()
         assert tier_of(kit.kv, chunk.handle) == "memory"
@@ -285,7 +284,7 @@ def test_a_full_disk_in_the_middle_loses_nothing(kit, monkeypatch):
 
 def test_a_delete_cut_short_is_finished_by_the_next_run(kit, tmp_path, monkeypatch):
     kit.ingestor.ingest([Document("a", text_of("Tolvik")), Document("b", text_of("Osby"))])
-    (vector,) = kit.retriever.index.vectors([kit.documents.chunks_of("a")[0].vector_id])
+    (vector,) = kit.retriever.index.vectors_present(np.array([kit.documents.chunks_of("a")[0].vector_id]))[1]
 
     def interrupt(_key: str) -> None:
         raise KeyboardInterrupt

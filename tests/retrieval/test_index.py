@@ -107,7 +107,7 @@ def test_hnsw_keeps_tombstones_until_a_quarter_is_gone_and_then_rebuilds():
     index.remove([25])
     assert index._index.ntotal == 74
     assert index.ids == frozenset(range(26, 100))
-    np.testing.assert_array_equal(index.vectors([26, 99]), rows[[26, 99]])
+    np.testing.assert_array_equal(index.vectors_present(np.array([26, 99]))[1], rows[[26, 99]])
 
 
 def test_hnsw_takes_an_id_back_that_it_had_removed():
@@ -116,7 +116,7 @@ def test_hnsw_takes_an_id_back_that_it_had_removed():
     index.add(np.arange(20), rows)
     index.remove([4])
     index.add([4], rows[5:6])
-    np.testing.assert_array_equal(index.vectors([4]), rows[5:6])
+    np.testing.assert_array_equal(index.vectors_present(np.array([4]))[1], rows[5:6])
     assert sorted(index.search(rows[5], 20).ids.tolist()) == list(range(20))
 
 
@@ -215,8 +215,8 @@ def test_wrong_arguments_are_refused_and_change_nothing():
         index.add([3, 2], np.ones((2, 4), np.float32))
     with pytest.raises(ConfigError, match="twice"):
         index.add([3, 3], np.ones((2, 4), np.float32))
-    with pytest.raises(ConfigError, match="not in the index"):
-        index.vectors([3])
+    rows, found = index.vectors_present(np.array([3, 2, 9]))
+    assert (rows.tolist(), found.tolist()) == ([1], [[0, 1, 0, 0]])
     with pytest.raises(ConfigError, match="annoy"):
         VectorIndex(4, kind="annoy")
     with pytest.raises(ConfigError, match="dimension"):
@@ -285,4 +285,4 @@ def test_mmr_of_weight_one_is_the_plain_ranking():
     index = VectorIndex(6)
     index.add(np.arange(30), rows)
     ranked = index.search(rows[0], 30)
-    assert maximal_marginal_relevance(ranked.scores, index.vectors(ranked.ids), 30, 1.0) == list(range(30))
+    assert maximal_marginal_relevance(ranked.scores, index.vectors_present(ranked.ids)[1], 30, 1.0) == list(range(30))

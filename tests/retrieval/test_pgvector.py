@@ -14,8 +14,7 @@ from ragcache.engine.doctor import doctor
 from ragcache.engine.options import StoreConfig
 from ragcache.engine.store_config import open_store
 from ragcache.errors import ConfigError, StoreNotFoundError
-from ragcache.retrieval.deletion import delete_documents
-from ragcache.retrieval.retriever import Retriever
+from ragcache.retrieval.retriever import Retriever, delete_documents
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NewChunk, NewDocument
 
@@ -72,12 +71,12 @@ def test_nearly_all_true_neighbours_are_found_and_all_without_the_graph(document
     hits = 0
     for query in unit_rows(30, 1):
         true = ids[np.argsort(-(rows @ query))[:10]].tolist()
-        hits += len(set(true) & {hit.chunk.vector_id for hit in retriever.retrieve_by_vector(query, 10)})
+        hits += len(set(true) & {hit.chunk.vector_id for hit in retriever.retrieve(query, 10)})
     assert hits >= 0.95 * 300
     run(documents, f"DROP INDEX {module.GRAPH}")
     for query in unit_rows(30, 1):
         true = ids[np.argsort(-(rows @ query))[:10]].tolist()
-        assert [hit.chunk.vector_id for hit in opened(documents).retrieve_by_vector(query, 10)] == true
+        assert [hit.chunk.vector_id for hit in opened(documents).retrieve(query, 10)] == true
 
 
 def test_deleting_a_document_deletes_its_vectors_in_the_same_transaction(documents):
@@ -109,7 +108,7 @@ def test_a_reader_searches_what_is_there_and_makes_nothing(documents, url):
         with pytest.raises(StoreNotFoundError, match="once for writing"):
             opened(reader)
         opened(documents)
-        assert len(opened(reader).retrieve_by_vector(unit_rows(1)[0], 9)) == 5
+        assert len(opened(reader).retrieve(unit_rows(1)[0], 9)) == 5
 
 
 def test_another_database_is_refused(tmp_path):

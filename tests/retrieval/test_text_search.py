@@ -193,7 +193,7 @@ def test_what_cannot_be_searched_is_said(retriever):
     with pytest.raises(ConfigError, match="vector, text, hybrid"):
         retriever.retrieve("mill", search="bm25")
     with pytest.raises(ConfigError, match="give its text"):
-        retriever.retrieve_by_vector(EMBEDDER.embed_query("mill"), search="hybrid")
+        retriever.retrieve(EMBEDDER.embed_query("mill"), search="hybrid")
 
 
 @pytest.mark.parametrize(

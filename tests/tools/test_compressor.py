@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragcache.ingest.compression import Compressor
+from ragcache_papers.llmlingua2 import Compressor
 from tools.mini import compressor
 from tools.mini.evaluate import MINI_BASE
 

@@ -78,14 +78,14 @@ def _loaded(
     asked: Sequence[QuestionSet], lm: LanguageModel, length: int, options: EvalOptions
 ) -> dict[QuestionSet, list[Case]]:
     """Questions of all sets, before the first is asked: what is missing shows at once."""
-    from ragcache.ingest.chunker import Chunker
+    from ragcache.ingest.chunker import Chunker, ChunkerConfig
     from ragcache.prompt import encode_text
     from ragcache_eval.suites.cases import CUT_TOKENS, suite_cases
 
     tokenizer = lm.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{lm.name} has no tokenizer; a suite asks in words")
-    chunker = Chunker(tokenizer, max_tokens=CUT_TOKENS)
+    chunker = Chunker(tokenizer, ChunkerConfig(CUT_TOKENS))
     return {
         one: suite_cases(
             one,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.base import Codec, RawCodec
 from ragcache.codecs.basis import Bases
-from ragcache.codecs.frames import check_frames, pack_frames
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache_shape import LayerShape
 from ragcache.runtime import torch
+from ragcache_papers.frames import check_frames, pack_frames
 from ragcache_papers.kvtc_basis import FEATURES, Basis, fit_basis, layer_groups, stand_in, usual_ratio
 from ragcache_papers.kvtc_transform import FIRST_TOKENS, WIDTHS, Group
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.codecs.frames import pack_frames
 from ragcache.errors import BasisError, check_least
 from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock
 from ragcache.runtime import torch
+from ragcache_papers.frames import pack_frames
 from ragcache_papers.kvtc_transform import (
     FIRST_TOKENS,
     GROUP,

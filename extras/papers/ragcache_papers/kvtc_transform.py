@@ -21,9 +21,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ragcache.codecs.affine import pack, unpack
-from ragcache.codecs.frames import read_frame
 from ragcache.errors import DamagedBlockError
 from ragcache.runtime import torch
+from ragcache_papers.frames import read_frame
 
 if TYPE_CHECKING:
     from torch import Tensor

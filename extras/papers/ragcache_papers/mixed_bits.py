@@ -8,7 +8,6 @@ The first tokens of a passage, which were attention sinks where it was encoded, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.kivi import Int8Codec, KiviCodec
@@ -78,7 +77,7 @@ class GradedCodec(LayerCodec):
         if bool((bits[:, :, :tokens].sum(2) != high).any() or bits[:, :, tokens:].any()):
             raise DamagedBlockError(f"a head of a block of codec {self.name!r} does not have {high} important tokens")
         for grade, num_tokens in (("high", high), ("low", tokens - high)):
-            own = replace(spec, num_tokens=num_tokens)
+            own = spec._replace(num_tokens=num_tokens)
             self.precisions[grade].check_part(part, _of(grade, tensors), own)
 
     def decode_part(self, part: Part, tensors: Mapping[str, Tensor], layer: int, out: Tensor) -> None:

@@ -88,7 +88,7 @@ class Setup:
         kv = self.open_kv()
         kv.use_device(lm.device)
         reader = IsolatedReader(self.limits)
-        return Worker(self.limits, reader, self.chunker, self.embedder, encoder, kv, self.batch_tokens)
+        return Worker(reader, self.chunker, self.embedder, encoder, kv, self.batch_tokens)
 
 
 class Actor:

@@ -114,7 +114,7 @@ class Cluster:
             embedder=bench.embedder,
             chunker=bench.chunker,
             open_kv=self._open_kv,
-            limits=bench.limits,
+            limits=bench.reader.limits,
             batch_tokens=bench.batch_tokens,
         )
 

@@ -82,9 +82,7 @@ def _open(tag: Tag) -> str:
         return f"\n\n\x01{fenced(code)}\x02\n\n"
     if tag.name == "li":
         return "\n- "
-    if tag.name == "tr":
-        return "\n"
-    if tag.name == "br":
+    if tag.name in ("tr", "br"):
         return "\n"
     if tag.name in STRUCK:
         return "~~"
