@@ -191,7 +191,8 @@ def _each_once(given: Mapping[int, Sequence[Hit]]) -> dict[int, list[Hit]]:
 
 def inline_passages(conversation: Conversation) -> dict[int, list[Given]]:
     """Passages that turns hold themselves, by turn."""
-    turns = enumerate(conversation.turns)
     return {
-        rank: [part for part in turn.parts if not isinstance(part, str)] for rank, turn in turns if turn.has_passages
+        rank: [part for part in turn.parts if not isinstance(part, str)]
+        for rank, turn in conversation.read
+        if turn.has_passages
     }
