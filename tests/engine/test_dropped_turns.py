@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 
 import pytest
@@ -70,8 +69,8 @@ def test_the_beginning_stays_the_same_for_some_turns(open_kb):
     with open_kb() as kb:
         gone = [kb.chat(talk(pairs), sampling=SHORT, method="full").dropped_turns for pairs in range(6, 30)]
     assert gone == sorted(gone)
-    changes = sum(one != other for one, other in itertools.pairwise(gone))
-    assert 0 < changes <= len(gone) * 0.8
+    some = [one for one in gone if one]
+    assert 3 < len(set(some)) <= len(some) * 0.75
 
 
 def test_it_can_be_switched_off(open_kb):
@@ -139,9 +138,9 @@ def test_passages_have_the_room_that_they_had_at_first(open_kb, context):
         kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
         options = {"k": 2, "sampling": SHORT, "method": "full", "context": context}
         first = kb.chat(talk(0, "Where do dogs bark?"), **options)
-        later = kb.chat(talk(11, "Where do dogs bark?"), **options)
+        later = kb.chat(talk(10, "Where do dogs bark?"), **options)
         assert [hit.chunk.id for hit in later.hits] == [hit.chunk.id for hit in first.hits]
-        assert later.dropped_turns > kb.chat(talk(11), sampling=SHORT).dropped_turns
+        assert later.dropped_turns > kb.chat(talk(10), sampling=SHORT).dropped_turns
         assert later.dropped == 0
         kb.ingest(rc.Document(f"d{n}", f"Dogs bark at night, says number {n}. " * 4) for n in range(12))
         many = kb.chat(talk(3, "Where do dogs bark?"), **{**options, "k": 30}, on_overflow="trim")
