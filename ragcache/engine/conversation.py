@@ -125,6 +125,11 @@ class Conversation:
         return max(rank for rank, turn in self.read if turn.has_slot)
 
     @property
+    def standing(self) -> list[int]:
+        """System messages that hold passages, which are those of every question behind them."""
+        return [rank for rank, turn in self.read if turn.role == "system" and turn.has_passages and rank < self.asking]
+
+    @property
     def has_passages(self) -> bool:
         return any(turn.has_passages for turn in self.turns)
 
@@ -225,7 +230,7 @@ class Conversation:
         turn = self.turns[rank]
         if turn.role == "assistant" and turn.text and not turn.calls:  # beside calls some templates leave it out
             return mark(Said(rank))
-        if not turn.has_slot:
+        if not turn.has_slot and rank not in self.standing:
             return as_text(tokenizer, turn.text)
         if form is not None:
             return mark(Slot(rank)) + form.asked(as_text(tokenizer, turn.text.strip()))

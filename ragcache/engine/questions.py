@@ -309,7 +309,8 @@ class Questions:
             form = None if k is None else reader.prompts.format
 
             def pieces(read: Conversation) -> tuple[History, list[int], Sequence[Hit]]:
-                return *talk.read(read.in_pieces(tokenizer, form, system), given), given.get(read.asking, [])
+                hits = [hit for turn in (read.asking, *read.standing) for hit in given.get(turn, [])]
+                return *talk.read(read.in_pieces(tokenizer, form, system), given), hits
 
             fitted = partial(reader.prompts.shortened, conversation, pieces, _kept_tokens, reading, drops=drops)
             (earlier, suffix_ids, hits), dropped = fitted()
