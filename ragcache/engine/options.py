@@ -142,7 +142,7 @@ class StoreConfig:
     kv: str = "eager"
     hot_after: int = 2
     foreign_cache: Annotated[
-        int, Size("--foreign-cache", "Disk budget for KV of passages that are no document's; 0: none.")
+        int, Size("--foreign-cache", "Disk budget for KV of prompts, and of passages that are no document's; 0: none.")
     ] = 10 << 30
     neighbours: Annotated[
         int | None,
