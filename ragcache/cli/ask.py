@@ -66,7 +66,8 @@ def chat(
         return
     options = {**answer.call_options(), "timeout_s": timeout_s}
     with open_with_models(store, models) as kb:
-        ask_next = _one_by_one(kb, options) if answer.context == "last" else _conversation(kb, options)
+        kept = {**options, "drop_turns": answer.drop_turns}
+        ask_next = _one_by_one(kb, options) if answer.context == "last" else _conversation(kb, kept)
         for question in _questions():
             try:
                 print_answer(stream_text(ask_next(question)))
@@ -134,6 +135,8 @@ def print_answer(answer: Answer) -> None:
         say(f"  [{rank}] {source_line(source)}")
     if answer.dropped:
         say(f"  {answer.dropped} more passages did not fit the model's context")
+    if answer.dropped_turns:
+        say(f"  the {answer.dropped_turns} oldest messages did not fit the model's context")
     times, usage = answer.timings, answer.usage
     say(
         f"  first token after {seconds_text(times.ttft_s)}; {usage.prompt_tokens} prompt tokens, "

@@ -99,6 +99,7 @@ class Answer:
     logprobs: of every token, those of a stop string among them; None where `Sampling.logprobs` did not ask for them
     tool_calls: calls of tools, which are no part of the text
     reasoning: what the model thought before it answered, which is no part of the text either
+    dropped_turns: oldest messages of the conversation that did not fit and were left out (drop_turns)
     """
 
     text: str
@@ -112,6 +113,7 @@ class Answer:
     tool_calls: tuple[ToolCall, ...] = ()
     method_reason: str = ""
     reasoning: str = ""
+    dropped_turns: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The answer as JSON values: all fields, the hits as `source_to_json` has them."""
@@ -127,6 +129,7 @@ class Answer:
             "logprobs": None if self.logprobs is None else [asdict(one) for one in self.logprobs],
             "tool_calls": [asdict(call) for call in self.tool_calls],
             "reasoning": self.reasoning,
+            "dropped_turns": self.dropped_turns,
         }
 
 

@@ -26,6 +26,7 @@ from ragcache.engine.rates import ALWAYS
 from ragcache.engine.request import RequestOptions
 from ragcache.engine.same_embedder import refuse_other_embedder
 from ragcache.engine.store_config import Store, open_kv_to_fill
+from ragcache.engine.stored_prefixes import StoredPrefixes
 from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.fuse import block_recipe, check_method
@@ -221,7 +222,10 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
     loader = open_loader(store, config, lm, recipe)
     estimate = PrefillEstimate(partial(_prefill_rate, lm, loader))
     tree = PrefixCache(lm.shape, config.prefix_bytes)
-    prefixes = Prefixes(lm, documents, recipe, tenant, tree, first_ids)
+    stored = None
+    if kv.foreign is not None and kv.passages is not None and config.prefix_bytes and not lm.shape.states:
+        stored = StoredPrefixes(tree, documents, loader, kv.foreign, kv.passages)
+    prefixes = Prefixes(lm, documents, recipe, tenant, tree, first_ids, stored)
     encoder = ModelEncoder(
         lm,
         recipe,

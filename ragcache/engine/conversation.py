@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -105,6 +106,7 @@ class Conversation:
     def __init__(self, messages: Sequence[Mapping[str, Any]], shown: Shown = NOTHING_SHOWN) -> None:
         check_type("messages", messages, (list, tuple), WAY_OUT)
         self.turns = _named([_turn(rank, message) for rank, message in enumerate(messages)])
+        self._gone: frozenset[int] = frozenset()
         self._shown = shown
         users = [turn for turn in self.turns if turn.role == "user"]
         if not users:
@@ -120,16 +122,46 @@ class Conversation:
     @property
     def asking(self) -> int:
         """Which turn's passages are the newest: the last user message's, or those that a tool found since."""
-        return max(rank for rank, turn in enumerate(self.turns) if turn.has_slot)
+        return max(rank for rank, turn in self.read if turn.has_slot)
+
+    @property
+    def standing(self) -> list[int]:
+        """System messages that hold passages, which are those of every question behind them."""
+        return [rank for rank, turn in self.read if turn.role == "system" and turn.has_passages and rank < self.asking]
 
     @property
     def has_passages(self) -> bool:
         return any(turn.has_passages for turn in self.turns)
 
     @property
+    def read(self) -> list[tuple[int, Turn]]:
+        """The turns that the model reads, each with its rank."""
+        return [(rank, turn) for rank, turn in enumerate(self.turns) if rank not in self._gone]
+
+    @property
+    def old(self) -> list[list[int]]:
+        """Ranks of the turns that may be left out, oldest first, and together where one is nothing without the other: a
+        question with what answered it; behind the last question, calls of tools with their results, but the last."""
+        last = max(rank for rank, turn in enumerate(self.turns) if turn.role == "user")
+        groups: list[list[int]] = []
+        for rank, turn in enumerate(self.turns):
+            if turn.role == "system" or rank == last:
+                continue
+            if not groups or turn.role == ("user" if rank < last else "assistant") or groups[-1][0] < last < rank:
+                groups.append([])
+            groups[-1].append(rank)
+        return groups[:-1] if groups and groups[-1][0] > last else groups
+
+    def without(self, groups: Sequence[Sequence[int]]) -> Conversation:
+        """The same, read without these turns."""
+        shorter = copy(self)
+        shorter._gone = frozenset(rank for group in groups for rank in group)
+        return shorter
+
+    @property
     def given_text(self) -> list[str]:
         """The text that the caller wrote, without passages given as such and without answers."""
-        turns = [turn for turn in self.turns if turn.role != "assistant"]
+        turns = [turn for _, turn in self.read if turn.role != "assistant"]
         return [part for turn in turns for part in turn.parts if isinstance(part, str)]
 
     def as_written(self, tokenizer: PreTrainedTokenizerBase, system: str | None) -> tuple[PromptEnds, list[Given]]:
@@ -137,8 +169,8 @@ class Conversation:
 
         system: text of a system message where the conversation has none
         """
-        carrier = max((rank for rank, turn in enumerate(self.turns) if turn.has_passages), default=None)
-        texts = [_written(tokenizer, turn.role, turn.text) for turn in self.turns]
+        carrier = max((rank for rank, turn in self.read if turn.has_passages), default=None)
+        texts = {rank: _written(tokenizer, turn.role, turn.text) for rank, turn in self.read}
         if carrier is None:
             return self._ends(tokenizer, texts, system), []
         split, role = split_parts(self.turns[carrier].parts), self.turns[carrier].role
@@ -154,14 +186,14 @@ class Conversation:
         In front of the last turn they stand next to the question. In front of the first one they stay behind the
         store's own prefix, which matters where blocks were encoded behind it.
         """
-        users = [rank for rank, turn in enumerate(self.turns) if turn.role == "user"]
+        users = [rank for rank, turn in self.read if turn.role == "user"]
         marked = users[0] if first else users[-1]
-        texts = [
-            form.asked(as_text(tokenizer, turn.text.strip()))
+        texts = {
+            rank: form.asked(as_text(tokenizer, turn.text.strip()))
             if turn.role == "user"
             else _written(tokenizer, turn.role, turn.text)
-            for turn in self.turns
-        ]
+            for rank, turn in self.read
+        }
         texts[marked] = CONTEXT_MARK + texts[marked]
         return self._ends(tokenizer, texts, system)
 
@@ -179,7 +211,7 @@ class Conversation:
             places.append(place)
             return f"{MARK}turn-{len(places) - 1}\ue000"
 
-        texts = [self._marked(tokenizer, rank, form, mark) for rank in range(len(self.turns))]
+        texts = {rank: self._marked(tokenizer, rank, form, mark) for rank, _ in self.read}
         marks = [f"{MARK}turn-{number}\ue000" for number in range(len(places))]
         messages = self._messages(tokenizer, texts, system)
         pieces = conversation_pieces(tokenizer, messages, marks, self._shown.as_text(tokenizer))
@@ -198,7 +230,7 @@ class Conversation:
         turn = self.turns[rank]
         if turn.role == "assistant" and turn.text and not turn.calls:  # beside calls some templates leave it out
             return mark(Said(rank))
-        if not turn.has_slot:
+        if not turn.has_slot and rank not in self.standing:
             return as_text(tokenizer, turn.text)
         if form is not None:
             return mark(Slot(rank)) + form.asked(as_text(tokenizer, turn.text.strip()))
@@ -206,14 +238,15 @@ class Conversation:
         split.refuse_labels()
         return f"{as_text(tokenizer, split.head)}{mark(Slot(rank))}{as_text(tokenizer, split.tail)}"
 
-    def _ends(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], system: str | None) -> PromptEnds:
+    def _ends(self, tokenizer: PreTrainedTokenizerBase, texts: Mapping[int, str], system: str | None) -> PromptEnds:
         messages = self._messages(tokenizer, texts, system)
         return conversation_ends(tokenizer, messages, self._shown.as_text(tokenizer))
 
     def _messages(
-        self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], system: str | None
+        self, tokenizer: PreTrainedTokenizerBase, texts: Mapping[int, str], system: str | None
     ) -> list[dict[str, Any]]:
-        turns = [turn.message(tokenizer, text) for turn, text in zip(self.turns, texts, strict=True)]
+        """texts: of the turns that are read, by rank"""
+        turns = [self.turns[rank].message(tokenizer, text) for rank, text in texts.items()]
         return turns if any(turn.role == "system" for turn in self.turns) else [*system_turn(tokenizer, system), *turns]
 
 

@@ -26,10 +26,12 @@ class History:
     """Everything read before this turn's passages in a conversation: texts as ids, and groups of passages, in order.
 
     again: of the passages of this turn, those that are in here already
+    stays: of the parts, so many first ones with the passages of system messages, which are never dropped
     """
 
     parts: tuple[tuple[int, ...] | tuple[Hit, ...], ...]
     again: tuple[Hit, ...] = ()
+    stays: int = 0
 
     @property
     def hits(self) -> list[Hit]:
@@ -48,7 +50,7 @@ class History:
     def without_oldest(self) -> History | None:
         """Drop the passages of the oldest turn that has any; None when none has."""
         for place, part in enumerate(self.parts):
-            if part and isinstance(part[0], Hit):
+            if place >= self.stays and part and isinstance(part[0], Hit):
                 return replace(self, parts=self.parts[:place] + self.parts[place + 1 :])
         return None
 
@@ -138,9 +140,14 @@ class ConversationContext:
         if last is None:
             raise PromptError("there is no user message; end the conversation with a question")
         once = _each_once(given)
-        ids = [self._part(piece, once) for piece in self._without_double_space(pieces[:last])]
+        parts, stays = list[tuple[int, ...] | tuple[Hit, ...]](), 0
+        for piece in self._without_double_space(pieces[:last]):
+            if part := self._part(piece, once):
+                parts.append(part)
+            if isinstance(piece, Slot) and piece.turn in self._conversation.standing:
+                stays = len(parts)
         behind = [id for piece in pieces[last + 1 :] for id in self._part(piece, given) if isinstance(id, int)]
-        return History(tuple(part for part in ids if part)), behind
+        return History(tuple(parts), stays=stays), behind
 
     def _without_double_space(self, pieces: Sequence[str | Slot | Said]) -> Iterator[str | Slot | Said]:
         """Templates may put a space before an answer's text, and models make one themselves: the prompt then goes on
@@ -191,7 +198,8 @@ def _each_once(given: Mapping[int, Sequence[Hit]]) -> dict[int, list[Hit]]:
 
 def inline_passages(conversation: Conversation) -> dict[int, list[Given]]:
     """Passages that turns hold themselves, by turn."""
-    turns = enumerate(conversation.turns)
     return {
-        rank: [part for part in turn.parts if not isinstance(part, str)] for rank, turn in turns if turn.has_passages
+        rank: [part for part in turn.parts if not isinstance(part, str)]
+        for rank, turn in conversation.read
+        if turn.has_passages
     }

@@ -136,8 +136,9 @@ class KVLookup:
                 yield prefix
         else:
             most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
-            with self._prefixes.match(method, path, most) or nullcontext() as lease:
-                yield self._before(asked, lease)
+            with self._prefixes.match(method, path, most) as (lease, load_s):
+                prefix = self._before(asked, lease)
+                yield prefix._replace(load_s=prefix.load_s + load_s)
 
     def _before(self, asked: Request, known: PrefixMatch | None) -> PrefixKV:
         """What the tree has; of a store that is read whole, everything before the question."""

@@ -7,9 +7,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate, takewhile
 
 import torch
 
@@ -155,6 +156,35 @@ class BlockLoader:
             sum(block.num_tokens for block in question.made.values()),
         )
 
+    def load_chain(self, parts: Sequence[tuple[str, int]]) -> list[KVBlock]:
+        """Blocks of no document that stand one behind the other: the first ones, as far as they are there, and as many
+        as are read sooner than computed.
+
+        parts: key of each, and the tokens that are wanted of it
+
+        Raises CancelledError and TimedOutError within `limits.limited`, and StoreError.
+        """
+        kv = self.kv.foreign
+        if kv is None or self.policy == NEVER:
+            return []
+        stored = kv.lookup([key for key, _ in parts])
+        there = list(takewhile(lambda part: part[0] in stored, parts))
+        if self.policy == AUTO:
+            load_s = accumulate(self.rates.tier(stored[key].tier).load_s(stored[key].num_bytes) for key, _ in there)
+            gains = [self.rates.compute.seconds([n]) for n in accumulate(tokens for _, tokens in there)]
+            gains = [0.0, *(computed - loaded for computed, loaded in zip(gains, load_s, strict=True))]
+            there = there[: gains.index(max(gains))]
+        # The last one first: of a conversation its end is then the first to be evicted.
+        reads = self.begin_reads({key: stored[key] for key, _ in reversed(there)}, kv)
+        blocks: list[KVBlock] = []
+        for key, _ in there:
+            while not wait([reads[key]], POLL_S).done:
+                LIMIT.get().check()
+            if (loaded := reads[key].result()) is None:
+                break
+            blocks.append(loaded.block)
+        return blocks
+
     def ahead(self) -> Prefetch:
         """The early reads of one question; close it when the question has its blocks, or was given up."""
         return Prefetch(self)
@@ -169,16 +199,17 @@ class BlockLoader:
 
     # For questions and Prefetch
 
-    def begin_reads(self, keys: Mapping[str, Stored]) -> dict[str, Future[Loaded | None]]:
-        """Begin to read these, each from the tier that it was found in."""
+    def begin_reads(self, keys: Mapping[str, Stored], kv: KVStore | None = None) -> dict[str, Future[Loaded | None]]:
+        """Begin to read these, each from the tier that it was found in. kv: other blocks than the store's own"""
+        kv = kv or self.kv
         if len(keys) > 1:  # in a thread: a device with a full queue lets even this wait
-            self._readers.submit(self.kv.read_ahead, list(keys))
+            self._readers.submit(kv.read_ahead, list(keys))
         begun = {}
         for key, (tier, num_bytes) in keys.items():
             number = self.rates.tier(tier).begin(num_bytes)
             with self._lock:
                 self._reading[key] += 1
-            begun[key] = self._readers.submit(self.kv.fetch, key)
+            begun[key] = self._readers.submit(kv.fetch, key)
             begun[key].add_done_callback(partial(self._has_read, key=key, tier=tier, number=number))
         return begun
 

@@ -142,7 +142,7 @@ class StoreConfig:
     kv: str = "eager"
     hot_after: int = 2
     foreign_cache: Annotated[
-        int, Size("--foreign-cache", "Disk budget for KV of passages that are no document's; 0: none.")
+        int, Size("--foreign-cache", "Disk budget for KV of prompts, and of passages that are no document's; 0: none.")
     ] = 10 << 30
     neighbours: Annotated[
         int | None,
@@ -250,6 +250,9 @@ class ChatOptions(RetrieveOptions, ReadOptions, total=False):
     context:  "last": the model reads the passages of one turn; "keep": each turn's own, where they stood, so that
               every prompt is the one before with more behind it. They stand in the messages, or are retrieved by k;
               what the conversation has read is not read again. While it does not fit the model, the oldest go
+    drop_turns: leave out the oldest messages, a question with all that answered it, where the conversation does not
+              fit the model (`Answer.dropped_turns` says how many); system messages and the last question stay. False:
+              ContextTooLongError
     system:   as for `AskOptions`, where no message is a system message
     tools:    functions that the model may call, as OpenAI's API and chat templates take them: {"type": "function",
               "function": {"name": ..., "description": ..., "parameters": a JSON schema}}
@@ -263,6 +266,7 @@ class ChatOptions(RetrieveOptions, ReadOptions, total=False):
     passages: Sequence[Hit | Passage] | None
     k: int | None
     context: Context
+    drop_turns: bool
     system: str | None
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
@@ -358,12 +362,17 @@ class AnswerDefaults(AnswerOptions):
     """The same for conversations, and for requests to the server, which may say otherwise.
 
     context: as for `ChatOptions`; a request with documents of its own is read by these alone
+    drop_turns: as for `ChatOptions`
     """
 
     context: Annotated[
         Context,
         Option("--context", "Passages that a turn is read over: its own, or those of the turns before it, too."),
     ] = "last"
+    drop_turns: Annotated[
+        bool,
+        Option("--drop-turns/--no-drop-turns", "Leave out a chat's oldest messages where it does not fit the model."),
+    ] = True
 
 
 def names(options: type) -> tuple[str, ...]:

@@ -76,6 +76,7 @@ class OutputProcessor:
             tuple(self.calls),
             choice.why,
             self.reasoning,
+            asked.reading.dropped_turns,
         )
 
     def add(self, card: ModelCard, token: int) -> None:

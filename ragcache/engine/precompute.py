@@ -159,7 +159,7 @@ class Precompute:
         own = set(self._kv.lookup(own, "flushed"))
         here = {key for key in wanted if key not in own and key in self._blocks}
         for key in here if listed else ():
-            self._list.add(key, self._encoder.owner, wanted[key].token_ids)
+            self._list.add((key, self._encoder.owner, wanted[key].token_ids))
         return own | here
 
     def _compute(self, missing: dict[str, Chunk], report: PrecomputeReport) -> None:
@@ -170,7 +170,7 @@ class Precompute:
             made = self._encoder.encode([one.token_ids for one in whole], [one.neighbours for one in whole])
             for rank, chunk, block in zip(batch, members, made, strict=True):
                 self._blocks.put(keys[rank], self._kv.put(keys[rank], block, "nowhere"))
-                self._list.add(keys[rank], self._encoder.owner, chunk.token_ids)
+                self._list.add((keys[rank], self._encoder.owner, chunk.token_ids))
                 report.computed += 1
                 report.tokens += chunk.num_tokens
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ragcache.engine.loader import NOT_KEPT
 from ragcache.engine.options import RetrieveOptions, names
 from ragcache.engine.prompts import Prompts
+from ragcache.engine.stored_prefixes import StoredPrefixes
 from ragcache.errors import ConfigError, ContextTooLongError, UnencodableBlockError
 from ragcache.fusion.fuse import Fused
 from ragcache.fusion.layout import Layout, Segment
@@ -28,9 +29,11 @@ from ragcache.kv.prefix_cache import (
     PrefixCache,
     PrefixMatch,
     PrefixStats,
+    Read,
     read_cache,
     states_behind,
 )
+from ragcache.kv.state import State
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Part, PromptEnds
 from ragcache.retrieval.retriever import Hit
@@ -88,6 +91,7 @@ class Prefixes:
     store's own prefix: a conversation may quote any passage.
 
     own_ids: the store's own prefix
+    stored:  where running text is kept beyond the process; None: nowhere
     drops:   how often a document changed
     """
 
@@ -99,6 +103,7 @@ class Prefixes:
         tenant: str,
         tree: PrefixCache,
         own_ids: Sequence[int] = (),
+        stored: StoredPrefixes | None = None,
     ) -> None:
         self._lm = lm
         self._documents = documents
@@ -106,6 +111,8 @@ class Prefixes:
         self._tenant = tenant
         self._tree = tree
         self._own_ids = list(own_ids)
+        self._stored = stored
+        self._generation = 0 if stored is None else documents.generation()
         self.drops = 0
 
     @contextmanager
@@ -119,9 +126,10 @@ class Prefixes:
         elif not self._tree.budget_bytes:
             yield self._read_on(ids, None)
         else:
+            load_s = self._bring(self._text, ids, self._quoting(ids))
             with self._tree.match(self._text, ids) as known:
                 found = PrefixKV(known) if known.num_tokens == len(ids) else self._read_on(ids, known)
-                yield found
+                yield found._replace(load_s=load_s)
 
     @contextmanager
     def exact(self, ids: Sequence[int]) -> Iterator[Exact | None]:
@@ -132,16 +140,21 @@ class Prefixes:
     def _read_on(self, ids: Sequence[int], known: PrefixMatch | None) -> PrefixKV:
         started, drops = time.perf_counter(), self.drops
         context = self._lm.read(ids, known)
-        self._insert(self._text, ids, context, self._quoting(ids), drops)
+        self._keep(self._text, ids, context, self._quoting(ids), drops)
         return PrefixKV(context, len(ids) - (known.num_tokens if known else 0), time.perf_counter() - started)
 
-    def match(self, method: FusionMethod, path: Path, most: int) -> PrefixMatch | None:
-        """Known KV of the prompt's first tokens, `most` of them at most; None where nothing is kept."""
+    @contextmanager
+    def match(self, method: FusionMethod, path: Path, most: int) -> Iterator[tuple[PrefixMatch | None, float]]:
+        """Known KV of the prompt's first tokens, `most` of them at most, and seconds of reading it from disk; None
+        where nothing is kept."""
         if not self._tree.budget_bytes:
-            return None
-        lease = self._tree.match(self._namespace(method), path.layout.elements)
-        lease.cut(path.layout.usable(min(lease.num_tokens, most)))
-        return lease
+            yield None, 0.0
+            return
+        namespace, elements = self._namespace(method), path.layout.elements
+        load_s = self._bring(namespace, elements[:most], self._owned(path, elements))
+        with self._tree.match(namespace, elements) as lease:
+            lease.cut(path.layout.usable(min(lease.num_tokens, most)))
+            yield lease, load_s
 
     def count(self, method: FusionMethod, elements: Sequence[int]) -> int:
         """Tokens of a beginning that are known; changes nothing."""
@@ -155,11 +168,9 @@ class Prefixes:
         if not self._tree.budget_bytes or len(set(fused.cache.lengths)) > 1:
             return
         elements = [*path.layout.elements, *answer_ids][: fused.cache.get_seq_length()]
-        before = elements[: path.owned[0].start] if path.owned else elements
-        owned = [*self._quoting(before), *path.owned]
-        self._insert(self._namespace(method), elements, fused.cache, owned, path.drops)
+        self._keep(self._namespace(method), elements, fused.cache, self._owned(path, elements), path.drops)
 
-    def _insert(
+    def _keep(
         self,
         namespace: str,
         elements: Sequence[int],
@@ -167,16 +178,45 @@ class Prefixes:
         owned: Sequence[Owned],
         drops: int,
     ) -> None:
-        """drops: when the computation began; what changed since may be gone"""
         if not self._tree.budget_bytes:
             return
+        generation = self._generation
+        self._insert(namespace, elements, read_cache(cache), owned, drops, states_behind(cache, len(elements)))
+        if self._stored is not None and namespace == self._text and drops == self.drops:
+            self._stored.keep(namespace, elements, generation)
+
+    def _bring(self, namespace: str, elements: Sequence[int], owned: Sequence[Owned]) -> float:
+        """Read from disk what the tree does not have, as far as it has room. Returns seconds."""
+        if self._stored is None or namespace != self._text:
+            return 0.0
+        started, drops, generation = time.perf_counter(), self.drops, self._generation
+        wanted = elements[: self._tree.budget_bytes // self._tree.token_bytes]
+        found = self._stored.load(namespace, wanted, self._tree.count(namespace, wanted), generation)
+        if found is not None:
+            self._insert(namespace, wanted[: found.num_tokens], found.read, owned, drops)
+        return time.perf_counter() - started
+
+    def _insert(
+        self,
+        namespace: str,
+        elements: Sequence[int],
+        read: Read,
+        owned: Sequence[Owned],
+        drops: int,
+        states: Sequence[State] = (),
+    ) -> None:
+        """drops: when the computation began; what changed since may be gone"""
         try:
-            states = states_behind(cache, len(elements))
-            self._tree.insert(namespace, elements, read_cache(cache), owned, states)
-        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when it finds no memory
+            self._tree.insert(namespace, elements, read, owned, states)
+        except (MemoryError, RuntimeError, LookupError) as error:  # torch raises RuntimeError when it finds no memory
             log.warning("the KV of a prompt is not kept for later ones: %s", error)
         owners, changed = {one.owner for one in owned}, drops != self.drops
         self._drop_gone(owners if changed else owners - {NOT_STORED}, changed=changed)
+
+    def _owned(self, path: Path, elements: Sequence[int]) -> list[Owned]:
+        """What the first tokens of a prompt, and of its answer, belong to."""
+        before = elements[: path.owned[0].start] if path.owned else elements
+        return [*self._quoting(before), *path.owned]
 
     def _quoting(self, ids: Sequence[int]) -> list[Owned]:
         """Text that may quote any passage: all behind the store's own prefix."""
@@ -187,12 +227,16 @@ class Prefixes:
     def drop_deleted(self) -> None:
         """Let go of all that was computed over passages that are gone or from outside, or may quote them (law 10)."""
         self.drops += 1
+        if self._stored is not None:
+            self._generation = self._documents.generation()
         self._drop_gone(self._tree.owners(), changed=True)
 
     def stats(self) -> PrefixStats:
         return self._tree.stats()
 
     def clear(self) -> None:
+        if self._stored is not None:
+            self._stored.close()
         self._tree.clear()
 
     def _drop_gone(self, owners: set[int], *, changed: bool) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from typing import TypeVar
 
+from ragcache.engine.conversation import Conversation
 from ragcache.engine.history import History
 from ragcache.engine.request import RequestOptions
 from ragcache.errors import ConfigError, ContextTooLongError
@@ -25,6 +29,8 @@ ANSWER_TOKENS = 256
 NOTHING_TO_REUSE = "no passages to reuse"
 
 Known = Callable[[FusionMethod, Sequence[int]], int]
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class Prompts:
@@ -85,6 +91,57 @@ class Prompts:
             shown = (shown or NOTHING_SHOWN).as_text(tokenizer)
             form = prompt_format(tokenizer, system=system, question_format=form.question_format, shown=shown)
         return PromptEnds(form.prefix_ids, form.suffix_ids(self.lm.tokenizer, question))
+
+    def shortened(
+        self,
+        conversation: Conversation,
+        make: Callable[[Conversation], T],
+        count: Callable[[T], int],
+        reading: RequestOptions,
+        passages: int = 0,
+        *,
+        drops: bool,
+    ) -> tuple[T, int]:
+        """What is made of a conversation, and how many of its oldest turns were left out so that it fits the model with
+        passages of so many tokens and an answer.
+
+        count: tokens of what was made
+        drops: whether turns may be left out
+
+        They are left out an eighth of the context at a time: until that is full again, every prompt begins as the one
+        before it. Raises ContextTooLongError for turns that do not fit and may not go.
+        """
+        made, longest, old = make(conversation), self.lm.max_positions, conversation.old
+        total, room = count(made), self.room_before_answer(reading)
+        if total + passages <= room or not old or (total <= longest and not drops):
+            return made, 0
+        too_long = f"the conversation has {total} tokens and {self.lm.name} takes {longest}"
+        if not drops:
+            raise ContextTooLongError(f"{too_long}; leave out its oldest messages, or pass drop_turns=True")
+        texts = ["".join(conversation.turns[rank].said for rank in group) for group in old]
+        groups = [len(encode_text(self.lm.tokenizer, text)) for text in texts]
+        eighth = max(1, longest // 8)
+        wanted = -(-(total + passages - room) // eighth) * eighth
+        for gone, tokens in enumerate(accumulate(groups), 1):
+            if tokens < wanted and gone < len(old):
+                continue
+            made = make(conversation.without(old[:gone]))
+            if count(made) + passages <= room:
+                break
+        if passages and count(made) + passages > longest:
+            return self.shortened(conversation, make, count, reading, drops=drops)  # `on_overflow` decides about them
+        if count(made) > longest:
+            raise ContextTooLongError(
+                f"{too_long}, and {count(made)} are its system messages and the last question; shorten these"
+            )
+        turns = sum(map(len, old[:gone]))
+        log.info("%s: its %d oldest messages are left out", too_long, turns)
+        return made, turns
+
+    def room_before_answer(self, reading: RequestOptions) -> int:
+        """Tokens of a prompt that leaves room for an answer: for the longest, and at most a quarter of the context."""
+        longest = self.lm.max_positions
+        return longest - min(reading.sampling.max_tokens or ANSWER_TOKENS, longest // 4)
 
     def prompt(self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions) -> tuple[Prompt, int]:
         """The prompt over as many hits as fit, and how many were left out.

@@ -20,7 +20,7 @@ from ragcache.engine.aio import THREADS
 from ragcache.engine.answer import Answer, Done, Event, Sources
 from ragcache.engine.assemble import Components
 from ragcache.engine.conversation import Conversation, Given, completion_ends
-from ragcache.engine.history import ConversationContext, inline_passages
+from ragcache.engine.history import ConversationContext, History, inline_passages
 from ragcache.engine.loader import Prefetch
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, Context, ReadOptions, retrieval
 from ragcache.engine.passages import Passage, PassageFinder, find_passages
@@ -35,7 +35,7 @@ from ragcache.fusion.snapkv import SnapKV
 from ragcache.models.hub import BUNDLED
 from ragcache.models.sampler import Sampling
 from ragcache.models.thoughts import TEMPLATE_OPTIONS, template_variables, thinking_of
-from ragcache.prompt import PromptEnds, Shown, control_tokens
+from ragcache.prompt import PromptEnds, Shown, control_tokens, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team
 
@@ -70,7 +70,7 @@ class Questions:
         self._look([question], reading)
         self._parts.reader.prompts.check_system(options.get("system"), reading.method)
         find = partial(self._find, options.get("hits"), question, k, options, reading)
-        return self._read(ends, find, reading)
+        return self._read(lambda _: (ends(), 0), find, reading)
 
     def _ask_whole(self, question: str, options: AskOptions) -> Iterator[Event]:
         """A question over every passage, by full prefill."""
@@ -85,7 +85,7 @@ class Questions:
             self.drop_deleted()
             return whole_hits(documents, prompts, ends())
 
-        return self._read(ends, find, reading)
+        return self._read(lambda _: (ends(), 0), find, reading)
 
     def complete(self, parts: str | Sequence[str | Hit | Passage], options: ReadOptions) -> Iterator[Event]:
         reading = self._reading(options)
@@ -93,7 +93,7 @@ class Questions:
         ends, given = completion_ends(self._parts.card.tokenizer, parts)
         texts = [parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)]
         ends, inline = self._with_found(ends, given, texts if given else ["".join(texts)], reading)
-        return self._read(lambda: ends, lambda: inline, reading)
+        return self._read(lambda _: (ends, 0), lambda: inline, reading)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Iterator[Event]:
         passages, k, context = options.get("passages"), options.get("k"), options.get("context", "last")
@@ -111,20 +111,37 @@ class Questions:
         if tools is not None:
             reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))
         tokenizer, reader = self._parts.card.tokenizer, self._parts.reader
+        drops = options.get("drop_turns", True)
         if context == "last" and passages is None and k is None:
             self.drop_deleted()
-            whole, given = conversation.as_written(tokenizer, system)
+            (whole, given), dropped = reader.prompts.shortened(
+                conversation,
+                lambda read: read.as_written(tokenizer, system),
+                self._written_tokens,
+                reading,
+                drops=drops,
+            )
             written, inline = self._with_found(whole, given, conversation.given_text, reading)
-            return self._read(lambda: written, lambda: inline, reading)
+            return self._read(lambda _: (written, dropped), lambda: inline, reading)
         self._look(conversation.given_text, reading)
         if context == "keep":
             if passages is not None:
                 raise ConfigError('context="keep" takes passages in the messages, where each turn has its own, or k=')
-            return self._read_kept(conversation, k, options, reading, system)
+            return self._read_kept(conversation, k, options, reading, system, drops)
         count = DEFAULT_K if k is None else k
         find = partial(self._find, passages, conversation.question, count, options, reading)
         first = reader.prompts.names.recipe.sees_prefix
-        ends = partial(conversation.around_passages, tokenizer, reader.prompts.format, system, first=first)
+
+        def ends(passages: int) -> tuple[PromptEnds, int]:
+            return reader.prompts.shortened(
+                conversation,
+                lambda read: read.around_passages(tokenizer, reader.prompts.format, system, first=first),
+                _ends_tokens,
+                reading,
+                passages,
+                drops=drops,
+            )
+
         return self._read(ends, find, reading)
 
     def drop_deleted(self) -> None:
@@ -229,6 +246,12 @@ class Questions:
 
     # Work
 
+    def _written_tokens(self, written: tuple[PromptEnds, list[Given]]) -> int:
+        """Tokens of a prompt with the passages in it, as far as these came with their text."""
+        ends, given = written
+        texts = [one.chunk.text if isinstance(one, Hit) else one.text for one in given]
+        return _ends_tokens(ends) + sum(len(encode_text(self._parts.card.tokenizer, text)) for text in texts)
+
     def _find(
         self,
         given: Sequence[Given] | None,
@@ -244,14 +267,22 @@ class Questions:
         return given
 
     def _read(
-        self, ends_of: Callable[[], PromptEnds], find: Callable[[], Sequence[Given]], reading: RequestOptions
+        self,
+        ends_of: Callable[[int], tuple[PromptEnds, int]],
+        find: Callable[[], Sequence[Given]],
+        reading: RequestOptions,
     ) -> Iterator[Event]:
+        """ends_of: the prompt's ends with room for so many tokens of passages, and turns left out for it"""
         parts = self._parts
         with _timed(reading) as clock:
-            ends = ends_of()
+            ends, dropped = ends_of(0)
             parts.reader.prompts.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
             hits = find_passages(find(), parts.store.documents, parts.whole)
             clock.retrieve_s = time.perf_counter() - clock.started
+            passages = sum(hit.chunk.num_tokens for hit in hits)
+            if passages + _ends_tokens(ends) > parts.reader.prompts.room_before_answer(reading):
+                ends, dropped = ends_of(passages)
+            reading = replace(reading, dropped_turns=dropped)
             yield from self._answers(ends, hits, reading, clock)
 
     def _read_kept(
@@ -261,6 +292,7 @@ class Questions:
         options: ChatOptions,
         reading: RequestOptions,
         system: str | None,
+        drops: bool,
     ) -> Iterator[Event]:
         parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.card.tokenizer
         if reading.choice.gives_way and not reading.method.keeps_context_with(parts.card):
@@ -268,15 +300,23 @@ class Questions:
         with _timed(reading) as clock:
             reader.prompts.check_keeps(reading)
             self.drop_deleted()
-            pieces = conversation.in_pieces(tokenizer, None if k is None else reader.prompts.format, system)
             talk = ConversationContext(conversation, parts.turns, tokenizer, options.get("filter"), system)
             inline = inline_passages(conversation).items()
             given = {turn: find_passages(own, parts.store.documents, parts.whole) for turn, own in inline}
-            earlier, suffix_ids = talk.read(pieces, given)
+            form = None if k is None else reader.prompts.format
+
+            def pieces(read: Conversation) -> tuple[History, list[int], Sequence[Hit]]:
+                hits = [hit for turn in (read.asking, *read.standing) for hit in given.get(turn, [])]
+                return *talk.read(read.in_pieces(tokenizer, form, system), given), hits
+
+            fitted = partial(reader.prompts.shortened, conversation, pieces, _kept_tokens, reading, drops=drops)
+            (earlier, suffix_ids, hits), dropped = fitted()
             reader.prompts.prompt(reader.prompts.fit(earlier, suffix_ids, [], reading)[0], [], reading)
-            hits = given.get(conversation.asking, [])
             if k is not None:
                 hits = self.retrieve(conversation.question, k, retrieval(options), reading.ahead)
+                if _kept_tokens((earlier, suffix_ids, hits)) > reader.prompts.room_before_answer(reading):
+                    (earlier, suffix_ids, _), dropped = fitted(sum(hit.chunk.num_tokens for hit in hits))
+            reading = replace(reading, dropped_turns=dropped)
             clock.retrieve_s = time.perf_counter() - clock.started
             ends, earlier, new = reader.prompts.fit(earlier, suffix_ids, hits, reading)
             yield from self._answers(ends, new, reading, clock, Kept(earlier, talk.remember))
@@ -291,6 +331,17 @@ class Questions:
                 if isinstance(event, Sources) and event.hits:
                     self._unchecked_notice.look(reading.choice, event.method)
                 yield event
+
+
+def _ends_tokens(ends: PromptEnds) -> int:
+    return len(ends.prefix_ids) + len(ends.suffix_ids)
+
+
+def _kept_tokens(read: tuple[History, list[int], Sequence[Hit]]) -> int:
+    """Tokens of a kept conversation without the passages of earlier turns, which go first."""
+    earlier, suffix_ids, hits = read
+    texts = sum(len(part) for part in earlier.parts if not isinstance(part[0], Hit))
+    return texts + len(suffix_ids) + sum(hit.chunk.num_tokens for hit in hits)
 
 
 @contextmanager

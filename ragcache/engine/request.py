@@ -35,6 +35,7 @@ class RequestOptions:
     tools: what the model may call; None: nothing
     thinking: how the model's template has it think; None: it does not, or there is no template (a raw prompt)
     thinking_budget: tokens after which its thoughts are ended
+    dropped_turns: oldest messages of the conversation that were left out
     """
 
     choice: Choice
@@ -50,6 +51,7 @@ class RequestOptions:
     tools: ToolUse | None = None
     thinking: Thinking | None = None
     thinking_budget: int | None = None
+    dropped_turns: int = 0
 
     def __post_init__(self) -> None:
         if self.thinking_budget is not None:

@@ -75,16 +75,24 @@ class PrefixMatch:
     def states(self) -> Sequence[State]:
         return next((end.states for at, end in self._ends if at == self.num_tokens), ())
 
-    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write one layer's rotated keys, and values, to [num_kv_heads, num_tokens, head_dim]."""
-        end = 0
-        for page, start, stop in self._slices:
-            count = min(stop - start, self.num_tokens - end)
+    def copy_layer(self, layer: int, keys: Tensor, values: Tensor, first: int = 0) -> None:
+        """Write one layer's rotated keys, and values, to [num_kv_heads, num_tokens, head_dim]: of all tokens, or of as
+        many as there is room for from `first` on."""
+        end, most = 0, min(keys.shape[1], self.num_tokens - first)
+        for page, start, stop in rest_of(self._slices, first) if first else self._slices:
+            count = min(stop - start, most - end)
             if count <= 0:
                 return
             keys[:, end : end + count].copy_(page.held.layer_keys(layer)[:, start : start + count])
             values[:, end : end + count].copy_(page.held.layer_values(layer)[:, start : start + count])
             end += count
+
+    def block(self, start: int, stop: int) -> KVBlock:
+        """Rotated keys, and values, of tokens [start, stop), in host memory."""
+        block = empty_block(self._tree.shape, stop - start)
+        for layer in range(block.num_layers):
+            self.copy_layer(layer, block.layer_keys(layer), block.layer_values(layer), start)
+        return block.map(Tensor.cpu)
 
     def release(self) -> None:
         """A second call does nothing."""
@@ -136,6 +144,11 @@ class PrefixCache:
             self._counts["asked"] += len(wanted)
             self._counts["matched"] += lease.num_tokens
             return lease
+
+    def hold(self, namespace: str, elements: Sequence[int] | Elements) -> PrefixMatch:
+        """`match` for who keeps it elsewhere: not counted among what was asked."""
+        with self._lock:
+            return self._lease(namespace, np.asarray(elements, dtype=np.int64))
 
     def count(self, namespace: str, elements: Sequence[int] | Elements) -> int:
         """Tokens that `match` would find; changes nothing."""
@@ -502,7 +515,7 @@ def _ends(path: Sequence[tuple[Node, int]]) -> list[tuple[int, End]]:
     return found
 
 
-def common_length(one: Elements, other: Elements) -> int:
+def common_length(one: Elements | NDArray[np.int32], other: Elements | NDArray[np.int32]) -> int:
     """Length of the longest common prefix."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])

@@ -55,6 +55,7 @@ def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: i
         **_given(READ, asked, defaults),
         **request.model_dump(include=set(TemplateFields.model_fields), exclude_none=True),
         "context": asked.context or ("last" if asked.documents is not None else defaults.context),
+        "drop_turns": defaults.drop_turns if asked.drop_turns is None else asked.drop_turns,
         **_passages(asked, defaults, retrieves),
         **_tools(request),
     }
@@ -198,6 +199,7 @@ def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
         "method": answer.method,
         "method_reason": answer.method_reason,
         "dropped": answer.dropped,
+        "dropped_turns": answer.dropped_turns,
         "timings": PhaseSeconds(**asdict(answer.timings)),
         "full_prefill_estimate_s": kb.full_prefill_estimate_s(usage.prompt_tokens),
         "full_prefill_samples": kb.full_prefill_samples,

@@ -139,7 +139,7 @@ class ReadFields(TemplateFields, optional("top_k", *names(ReadOptions))):  # typ
     )
 
 
-class Extension(RetrieveFields, ReadFields, optional("context")):  # type: ignore[misc]
+class Extension(RetrieveFields, ReadFields, optional("context", "drop_turns")):  # type: ignore[misc]
     """Options that OpenAI's API has no place for. In the openai client: `extra_body={"ragcache": {...}}`."""
 
     retrieve: bool | None = Field(default=None, description="false: answer without passages")
@@ -334,6 +334,7 @@ class ChatExtension(AnswerModel):
     method: str = Field(default="", description="The fusion method that read the prompt")
     method_reason: str = Field(default="", description="Why this one, in a few words")
     dropped: int = Field(default=0, description="Passages that did not fit the context")
+    dropped_turns: int = Field(default=0, description="Oldest messages that did not fit the context")
     timings: PhaseSeconds | None = None
     full_prefill_estimate_s: float | None = Field(
         default=None,

@@ -17,6 +17,8 @@ from ragcache.errors import StoreBusyError, StoreFullError
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 _TOKEN = np.dtype("<i4")
+PREFIX = "prefix:"
+"""Begins the owners of prompts' prefixes, followed by the generation of the documents that they may quote, and ":"."""
 # Passages after which those whose block was evicted are taken off the list.
 _PURGE_EVERY = 1024
 _TABLES = """
@@ -28,6 +30,7 @@ CREATE TABLE IF NOT EXISTS names (
     PRIMARY KEY (collection, id)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS named ON names (handle);
+CREATE INDEX IF NOT EXISTS owned ON passages (owner);
 """
 
 
@@ -53,18 +56,18 @@ class PassageList:
         self._lock = threading.Lock()
         self._opened: sqlite3.Connection | None = None
 
-    def add(self, key: str, owner: str, token_ids: Sequence[int]) -> None:
-        """List a passage, whose block is kept.
+    def add(self, *listed: tuple[str, str, Sequence[int]]) -> None:
+        """List passages, whose blocks are kept: the key, owner and token ids of each.
 
         owner: whose prompts it is found in: of one model, recipe and tenant
         Raises StoreFullError, StoreBusyError.
         """
-        row = (key, owner, np.asarray(token_ids, _TOKEN).tobytes())
+        rows = [(key, owner, np.asarray(ids, _TOKEN).tobytes()) for key, owner, ids in listed]
 
         def add(database: sqlite3.Connection) -> None:
             query = "INSERT OR IGNORE INTO passages (handle, owner, token_ids) VALUES (?, ?, ?)"
-            added = database.execute(query, row)
-            if added.rowcount == 1 and (added.lastrowid or 0) % _PURGE_EVERY == 0:
+            added = [database.execute(query, row) for row in rows]
+            if any(one.rowcount == 1 and (one.lastrowid or 0) % _PURGE_EVERY == 0 for one in added):
                 self._purge(database)
 
         self._run(add, create=True)
@@ -97,9 +100,17 @@ class PassageList:
 
         return self._run(look) or {}
 
-    def remove(self, key: str) -> None:
-        """Take a passage off the list, if it is there."""
-        self._run(lambda database: database.execute("DELETE FROM passages WHERE handle = ?", (key,)))
+    def remove(self, *keys: str) -> None:
+        """Take passages off the list, if they are there."""
+        rows = [(key,) for key in keys]
+        self._run(lambda database: database.executemany("DELETE FROM passages WHERE handle = ?", rows))
+
+    def prefixes_before(self, generation: int) -> list[str]:
+        """Handles of prompts' prefixes that may quote documents as they were before this generation."""
+        query = "SELECT handle FROM passages WHERE owner >= ? AND owner < ? AND owner NOT GLOB ?"
+        bounds = (PREFIX, PREFIX[:-1] + ";", f"{PREFIX}{generation}:*")
+        rows = self._run(lambda database: database.execute(query, bounds).fetchall()) or []
+        return [handle for (handle,) in rows]
 
     def name(self, collection: str, names: Iterable[Name]) -> list[str]:
         """Note which passages of a collection these are, each id in place of what it named before. Returns the handles

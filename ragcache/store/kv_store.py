@@ -156,10 +156,18 @@ class KVStore:
         if self.foreign is not None and self.passages is not None and not self.read_only:
             try:
                 self.foreign.put(key, held)
-                self.passages.add(key, owner, token_ids)
+                self.passages.add((key, owner, token_ids))
             except StoreError as error:
                 self._complaints.failed("KV of passages from elsewhere is not kept on disk", error)
         return held
+
+    def drop_prefixes(self, generation: int) -> None:
+        """Delete KV of prompts that may quote documents as they were before this generation (law 10)."""
+        if self.foreign is not None and self.passages is not None and self.foreign.root.exists():
+            old = self.passages.prefixes_before(generation)
+            for key in old:
+                self.foreign.delete(key)
+            self.passages.remove(*old)
 
     def keeps_exactly(self, key: str, block: KVBlock) -> bool:
         """Whether the durable tier would give the block back bit for bit. Raises UnencodableBlockError."""
@@ -444,6 +452,7 @@ def collect_garbage(documents: DocumentStore, kv: KVStore) -> int:
     The list is cleared last: a kill in between loses no deletion, it is only done again. The caller holds the store's
     writer lock.
     """
+    kv.drop_prefixes(documents.generation())
     handles = documents.collectable()
     for handle in handles:
         kv.delete(handle)

@@ -143,6 +143,42 @@ def test_passages_of_the_messages_stay_where_they_stand(kb, oracle):
         assert two.usage.cached_tokens > one.usage.prompt_tokens
 
 
+def test_passages_of_the_system_message_are_those_of_every_question(kb, oracle):
+    """LangChain's usual prompt. They are never given up for turns."""
+    club, news = rc.Passage(id="clubs#0"), rc.Passage("Old news of Kelbrook.")
+    first = [{"role": "system", "content": ["Read:\n\n", club, news, "Be brief."]}, user("Who?")]
+    for method in PLAIN:
+        one = kb.chat(first, method=method, sampling=SHORT, context="keep")
+        two = kb.chat([*first, said(one), user("What now?")], method=method, sampling=SHORT, context="keep")
+        talk = Talk(kb, oracle, method)
+        talk.pieces = [
+            ("text", f"{talk.text}[system]Read:\n\n"),
+            ("passage", kb.chunks(["clubs#0"])[0].text),
+            ("passage", "Old news of Kelbrook.\n"),
+            ("text", "Be brief.[end][user]Who?[end][assistant]"),
+        ]
+        assert one.text == talk.expected()
+        talk.pieces += [("answer", talk.made), ("text", "[end][user]What now?[end][assistant]")]
+        assert two.text == talk.expected()
+        assert [[hit.chunk.text[:8] for hit in answer.hits] for answer in (one, two)] == [["The rowi", "Old news"]] * 2
+        assert {hit.kv for hit in two.hits} == {"exact"}
+        own = len(kb.lm.tokenizer("[end][user]What now?[end][assistant]")["input_ids"])
+        assert two.usage.computed_tokens <= own + 2
+
+
+def test_passages_of_the_system_message_outlast_those_of_turns(kb):
+    """Where the context ends, passages of old turns go, and then old turns."""
+    club, old = rc.Passage(id="clubs#0"), rc.Passage("Old news of Kelbrook. " * 10)
+    messages = [{"role": "system", "content": ["Read:\n\n", club, "Be brief."]}]
+    messages += [user(old, "Who?"), {"role": "assistant", "content": "Nobody."}] * 2
+    kb.chat([*messages[:1], user("Who?")], sampling=SHORT, context="keep", method="full")
+    for words in (10, 130, 150):
+        asked = [*messages, user("What now? " + "word " * words)]
+        answer = kb.chat(asked, sampling=SHORT, context="keep", method="full")
+        assert [(hit.chunk.document_id, hit.kv) for hit in answer.hits] == [("clubs", "exact")]
+        assert answer.usage.prompt_tokens <= kb.lm.max_positions
+
+
 def test_an_unknown_history_is_read_as_text(open_kb, tmp_path, kb, oracle):
     """Earlier turns have no passages in a conversation that this process did not lead."""
     turns = [user("Where do dogs bark?"), {"role": "assistant", "content": "In Kelbrook."}, user("Is the cat happy?")]

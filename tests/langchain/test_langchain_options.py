@@ -25,6 +25,7 @@ GIVEN = {
     "thinking_budget": 7,
     "chat_template_kwargs": {"a": 1},
     "context": "keep",
+    "drop_turns": False,
 }
 
 
@@ -61,7 +62,7 @@ def kb(tmp_path, tiny) -> rc.RagCache:
 
 
 def test_no_option_of_the_engine_is_absent():
-    assert set(GIVEN) - {"context"} == set(rc.ReadOptions.__annotations__) - ELSEWHERE
+    assert set(GIVEN) - {"context", "drop_turns"} == set(rc.ReadOptions.__annotations__) - ELSEWHERE
     assert {*GIVEN, "timeout"} <= set(ChatRagCache.model_fields)
     assert set(rc.RetrieveOptions.__annotations__) <= set(RagCacheRetriever.model_fields)
 

@@ -54,26 +54,27 @@ def engine(kb, monkeypatch) -> dict[str, object]:
 
 def test_no_option_of_the_engine_is_absent():
     assert set(GIVEN) == set(rc.ReadOptions.__annotations__) - ELSEWHERE
-    assert {*GIVEN, "context"} <= set(RagCacheLLM.model_fields)
+    assert {*GIVEN, "context", "drop_turns"} <= set(RagCacheLLM.model_fields)
     taken = {"filter" if name == "filters" else name for name in inspect.signature(RagCacheRetriever).parameters}
     assert set(rc.RetrieveOptions.__annotations__) <= taken
 
 
 async def test_fields_and_arguments_of_a_call_reach_the_engine(kb, engine):
-    for model, options in ((RagCacheLLM(kb, **GIVEN, context="keep"), {}), (RagCacheLLM(kb), {**GIVEN})):
-        chats = options and {"context": "keep", **options}
+    of_chats = {"context": "keep", "drop_turns": False}
+    for model, options in ((RagCacheLLM(kb, **GIVEN, **of_chats), {}), (RagCacheLLM(kb), {**GIVEN})):
+        chats = options and {**of_chats, **options}
         model.chat(MESSAGES, **chats)
-        assert engine.items() >= {**GIVEN, "context": "keep"}.items()
+        assert engine.items() >= {**GIVEN, **of_chats}.items()
         engine.clear()
         await model.achat(MESSAGES, **chats)
-        assert engine.items() >= {**GIVEN, "context": "keep"}.items()
+        assert engine.items() >= {**GIVEN, **of_chats}.items()
         engine.clear()
         model.complete("Hi", **options)
         assert engine.items() >= GIVEN.items()
         engine.clear()
         await model.acomplete("Hi", **options)
         assert engine.items() >= GIVEN.items()
-        assert "context" not in engine  # a raw prompt has no turns
+        assert not of_chats.keys() & engine  # a raw prompt has no turns
 
 
 def test_what_cannot_be_is_refused(llm):

@@ -43,7 +43,7 @@ def test_no_option_of_the_engine_is_absent():
     assert known - ELSEWHERE <= set(Extension.model_fields)
     assert {*READ, "timeout_s"} == set(rc.ReadOptions.__annotations__) - ELSEWHERE
     assert set(RETRIEVE) == set(rc.RetrieveOptions.__annotations__)
-    assert {"k", "context"} <= set(Extension.model_fields)
+    assert {"k", "context", "drop_turns"} <= set(Extension.model_fields)
 
 
 def test_every_option_reaches_the_engine():
@@ -58,8 +58,11 @@ def test_the_servers_defaults_reach_it_too_and_a_request_wins():
     assert {*READ, *RETRIEVE} - set(stated) == {"method", "method_options"}  # the store was opened with one
     defaults = AnswerDefaults(**stated)
     assert call(defaults).items() >= stated.items()
+    assert (call()["drop_turns"], call(drop_turns=False)["drop_turns"]) == (True, False)
+    off = AnswerDefaults(drop_turns=False)
+    assert (call(off)["drop_turns"], call(off, drop_turns=True)["drop_turns"]) == (False, True)
     assert call(defaults, hint=True, evict=2).items() >= {"hint": True, "evict": 2, "order": "shared"}.items()
 
 
 def test_the_engine_has_defaults_of_its_own():
-    assert set(call(retrieve=False)) == {"sampling", "on_overflow", "order", "hint", "context"}
+    assert set(call(retrieve=False)) == {"sampling", "on_overflow", "order", "hint", "context", "drop_turns"}

@@ -104,6 +104,7 @@ def about(answer: rc.Answer, model: str) -> dict[str, Any]:
         "method": answer.method,
         "method_reason": answer.method_reason,
         "dropped": answer.dropped,
+        "dropped_turns": answer.dropped_turns,
         "computed_tokens": answer.usage.computed_tokens,
         "timings": known["timings"],
         "sources": known["hits"],

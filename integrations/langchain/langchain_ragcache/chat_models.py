@@ -39,7 +39,7 @@ TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
 # The engine's options, but for those that LangChain has names of its own for: the sampling's fields, a task or stream
 # that is cancelled, and `timeout`.
 RENAMED = ("sampling", "cancelled", "timeout_s")
-READING = (*(name for name in rc.ReadOptions.__annotations__ if name not in RENAMED), "context")
+READING = (*(name for name in rc.ReadOptions.__annotations__ if name not in RENAMED), "context", "drop_turns")
 # `stream` is LangChain's own switch, `model` is checked.
 CALL_OPTIONS = (*SAMPLING, *ALSO, *FORMS, *TOOLS, *READING, "timeout", "model", "stream")
 # Standard parameters of chat models that reach a service; there is none here.
@@ -62,6 +62,7 @@ class ChatRagCache(BaseChatModel):
     method, method_options, evict, on_overflow, order, hint, reasoning_effort, enable_thinking, thinking_budget,
     chat_template_kwargs: see `rc.ReadOptions`
     context:     "last", or "keep": every turn keeps the passages that stand in its message
+    drop_turns:  leave out the oldest messages where they do not fit the model; False: ContextTooLongError
     timeout:     seconds that an answer may take, waiting included: `timeout_s` of `rc.ReadOptions`
 
     `invoke`, `bind` and their like take the same, but for kb; and json_schema, regex and choices of `rc.Sampling`, and
@@ -96,6 +97,7 @@ class ChatRagCache(BaseChatModel):
     thinking_budget: int | None = Field(default=None, ge=0)
     chat_template_kwargs: Mapping[str, Any] | None = None
     context: str = "last"
+    drop_turns: bool = True
     timeout: float | None = Field(default=None, gt=0)
     streaming: bool = False
 

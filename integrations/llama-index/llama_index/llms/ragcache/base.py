@@ -45,6 +45,7 @@ _SAMPLING = (
 _READING = tuple(name for name in rc.ReadOptions.__annotations__ if name not in ("sampling", "cancelled"))
 _FORMS = ("json_schema", "regex", "choices")  # of the sampling, with a call alone
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
+_CHAT = ("context", "drop_turns")
 _OPTIONS = (*_SAMPLING, *_FORMS, *_READING, "segments")
 Event = rc.Sources | rc.Reasoning | rc.Token | rc.ToolCall | rc.Done
 T = TypeVar("T")
@@ -96,6 +97,7 @@ class RagCacheLLM(HeldToSchema):
     thinking_budget: int | None = Field(default=None, description="Tokens after which its thoughts are ended.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
     context: str = Field(default="last", description='"keep": each turn of a chat keeps the passages of its message.')
+    drop_turns: bool = Field(default=True, description="Leave out a chat's oldest messages that do not fit the model.")
     _kb: rc.RagCache = PrivateAttr()
 
     def __init__(self, kb: rc.RagCache | str | Path, *, model: str | None = None, **fields: Any) -> None:
@@ -104,7 +106,7 @@ class RagCacheLLM(HeldToSchema):
         model: to open a path with; None: the store's own
         Raises ConfigError for a field that is out of range or unknown, and what `rc.open_shared` raises.
         """
-        _refuse_unknown(set(fields) - set(type(self).model_fields), (*_OPTIONS, "context"))
+        _refuse_unknown(set(fields) - set(type(self).model_fields), (*_OPTIONS, *_CHAT))
         super().__init__(**fields)
         self._kb = rc.open_shared(kb, model=model)
         self._options({})
@@ -247,7 +249,7 @@ class RagCacheLLM(HeldToSchema):
         return _asteps(self._kb.astream_completion(self._parts(prompt, formatted, kwargs), **self._options(kwargs)))
 
     def _chat_options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        options = {**self._options(kwargs, "context", *_TOOLS), "context": kwargs.get("context", self.context)}
+        options = {**self._options(kwargs, *_CHAT, *_TOOLS), **{n: kwargs.get(n, getattr(self, n)) for n in _CHAT}}
         options |= {name: kwargs[name] for name in _TOOLS if name in kwargs}
         if kwargs.get("segments"):
             options["passages"] = as_passages(kwargs["segments"])

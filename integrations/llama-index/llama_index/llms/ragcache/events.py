@@ -49,13 +49,15 @@ class RagCacheFirstTokenEvent(BaseEvent):
 class RagCachePrefillEvent(BaseEvent):
     """What the fused prefill cost, sent with the end of the answer, when all figures are known.
 
-    method: the fusion method; method_reason: why this one; dropped: passages that did not fit and were left out
+    method: the fusion method; method_reason: why this one; dropped: passages that did not fit and were left out;
+    dropped_turns: oldest messages that were
     tokens and seconds: see `ragcache.Usage` and `ragcache.Timings`
     """
 
     method: str
     method_reason: str
     dropped: int
+    dropped_turns: int
     prompt_tokens: int
     cached_tokens: int
     created_tokens: int
@@ -119,6 +121,7 @@ class Watch:
                 method=answer.method,
                 method_reason=answer.method_reason,
                 dropped=answer.dropped,
+                dropped_turns=answer.dropped_turns,
                 prompt_tokens=usage.prompt_tokens,
                 cached_tokens=usage.cached_tokens,
                 created_tokens=usage.created_tokens,

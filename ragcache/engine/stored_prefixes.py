@@ -1,0 +1,181 @@
+"""Prefixes of prompts on disk, so that a conversation goes on from what was read before the store was closed.
+
+Whatever a prompt and its answer add to what is stored becomes blocks of at most 256 tokens, in the cache of passages
+from elsewhere (`ragcache/store/foreign.py`) and within its budget. As vLLM's blocks and LMCache's chunks, each is named
+by all tokens up to its end and by what else its KV depends on. Keys stay rotated to the positions that they had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragcache.engine.loader import BlockLoader
+from ragcache.errors import StoreError
+from ragcache.kv.block import KVBlock
+from ragcache.kv.prefix_cache import PrefixCache, PrefixMatch, common_length
+from ragcache.runtime import work_alone
+from ragcache.store.counters import WarnOnce
+from ragcache.store.documents import DocumentStore
+from ragcache.store.foreign import PREFIX, PassageList
+from ragcache.store.kv_store import KVStore
+
+log = logging.getLogger(__name__)
+PIECE_TOKENS = 256
+# Fewer new tokens are written with the next ones, and not worth a read.
+LEAST_TOKENS = 16
+# The same while something is being written, which a reader of the list may have to wait for.
+_WORTH_WAITING = 64
+# Prompts that wait to be written. More are not kept: what is written at leisure must not outgrow the disk's rate.
+_MOST_WAITING = 16
+
+
+class _Piece(NamedTuple):
+    """A stored block and the part of a prompt that it serves: tokens [start, stop), of which it may hold more."""
+
+    key: str
+    start: int
+    stop: int
+
+
+class StoredKV(NamedTuple):
+    """Blocks that were read, one behind the other; each with the prompt's tokens that it serves."""
+
+    parts: list[tuple[_Piece, KVBlock]]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.parts[-1][0].stop
+
+    def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """See `ragcache.kv.prefix_cache.Read`. Raises LookupError for tokens that stand before these."""
+        if start < self.parts[0][0].start:
+            raise LookupError("what stands before the stored KV was dropped meanwhile")
+        keys, values = [], []
+        for (_, first, last), block in self.parts:
+            begin, end = max(start, first) - first, min(stop, last) - first
+            if begin < end:
+                keys.append(block.layer_keys(layer)[:, begin:end])
+                values.append(block.layer_values(layer)[:, begin:end])
+        return torch.cat(keys, 1), torch.cat(values, 1)
+
+
+class StoredPrefixes:
+    """Reads and writes them. Thread-safe; `close` it before the store.
+
+    What a changed document may be quoted in goes with it (law 10): names hold the documents' generation, and
+    `collect_garbage` deletes what is of an earlier one.
+    """
+
+    def __init__(
+        self, tree: PrefixCache, documents: DocumentStore, loader: BlockLoader, blocks: KVStore, listed: PassageList
+    ) -> None:
+        """blocks, listed: those of no document"""
+        self._tree = tree
+        self._documents = documents
+        self._loader = loader
+        self._blocks = blocks
+        self._list = listed
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ragcache-prefix", initializer=work_alone)
+        self._room = threading.BoundedSemaphore(_MOST_WAITING)
+        self._complaints = WarnOnce(log)
+        self._writing = False
+
+    def load(self, namespace: str, ids: Sequence[int], known: int, generation: int) -> StoredKV | None:
+        """The KV of the prompt's tokens behind the first `known` ones, as far as it is stored and quicker to read than
+        to compute. None where that is little. Raises CancelledError and TimedOutError within `limits.limited`."""
+        least = _WORTH_WAITING if self._writing else LEAST_TOKENS
+        if len(ids) - known < least:
+            return None
+        try:
+            pieces = [one for one in self._walk(namespace, ids, generation) if one.stop > known]
+            if not pieces or pieces[-1].stop - known < least:
+                return None
+            blocks = self._loader.load_chain([(one.key, one.stop - max(one.start, known)) for one in pieces])
+        except StoreError as error:
+            self._complaints.failed("KV of prompts is not read from disk", error)
+            return None
+        return StoredKV(list(zip(pieces, blocks, strict=False))) if blocks else None
+
+    def keep(self, namespace: str, ids: Sequence[int], generation: int) -> None:
+        """Write what the tree has of these tokens, as far as it is not stored, later and in another thread."""
+        if self._blocks.read_only or not self._room.acquire(blocking=False):
+            return
+        try:
+            self._writer.submit(self._write, namespace, list(ids), generation).add_done_callback(
+                lambda _: self._room.release()
+            )
+        except RuntimeError:  # the store is being closed
+            self._room.release()
+
+    def close(self) -> None:
+        """Write what waits. A second call is fine."""
+        self._writer.shutdown()
+
+    def _walk(self, namespace: str, ids: Sequence[int], generation: int) -> list[_Piece]:
+        """The stored blocks that the prompt begins with, which are there; the last one may be of use in part."""
+        wanted, chain, pieces, at = _array(ids), hashlib.sha256(namespace.encode()), list[_Piece](), 0
+        while at < len(wanted):
+            owner = _owner(chain, wanted[at], generation)
+            rows = [(common_length(own, wanted[at:]), _key(owner, own)) for _, own in self._list.passages(owner)]
+            used, key = max((row for row in rows if row[1] in self._blocks), default=(0, ""))
+            if not used:
+                break
+            pieces.append(_Piece(key, at, at + used))
+            chain.update(wanted[at : at + used].tobytes())
+            at += used
+        return pieces
+
+    def _write(self, namespace: str, ids: Sequence[int], generation: int) -> None:
+        self._writing = True
+        try:
+            with self._tree.hold(namespace, ids) as held:
+                self._write_rest(namespace, ids[: held.num_tokens], generation, held)
+            self._complaints.worked()
+        except Exception as error:  # it costs a later question time
+            self._complaints.failed("the KV of a prompt is not kept on disk", error)
+        finally:
+            self._writing = False
+
+    def _write_rest(self, namespace: str, ids: Sequence[int], generation: int, held: PrefixMatch) -> None:
+        pieces, all_ids = self._walk(namespace, ids, generation), _array(ids)
+        start = pieces[-1].stop if pieces else 0
+        if len(ids) - start < LEAST_TOKENS or self._documents.generation() != generation:
+            return
+        chain = hashlib.sha256(namespace.encode() + all_ids[:start].tobytes())
+        rows = []
+        for at in range(start, len(ids), PIECE_TOKENS):
+            own = all_ids[at : at + PIECE_TOKENS]
+            owner = _owner(chain, own[0], generation)
+            rows.append((_key(owner, own), owner, own.tolist()))
+            chain.update(own.tobytes())
+        self._list.add(*rows)  # first: a block that is not listed would outlive its documents
+        for at, (key, _, own_ids) in zip(range(start, len(ids), PIECE_TOKENS), rows, strict=True):
+            self._blocks.put(key, held.block(at, at + len(own_ids)))
+        self._list.add(*rows)  # again, where another process has taken off what was not there yet
+        if (now := self._documents.generation()) != generation:
+            self._loader.kv.drop_prefixes(now)
+
+
+def _array(ids: Sequence[int]) -> NDArray[np.int32]:
+    return np.asarray(ids, np.dtype("<i4"))
+
+
+def _owner(chain: hashlib._Hash, first: np.int32, generation: int) -> str:
+    """Whose the blocks are that go on with this token from the tokens in the chain: one, as a rule."""
+    hashed = chain.copy()
+    hashed.update(first.tobytes())
+    return f"{PREFIX}{generation}:{hashed.hexdigest()}"
+
+
+def _key(owner: str, ids: NDArray[np.int32]) -> str:
+    return hashlib.sha256(owner.encode() + ids.tobytes()).hexdigest()

@@ -1,0 +1,337 @@
+"""Prompts that go on from what was read before the store was closed, against plain transformers."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_texts import TEXTS
+from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
+from plain_oracle import greedy
+from tiny_model import save_tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ragcache as rc
+from ragcache.engine import stored_prefixes
+from ragcache.engine.loader import BlockLoader
+from ragcache.engine.prefixes import Prefixes
+from ragcache.engine.rates import Rates
+from ragcache.engine.stored_prefixes import StoredPrefixes
+from ragcache.fusion.fuse import fuse
+from ragcache.kv.block_key import Recipe
+from ragcache.kv.prefix_cache import PrefixCache
+from ragcache.models.sampler import Sampling
+from ragcache.store.eviction import PrefillRate
+from ragcache.store.kv_store import KVStore
+
+SHORT = Sampling(max_tokens=6)
+LATE = 20  # tokens that a continued prompt may run beside its new ones
+TALK = [
+    {"role": "system", "content": "You are short and polite, and say nothing that was not asked for."},
+    {"role": "user", "content": "Where does the rowing club meet, and on which days of the week does it row?"},
+]
+
+
+class Unchanged:
+    """Documents that never change."""
+
+    def chunks_by_vector_ids(self, ids):
+        return []
+
+    def generation(self):
+        return 1
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request, tmp_path_factory):
+    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture
+def open_kb(open_kb):
+    """Blocks are loaded, however quickly a tiny model computes them."""
+
+    def open_one(store=None, **options):
+        store = replace(store or rc.StoreConfig(), load="always")
+        return open_kb(store=store, **{"method": "full", **options})
+
+    return open_one
+
+
+@pytest.fixture(scope="module")
+def oracle(model_directory):
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="eager")
+    return model.eval(), AutoTokenizer.from_pretrained(model_directory)
+
+
+def reopened(lm, root, rates=None, policy="always"):
+    """A new tree over what is stored, as after a restart."""
+    tree, blocks = PrefixCache(lm.shape, 1 << 24), KVStore(root / "foreign", memory_bytes=0)
+    loader = BlockLoader(KVStore(root / "kv", foreign=blocks), rates, policy=policy)
+    stored = StoredPrefixes(tree, Unchanged(), loader, blocks, loader.kv.passages)
+    return Prefixes(lm, Unchanged(), Recipe.of("isolated"), "", tree, (), stored), loader
+
+
+def close(prefixes, loader):
+    prefixes.clear()
+    loader.close()
+    loader.kv.close()
+
+
+def created(prefixes, ids):
+    with prefixes.text(ids) as made:
+        assert made.exact.num_tokens == len(ids)
+        return made.created_tokens
+
+
+def files(kb):
+    return [path for path in kb.store.layout.foreign.rglob("*") if path.is_file() and len(path.stem) == 64]
+
+
+def test_what_goes_on_from_a_stored_prefix_is_what_is_read_at_once(family, tmp_path, monkeypatch):
+    """Each prompt meets an empty tree: the second goes on from the first, the third parts from it within a block, the
+    fourth goes on from the third. Windows of 11 tokens begin before the cuts and behind them."""
+    lm, oracle = family
+    monkeypatch.setattr(stored_prefixes, "PIECE_TOKENS", 24)
+    prompt = random_prompt(3, prefix=90, chunks=(7, 13))
+    ids, other = list(prompt.prefix_ids), list(random_prompt(4, prefix=40).prefix_ids)
+    third = [*ids[:35], *other]
+    assert third[35] != ids[35]
+    for prefix, ran in ((ids[:60], 60), (ids, 30), (third, 40), ([*third, 5, 6, 7], 3)):
+        asked = replace(prompt, prefix_ids=prefix)
+        parts = rc.encode(lm, asked, recipe="isolated")
+        prefixes, loader = reopened(lm, tmp_path)
+        with prefixes.text(prefix) as made:
+            assert made.created_tokens == ran
+            fused = fuse(lm, asked, "reposition", parts, exact=made.exact)
+        assert_same(fused.next_logits, oracle_logits(oracle, asked, block_diagonal(asked)))
+        close(prefixes, loader)
+
+
+def test_what_is_read_later_than_computed_is_computed(lm, tmp_path):
+    ids = list(random_prompt(3, prefix=300).prefix_ids)
+    first = reopened(lm, tmp_path)
+    assert created(first[0], ids) == 300
+    close(*first)
+    for latency_s, tokens_s, policy, ran in (
+        (1e-6, 1.0, "auto", 0),
+        (10.0, 1e9, "auto", 300),
+        (30.0, 5.0, "auto", 44),  # 256 tokens in 30 s are quicker, the other 44 are not
+        (10.0, 1e9, "always", 0),
+        (1e-6, 1.0, "never", 300),
+    ):
+        rates = Rates()
+        rates.tier("disk").set(latency_s, 1e15)
+        rates.compute.set(PrefillRate.of(tokens_s))
+        again = reopened(lm, tmp_path, rates, policy)
+        assert created(again[0], ids) == ran
+        close(*again)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_a_text_goes_on_after_every_restart(open_kb, oracle, codec):
+    """Every prompt runs its new tokens alone, and is continued as plain transformers continue it."""
+    text, before = TEXTS["cats"] * 2, 0
+    for more in ("And where do they row?", "Who told you so?", "That was all that I asked for."):
+        with open_kb(store=rc.StoreConfig(codec=codec)) as kb:
+            answer = kb.complete(text, sampling=SHORT)
+            usage = answer.usage
+            assert before - LATE <= usage.cached_tokens <= before
+            before = usage.prompt_tokens
+            assert usage.computed_tokens + usage.cached_tokens == before
+        prompt = rc.Prompt([], [], oracle[1](text, add_special_tokens=False).input_ids)
+        n = prompt.num_tokens
+        if n + 1 == before:  # a BOS
+            prompt = replace(prompt, prefix_ids=[oracle[1].bos_token_id])
+        n = prompt.num_tokens
+        assert n == before
+        assert answer.text == greedy(*oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril(), SHORT.max_tokens)
+        text += more
+
+
+def ways(kb):
+    """A prompt of each kind; every one is asked twice, with a store closed between."""
+    text = TEXTS["cats"] * 3
+    yield lambda kb: kb.complete(text, sampling=SHORT)
+    yield lambda kb: kb.chat(TALK, sampling=SHORT)
+    yield lambda kb: kb.ask("Where do dogs bark?", k=3, sampling=SHORT)
+    yield lambda kb: kb.ask("Where do dogs bark?", hits=[rc.Passage(text)], sampling=SHORT)
+    # Under `reposition` what stands before the passages; they have blocks of their own.
+    yield lambda kb: kb.chat([TALK[0], {"role": "user", "content": [rc.Passage(text), "Why?"]}], method="reposition")
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_any_prompt_is_found_after_a_restart(open_kb, number):
+    with open_kb() as kb:
+        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+        first = list(ways(kb))[number](kb)
+        assert first.usage.cached_tokens < 8
+    with open_kb() as kb:
+        again = list(ways(kb))[number](kb)
+        assert again.text == first.text
+        ran = again.usage.prompt_tokens - again.usage.cached_tokens
+        assert ran <= LATE or (number == 4 and ran < 50)
+
+
+def test_tenants_and_other_models_find_nothing(open_kb, tmp_path):
+    with open_kb(tenant="one") as kb:
+        kb.chat(TALK, sampling=SHORT)
+    with open_kb(tenant="two") as kb:
+        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens == 0
+    with open_kb() as kb:
+        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens == 0
+    other = rc.load_lm(save_tiny_llama(tmp_path / "lm", seed=5))
+    open_kb(path=tmp_path / "other", model=other).close()
+    (tmp_path / "kb" / "foreign").rename(tmp_path / "other" / "foreign")
+    with open_kb(path=tmp_path / "other", model=other) as kb:
+        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens == 0
+    with open_kb(path=tmp_path / "other", model=other, tenant="one") as kb:
+        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens == 0
+
+
+def test_a_changed_document_takes_what_may_quote_it(open_kb):
+    """By whomever it is deleted, no bytes are left (law 10); what is asked later is kept."""
+    with open_kb() as kb:
+        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+        kb.chat(TALK, sampling=SHORT)
+    with rc.Library.open(kb.store.layout.root) as library:
+        assert files(library)
+        library.delete(next(iter(TEXTS)))
+        assert not files(library)
+        assert not library.store.kv.passages.prefixes_before(-1)
+    with open_kb() as kb:
+        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens == 0
+    with open_kb() as kb:
+        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens > 100
+
+
+def test_what_is_deleted_while_it_is_written_leaves_nothing(open_kb, monkeypatch):
+    with open_kb() as kb:
+        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+        foreign, other = kb.store.kv.foreign, rc.Library.open(kb.store.layout.root)
+        put = foreign.put
+
+        def put_and_delete(*arguments):
+            made = put(*arguments)
+            other.delete(next(iter(TEXTS)))
+            return put(*arguments) or made  # as if the deletion had come just before
+
+        monkeypatch.setattr(foreign, "put", put_and_delete)
+        kb.chat(TALK, sampling=SHORT)
+    other.close()
+    assert not files(kb)
+
+
+def test_a_damaged_block_is_computed_and_written_again(open_kb, caplog):
+    with open_kb() as kb:
+        first = kb.chat(TALK, sampling=SHORT)
+    (path,) = files(kb)
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 255
+    path.write_bytes(data)
+    caplog.set_level(logging.WARNING)
+    with open_kb() as kb:
+        again = kb.chat(TALK, sampling=SHORT)
+        assert (again.text, again.usage.cached_tokens) == (first.text, 0)
+        assert "dropped from disk" in caplog.text
+    with open_kb() as kb:
+        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens > 100
+
+
+def test_the_budget_holds_and_what_was_evicted_is_computed(open_kb, monkeypatch):
+    monkeypatch.setattr(stored_prefixes, "PIECE_TOKENS", 32)
+    with open_kb() as kb:
+        first = kb.chat(TALK, sampling=SHORT)
+    size = sum(path.stat().st_size for path in files(kb))
+    for budget in (size // 2, 1000):
+        small = rc.StoreConfig(foreign_cache=budget)
+        with open_kb(path=kb.store.layout.root.parent / str(budget), store=small) as other:
+            other.chat(TALK, sampling=SHORT)
+        assert sum(path.stat().st_size for path in files(other)) <= budget
+        with open_kb(path=other.store.layout.root, store=small) as other:
+            assert other.chat(TALK, sampling=SHORT).text == first.text
+
+
+@pytest.mark.parametrize("store", [rc.StoreConfig(foreign_cache=0), rc.StoreConfig(prefix_bytes=0)])
+def test_nothing_is_kept_where_there_is_no_place_for_it(open_kb, store):
+    with open_kb(store=store) as kb:
+        first = kb.chat(TALK, sampling=SHORT)
+        assert not kb.store.layout.foreign.exists()
+    with open_kb(store=store) as kb:
+        again = kb.chat(TALK, sampling=SHORT)
+        assert (again.text, again.usage.cached_tokens) == (first.text, 0)
+
+
+def test_reading_alone_writes_nothing(open_kb):
+    with open_kb() as kb:
+        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+        kb.chat(TALK, sampling=SHORT)
+    before = sorted(files(kb))
+    with open_kb(store=rc.StoreConfig(read_only=True)) as kb:
+        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens > 100
+        kb.complete(TEXTS["cats"] * 3, sampling=SHORT)
+    assert sorted(files(kb)) == before
+
+
+def test_a_full_disk_costs_no_answer(open_kb, monkeypatch, caplog):
+    with open_kb() as kb:
+        monkeypatch.setattr(kb.store.kv.foreign, "put", no_room)
+        assert kb.chat(TALK, sampling=SHORT).text
+    assert "not kept on disk" in caplog.text
+    with open_kb() as kb:
+        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens == 0
+
+
+def no_room(*_):
+    raise rc.errors.StoreFullError("no room")
+
+
+def test_an_answer_does_not_wait_for_the_disk(open_kb, monkeypatch):
+    """The next question is answered while the KV of the one before is being written."""
+    with open_kb() as kb:
+        let_go = stored_prefixes.threading.Event()
+        put = kb.store.kv.foreign.put
+        monkeypatch.setattr(kb.store.kv.foreign, "put", lambda *given: (let_go.wait(60), put(*given))[1])
+        first = kb.chat(TALK, sampling=SHORT)
+        assert not files(kb)
+        assert kb.chat(TALK, sampling=SHORT).text == first.text
+        assert not files(kb)
+        let_go.set()
+    assert files(kb)
+
+
+ASK = """
+import sys
+from test_stored_prefixes import TALK, SHORT
+import ragcache as rc
+from ragcache.retrieval.fake import BagOfWords
+store, model, end = sys.argv[1:]
+kb = rc.RagCache.open(store, model=model, embedder=BagOfWords(), method="full", store=rc.StoreConfig(load="always"))
+for question in TALK[1]["content"].split():
+    answer = kb.chat([TALK[0], {"role": "user", "content": question}], sampling=SHORT)
+print(answer.text, flush=True)
+if end == "kill":
+    import os
+    os.kill(os.getpid(), 9)
+kb.close()
+"""
+
+
+def test_two_processes_write_at_once_and_one_is_killed(open_kb, model_directory, tmp_path):
+    open_kb().close()
+    paths = {"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ASK, str(tmp_path / "kb"), str(model_directory)]
+    running = [
+        subprocess.Popen([*command, end], env=paths, stdout=subprocess.PIPE, text=True) for end in ("close", "kill")
+    ]
+    said = {process.communicate(timeout=240)[0] for process in running}
+    assert [process.returncode for process in running] == [0, -9]
+    with open_kb() as kb:
+        for question in TALK[1]["content"].split():
+            answer = kb.chat([TALK[0], {"role": "user", "content": question}], sampling=SHORT)
+            assert answer.usage.prompt_tokens - answer.usage.cached_tokens <= LATE
+        assert said == {f"{answer.text}\n"}
