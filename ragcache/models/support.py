@@ -113,6 +113,10 @@ def inspect(model: PreTrainedModel, name: str) -> Inspected:
     expected = _num_kept(model, mixers)
     if layers != list(range(expected)):
         raise _unsupported(model, name, f"only {len(layers)} of {expected} layers keep keys and values")
+    if not mixers and set(plain.watch.left) != set(layers):  # LongCat
+        raise _unsupported(
+            model, name, "its decoder layers hold several attentions each: no token can stand aside in one"
+        )
     _check_windows(model, name, plain.windows)
     modules = {layer: call.module for layer, call in calls.items()}
     sources = [_rotates(model, name, calls[layer], plain.sources[layer], layer) for layer in layers]
