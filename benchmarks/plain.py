@@ -17,8 +17,8 @@ KV = list[tuple[Tensor, Tensor]]
 def full_prefill(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
     """The whole prompt in one pass, with the cache that decoding needs. Last logits, float32 [vocab_size]."""
     batch = torch.tensor([list(ids)], device=model.device)
-    out = model(input_ids=batch, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
-    return _last(out.logits)
+    cache = DynamicCache(config=model.config)
+    return _last(model(input_ids=batch, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
 
 
 @torch.inference_mode()

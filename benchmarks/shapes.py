@@ -6,7 +6,14 @@ import copy
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3_5TextConfig,
+)
 
 from ragcache.kv.block_key import digest
 from ragcache.models.attention import NAME, register
@@ -77,6 +84,42 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+# Layers with a recurrent state (gated delta rule), three before each of attention. "Qwen3.5-0.8B" has the published
+# layers and a small vocabulary, which leaves 515 million parameters; the others are fewer of them, and narrower ones.
+HYBRID_SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3.5-0.8B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 8192,
+        "max_position_embeddings": 8192,
+        "rope_parameters": _SECTIONS,
+    },
+}
+HYBRID_SHAPES["Qwen3.5-0.8B-third"] = {**HYBRID_SHAPES["Qwen3.5-0.8B"], "num_hidden_layers": 8}
+HYBRID_SHAPES["toy"] = {
+    **HYBRID_SHAPES["Qwen3.5-0.8B"],
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "vocab_size": 512,
+    "rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 0]},
+}
+
 
 class Built(NamedTuple):
     """One set of weights behind two faces.
@@ -99,6 +142,25 @@ def build(
     """A model of `shape` with random weights, made on the device in its dtype: no second copy exists at any time."""
     # No EOS: random weights would say it at some point, and decoding is timed over a given number of tokens.
     config = LlamaConfig(rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None, **SHAPES[shape])
+    return _build(config, shape, dtype, device, tokenizer, seed)
+
+
+def build_hybrid(shape: str, dtype: str = "float32", device: str | torch.device = "cpu", seed: int = 0) -> Built:
+    """`build` for a shape of HYBRID_SHAPES."""
+    sizes = HYBRID_SHAPES[shape]
+    kinds = (["linear_attention"] * 3 + ["full_attention"]) * (int(sizes["num_hidden_layers"]) // 4)
+    no_ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    return _build(Qwen3_5TextConfig(layer_types=kinds, **no_ids, **sizes), shape, dtype, device, None, seed)
+
+
+def _build(
+    config: PreTrainedConfig,
+    shape: str,
+    dtype: str,
+    device: str | torch.device,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seed: int,
+) -> Built:
     torch.manual_seed(seed)
     with torch.device(device):
         plain = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")

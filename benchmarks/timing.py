@@ -73,14 +73,20 @@ class Ratio:
 
 
 def alternate(
-    variants: Sequence[Variant], rounds: int, long_rounds: int, device: torch.device, *, label: str = ""
+    variants: Sequence[Variant],
+    rounds: int,
+    long_rounds: int,
+    device: torch.device,
+    *,
+    label: str = "",
+    warm_long: bool = True,
 ) -> Samples:
-    """Seconds by variant and round. One untimed round warms everything up.
+    """Seconds by variant and round. One untimed round warms everything up, unless `warm_long` is off: not what is long.
 
     Every round begins with another variant, so that none always runs behind the same one.
     """
     with _quiet_collector():
-        _round(variants, device)
+        _round([one for one in variants if warm_long or not one.long], device)
         samples: Samples = {variant.name: {} for variant in variants}
         for number in range(rounds):
             due = [v for v in variants if not v.long or _is_long(number, rounds, long_rounds)]

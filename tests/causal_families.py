@@ -72,6 +72,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"layer_types": SLIDING_AND_FULL},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, **RECURRENT_AND_FULL},
+    "kimi_linear": RECURRENT_AND_FULL,
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "longcat_flash": {"num_layers": 1, "head_dim": 8},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},

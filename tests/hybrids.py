@@ -60,6 +60,25 @@ NEMOTRON = {
     "chunk_size": 16,
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
 }
+KIMI = {  # latent attention beside layers that forget by channel
+    "layer_types": KINDS,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+}
 STEPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {**DELTA, **EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 16}),
     "qwen3_5": ("qwen3_5_text", {**WIDE, "head_dim": 16, "rope_parameters": PARTIAL}),
@@ -67,6 +86,7 @@ STEPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-nope": ("granitemoehybrid", {**GRANITE, "position_embedding_type": None}),
     "bamba": ("bamba", {**MAMBA, "attn_layer_indices": [2]}),
     "nemotron_h": ("nemotron_h", NEMOTRON),
+    "kimi_linear": ("kimi_linear", KIMI),
 }
 """Those that the oracle steps."""
 HYBRIDS = {
@@ -146,7 +166,9 @@ def stepped_logits(model: PreTrainedModel, parts: list[list[int]]) -> Tensor:
     changed = []
     for module in model.modules():
         step = (
-            _delta
+            _kimi
+            if hasattr(module, "forget_gate")
+            else _delta
             if "GatedDeltaNet" in type(module).__name__
             else _mamba
             if hasattr(module, "ssm_state_size")
@@ -218,6 +240,32 @@ def _delta(layer: Any, spans: list[tuple[int, int]]) -> Callable[..., Tensor]:
         out = _scanned(step, lambda s, at: torch.einsum("hk,hkv->hv", q[at], s), torch.zeros(values, dk, dv), spans)
         normed = layer.norm(out.reshape(-1, dv), z.reshape(-1, dv))
         return layer.out_proj(normed.reshape(1, count, -1))
+
+    return forward
+
+
+def _kimi(layer: Any, spans: list[tuple[int, int]]) -> Callable[..., Tensor]:
+    """Kimi delta attention (arXiv 2510.26692): the gated delta rule with a decay for each row of the state."""
+    heads, width = layer.num_heads, layer.head_dim
+
+    def forward(hidden_states: Tensor, **_: Any) -> Tensor:
+        x = hidden_states[0]
+        mixed = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], -1)
+        q, k, v = (one.view(-1, heads, width) for one in _convolved(mixed, layer.conv1d, spans).chunk(3, -1))
+        q, k = (u / (u.square().sum(-1, keepdim=True) + 1e-6).sqrt() for u in (q, k))
+        q, beta, gate = q * width**-0.5, layer.b_proj(x).sigmoid(), layer.forget_gate
+        kept = F.softplus((gate.f_b_proj(gate.f_a_proj(x)) + gate.dt_bias).view(-1, heads, width))
+        alpha = (-gate.A_log.view(1, heads, 1).exp() * kept).exp()
+
+        def step(state: Tensor, at: int) -> Tensor:
+            state = alpha[at][:, :, None] * state
+            error = v[at] - torch.einsum("hk,hkv->hv", k[at], state)
+            return state + torch.einsum("h,hk,hv->hkv", beta[at], k[at], error)
+
+        zero = torch.zeros(heads, width, width)
+        out = _scanned(step, lambda s, at: torch.einsum("hk,hkv->hv", q[at], s), zero, spans)
+        output = layer.g_b_proj(layer.g_a_proj(x)).view(-1, heads, width)
+        return layer.o_proj(layer.o_norm(out[None], output[None]).reshape(1, len(x), -1))
 
     return forward
 

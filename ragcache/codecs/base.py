@@ -6,12 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.basis import Bases
 from ragcache.errors import BasisError, DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import HybridBlock, KVBlock, MixedBlock, SparseBlock, empty_block
-from ragcache.kv.cache_shape import CacheShape, LayerShape
+from ragcache.kv.cache_shape import CacheShape, LayerShape, StateShape
 from ragcache.kv.state import StateMap
 from ragcache.runtime import torch
 
@@ -33,6 +34,7 @@ class Codec(ABC):
                  version than the code's is refused, one of a lower version has to be decoded still
     lossless:    whether every bit comes back
     needs_basis: whether blocks are encoded with a basis that is made from passages first
+    rounds_states: whether it keeps what a block does to recurrent layers' states in int8; else as it is
     bases:       where such a codec finds its bases
 
     What `decode` needs beside the tensors has to be one of them, or a basis that one of them names. Decoding may return
@@ -42,13 +44,14 @@ class Codec(ABC):
     by `of_part`: tensors `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers]. A block, or part, whose heads
     hold some of its tokens alone is encoded as what they hold, with `kept`, uint8 [num_layers, num_kv_heads,
     ceil(num_tokens / 8)], a bit a token, and `tokens`, int64 [1], their number. What a block does to recurrent layers'
-    states is kept as it is by every codec: `state.<layer>.p`, `.q` and `.tail` (`kv/state.py`).
+    states is `state.<layer>.p`, `.q` and `.tail`, where it is rounded `.p_scales` and `.q_scales` too (`kv/state.py`).
     """
 
     name: ClassVar[str]
     version: ClassVar[int]
     lossless: ClassVar[bool] = False
     needs_basis: ClassVar[bool] = False
+    rounds_states: ClassVar[bool] = False
 
     def __init__(self, bases: Bases | None = None) -> None:
         self.bases = bases or Bases()
@@ -103,13 +106,17 @@ class Codec(ABC):
         parts = sum(self.expected_bytes_alike(count, alike, num_tokens, itemsize) for alike, count in counts.items())
         return parts + (_INT64 * len(layers) if len(counts) > 1 else 0)
 
+    def expected_state_bytes(self, states: Sequence[StateShape], itemsize: int) -> int:
+        """Bytes that a block takes for recurrent layers of these shapes, however many tokens it has (fewer for the
+        shortest ones). itemsize: bytes of a number of the block"""
+        return sum(state.map_bytes(itemsize, rounded=self.rounds_states) for state in states)
+
     def encode(self, block: KVBlock) -> dict[str, Tensor]:
-        """The tensors to store, of any block; maps of recurrent layers as they are. Raises UnencodableBlockError."""
+        """The tensors to store, of any block. Raises UnencodableBlockError."""
         if isinstance(block, HybridBlock):
-            maps = {
-                f"{_STATE}{rank}.{name}": t for rank, one in enumerate(block.states) for name, t in one.tensors.items()
-            }
-            return {**self.encode(block.kv), **maps}
+            maps = [self._rounded(rank, one) for rank, one in enumerate(block.states)]
+            named = {f"{_STATE}{rank}.{name}": t for rank, one in enumerate(maps) for name, t in one.tensors.items()}
+            return {**self.encode(block.kv), **named}
         if not isinstance(block, MixedBlock):
             return self._encode_sparse(block)
         tensors = {_PART_OF: torch.tensor(block.part_of, dtype=torch.int64)}
@@ -143,8 +150,18 @@ class Codec(ABC):
         decoded = [self.of_part(int(number))._decode_sparse(part) for number, part in parts.items()]
         return MixedBlock(decoded, part_of.tolist())
 
+    def _rounded(self, rank: int, one: StateMap) -> StateMap:
+        if not self.rounds_states:
+            return one
+        if not all(bool(tensor.isfinite().all()) for tensor in one.tensors.values()):
+            raise UnencodableBlockError(f"the map of recurrent layer {rank} holds infinite numbers or none at all")
+        return one.rounded()
+
     def error_bound(self, block: KVBlock) -> float:
         """`bound_alike` of any block."""
+        if isinstance(block, HybridBlock):
+            maps = (self._rounded(rank, one).bound for rank, one in enumerate(block.states))
+            return max(self.error_bound(block.kv), *maps)
         if isinstance(block, MixedBlock):
             return max(self.of_part(number).error_bound(part) for number, part in enumerate(block.parts))
         return self.bound_alike(block.held if isinstance(block, SparseBlock) else block)
@@ -169,13 +186,23 @@ def _state_maps(tensors: Mapping[str, Tensor], num_tokens: int) -> list[StateMap
     """Maps of recurrent layers, by the tensors `<rank>.p`, `.q` and `.tail`. Raises DamagedBlockError."""
     count, maps = sum(name.endswith(".tail") for name in tensors), []
     for rank in range(count):
-        p, q, tail = (tensors.get(f"{rank}.{name}") for name in ("p", "q", "tail"))
+        held = {field.name: tensors.get(f"{rank}.{field.name}") for field in fields(StateMap)}
+        p, q, tail = held["p"], held["q"], held["tail"]
         if tail is None or tail.dim() != 2 or tail.shape[1] > num_tokens or (p is None) != (q is None):
             break
-        maps.append(StateMap(p, q, tail))
+        if not (_is_scaled(p, held["p_scales"]) and _is_scaled(q, held["q_scales"])):
+            break
+        maps.append(StateMap(**held))  # type: ignore[arg-type]
     if not count or len(maps) < count or sum(len(one.tensors) for one in maps) != len(tensors):
         raise DamagedBlockError(f"the tensors {sorted(tensors)} are no maps of recurrent layers' states")
     return maps
+
+
+def _is_scaled(numbers: Tensor | None, scales: Tensor | None) -> bool:
+    """Whether numbers have a scale a row where they are int8, and none where they are not."""
+    if numbers is None or numbers.dtype != torch.int8:
+        return scales is None
+    return scales is not None and scales.dtype == torch.float32 and scales.shape == (*numbers.shape[:-1], 1)
 
 
 # The codec that changes nothing.

@@ -33,6 +33,7 @@ class Fp8Codec(LayerCodec):
     name: ClassVar[str] = "fp8"
     version: ClassVar[int] = 1
     part_names: ClassVar[frozenset[str]] = frozenset({"codes", "scales"})
+    rounds_states: ClassVar[bool] = True
 
     def encode_part(self, part: Part, numbers: Tensor) -> dict[str, Tensor]:
         layers = [_scaled(layer.float(), _SCALED_BY[part] - 1) for layer in numbers]

@@ -37,6 +37,7 @@ class KiviCodec(LayerCodec):
     """
 
     part_names: ClassVar[frozenset[str]] = frozenset({"codes", "scales", "zeros"})
+    rounds_states: ClassVar[bool] = True
     bits: ClassVar[int]
     largest: ClassVar[dict[Part, int]]
 

@@ -116,8 +116,9 @@ def estimate_kv(
 
 
 def stored_bytes_per_token(lm: LanguageModel, codec: str, block_tokens: int, kept: float = 1.0) -> float:
-    found = get_codec(codec).expected_bytes(lm.shape.layers, block_tokens, lm.dtype.itemsize, kept)
-    return (found + lm.shape.map_bytes) / block_tokens
+    coder, itemsize = get_codec(codec), lm.dtype.itemsize
+    found = coder.expected_bytes(lm.shape.layers, block_tokens, itemsize, kept)
+    return (found + coder.expected_state_bytes(lm.shape.states, itemsize)) / block_tokens
 
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:

@@ -66,7 +66,8 @@ class Fused:
     def share(self) -> SharedContext:
         """All that stands before the suffix, for other questions over the same passages; see `fuse`'s `base`.
 
-        Raises ValueError where heads or layers hold unlike tokens (after eviction, or by a method that drops some).
+        Raises ConfigError where heads or layers hold unlike tokens (after eviction, or by a method that drops some), or
+        where a recurrent layer's state would have to be cut.
         """
         last = self.prompt.parts[-1] if isinstance(self.prompt, Prompt) else self.prompt[-1]
         return self.cache.share(self.layout.num_tokens - last.num_tokens)

@@ -101,10 +101,12 @@ class StateShape(NamedTuple):
         """Bytes of the state itself. itemsize: bytes of a number of the model; a state is in float32"""
         return math.prod(self.conv) * itemsize + (4 * math.prod(self.state) if self.state else 0)
 
-    def map_bytes(self, itemsize: int) -> int:
-        """Bytes of what a block keeps of it (`StateMap`), at most."""
-        heads, rows, _ = self.state or (0, 0, 0)
-        return self.held_bytes(itemsize) + 4 * heads * (rows * rows if self.is_matrix else 1)
+    def map_bytes(self, itemsize: int, *, rounded: bool = False) -> int:
+        """Bytes of what a block keeps of it (`StateMap`), at most. rounded: in int8, with a scale a row"""
+        heads, rows, columns = self.state or (0, 0, 0)
+        p, q = (1 if rounded else 4), (columns + 4 if rounded else 4 * columns)
+        per_row = (p * rows + (4 if rounded else 0) if self.is_matrix else 0) + q
+        return math.prod(self.conv) * itemsize + heads * (rows * per_row + (0 if self.is_matrix else 4))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from ragcache.errors import ConfigError
 from ragcache.kv.buffers import BufferHandle, BufferPool, KVBuffers, SharedContext
 from ragcache.kv.cache_shape import CacheShape
 from ragcache.kv.lane import Lane, Wait
@@ -115,10 +116,16 @@ class FusedCache(Cache):  # type: ignore[misc]
     def share(self, num_tokens: int) -> SharedContext:
         """Its first tokens, for other caches to stand on. It goes on behind them, and keeps what it has shared."""
         if self._loan is None or self.fill is not None or min(self.lengths) < num_tokens or self._head_positions:
-            raise ValueError("only what all heads of all layers hold alike can be shared")
+            raise ConfigError(
+                "only what all heads of all layers hold alike can be shared; read the passages without eviction, by a "
+                "method that drops no token of them"
+            )
         states = self.states if max(self.lengths) == num_tokens else self._placed_states
         if states is self._placed_states and states and self._context_tokens != num_tokens:
-            raise ValueError("a state cannot be cut: only all tokens, or all that were placed, can be shared")
+            raise ConfigError(
+                "a recurrent layer's state cannot be cut: only all tokens, or all that were placed, can be shared; "
+                "read the passages by reposition, which places them"
+            )
         self._own_base()
         self._shared = SharedContext(self._loan, num_tokens, [state for state in states if state is not None])
         return self._shared

@@ -8,7 +8,7 @@ short convolution. Blocks in any order are joined by applying their maps in that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ragcache.kv.cache_shape import StateShape
@@ -16,6 +16,8 @@ from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_LEVELS = 127  # of a rounded map's numbers, on either side of zero
 
 
 class State(NamedTuple):
@@ -45,24 +47,41 @@ class StateMap:
     p:    [num_heads, rows, rows], or [num_heads, 1, 1] where it is one number a head; None where there is no state
     q:    [num_heads, rows, columns]
     tail: the convolution's last inputs, [channels, min(num_tokens, width)]
+    p_scales, q_scales: [num_heads, rows, 1], of p and q in int8; None where these are no such (`rounded`)
     """
 
     p: Tensor | None
     q: Tensor | None
     tail: Tensor
+    p_scales: Tensor | None = None
+    q_scales: Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        named = {"p": self.p, "q": self.q, "tail": self.tail}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> StateMap:
-        p, q = (None if one is None else change(one) for one in (self.p, self.q))
-        return StateMap(p, q, change(self.tail))
+        return replace(self, **{name: change(one) for name, one in self.tensors.items()})
+
+    def rounded(self) -> StateMap:
+        """The same map in int8, a scale a row; the tail, and what is one number a head, stay as they are."""
+        found: dict[str, Tensor] = {}
+        for name, one in self.tensors.items():
+            if name in ("p", "q") and one.is_floating_point() and one.shape[-1] > 1:
+                scales = one.abs().amax(-1, keepdim=True) / _LEVELS
+                scales[scales == 0] = 1
+                found |= {name: (one / scales).round_().to(torch.int8), f"{name}_scales": scales}
+        return replace(self, **found)
+
+    @property
+    def bound(self) -> float:
+        """How far a number may be from what it was before it was rounded; 0.0 where none was."""
+        steps = [float(one.max()) for one in (self.p_scales, self.q_scales) if one is not None]
+        return max(steps, default=0.0) * (0.5 + 2.0**-12)
 
     def fits(self, shape: StateShape, num_tokens: int) -> bool:
         """Whether it is one of a layer of this shape, over so many tokens."""
@@ -76,9 +95,11 @@ class StateMap:
         """The state behind the chunk, [batch, num_heads, rows, columns]. state: before it; None: of no token"""
         if self.p is None or self.q is None:
             return None
+        p = self.p if self.p_scales is None else self.p * self.p_scales
+        q = self.q if self.q_scales is None else self.q * self.q_scales
         if state is None:
-            return self.q[None]
-        return (self.p @ state if self.p.shape[-1] > 1 else self.p * state) + self.q
+            return q[None]
+        return (p @ state if p.shape[-1] > 1 else p * state) + q
 
 
 def compose(before: State | None, maps: Sequence[StateMap], width: int, device: torch.device) -> State:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,9 +44,9 @@ from ragcache.models.attention_kernels import (
     has_kernel,
     visible,
 )
+from ragcache.models.latent import ABSORBED, LATENT, Expanded, absorbed_of, expand, form_of
 
 NAME = "ragcache"
-LATENT = "expand_kv"  # what transformers calls the method of an attention that caches latents and makes KV of them
 RANK = "ragcache_rank"
 """Attribute of attention modules of models with recurrent layers: their place among those that keep keys and values."""
 # Rows that share one mask: more of them attend to keys that only the last can see. A GPU repeats the KV heads for every
@@ -225,10 +226,19 @@ def _identity_angles(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return torch.ones_like(output) if isinstance(output, Tensor) else (torch.ones_like(output[0]), output[1] * 0)
 
 
-def expand(module: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Keys and values of all heads, of those that a cache holds: a latent layer makes them of what is kept."""
-    make: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(module, LATENT, None)
-    return pair if make is None else make(pair[1], pair[0])
+def hook_latent(module: nn.Module, rotary: int, rank: int) -> None:
+    """In fused passes, what a latent layer's cache holds is left as it is until it is attended to, in the cheaper form.
+
+    rotary, rank: widths of its rotary key and its latent
+    """
+    setattr(module, ABSORBED, absorbed_of(module, rotary, rank))
+    setattr(module, LATENT, MethodType(_expand_later, module))
+
+
+def _expand_later(module: nn.Module, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    current = CURRENT.get()
+    is_later = isinstance(current, JointPass) or (isinstance(current, FusedPass) and not current.cache.probing)
+    return (rotary, latent) if is_later else expand(module, (rotary, latent))
 
 
 def layer_of(module: nn.Module) -> int:
@@ -258,7 +268,8 @@ def attention(
     if isinstance(current, FusedPass):
         if current.cache.probing:
             raise ProjectedSignal(Projected(query, key, value, current.running, scoring, sliding_window))
-        out = _attend_members([current], module, [query], sliding_window, scoring, (key, value))
+        own = None if hasattr(module, LATENT) else (key, value)
+        out = _attend_members([current], module, [query], sliding_window, scoring, own)
     elif isinstance(current, JointPass):
         rows = torch.split(query, list(current.lengths), dim=2)
         out = _attend_members(current.members, module, rows, sliding_window, scoring)
@@ -340,7 +351,7 @@ def _attend_members(
     A context that several caches stand on is read once for all of their rows (Hydragen, arXiv 2402.05099), unless
     some rows must see all keys at once.
 
-    own: keys and values of all heads that the cache of a single member holds, its base aside
+    own: keys and values of all heads that the cache of a single member holds, its base aside; None: in the cache alone
     """
     layer = layer_of(module)
     outs: list[Tensor] = [rows[0]] * len(members)
@@ -350,8 +361,11 @@ def _attend_members(
         if base is not None and _sees_all_of_base(member, window):
             groups.setdefault(id(base), (base, []))[1].append(rank)
         else:
-            held = own if own is not None and base is None else expand(module, member.cache.layer_state(layer)[:2])
-            outs[rank] = _attend_fused(member, layer, rows[rank], *held, window, scoring)
+            pair = own if own is not None and base is None else member.cache.layer_state(layer)[:2]
+            is_watched = member.cache.adjust is not None or OBSERVER.get() is not None
+            form = Expanded(module) if is_watched else form_of(module, rows[rank].shape[2])
+            out = _attend_fused(member, layer, form.query(rows[rank]), *form.held(pair), window, scoring)
+            outs[rank] = form.output(out)
     for base, ranks in groups.values():
         of_group = [rows[rank] for rank in ranks]
         out = _attend_over_base(base, [members[rank] for rank in ranks], module, of_group, scoring)
@@ -365,13 +379,15 @@ def _attend_over_base(
 ) -> Tensor:
     """The rows over the context that their caches stand on, merged with what each gets of its own tokens."""
     layer = layer_of(module)
-    keys, values = expand(module, base.layer_state(layer)[:2])
-    shared = attend_part(torch.cat(list(rows), dim=2), keys, values, False, scoring)
+    form = form_of(module, sum(query.shape[2] for query in rows))
+    rows = [form.query(query) for query in rows]
+    keys, values = form.held(base.layer_state(layer)[:2])
+    shared = attend_part(torch.cat(rows, dim=2), keys, values, False, scoring)
     apart = [
-        attend_last(query, *expand(module, member.cache.own_state(layer)), scoring)
+        attend_last(query, *form.held(member.cache.own_state(layer)), scoring)
         for member, query in zip(members, rows, strict=True)
     ]
-    return shared.merge(PartialAttention.join(apart)).complete(scoring.sinks, rows[0].dtype)
+    return form.output(shared.merge(PartialAttention.join(apart)).complete(scoring.sinks, rows[0].dtype))
 
 
 def _sees_all_of_base(current: FusedPass, window: int | None) -> bool:

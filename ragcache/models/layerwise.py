@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ragcache.errors import ConfigError
-from ragcache.models.attention import CURRENT, FusedPass, Projected, ProjectedSignal, expand
+from ragcache.models.attention import CURRENT, FusedPass, Projected, ProjectedSignal
+from ragcache.models.latent import expand
 
 BY_TOKEN = ("position_embeddings", "position_ids", "cache_position", "per_layer_input")
 

@@ -36,9 +36,10 @@ from ragcache.kv.cache_shape import (
 )
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Apply, Rope, Source, ask, takes_layer_type, turn_pairs
-from ragcache.models.attention import LATENT, RANK, EncodePass, FusedPass, expand, hook_rotary
+from ragcache.models.attention import RANK, EncodePass, FusedPass, hook_latent, hook_rotary
 from ragcache.models.card import longest_alike
 from ragcache.models.encode import encode_batch, run_decoder
+from ragcache.models.latent import LATENT, expand
 from ragcache.models.layerwise import hook_layers
 from ragcache.models.pass_watch import Call, KeptCache, Watch
 from ragcache.models.recurrence import Mixer, hook_mixers
@@ -112,13 +113,20 @@ def inspect(model: PreTrainedModel, name: str) -> Inspected:
     expected = _num_kept(model, mixers)
     if layers != list(range(expected)):
         raise _unsupported(model, name, f"only {len(layers)} of {expected} layers keep keys and values")
+    if not mixers and set(plain.watch.left) != set(layers):  # LongCat
+        raise _unsupported(
+            model, name, "its decoder layers hold several attentions each: no token can stand aside in one"
+        )
     _check_windows(model, name, plain.windows)
     modules = {layer: call.module for layer, call in calls.items()}
     sources = [_rotates(model, name, calls[layer], plain.sources[layer], layer) for layer in layers]
     if not (any(sources) or mixers):
         raise _unsupported(model, name, "no layer rotates its keys: its positions are not rotary")
     apply = _rotation_function(model, name, modules[0]) if any(sources) else _unmoved
-    shape = _shape(model, name, plain.seen, frozenset(n for n, module in modules.items() if hasattr(module, LATENT)))
+    latent = frozenset(n for n, module in modules.items() if hasattr(module, LATENT))
+    shape = _shape(model, name, plain.seen, latent)
+    for layer in latent:
+        hook_latent(modules[layer], shape.layers[layer].key_dim, shape.layers[layer].value_dim)
     if mixers:
         numbers = [int(modules[layer].layer_idx) for layer in layers]  # type: ignore[arg-type]
         shape = replace(shape, states=_learn_states(model, name, mixers), numbers=tuple(numbers))

@@ -83,7 +83,7 @@ def test_a_context_of_something_else_is_refused(tmp_path):
         rc.fuse(lm, prompt, "a3", base=base)
     dropped = rc.fuse(lm, random_prompt(2, chunks=(60, 50)), "samkv")
     if len(set(dropped.kept_tokens)) > 1 or min(dropped.kept_tokens) < dropped.prompt_tokens:
-        with pytest.raises(ValueError, match="can be shared"):
+        with pytest.raises(ConfigError, match=r"can be shared.*without eviction"):
             dropped.share()
     assert torch.isfinite(rc.fuse(lm, prompt, base=base).next_logits).all()
 

@@ -11,12 +11,16 @@ from hybrids import HYBRIDS, REFUSED, STEPPED, build, hybrid, save_hybrid, stepp
 import ragcache as rc
 from ragcache.codecs import CODECS, get_codec
 from ragcache.codecs.block_file import read_block, write_block
-from ragcache.errors import ConfigError, DamagedBlockError, PromptError, StaleBlockError
+from ragcache.engine.load_plan import BlockSize, LoadPlan
+from ragcache.engine.rates import Rates
+from ragcache.errors import ConfigError, DamagedBlockError, PromptError, StaleBlockError, UnencodableBlockError
 from ragcache.fusion import METHODS
 from ragcache.kv.block import HybridBlock
 from ragcache.kv.prefix_cache import PrefixCache, read_cache, states_behind
 from ragcache.kv.state import StateMap
 from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
+from ragcache.store.eviction import PrefillRate
+from ragcache.store.kv_store import KVStore
 
 LENGTHS = (19, 33, 2, 1)  # beside whole ones, two that are shorter than a convolution's window
 
@@ -109,7 +113,7 @@ def test_questions_share_a_context_whose_states_are_kept(world, name):
     other = rc.Prompt(PREFIX, CHUNKS[:2], [4, 4, 9])
     assert torch.equal(rc.fuse(lm, other, base=fused.share()).next_logits, rc.fuse(lm, other).next_logits)
     whole = rc.fuse(lm, rc.Prompt(PREFIX, CHUNKS[:2], SUFFIX), "full")
-    with pytest.raises(ValueError, match="state cannot be cut"):
+    with pytest.raises(ConfigError, match=r"state cannot be cut.*read the passages by reposition"):
         whole.share()
 
 
@@ -140,19 +144,65 @@ def test_the_prefix_tree_finds_what_ends_where_a_state_was_kept(world):
     assert small.stats().num_bytes == 0
 
 
+ROUNDED = {"raw": False, "bfloat16": False, "int8": True, "int4": True, "fp8": True}
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2"])
 @pytest.mark.parametrize("codec", sorted(CODECS))
-def test_every_codec_keeps_states_as_they_are(world, codec, tmp_path):
-    lm, _ = world("qwen3_next")
+def test_a_codec_keeps_states_as_they_are_or_in_int8_by_row(world, codec, name):
+    lm, _ = world(name)
     (block,) = rc.encode(lm, rc.Prompt(PREFIX, CHUNKS[:1], SUFFIX))
     used = get_codec(codec).for_trial(block.kv)
     tensors = used.encode(block)
     back = used.decode(tensors)
     assert isinstance(back, HybridBlock)
+    maps = {key: tensor for key, tensor in tensors.items() if key.startswith("state.")}
+    assert sum(t.nbytes for t in maps.values()) == used.expected_state_bytes(lm.shape.states, lm.dtype.itemsize)
+    assert back.num_bytes == back.kv.num_bytes + sum(t.nbytes for t in maps.values()), "held as they are stored"
+    again = used.encode(back)
+    assert all(torch.equal(again[key], tensor) for key, tensor in maps.items()), "encoding anew changes no bit"
+    off = 0.0
     for mine, theirs in zip(back.states, block.states, strict=True):
-        assert all(torch.equal(mine.tensors[key], theirs.tensors[key]) for key in theirs.tensors)
-    lacking = {key: tensor for key, tensor in tensors.items() if key != "state.1.q"}
-    with pytest.raises(DamagedBlockError, match="maps of recurrent layers"):
-        used.decode(lacking)
+        assert torch.equal(mine.tail, theirs.tail)
+        for key in {"p", "q"} & theirs.tensors.keys():
+            exact, found = theirs.tensors[key], mine.tensors[key]
+            if not ROUNDED.get(codec, used.rounds_states) or exact.shape[-1] == 1:
+                assert torch.equal(found, exact)
+                continue
+            step = exact.abs().amax(-1, keepdim=True) / 127
+            distance = (found * mine.tensors[f"{key}_scales"] - exact).abs()
+            assert found.dtype == torch.int8
+            assert bool((distance <= 0.5001 * step).all())
+            off = max(off, float(distance.max()))
+    assert off <= used.error_bound(block)
+    for lacking in set(maps) - {key for key in maps if key.endswith(".tail")} or {"state.1.tail"}:
+        with pytest.raises(DamagedBlockError, match="maps of recurrent layers"):
+            used.decode({key: tensor for key, tensor in tensors.items() if key != lacking})
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "granite", "bamba", "nemotron_h"])
+def test_rounded_states_compose_to_nearly_the_same(world, name):
+    """Ten passages, by maps in int8: 0.002 to 0.011 of the logits' norm; without P at all it is 0.13 to 0.8."""
+    lm, _ = world(name)
+    prompt, int8 = rc.Prompt(PREFIX, [draw(40, seed) for seed in range(10)], SUFFIX), get_codec("int8")
+    blocks = rc.encode(lm, prompt)
+    exact = rc.fuse(lm, prompt, blocks=blocks).next_logits
+
+    def fused(change):
+        changed = [HybridBlock(block.kv, [change(one) for one in block.states]) for block in blocks]
+        return apart(rc.fuse(lm, prompt, blocks=changed).next_logits, exact)
+
+    rounded = [int8.decode(int8.encode(block)) for block in blocks]
+    assert [len(block.states) for block in rounded] == [len(lm.shape.states)] * 10
+    assert 0 < fused(StateMap.rounded) < 0.02 < 0.1 < fused(lambda one: StateMap(one.p * 0, one.q, one.tail))
+
+
+def test_states_that_cannot_be_rounded_are_refused(world):
+    lm, _ = world("qwen3_next")
+    (block,) = rc.encode(lm, rc.Prompt(PREFIX, CHUNKS[:1], SUFFIX))
+    broken = [StateMap(one.p, one.q / 0, one.tail) for one in block.states]
+    with pytest.raises(UnencodableBlockError, match="recurrent layer 0 holds infinite numbers"):
+        get_codec("int8").encode(HybridBlock(block.kv, broken))
 
 
 def test_a_block_file_with_states_is_read_back_and_damage_is_noticed(world, tmp_path):
@@ -176,6 +226,39 @@ def test_bytes_of_a_block_are_those_that_its_shape_states(world):
         assert block.num_bytes == len(CHUNKS[0]) * lm.shape.token_bytes + lm.shape.map_bytes
         cache = rc.fuse(lm, rc.Prompt(PREFIX, CHUNKS[:1], SUFFIX)).cache
         assert sum(state.num_bytes for state in cache.states) == lm.shape.state_bytes
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_budgets_and_load_plans_count_the_maps(world, codec, tmp_path):
+    """A block's states take far more than its keys and values: the memory tier's budget holds fewer blocks, and a
+    disk on which its keys and values alone would pay leaves it to be computed."""
+    lm, _ = world("qwen3_next")
+    blocks = {f"{n:064x}": block for n, block in enumerate(rc.encode(lm, rc.Prompt([], [draw(40, 9)] * 3, [4])))}
+    maps = get_codec(codec).expected_state_bytes(lm.shape.states, 4)
+    with KVStore(tmp_path, codec=codec, memory_bytes=5 * maps // 2) as store:
+        for key, block in blocks.items():
+            store.put(key, block)
+        assert 2 * maps > store.stats().bytes_by_tier["memory"] > maps
+        sizes = {key: one.num_bytes for key, one in store.lookup(blocks).items()}
+    on_disk = max(sizes.values())
+    assert on_disk > maps + 40 * lm.shape.layers[0].numbers
+    rates = Rates(lambda: 0.0)
+    rates.tier("disk").set(1e-6, maps)  # a second for the maps of a block, and another to compute it
+    rates.compute.set(PrefillRate.of(40))
+    for num_bytes, computed in ((on_disk - maps, ()), (on_disk, ("block",))):
+        plan = LoadPlan({"block": BlockSize(40, num_bytes, "disk")}, rates, batch_tokens=40, readers=8)
+        assert plan.next_batch() == computed
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_an_estimate_of_an_ingestion_counts_the_maps(codec, tmp_path):
+    model = save_hybrid("qwen3_next", tmp_path / "model")
+    with rc.RagCache.open(tmp_path / "kb", model=model, method="reposition", store=rc.StoreConfig(codec=codec)) as kb:
+        texts = ["".join(f"Cat {n} of {m} sat on a mat. " for n in range(20)) for m in range(3)]
+        documents = [rc.Document(str(n), text) for n, text in enumerate(texts)]
+        estimate = kb.estimate_kv(documents)
+        report = kb.ingest(documents)
+        assert estimate.num_bytes == pytest.approx(report.kv_bytes, rel=0.25)
 
 
 @pytest.mark.parametrize("method", sorted({"a3", "cacheblend", "epic", "link", "prophet", "ape", "concat", "kvcomm"}))

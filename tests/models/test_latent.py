@@ -22,6 +22,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.kv.cache_shape import LayerShape
 from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
+from ragcache.models.latent import ABSORBED, absorbed_of
 from ragcache_plan.shape import shape_of
 
 LATENT = ("deepseek_v2", "deepseek_v3")
@@ -91,6 +92,37 @@ def test_joint_passes_and_a_shared_context(model, rows):
         pieces.append(ScheduledTokens.next(run, rows))
     for number, logits in enumerate(run_pieces(lm.model, pieces)):
         assert_same(logits, plainly(oracle, [*([] if number == 2 else shared), *texts[number]]))
+
+
+def parts_of(lm):
+    return [module for module in lm.model.modules() if hasattr(module, ABSORBED)]
+
+
+@pytest.mark.parametrize(("rows", "made"), [(1, 0), (10, 0), (11, 1)])
+def test_few_rows_attend_to_latents_and_many_to_keys_that_are_made_of_them(model, rows, made):
+    """Of latents of 16 and heads of 6 + 8 and 10, making keys and values takes 16 * (6 + 10) products a token and head;
+    wider keys take each row 2 * (16 + 8) - (6 + 8 + 10) more. 10 rows are as many as pay."""
+    lm, oracle = model
+    context, ids = ids_of(40, 7), ids_of(rows, 8)
+    cache = lm.new_cache(60, base=None)
+    lm.run(context, 0, cache)
+    calls = []
+    hooks = [part.kv_b_proj.register_forward_hook(lambda *_: calls.append(1)) for part in parts_of(lm)]
+    logits = lm.run(ids, len(context), cache)
+    for hook in hooks:
+        hook.remove()
+    assert len(calls) == made * 3
+    assert_same(logits, plainly(oracle, [*context, *ids]))
+
+
+def test_a_layer_whose_latents_are_expanded_otherwise_is_attended_to_by_keys(model, monkeypatch):
+    """What one linear layer does not make is never absorbed."""
+    lm, _ = model
+    part = parts_of(lm)[0]
+    assert absorbed_of(part, 8, 16) is not None
+    honest = type(part).expand_kv
+    monkeypatch.setattr(type(part), "expand_kv", lambda *given: (honest(*given)[0] * 1.01, honest(*given)[1]))
+    assert absorbed_of(part, 8, 16) is None
 
 
 @pytest.mark.parametrize("method", ["samkv", "infllm", "entropy"])

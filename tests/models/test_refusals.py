@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import (
+    FAMILIES,
     LATENT,
     SMALL,
     assert_same,
@@ -19,11 +20,12 @@ from families import (
     save_tiny,
 )
 from safetensors.torch import load_file, save_file
+from tiny_model import byte_tokenizer
 from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ragcache as rc
-from ragcache.errors import ConfigError, ContextTooLongError, ModelNotFoundError
+from ragcache.errors import ConfigError, ContextTooLongError, ModelMismatchError, ModelNotFoundError
 
 
 def _rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -120,6 +122,22 @@ def test_mixed_dtypes_are_named_with_the_way_out(tmp_path):
         rc.load_lm(model)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float16"])
+def test_a_checkpoint_of_mixed_dtypes_is_read_in_one(dtype, tmp_path):
+    """In that of its config.json, or in the one that is asked for, as plain transformers reads it."""
+    save_tiny("llama", str(tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    mixed = {name: weight.bfloat16() if "layers.1." in name else weight for name, weight in weights.items()}
+    assert len({weight.dtype for weight in mixed.values()}) == 2
+    save_file(mixed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    lm, prompt = rc.load_lm(tmp_path, dtype=dtype), random_prompt(2)
+    assert {weight.dtype for weight in lm.model.parameters()} == {lm.dtype}
+    assert lm.dtype == (torch.float32 if dtype == "auto" else torch.float16)
+    if dtype == "auto":
+        theirs = oracle_logits(oracle_model(str(tmp_path)), prompt, block_diagonal(prompt))
+        assert_same(rc.fuse(lm, prompt, "reposition").next_logits, theirs)
+
+
 # Lengths beyond which a model reads a passage otherwise by where it stands.
 ENDS = {
     "phi3-long": (128, "LongRoPE takes other frequencies"),
@@ -152,6 +170,26 @@ def test_longrope_by_its_long_factors_is_exact_beyond_and_never_shares_kv_with_t
     fused = rc.fuse(lm, prompt, "reposition", recipe="isolated")
     assert_same(fused.next_logits, oracle_logits(oracle, prompt, block_diagonal(prompt)))
     assert lm.fingerprint != short.fingerprint
+
+
+def test_a_store_of_another_length_class_is_refused(tmp_path):
+    """Its KV was made by the short factors; by the long ones it would be another model's."""
+    kind, sizes = FAMILIES["phi3-long"]
+    config = CONFIG_MAPPING[kind](**{**SMALL, **sizes, "vocab_size": 258, "bos_token_id": 256, "eos_token_id": 257})
+    model, kb, sampling = tmp_path / "model", tmp_path / "kb", rc.Sampling(max_tokens=3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    with rc.RagCache.open(kb, model=model, method="reposition") as store:
+        store.ingest(rc.Document("cats", "The cat sat on the mat."))
+        assert store.ask("Where?", k=1, sampling=sampling).usage.cached_tokens
+        with pytest.raises(ContextTooLongError, match=r"takes 128.*ask a shorter one"):
+            store.ask("Where? " * 30, k=1, sampling=sampling)
+    stated = json.loads((model / "config.json").read_text())
+    stated["rope_parameters"]["short_factor"] = stated["rope_parameters"]["long_factor"]
+    (model / "config.json").write_text(json.dumps(stated))
+    for named in ({}, {"model": model}):
+        with pytest.raises(ModelMismatchError, match=r"configuration .*changed.*; use that one, or make a new store"):
+            rc.RagCache.open(kb, method="reposition", **named)
 
 
 def test_dynamic_ntk_is_exact_up_to_its_longest_prompt(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from families import VOCAB, assert_same, load_tiny, oracle_logits_of
 
 import ragcache as rc
+from ragcache.errors import ConfigError
 from ragcache.kv.buffers import BufferPool
 from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.kv.fused_cache import FusedCache
@@ -150,5 +151,5 @@ def test_buffers_go_back_when_the_last_user_has_gone():
     assert not pool._idle, "a cache stands on it"
     standing.release()
     assert len(pool._idle) == 2
-    with pytest.raises(ValueError, match="can be shared"):
+    with pytest.raises(ConfigError, match=r"can be shared.*without eviction"):
         FusedCache(pool, 4).share(1)

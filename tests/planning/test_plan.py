@@ -12,14 +12,17 @@ import torch
 from bases import keep_basis
 from blocks import make_key, with_first
 from families import save_tiny
+from hybrids import hybrid, save_hybrid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ragcache as rc
 from ragcache.codecs import CODECS
 from ragcache.codecs.base import example_block
 from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from ragcache.store.kv_store import KVStore
 from ragcache_plan.accesses import EXACT, ranks_above, zipf_mass
+from ragcache_plan.commands import WorkloadOptions, generate_accesses
 from ragcache_plan.plan import Corpus, Demand, Prices, make_plan
 from ragcache_plan.rates import MachineRates, measure_rates
 from ragcache_plan.replay import advise_policy
@@ -82,8 +85,6 @@ def test_shapes_are_read_without_weights(model, dtype, size):
     "family", ["llama", "gemma3", "gpt_neox", "gemma4", "mimo_v2_flash", "deepseek_v3", "granite_swa"]
 )
 def test_a_shape_is_that_of_the_blocks_that_the_model_makes(family, tmp_path):
-    import ragcache as rc
-
     directory = save_tiny(family, str(tmp_path))
     for weights in tmp_path.rglob("*.safetensors"):
         loaded = rc.load_lm(directory)
@@ -91,6 +92,31 @@ def test_a_shape_is_that_of_the_blocks_that_the_model_makes(family, tmp_path):
         weights.unlink()
     shape = shape_of(directory, "float32")
     assert 3 * shape.bytes_per_token == block.num_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2"])
+@pytest.mark.parametrize("codec", ["raw", "int8", "fp8"])
+def test_planned_bytes_of_recurrent_layers_are_those_on_disk(name, codec, tmp_path):
+    """Maps of states dominate short chunks; a codec in fewer bits has them in int8."""
+    lm = rc.load_lm(hybrid(name))
+    save_hybrid(name, tmp_path / "model")
+    planned = next(one for one in codec_sizes(shape_of(tmp_path / "model", "float32"), 64) if one.name == codec)
+    blocks = rc.encode(lm, rc.Prompt([], [list(range(n, n + 64)) for n in range(3)], [4]), recipe="isolated")
+    with KVStore(tmp_path / "kv", codec=codec, memory_bytes=0) as store:
+        before = store.stats().bytes_by_tier["disk"]
+        for number, block in enumerate(blocks):
+            store.put(make_key(number), block)
+        found = store.stats().bytes_by_tier["disk"] - before
+    assert 0 <= found - 3 * 64 * planned.bytes_per_token <= 3 * 6144
+
+
+def test_a_simulated_block_takes_the_bytes_of_its_maps(tmp_path):
+    """Beside what its tokens take; a share that is kept is one of the tokens."""
+    lm = rc.load_lm(hybrid("qwen3_next"))
+    save_hybrid("qwen3_next", tmp_path)
+    trace = generate_accesses(WorkloadOptions(requests=9, k=1, blocks=9, tokens="100-300"), str(tmp_path), 0.5)
+    found = [lm.shape.map_bytes + tokens * lm.shape.token_bytes // 2 for tokens in trace.num_tokens.tolist()]
+    assert trace.num_bytes.tolist() == found
 
 
 def test_what_is_no_model_is_refused(tmp_path):

@@ -44,6 +44,7 @@ class CacheGenCodec(LayerCodec):
 
     name: ClassVar[str] = "cachegen"
     version: ClassVar[int] = 1
+    rounds_states: ClassVar[bool] = True
     part_names: ClassVar[frozenset[str]] = frozenset({"stream", "ends", "steps", "means", "deltas"})
 
     def encode_part(self, part: Part, numbers: Tensor) -> dict[str, Tensor]:

@@ -55,6 +55,7 @@ class KvtcCodec(LayerCodec):
     name: ClassVar[str] = "kvtc"
     version: ClassVar[int] = 2
     needs_basis: ClassVar[bool] = True
+    rounds_states: ClassVar[bool] = True
     part_names: ClassVar[frozenset[str]] = frozenset({"basis", "exact", "numbers", "stream", "ends"})
 
     def __init__(self, bases: Bases | None = None, *, first_tokens: int = FIRST_TOKENS, last_tokens: int = 0) -> None:

@@ -47,6 +47,7 @@ class GradedCodec(LayerCodec):
     """
 
     precisions: ClassVar[Mapping[str, KiviCodec]]
+    rounds_states: ClassVar[bool] = True
     one_in: ClassVar[Mapping[Part, int]]
     part_names: ClassVar[frozenset[str]] = frozenset(
         {"important", *(f"{grade}.{name}" for grade in GRADES for name in KiviCodec.part_names)}

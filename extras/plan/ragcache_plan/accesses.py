@@ -90,6 +90,7 @@ class Workload:
     sticky:       chance that a request takes a block from the one before it in its session
     tokens:       of a block, from the least to the most, evenly
     bytes_per_token: of a block
+    bytes_per_block: beside them, however many tokens it has: states of recurrent layers
 
     Raises ConfigError naming the option.
     """
@@ -103,6 +104,7 @@ class Workload:
     sticky: float = 0.5
     tokens: tuple[int, int] = (256, 256)
     bytes_per_token: int = 131072
+    bytes_per_block: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -147,7 +149,9 @@ def generated(workload: Workload) -> Accesses:
     drawn = random.permutation(len(num_tokens))[drawn]
     requests = _requests(workload, drawn.reshape(workload.requests, -1).tolist(), random)
     never_read = workload.blocks - len(num_tokens)
-    return Accesses.of(requests, num_tokens * workload.bytes_per_token, num_tokens, never_read)
+    return Accesses.of(
+        requests, num_tokens * workload.bytes_per_token + workload.bytes_per_block, num_tokens, never_read
+    )
 
 
 def _lengths(workload: Workload, blocks: int, random: np.random.Generator) -> Ints:

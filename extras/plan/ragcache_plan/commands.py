@@ -241,7 +241,7 @@ class WorkloadOptions:
     ] = None
     seed: Annotated[int, option("--seed", "The same stream for the same seed.")] = 0
 
-    def generate(self, bytes_per_token: int) -> Accesses:
+    def generate(self, bytes_per_token: int, bytes_per_block: int) -> Accesses:
         """Raises ConfigError naming the option."""
         from ragcache_plan.accesses import Workload, generated
 
@@ -249,7 +249,8 @@ class WorkloadOptions:
         if found is None:
             raise ConfigError(f"--chunk-tokens {self.tokens!r} is no number or range; write 256 or 100-500")
         tokens = (int(found[1]), int(found[2] or found[1]))
-        return generated(Workload(**{**vars(self), "tokens": tokens, "bytes_per_token": bytes_per_token}))
+        sizes = {"bytes_per_token": bytes_per_token, "bytes_per_block": bytes_per_block}
+        return generated(Workload(**{**vars(self), "tokens": tokens, **sizes}))
 
 
 @command
@@ -286,7 +287,7 @@ def simulate(
 
     check_least("--question-tokens", question_tokens, 0)
     speed = rates.rates(model)
-    requests = stream.generate(_bytes_per_token(stream, model, kept)) if trace is None else recorded(trace)
+    requests = generate_accesses(stream, model, kept) if trace is None else recorded(trace)
     budgets = [Budgets(memory_bytes, disk, kv == "eager") for memory_bytes in memory or [2 * 2**30]]
     outcomes = list(
         run(requests, budgets, eviction or list(POLICIES), admission or list(ADMISSIONS), speed, question_tokens)
@@ -297,16 +298,16 @@ def simulate(
         _print_outcomes(requests, outcomes)
 
 
-def _bytes_per_token(stream: WorkloadOptions, model: str | None, kept: float) -> int:
-    """Raises ConfigError for a share that is none."""
+def generate_accesses(stream: WorkloadOptions, model: str | None, kept: float) -> Accesses:
+    """The options' own stream, with the sizes of the model's blocks. Raises ConfigError for a share that is none."""
     check_kept(kept)
-    if stream.bytes_per_token is not None:
-        return math.ceil(kept * stream.bytes_per_token)
-    if model is None:
-        return math.ceil(kept * 131072)
+    if stream.bytes_per_token is not None or model is None:
+        stated = 131072 if stream.bytes_per_token is None else stream.bytes_per_token
+        return stream.generate(math.ceil(kept * stated), 0)
     from ragcache_plan.shape import shape_of
 
-    return math.ceil(kept * shape_of(model).bytes_per_token)
+    shape = shape_of(model)
+    return stream.generate(math.ceil(kept * shape.bytes_per_token), shape.state_bytes)
 
 
 def _print_outcomes(trace: Accesses, outcomes: list[Outcome]) -> None:

@@ -151,10 +151,11 @@ def codec_sizes(shape: KVShape, chunk_tokens: int, kept: float = 1.0) -> list[Co
     Right for codecs whose bytes do not depend on the content, and for one whose basis is fitted to so many bytes; one
     that finds structure does better on real blocks.
     """
-    found = []
+    found, raw = [], shape.bytes_per_token + shape.state_bytes / chunk_tokens
     for name in CODECS:
         codec = get_codec(name)
-        states = shape.state_bytes / chunk_tokens  # no codec changes them
-        num_bytes = codec.expected_bytes(shape.by_layer, chunk_tokens, shape.itemsize, kept) / chunk_tokens + states
-        found.append(CodecSize(name, num_bytes, num_bytes / (shape.bytes_per_token + states), codec.lossless))
+        states = codec.expected_state_bytes(shape.states, shape.itemsize)
+        kv = codec.expected_bytes(shape.by_layer, chunk_tokens, shape.itemsize, kept)
+        num_bytes = (kv + states) / chunk_tokens
+        found.append(CodecSize(name, num_bytes, num_bytes / raw, codec.lossless))
     return sorted(found, key=lambda codec: codec.name != "raw")

@@ -1,0 +1,103 @@
+"""Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): a cache holds one latent and one rotary key a token.
+
+Keys and values of the heads are products of the latent and the weights of one linear layer. They are either made before
+they are attended to (*expanded*), which costs as much for one row as for many, or the weights are multiplied into the
+queries and the outputs instead (*absorbed*): all heads then attend to one key, the latent beside the rotary key. Few
+rows behind many tokens are faster in the absorbed form; which one is taken is arithmetic (`form_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+LATENT = "expand_kv"  # what transformers calls the method of an attention that caches latents and makes KV of them
+ABSORBED = "ragcache_absorbed"
+"""Attribute of attention modules whose latents can be attended to as they are: their `Absorbed`."""
+_TOKENS = 3  # that are tried
+
+
+def expand(module: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values of all heads, of those that a cache holds: a latent layer makes them of what is kept."""
+    make: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(type(module), LATENT, None)
+    return pair if make is None else make(module, pair[1], pair[0])
+
+
+class Expanded(NamedTuple):
+    """Attention to keys and values of the heads; of any layer."""
+
+    module: nn.Module
+
+    def query(self, query: Tensor) -> Tensor:
+        return query
+
+    def held(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return expand(self.module, pair)
+
+    def output(self, out: Tensor) -> Tensor:
+        return out
+
+
+class Absorbed(NamedTuple):
+    """Attention to latents.
+
+    keys:   weights that make the keys' part without rotation, [num_heads, width, rank]
+    values: weights that make values, [num_heads, value_dim, rank]
+    rotary: width of the rotary key
+    """
+
+    keys: Tensor
+    values: Tensor
+    rotary: int
+
+    def query(self, query: Tensor) -> Tensor:
+        width = self.keys.shape[1]
+        return torch.cat([query[..., :width] @ self.keys, query[..., width:]], dim=-1)
+
+    def held(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Of as many numbers as keys, so that one kernel takes both; `output` leaves the rotary part out."""
+        both = torch.cat([pair[1], pair[0]], dim=-1)
+        return both, both
+
+    def output(self, out: Tensor) -> Tensor:
+        return out[..., : self.values.shape[2]] @ self.values.transpose(1, 2)
+
+    def pays(self, num_rows: int) -> bool:
+        """Whether attending to latents, which are wider, costs these rows less than making keys and values costs."""
+        (_, width, rank), value_dim = self.keys.shape, self.values.shape[1]
+        wider = 2 * (rank + self.rotary) - (width + self.rotary + value_dim)
+        return num_rows * wider < rank * (width + value_dim)
+
+
+def form_of(module: nn.Module, num_rows: int) -> Expanded | Absorbed:
+    """The cheaper form for so many rows."""
+    absorbed: Absorbed | None = getattr(module, ABSORBED, None)
+    return absorbed if absorbed is not None and absorbed.pays(num_rows) else Expanded(module)
+
+
+@torch.inference_mode()
+def absorbed_of(module: nn.Module, rotary: int, rank: int) -> Absorbed | None:
+    """Weights of an attention whose keys and values are made by one linear layer, as random latents show; else None."""
+    linear, width = getattr(module, "kv_b_proj", None), getattr(module, "qk_nope_head_dim", None)
+    if not isinstance(linear, nn.Linear) or linear.bias is not None or type(linear.weight) is not nn.Parameter:
+        return None
+    weight = linear.weight.detach()
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(1, 1, _TOKENS, rank + rotary, generator=generator).to(weight)
+    latents, turned = drawn.split([rank, rotary], dim=-1)
+    keys, values = expand(module, (turned, latents))
+    up_keys, up_values = weight.view(keys.shape[1], -1, rank).split([width, values.shape[3]], dim=1)
+    found = Absorbed(up_keys, up_values, rotary)
+    whole = torch.cat([latents @ up_keys.transpose(1, 2), turned.expand(-1, keys.shape[1], -1, -1)], dim=-1)
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 8 * torch.finfo(weight.dtype).eps
+    pairs = ((whole, keys), (found.output(latents.expand(-1, keys.shape[1], -1, -1)), values))
+    return found if all(_near(ours, theirs, tolerance) for ours, theirs in pairs) else None
+
+
+def _near(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    return bool((ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm())
