@@ -387,7 +387,8 @@ class RagCache(Library, AsyncTwins):
         messages: {"role": "system" | "user" | "assistant" | "tool", "content": text, or a list of texts and passages}.
                   Passages (of the last message that has any) are read where they stand; only white space may be between
                   them. Calls and results of tools are as in OpenAI's API: an assistant's "tool_calls" (or `ToolCall`s),
-                  and a tool's "tool_call_id"
+                  and a tool's "tool_call_id". A last message of the assistant's is continued: the answer is what
+                  follows its text
         options:  `ChatOptions`: `passages`, or `k` and which to find, `context`, `tools`, and how to read and answer
 
         Without passages and k the model answers from the conversation alone. Raises what `stream` raises.

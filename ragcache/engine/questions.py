@@ -110,7 +110,7 @@ class Questions:
             raise ConfigError(
                 f"context {context!r} is unknown; choose one of {', '.join(get_args(Context))}", "context"
             )
-        reading = self._thinking(self._reading(options))
+        reading = replace(self._thinking(self._reading(options)), continues=conversation.continues)
         system = self._system(conversation, options, reading)
         if tools is not None:
             reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))

@@ -25,8 +25,8 @@ ROLES = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant", 
 # Blocks that are no text of the conversation: an answer's calls, which `tool_calls` and `invalid_tool_calls` hold too,
 # and what a model thought before it answered, which chat templates leave out of earlier turns.
 READ_OVER = (
-    "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "reasoning", "reasoning_content", "thinking",
-    "redacted_thinking",
+    "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call", "reasoning", "reasoning_content",
+    "thinking", "redacted_thinking",
 )  # fmt: skip
 
 
@@ -72,8 +72,14 @@ def _content(message: BaseMessage) -> str | list[str | rc.Passage]:
         return found
     if isinstance(message.content, str):
         return message.content
-    blocks = [block for block in message.content if isinstance(block, str) or block.get("type") not in READ_OVER]
+    blocks = [block for block in message.content if isinstance(block, str) or _type(block) not in READ_OVER]
     return [block if isinstance(block, str) else _part(block) for block in blocks]
+
+
+def _type(block: Mapping[str, Any]) -> Any:
+    """A provider's own type, where LangChain has none for it."""
+    own = block.get("value")
+    return own.get("type") if block.get("type") == "non_standard" and isinstance(own, Mapping) else block.get("type")
 
 
 def _found(artifact: Any) -> list[str | rc.Passage]:
