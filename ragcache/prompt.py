@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MARK = "\ue000ragcache-"  # private use: no template or question holds it
 CONTEXT_MARK = f"{MARK}context\ue000"
 CUT = f"{MARK}cut\ue000"  # stands inside what spells a control token and is none
+END_MARK = f"{MARK}end\ue000"  # stands behind the last turn where the answer goes on with it
 Message = Mapping[str, Any]  # JSON, as chat templates take it
 DEFAULT_QUESTION_FORMAT = "Question: {question}"  # chunks end with a newline of their own
 
@@ -304,7 +305,8 @@ def conversation_ends(
 ) -> PromptEnds:
     """Split a conversation (role, content) at CONTEXT_MARK, which stands in one of its turns.
 
-    turns: contents of assistant turns as they were said, all else already cut (`as_text`)
+    turns: contents of assistant turns as they were said, all else already cut (`as_text`). The last one may end with
+           END_MARK: the prompt ends there, and the answer goes on with it
     shown: what else the template is given
 
     Without the mark all ids are suffix. Raises PromptError when the chat template refuses the turns or loses the mark.
@@ -399,15 +401,22 @@ def _with_answers_cut(
 
 
 def _written(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown: Shown = NOTHING_SHOWN) -> str:
+    last: str = turns[-1]["content"]
+    continued = last.endswith(END_MARK)
     if tokenizer.chat_template is None:  # a line a turn
-        return "\n".join([*(turn["content"] for turn in turns), "Answer:"])
+        lines = [turn["content"] for turn in turns]
+        return "\n".join([*lines[:-1], f"Answer: {last.removesuffix(END_MARK)}"] if continued else [*lines, "Answer:"])
+    told = {"tools": list(shown.tools) or None, "add_generation_prompt": not continued, **shown.variables}
     try:
-        text: str = tokenizer.apply_chat_template(
-            turns, tools=list(shown.tools) or None, tokenize=False, add_generation_prompt=True, **shown.variables
-        )
+        text: str = tokenizer.apply_chat_template(turns, tokenize=False, **told)
     except Exception as error:  # templates raise whatever they like (jinja2's TemplateError, mostly)
         raise ConfigError(f"the model's chat template refuses these messages: {error}") from error
-    return text
+    if continued and text.count(END_MARK) != 1:
+        raise ConfigError(
+            "the model's chat template does not write the last message, an assistant's, as it stands, so that it "
+            "cannot be continued; end with a user message"
+        )
+    return text.partition(END_MARK)[0]
 
 
 def _opening_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragcache.cli.flags import EngineOptions, Json, ReadLimitOptions, StoreOptions, Timeout, open_with_models, option
+from ragcache.cli.client import NotServedError, ask_server, find_server
+from ragcache.cli.flags import (
+    EngineOptions,
+    Json,
+    ReadLimitOptions,
+    StoreOptions,
+    Timeout,
+    method_options,
+    open_with_models,
+    option,
+)
 from ragcache.cli.serve import AddressOptions, run_server
 from ragcache.cli.terminal import command, print_json, printable, say, say_error, seconds_text
 from ragcache.engine.options import AnswerDefaults, AnswerOptions
@@ -17,7 +27,7 @@ from ragcache.errors import RagCacheError
 from ragcache.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from ragcache import Answer, RagCache, Source
+    from ragcache import Answer, RagCache
     from ragcache.engine.answer import Event
 
 LEAVE = ("/exit", "/quit")
@@ -34,14 +44,69 @@ def ask(
         bool, option("--whole", "Read every passage of a small store, from KV of all of them that is kept on disk.")
     ] = False,
     as_json: Json = False,
+    local: Annotated[bool, option("--local", "Open the store here, also where a server runs over it.")] = False,
 ) -> None:
-    """Answer a question from the store; the answer is written as it comes, then its sources."""
+    """Answer a question from the store; the answer is written as it comes, then its sources.
+
+    Where `ragcache serve` runs over the store on this machine, it is asked (with RAGCACHE_API_KEY as its key), and no
+    model is loaded. Options of how a store is opened, and --whole, have the store opened here.
+    """
+    if not local and not whole:
+        found = _served(question, store, models, answer, {"timeout_s": timeout_s}, quiet=as_json)
+        if found is not None:
+            print_json(found) if as_json else print_answer(found)
+            return
     options = {**answer.call_options(), "timeout_s": timeout_s, "whole": whole}
     with open_with_models(store, models) as kb:
         if as_json:
             print_json(kb.ask(question, **options).to_json())
         else:
-            print_answer(stream_text(kb.stream(question, **options)))
+            print_answer(stream_text(kb.stream(question, **options)).to_json())
+
+
+def _served(
+    question: str,
+    store: StoreOptions,
+    models: EngineOptions,
+    answer: AnswerOptions,
+    more: dict[str, Any],
+    *,
+    quiet: bool,
+) -> dict[str, Any] | None:
+    """The answer of the server over this store; None, with the reason on standard error, where it is to be had here."""
+    try:
+        server = find_server(store.store)
+        if server is None:
+            return None
+        other = _differing(store, StoreOptions(store=store.store)) + _differing(models, EngineOptions())
+        if models.model == server.weights:
+            other.remove("model")
+        if models.method is not None:
+            more |= {"method": models.method, "method_options": method_options(models.option or ())}
+            other = [name for name in other if name not in ("method", "option")]
+        if other:
+            raise NotServedError(f"the server at {server.url} has its own {', '.join(other)}")
+        found = ask_server(server, question, answer, more, _drop if quiet else _print_piece)
+    except NotServedError as reason:
+        print(f"{printable(str(reason))}; opening the store", file=sys.stderr)
+        return None
+    if not quiet:
+        say()
+    return found
+
+
+def _differing(given: StoreOptions | EngineOptions, plain: StoreOptions | EngineOptions) -> list[str]:
+    return [name for name, value in vars(given).items() if (value or None) != (vars(plain)[name] or None)]
+
+
+def _drop(_kind: str, _text: str) -> None: ...
+
+
+def _print_piece(kind: str, text: str) -> None:
+    if kind == "content":
+        say(text, end="")
+    else:
+        print(printable(text), end="", file=sys.stderr, flush=True)
 
 
 @command
@@ -70,7 +135,7 @@ def chat(
         ask_next = _one_by_one(kb, options) if answer.context == "last" else _conversation(kb, kept)
         for question in _questions():
             try:
-                print_answer(stream_text(ask_next(question)))
+                print_answer(stream_text(ask_next(question)).to_json())
             except RagCacheError as error:
                 say_error(error)
             except KeyboardInterrupt:
@@ -126,28 +191,27 @@ def stream_text(events: Iterator[Event]) -> Answer:
     raise AssertionError("a stream ends with Done")
 
 
-def print_answer(answer: Answer) -> None:
-    """Print the answer's sources and costs; its text is on the screen already."""
+def print_answer(answer: Mapping[str, Any]) -> None:
+    """Print the answer's sources and costs; its text is on the screen already. answer: as `Answer.to_json` has it"""
     say()
-    if not answer.hits:
+    if not answer["hits"]:
         say("No passages were found: the answer rests on nothing.")
-    for rank, source in enumerate(answer.hits, 1):
-        say(f"  [{rank}] {source_line(source)}")
-    if answer.dropped:
-        say(f"  {answer.dropped} more passages did not fit the model's context")
-    if answer.dropped_turns:
-        say(f"  the {answer.dropped_turns} oldest messages did not fit the model's context")
-    times, usage = answer.timings, answer.usage
+    for rank, hit in enumerate(answer["hits"], 1):
+        say(f"  [{rank}] {source_line(hit)}")
+    if answer["dropped"]:
+        say(f"  {answer['dropped']} more passages did not fit the model's context")
+    if answer["dropped_turns"]:
+        say(f"  the {answer['dropped_turns']} oldest messages did not fit the model's context")
+    usage = answer["usage"]
     say(
-        f"  first token after {seconds_text(times.ttft_s)}; {usage.prompt_tokens} prompt tokens, "
-        f"{usage.cached_tokens} of them from the cache; {usage.completion_tokens} generated"
+        f"  first token after {seconds_text(answer['timings']['ttft_s'])}; {usage['prompt_tokens']} prompt tokens, "
+        f"{usage['cached_tokens']} of them from the cache; {usage['completion_tokens']} generated"
     )
-    say(f"  read by {answer.method}: {answer.method_reason}")
+    say(f"  read by {answer['method']}: {answer['method_reason']}")
 
 
-def source_line(source: Source) -> str:
+def source_line(hit: Mapping[str, Any]) -> str:
     """Title, place, score, and where the KV came from."""
-    chunk = source.chunk
-    title = chunk.title or chunk.document_id
-    where = "" if chunk.source in ("", title) else f" ({chunk.source})"
-    return f"{title}{where}  score {source.score:.3f}  KV: {source.kv}"
+    title = hit["title"] or hit["document_id"]
+    where = "" if hit["source"] in ("", title) else f" ({hit['source']})"
+    return f"{title}{where}  score {hit['score']:.3f}  KV: {hit['kv']}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from ragcache.cli.client import Address, announced
 from ragcache.cli.flags import (
     EngineOptions,
     ReadLimitOptions,
@@ -84,10 +85,11 @@ def run_server(
         from ragcache.server.app import create_app
         from ragcache.server.run import Server
 
-        server = Server(create_app(kb, settings, web=web), drain_s=settings.drain_s)
-        url = url_of(bound)
-        say(f"{url}/ is the chat page" if web else f"{url}/v1 is the base URL for OpenAI clients")
-        server.run(sockets=[bound])
+        app, url = create_app(kb, settings, web=web), url_of(bound)
+        server = Server(app, drain_s=settings.drain_s)
+        with announced(store.store, Address(url, app.state.service.chat_model, kb.lm.name)):
+            say(f"{url}/ is the chat page" if web else f"{url}/v1 is the base URL for OpenAI clients")
+            server.run(sockets=[bound])
 
 
 def check_installed() -> None:

@@ -16,6 +16,7 @@ from ragcache.errors import PromptError, check_type
 from ragcache.models.tool_calls import ToolCall
 from ragcache.prompt import (
     CONTEXT_MARK,
+    END_MARK,
     MARK,
     NOTHING_SHOWN,
     PromptEnds,
@@ -53,6 +54,11 @@ class Turn:
     @property
     def has_passages(self) -> bool:
         return any(not isinstance(part, str) for part in self.parts)
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether an assistant said it, and called nothing: a call waits for its result."""
+        return self.role == "assistant" and not self.calls
 
     @property
     def has_slot(self) -> bool:
@@ -97,7 +103,7 @@ class Said(NamedTuple):
 
 
 class Conversation:
-    """Turns of a chat; see `RagCache.stream_chat`.
+    """Turns of a chat; see `RagCache.stream_chat`. A last assistant message without text is as if it were not there.
 
     shown: what the chat template is given beside the turns. Raises ConfigError for what is no list, PromptError naming
            the message that cannot be read.
@@ -108,6 +114,8 @@ class Conversation:
         self.turns = _named([_turn(rank, message) for rank, message in enumerate(messages)])
         self._gone: frozenset[int] = frozenset()
         self._shown = shown
+        if self.turns and self.turns[-1].is_answer and not self.continues:
+            self.turns.pop()
         users = [turn for turn in self.turns if turn.role == "user"]
         if not users:
             raise PromptError("there is no user message; end the conversation with a question")
@@ -128,6 +136,11 @@ class Conversation:
     def standing(self) -> list[int]:
         """System messages that hold passages, which are those of every question behind them."""
         return [rank for rank, turn in self.read if turn.role == "system" and turn.has_passages and rank < self.asking]
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on with the last message, an assistant's."""
+        return self.turns[-1].is_answer and bool(self.turns[-1].text.strip())
 
     @property
     def has_passages(self) -> bool:
@@ -228,7 +241,8 @@ class Conversation:
         mark: Callable[[Slot | Said], str],
     ) -> str:
         turn = self.turns[rank]
-        if turn.role == "assistant" and turn.text and not turn.calls:  # beside calls some templates leave it out
+        goes_on = self.continues and rank == len(self.turns) - 1
+        if turn.is_answer and turn.text and not goes_on:  # beside calls some templates leave it out
             return mark(Said(rank))
         if not turn.has_slot and rank not in self.standing:
             return as_text(tokenizer, turn.text)
@@ -247,6 +261,8 @@ class Conversation:
     ) -> list[dict[str, Any]]:
         """texts: of the turns that are read, by rank"""
         turns = [self.turns[rank].message(tokenizer, text) for rank, text in texts.items()]
+        if self.continues:
+            turns[-1]["content"] += END_MARK
         return turns if any(turn.role == "system" for turn in self.turns) else [*system_turn(tokenizer, system), *turns]
 
 

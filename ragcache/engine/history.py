@@ -172,8 +172,12 @@ class ConversationContext:
         return () if known is None else tuple(self._memory.hits(known))
 
     def remember(self, hits: Sequence[Hit], answer: str, answer_ids: Sequence[int]) -> None:
-        """The answer to the last turn, for the next one."""
-        key = self._memory.keys([*self._turns, ("assistant", answer)], self._where, self._system)[-1]
+        """The answer to the last turn, for the next one; of one that goes on with it, both together."""
+        before = self._turns
+        if self._conversation.continues:
+            before, answer = before[:-1], before[-1][1] + answer
+            answer_ids = encode_text(self._tokenizer, answer)
+        key = self._memory.keys([*before, ("assistant", answer)], self._where, self._system)[-1]
         passages = tuple((hit.chunk.vector_id, hit.score) for hit in hits if hit.chunk.is_stored)
         self._memory.remember(key, KeptTurn(passages, tuple(answer_ids)))
 

@@ -37,7 +37,7 @@ from ragcache.engine.questions import Questions, answer_of, ask_many
 from ragcache.engine.rates import RateFigures, machine_key
 from ragcache.engine.store import Library
 from ragcache.engine.store_config import open_store
-from ragcache.engine.verdict import AUTO
+from ragcache.engine.verdict import AUTO, FULL, refuse_approximate
 from ragcache.errors import ConfigError, check_type
 from ragcache.fusion import get_method
 from ragcache.fusion.method import FusionMethod
@@ -134,9 +134,10 @@ class RagCache(Library, AsyncTwins):
         if method is not None and method != AUTO:  # a wrong one is refused before a store is made
             method, method_options = get_method(method, **method_options), {}
         keep, cut = None if evict is None else SnapKV.of(evict), chunker or ChunkerConfig()
-        settings = ingest or IngestConfig()
+        settings, config = ingest or IngestConfig(), store or StoreConfig()
+        if not config.approximate:
+            refuse_approximate(method, keep)
         chosen = OpenOptions(method, method_options, keep, recipe, system, question_format, cut, settings, tenant)
-        config = store or StoreConfig()
         opened = open_store(path, config, create=create)
         try:
             if engine is not None:
@@ -167,12 +168,12 @@ class RagCache(Library, AsyncTwins):
     @property
     def method(self) -> str:
         """Name of the method that questions are read with, unless they name another; "auto": each one decides."""
-        return self._parts.choice.name
+        return self._parts.choice.name if self.config.approximate else FULL
 
     @property
     def reads_blocks(self) -> bool:
         """Whether that method reads passages from their KV, wherever they stand."""
-        return self._parts.choice.method.reuses_blocks
+        return self.config.approximate and self._parts.choice.method.reuses_blocks
 
     @property
     def admission(self) -> Admission:
@@ -386,7 +387,8 @@ class RagCache(Library, AsyncTwins):
         messages: {"role": "system" | "user" | "assistant" | "tool", "content": text, or a list of texts and passages}.
                   Passages (of the last message that has any) are read where they stand; only white space may be between
                   them. Calls and results of tools are as in OpenAI's API: an assistant's "tool_calls" (or `ToolCall`s),
-                  and a tool's "tool_call_id"
+                  and a tool's "tool_call_id". A last message of the assistant's is continued: the answer is what
+                  follows its text
         options:  `ChatOptions`: `passages`, or `k` and which to find, `context`, `tools`, and how to read and answer
 
         Without passages and k the model answers from the conversation alone. Raises what `stream` raises.

@@ -136,7 +136,7 @@ def write(
         opened = thinking.open if thinking and is_open else ""
         calls = (tools.most, tools.shown) if tools else (None, ())
         written.parser = ToolParser(format, *calls, opened)
-    pieces = Detokenizer(card.tokenizer, asked.reading.sampling.stop, format.markers if format else ())
+    pieces = Detokenizer(card.tokenizer, asked.reading.sampling.stop, format.markers if format else (), asked.begun_ids)
     try:
         for token in steps:
             asked.clock.first_token()

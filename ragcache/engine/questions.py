@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import Any, get_args
 
 import numpy as np
@@ -27,7 +28,7 @@ from ragcache.engine.passages import Passage, PassageFinder, find_passages
 from ragcache.engine.prefixes import check_whole, whole_hits
 from ragcache.engine.request import Clock, Kept, RequestOptions
 from ragcache.engine.tool_use import tool_use
-from ragcache.engine.verdict import AUTO, FULL, Choice, UncheckedNotice, choose_method
+from ragcache.engine.verdict import AUTO, EXACTLY, FULL, Choice, UncheckedNotice, choose_method, refuse_approximate
 from ragcache.errors import ConfigError, blaming, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
@@ -106,7 +107,7 @@ class Questions:
             raise ConfigError(
                 f"context {context!r} is unknown; choose one of {', '.join(get_args(Context))}", "context"
             )
-        reading = self._thinking(self._reading(options))
+        reading = replace(self._thinking(self._reading(options)), continues=conversation.continues)
         system = self._system(conversation, options, reading)
         if tools is not None:
             reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))
@@ -176,11 +177,15 @@ class Questions:
         parts = self._parts
         sampling = options.get("sampling") or Sampling()
         check_type("sampling", sampling, Sampling, "give rc.Sampling(max_tokens=...)")
+        approximate, budget = options.get("approximate"), options.get("evict")
+        check_type("approximate", approximate, (bool, NoneType), "give True, False or None")
+        exact = not (parts.config.approximate if approximate is None else approximate)
         with blaming("method"):
-            choice = self._choice(options.get("method"), options.get("method_options") or {})
-        budget = options.get("evict")
-        with blaming("evict"):
-            evict = parts.evict if budget is None else SnapKV.of(budget)
+            choice = self._choice(options.get("method"), options.get("method_options") or {}, exact=exact)
+        with blaming("evict"):  # the call's own, or the store's, which approximate=False puts aside
+            evict = (None if exact else parts.evict) if budget is None else SnapKV.of(budget)
+        if exact:
+            refuse_approximate(choice.method, evict)
         reading = RequestOptions(
             choice,
             evict,
@@ -197,10 +202,10 @@ class Questions:
             parts.reader.check(reading)
         return reading
 
-    def _choice(self, name: str | FusionMethod | None, options: Mapping[str, Any]) -> Choice:
+    def _choice(self, name: str | FusionMethod | None, options: Mapping[str, Any], *, exact: bool) -> Choice:
         own = self._parts.choice
-        if name is None and not options:
-            return own
+        if not options and (name is None or (exact and name == AUTO)):
+            return own if not exact or not own.method.reuses_blocks else own.exactly(EXACTLY)
         chosen = choose_method(self._parts.card, name or own.method.name, options, self._parts.stored)
         same = chosen.method == own.method
         return replace(chosen, method=own.method) if same else chosen  # with what it keeps of earlier prompts

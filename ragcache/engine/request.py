@@ -36,6 +36,7 @@ class RequestOptions:
     thinking: how the model's template has it think; None: it does not, or there is no template (a raw prompt)
     thinking_budget: tokens after which its thoughts are ended
     dropped_turns: oldest messages of the conversation that were left out
+    continues: whether the answer goes on with what the prompt ends with
     """
 
     choice: Choice
@@ -52,6 +53,7 @@ class RequestOptions:
     thinking: Thinking | None = None
     thinking_budget: int | None = None
     dropped_turns: int = 0
+    continues: bool = False
 
     def __post_init__(self) -> None:
         if self.thinking_budget is not None:
@@ -98,9 +100,15 @@ class Request:
     kept: Kept | None
 
     def has_begun_thoughts(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether the prompt ends with the opening of the model's thoughts."""
-        thinking = self.reading.thinking
-        return thinking is not None and thinking.is_open(tokenizer, self.prompt.suffix_ids)
+        """Whether the prompt ends with the opening of the model's thoughts; where the answer goes on with the prompt's
+        end, inside of them."""
+        thinking, reading = self.reading.thinking, self.reading
+        return thinking is not None and thinking.is_open(tokenizer, self.prompt.suffix_ids, inside=reading.continues)
+
+    @property
+    def begun_ids(self) -> Sequence[int]:
+        """The last token of what the answer goes on with, which says how its text begins; () where it begins anew."""
+        return self.prompt.suffix_ids[-1:] if self.reading.continues else ()
 
     @cached_property
     def context_key(self) -> Hashable | None:

@@ -13,12 +13,13 @@ from ragcache.errors import ConfigError, RagCacheError
 from ragcache.files import atomic_write, write_all
 from ragcache.fusion import get_method
 from ragcache.fusion.method import FusionMethod
+from ragcache.fusion.snapkv import SnapKV
 from ragcache.kv.block_key import Recipe
 from ragcache.models.card import ModelCard
 
 log = logging.getLogger(__name__)
 AUTO, FULL = "auto", "full"
-ASKED, TRAINED = "asked for", "the model was trained for it"
+ASKED, TRAINED, EXACTLY = "asked for", "the model was trained for it", "asked for: approximate=False"
 # A first token that comes this soon is not worth a worse answer.
 QUICK_S = 0.3
 FILE = "verdicts.json"
@@ -194,6 +195,19 @@ def choose_method(
         _warn_if_unsafe(verdict, chosen)
         return Choice(chosen, TRAINED, stored.recipe)
     return _unchecked(lm, stored) if verdict is None else _checked(verdict, stored)
+
+
+def refuse_approximate(method: str | FusionMethod | None, evict: SnapKV | None) -> None:
+    """Raises ConfigError for what contradicts approximate=False."""
+    lossy = "evict" if evict is not None else ""
+    if isinstance(method, FusionMethod) and method.reuses_blocks:
+        lossy = f"method {method.name!r}"
+    if lossy:
+        raise ConfigError(
+            f"{lossy} is approximate, and approximate=False wants exact answers; leave one of them out, or ask with "
+            "approximate=True",
+            "approximate",
+        )
 
 
 def _checked(verdict: Verdict, stored: StoredBlocks) -> Choice:

@@ -72,19 +72,24 @@ class Detokenizer:
     string. Joined, the pieces equal the decoded ids, cut before the first stop string (law 7).
 
     markers: special tokens that are part of the text; no others are
+    begun:   what the ids go on with, so that white space at their beginning is kept; its text is none of theirs
     stops:   whether a stop string ends the text here; not while the model thinks, who is not answering yet
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), markers: Collection[str] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str] = (),
+        markers: Collection[str] = (),
+        begun: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         specials = control_tokens(tokenizer, special_only=True) if markers else {}
         self._left_out = {id for id, spelling in specials.items() if spelling not in markers}
         self._skips = not markers
         self._stop = tuple(stop)
-        self._ids: list[int] = []
-        self._sent = 0
+        self._ids = list(begun)
+        self._sent = len(self._text())
         self.stops = True
         self.stopped = False
 

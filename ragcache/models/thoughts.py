@@ -48,10 +48,14 @@ class Thinking:
         special = control_tokens(tokenizer, special_only=True)
         return tuple(spelling for spelling in special.values() if spelling and spelling in written)
 
-    def is_open(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> bool:
-        """Whether the template has begun the thoughts: the prompt ends with their opening."""
-        tail = str(tokenizer.decode(list(prompt_ids[-16:]), clean_up_tokenization_spaces=False))
-        return tail.rstrip().endswith(self.open.rstrip())
+    def is_open(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], *, inside: bool = False) -> bool:
+        """Whether the template has begun the thoughts: the prompt ends with their opening, or, `inside`, with anything
+        behind it but their end."""
+        last = list(prompt_ids if inside else prompt_ids[-16:])
+        _, opened, behind = str(tokenizer.decode(last, clean_up_tokenization_spaces=False)).rpartition(
+            self.open.rstrip()
+        )
+        return bool(opened) and (self.close.strip() not in behind if inside else not behind.strip())
 
 
 FORMS = (

@@ -195,6 +195,7 @@ def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "computed_tokens": usage.computed_tokens,
+        "created_tokens": usage.created_tokens,
         "avoided_tokens": usage.cached_tokens,
         "method": answer.method,
         "method_reason": answer.method_reason,

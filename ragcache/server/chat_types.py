@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import (
+    BeforeValidator,
     Field,
     JsonValue,
     StringConstraints,
@@ -39,12 +40,23 @@ UNSUPPORTED = {
     "suffix", "tool_choice", "tools", "truncation", "verbosity", "web_search_options",
 }  # fmt: skip
 
+# Parts of messages that hold what a model thought.
+THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
+CONTINUED = "the last message is continued where it is an assistant's, and there alone; leave it out"
+
 
 class TextPart(LooseModel):
     """A part of a message. Only text can be read."""
 
     type: Literal["text"]
     text: Text
+
+
+def _without_thoughts(content: Any) -> Any:
+    """What another service's model thought is sent back with its answer; chat templates leave it out."""
+    if not isinstance(content, list):
+        return content
+    return [part for part in content if not (isinstance(part, dict) and part.get("type") in THOUGHTS)]
 
 
 class CalledFunction(LooseModel):
@@ -69,7 +81,7 @@ class Message(LooseModel):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Annotated[Text | list[TextPart] | None, BeforeValidator(_without_thoughts)] = None
     tool_calls: list[Called] | None = None
     tool_call_id: Name | None = None
     function_call: None = None
@@ -266,6 +278,10 @@ class ChatRequest(SampledRequest, TemplateFields, Ignored):
     top_logprobs: LikeliestCount | None = None
     ragcache: Extension | None = None
 
+    # vLLM's words for what the messages say: the answer goes on with the last one where that is an assistant's.
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
     # Accepted, and of no consequence here.
     prediction: JsonObject | None = None
     prompt_cache_options: JsonObject | None = None
@@ -285,6 +301,16 @@ class ChatRequest(SampledRequest, TemplateFields, Ignored):
         if count and not given.data.get("logprobs"):
             raise ValueError("it goes with logprobs: true")
         return count
+
+    @model_validator(mode="after")
+    def _says_what_is_done(self) -> ChatRequest:
+        last = self.messages[-1]
+        continued = last.role == "assistant" and not last.tool_calls
+        if self.continue_final_message is not None and self.continue_final_message != continued:
+            raise ValueError(f"continue_final_message is {self.continue_final_message}, and {CONTINUED}")
+        if self.add_generation_prompt is not None and self.add_generation_prompt == continued:
+            raise ValueError(f"add_generation_prompt is {self.add_generation_prompt}, and {CONTINUED}")
+        return self
 
     @property
     def likeliest(self) -> int | None:
@@ -330,7 +356,8 @@ class ChatExtension(AnswerModel):
     sources: list[SourceItem] = Field(default_factory=list)
     prompt_tokens: int = Field(default=0, description="Tokens of the prompt")
     computed_tokens: int = Field(default=0, description="Those of them that the model ran for this question")
-    avoided_tokens: int = Field(default=0, description="Those of them whose KV was reused")
+    created_tokens: int = Field(default=0, description="Of these, tokens of passages that no tier held")
+    avoided_tokens: int = Field(default=0, description="Tokens of the prompt whose KV was reused")
     method: str = Field(default="", description="The fusion method that read the prompt")
     method_reason: str = Field(default="", description="Why this one, in a few words")
     dropped: int = Field(default=0, description="Passages that did not fit the context")

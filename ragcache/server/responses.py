@@ -59,6 +59,12 @@ class InputMessage(LooseModel):
         return Message(role=self.role, content=[TextPart(type="text", text=part.text) for part in self.content])
 
 
+class ReasoningItem(LooseModel):
+    """What another service's model thought, sent back with its answer. It is read over."""
+
+    type: Literal["reasoning"]
+
+
 class FlatSchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
@@ -82,7 +88,10 @@ class ResponsesRequest(Ignored):
     """OpenAI's newer request for an answer. The server keeps nothing between two of them."""
 
     model: Name
-    input: Annotated[Text, Field(min_length=1)] | Annotated[list[InputMessage], Field(min_length=1, max_length=10_000)]
+    input: (
+        Annotated[Text, Field(min_length=1)]
+        | Annotated[list[InputMessage | ReasoningItem], Field(min_length=1, max_length=10_000)]
+    )
     instructions: Text | None = None
     max_output_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -106,6 +115,15 @@ class ResponsesRequest(Ignored):
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     truncation: Literal["disabled"] | None = None
 
+    @field_validator("input")
+    @classmethod
+    def _says_something(
+        cls, given: str | list[InputMessage | ReasoningItem]
+    ) -> str | list[InputMessage | ReasoningItem]:
+        if not any(isinstance(one, str | InputMessage) for one in given):
+            raise ValueError("it holds no message")
+        return given
+
     @field_validator("previous_response_id", "conversation")
     @classmethod
     def _keeps_nothing(cls, given: Any) -> None:
@@ -123,7 +141,7 @@ class ResponsesRequest(Ignored):
         form = self.text.format if self.text is not None else None
         return ChatRequest(
             model=self.model,
-            messages=[*told, *(message.as_message() for message in asked)],
+            messages=[*told, *(one.as_message() for one in asked if isinstance(one, InputMessage))],
             max_completion_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             temperature=self.temperature,

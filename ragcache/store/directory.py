@@ -40,6 +40,7 @@ class StoreLayout:
     foreign/        blocks of passages that are no document's, and a list of these
     passages.npz    the index of passages in prompts, derived from the documents
     writer.lock     held while a process changes the store
+    server.json     where a server over the store listens; server.lock is held while it runs
     uploads/        files on their way in, a folder for each server
     models/         an adapter and its base as one checkpoint, for vLLM
     """

@@ -54,6 +54,7 @@ def test_a_server_from_its_start_to_its_end(tmp_path, model):
             assert http.get("/readyz").status_code == 200
             assert http.get("/v1/models").status_code == 401
             http.headers["Authorization"] = "Bearer from-file"
+            assert json.loads((tmp_path / "new" / "server.json").read_text())["url"] == url
             added = http.post("/v1/documents", json={"documents": [{"id": "a", "text": "Cats sit."}]})
             assert added.json() == {**added.json(), "added": ["a"]}, errors
             http.headers["Authorization"] = "Bearer from-env"
@@ -66,6 +67,7 @@ def test_a_server_from_its_start_to_its_end(tmp_path, model):
                 running.send_signal(signal.SIGTERM)
                 assert [line for line in lines if line][-1] == "data: [DONE]"
         assert running.wait(120) == 0
+    assert not (tmp_path / "new" / "server.json").exists()
     assert all(line.startswith("{") for line in errors), "".join(errors)
     logged = [json.loads(line)["event"] for line in errors]
     assert logged.count("request") >= 4

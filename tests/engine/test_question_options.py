@@ -5,9 +5,13 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
+from plain_oracle import greedy
+from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.errors import ConfigError
+from ragcache.prompt import Prompt, prompt_format
 
 QUESTION = "Where do dogs bark?"
 TURNS = [{"role": "user", "content": QUESTION}]
@@ -60,3 +64,61 @@ def test_a_question_chooses_among_as_many_candidates_as_it_says(kb):
 def test_a_conversation_keeps_or_does_not_and_nothing_else(kb):
     with pytest.raises(ConfigError, match="'forget' is unknown; choose one of last, keep"):
         kb.chat(TURNS, context="forget")
+
+
+# approximate
+
+
+READ = [call for call in CALLS if call != "retrieve"]
+EXACT = {"approximate": False, "sampling": rc.Sampling(max_tokens=6)}
+
+
+def last_answer(found) -> rc.Answer:
+    return found if isinstance(found, rc.Answer) else list(found)[-1].answer
+
+
+def test_without_approximation_answers_are_those_of_a_model_alone(kb, model_directory):
+    """Passages are read, and a prompt's beginning is reused still: the second time all but its end is known."""
+    assert kb.method == "reposition"
+    first, again = (kb.ask(QUESTION, 3, **EXACT) for _ in range(2))
+    text = prompt_format(kb.lm.tokenizer)
+    chunks = [hit.chunk.token_ids for hit in first.hits]
+    prompt = Prompt(text.prefix_ids, chunks, text.suffix_ids(kb.lm.tokenizer, QUESTION))
+    oracle, causal = AutoModelForCausalLM.from_pretrained(model_directory), torch.ones(1, 1, dtype=torch.bool)
+    assert first.text == again.text == greedy(oracle, kb.lm.tokenizer, prompt, causal, 6)
+    assert (first.method, first.method_reason) == ("full", "asked for: approximate=False")
+    assert {hit.kv for hit in first.hits} == {"unused"}
+    assert first.usage.computed_tokens > 100 > 2 >= again.usage.computed_tokens
+
+
+@pytest.mark.parametrize("call", READ)
+def test_every_call_takes_it_and_refuses_what_contradicts_it(kb, call):
+    more = {"k": 2} if "chat" in call or call in ("ask", "stream") else {}
+    assert last_answer(CALLS[call](kb, **more, **EXACT)).method == "full"
+    assert last_answer(CALLS[call](kb, **more, **EXACT, method="auto")).method == "full"
+    for lossy in ({"method": "reposition"}, {"method": "epic", "method_options": {"first_tokens": 3}}, {"evict": 9}):
+        with pytest.raises(ConfigError, match=r"is approximate, and approximate=False wants exact") as refused:
+            last_answer(CALLS[call](kb, **more, **EXACT, **lossy))
+        assert refused.value.option == "approximate"
+    with pytest.raises(ConfigError, match="approximate is 'no'"):
+        last_answer(CALLS[call](kb, approximate="no"))
+
+
+def test_a_store_may_be_opened_so_and_a_question_say_otherwise(kb, open_kb):
+    wanted = kb.ask(QUESTION, 3, **EXACT).text
+    kb.close()
+    exact = open_kb(method=None, store=rc.StoreConfig(approximate=False))
+    assert (exact.method, exact.reads_blocks) == ("full", False)
+    answer = exact.ask(QUESTION, 3, sampling=EXACT["sampling"])
+    assert (answer.text, answer.method) == (wanted, "full")
+    with pytest.raises(ConfigError, match="ask with approximate=True"):
+        exact.ask(QUESTION, 3, method="reposition")
+    loose = exact.ask(QUESTION, 3, method="reposition", approximate=True)
+    assert (loose.method, {hit.kv for hit in loose.hits}) == ("reposition", {"disk"})
+
+
+@pytest.mark.parametrize("lossy", [{"method": "reposition"}, {"method": None, "evict": 9}])
+def test_a_store_that_contradicts_itself_is_not_made(open_kb, tmp_path, lossy):
+    with pytest.raises(ConfigError, match="is approximate"):
+        open_kb(tmp_path / "new", **lossy, store=rc.StoreConfig(approximate=False))
+    assert not (tmp_path / "new").exists()

@@ -10,11 +10,12 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.language_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage
-from langchain_core.output_parsers import BaseOutputParser
+from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_core.tools import create_retriever_tool
 from langchain_registry import QUESTION, REGISTRY, registry_documents
+from pydantic import Field
 
 import ragcache as rc
 from langchain_ragcache import (
@@ -243,6 +244,58 @@ def test_another_model_reads_the_documents_as_text(retriever):
     content = seen.messages[0].content
     assert all(set(block) == {"type", "text"} for block in content), "services refuse keys that they do not know"
     assert seen.messages[0].text == "".join(f"{d.page_content}\n" for d in found) + f"Question: {QUESTION}"
+
+
+class Down(GenericFakeChatModel):
+    """Another service's model that cannot answer, and notes what it was asked and told."""
+
+    asked: list = Field(default_factory=list)
+
+    def _generate(self, messages, stop=None, run_manager=None, **kwargs):
+        self.asked.append((messages, kwargs))
+        raise RuntimeError("the service is down")
+
+
+def down() -> Down:
+    return Down(messages=iter([]))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda llm, other: llm.with_fallbacks([other]),
+        lambda llm, other: other.with_fallbacks([llm]),
+        lambda llm, other: other.with_fallbacks([llm]).bind(max_tokens=40),
+        lambda llm, other: other.bind(stop=["@@"]).with_fallbacks([llm.bind(stop=["@@"])]).with_config(tags=["a"]),
+        lambda llm, other: llm | StrOutputParser(),
+        lambda llm, other: (other | StrOutputParser()).with_fallbacks([llm | StrOutputParser()]),
+        lambda llm, other: (other | StrOutputParser()).with_fallbacks([llm]).bind(max_tokens=40),
+        lambda llm, other: other.with_fallbacks([llm]) | StrOutputParser() | RunnableLambda(lambda text: text),
+    ],
+)
+async def test_a_model_may_have_fallbacks_and_steps_behind_it(registry, llm, retriever, build):
+    """The store's model within reads passages from their KV, and another service's sees text."""
+    other = down()
+    chain = create_fused_documents_chain(build(llm, other), PROMPT)
+    own, seen = registry.ask(QUESTION, 3), LastAnswer()
+    given = {"input": QUESTION, "context": retriever.invoke(QUESTION)}
+    assert chain.invoke(given, {"callbacks": [seen]}) == own.text
+    assert seen.message.response_metadata["computed_tokens"] == own.usage.computed_tokens
+    assert await chain.ainvoke(given) == own.text
+    assert "".join(chain.stream(given)) == own.text
+    for messages, options in other.asked:
+        assert all(set(block) == {"type", "text"} for block in messages[0].content)
+        assert messages[0].text == "".join(f"{d.page_content}\n" for d in given["context"]) + f"Question: {QUESTION}"
+        assert options in ({}, {"max_tokens": 40}) or "@@" in str(options)
+
+
+def test_a_model_with_a_form_gives_what_its_parser_makes(llm, retriever):
+    shape = {"title": "job", "type": "object", "properties": {"of": {"enum": ["Rosa"]}}, "required": ["of"]}
+    given = {"input": QUESTION, "context": retriever.invoke(QUESTION)}
+    for include_raw in (False, True):
+        formed = llm.with_structured_output(shape, include_raw=include_raw)
+        found = create_fused_documents_chain(formed, PROMPT).invoke(given)
+        assert (found["parsed"] if include_raw else found) == {"of": "Rosa"}
 
 
 def other_answer() -> str:

@@ -16,6 +16,7 @@ ELSEWHERE = {"sampling", "timeout_s", "cancelled"}
 GIVEN = {
     "method": "full",
     "method_options": {"reuse": False},
+    "approximate": False,
     "evict": 7,
     "on_overflow": "trim",
     "order": "shared",

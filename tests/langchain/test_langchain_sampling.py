@@ -71,6 +71,8 @@ def test_thoughts_of_other_services_are_read_over(kb):
     thought = [
         {"type": "thinking", "thinking": "Hm.", "signature": "x"},
         {"type": "redacted_thinking", "data": "x"},
+        {"type": "non_standard", "value": {"type": "redacted_thinking", "data": "x"}},
+        {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c", "id": "fc_1"},
         {"type": "reasoning", "summary": [], "id": "rs_1"},
         {"type": "text", "text": "At the pier."},
     ]
@@ -81,3 +83,35 @@ def test_thoughts_of_other_services_are_read_over(kb):
         for content in (thought, "At the pier.")
     ]
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("provider", ["anthropic", "openai"])
+def test_so_are_langchains_own_readings_of_them(kb, provider):
+    """`content_blocks` of an answer, as LangChain translates them: what an application that changes models keeps."""
+    blocks = {
+        "anthropic": [
+            {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "At the pier."},
+        ],
+        "openai": [
+            {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
+            {"type": "text", "text": "At the pier.", "annotations": []},
+        ],
+    }[provider]
+    answer = AIMessage(blocks, response_metadata={"model_provider": provider})
+    standard = AIMessage(content_blocks=answer.content_blocks)
+    assert any(block["type"] == "reasoning" for block in standard.content)
+    chat, first, last = ChatRagCache(kb=kb, max_tokens=4), HumanMessage("Where is the ferry?"), HumanMessage("And now?")
+    read = [chat.invoke([first, one, last]) for one in (standard, answer, AIMessage("At the pier."))]
+    assert len({message.usage_metadata["input_tokens"] for message in read}) == 1
+
+
+async def test_a_last_message_of_the_models_own_is_continued(kb):
+    own = kb.chat([*MESSAGES, {"role": "assistant", "content": "At the"}], sampling=rc.Sampling(max_tokens=8))
+    chat, turns = ChatRagCache(kb=kb, max_tokens=8), [HumanMessage("Where is the ferry?"), AIMessage("At the")]
+    pieces = [*chat.stream(turns)], [piece async for piece in chat.astream(turns)]
+    for message in (chat.invoke(turns), await chat.ainvoke(turns), *(sum(some[1:], some[0]) for some in pieces)):
+        assert message.text == own.text
+        assert message.usage_metadata["input_tokens"] == own.usage.prompt_tokens
+    assert own.usage.prompt_tokens == chat.invoke(turns[:1]).usage_metadata["input_tokens"] + len(" At the")

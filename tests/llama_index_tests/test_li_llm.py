@@ -353,3 +353,15 @@ def test_what_another_model_thought_is_read_over(llm):
         for blocks in ([ThinkingBlock(content="Greet back."), TextBlock(text="Hello!")], [TextBlock(text="Hello!")])
     ]
     assert answers[0].message.content == answers[1].message.content
+
+
+async def test_a_last_message_of_the_models_own_is_continued(llm, kb):
+    begun = "Jonas wears"
+    own = kb.chat([*USER, {"role": "assistant", "content": begun}], sampling=SAMPLING)
+    messages = [*MESSAGES, ChatMessage(role="assistant", content=begun)]
+    *_, streamed = llm.stream_chat(messages)
+    *_, astreamed = [step async for step in await llm.astream_chat(messages)]
+    for answer in (llm.chat(messages), await llm.achat(messages), streamed, astreamed):
+        assert answer.message.content == own.text
+        assert answer.raw["usage"]["prompt_tokens"] == own.usage.prompt_tokens
+    assert own.usage.prompt_tokens == llm.chat(MESSAGES).raw["usage"]["prompt_tokens"] + len(f" {begun}")

@@ -17,6 +17,7 @@ ELSEWHERE = {"sampling", "cancelled"}
 GIVEN = {
     "method": "full",
     "method_options": {"reuse": False},
+    "approximate": False,
     "evict": 7,
     "on_overflow": "trim",
     "timeout_s": 9.0,

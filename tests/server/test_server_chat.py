@@ -355,3 +355,58 @@ def test_a_plain_chat_goes_on_from_its_history(client):
     second = ask(client, messages=turns, **plain)
     history = first.usage.prompt_tokens - len("\nAnswer:")
     assert second.usage.prompt_tokens_details.cached_tokens >= history
+
+
+# An answer that is begun
+
+
+BEGUN = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "The cat"}]
+PLAIN = {"ragcache": {"retrieve": False}}
+
+
+def test_a_last_assistant_message_is_continued(client, kb):
+    right = expected(kb, messages=BEGUN)
+    for words in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
+        whole = ask(client, messages=BEGUN, extra_body={**PLAIN, **words})
+        assert (whole.choices[0].message.content, whole.usage.prompt_tokens) == (right.text, right.usage.prompt_tokens)
+    chunks = ask(client, messages=BEGUN, stream=True, extra_body=PLAIN)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == right.text
+    answer = client.responses.create(model="tiny", input=BEGUN, max_output_tokens=12, extra_body=PLAIN)
+    assert answer.output_text == right.text
+    assert right.usage.prompt_tokens == expected(kb).usage.prompt_tokens + len(" The cat")
+
+
+@pytest.mark.parametrize(
+    ("messages", "word"),
+    [
+        (BEGUN, {"continue_final_message": False}),
+        (BEGUN, {"add_generation_prompt": True}),
+        (BEGUN[:1], {"continue_final_message": True}),
+        (BEGUN[:1], {"add_generation_prompt": False}),
+    ],
+)
+def test_vllms_words_cannot_say_otherwise(client, messages, word):
+    with pytest.raises(BadRequestError, match=f"{next(iter(word))} is .* is continued where it is an assistant's"):
+        ask(client, messages=messages, extra_body={**PLAIN, **word})
+
+
+def test_thoughts_of_other_services_are_read_over(client, kb):
+    """Anthropic's parts and OpenAI's items, as clients keep them in a history."""
+    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "On the mat."}, BEGUN[0]]
+    right = expected(kb, messages=turns)
+    for thought in (
+        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+    ):
+        kept = {"role": "assistant", "content": [thought, {"type": "text", "text": "On the mat."}]}
+        answer = ask(client, messages=[turns[0], kept, turns[2]], extra_body=PLAIN)
+        assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (
+            right.text,
+            right.usage.prompt_tokens,
+        )
+    items = [turns[0], thought, turns[1], turns[2]]
+    answer = client.responses.create(model="tiny", input=items, max_output_tokens=12, extra_body=PLAIN)
+    assert (answer.output_text, answer.usage.input_tokens) == (right.text, right.usage.prompt_tokens)
+    with pytest.raises(BadRequestError, match="holds no message"):
+        client.responses.create(model="tiny", input=[thought], extra_body=PLAIN)

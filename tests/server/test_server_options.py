@@ -14,6 +14,7 @@ ELSEWHERE = {"sampling", "cancelled"}
 READ = {
     "method": "full",
     "method_options": {"reuse": False},
+    "approximate": False,
     "evict": 7,
     "on_overflow": "trim",
     "order": "shared",

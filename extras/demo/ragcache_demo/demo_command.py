@@ -254,8 +254,8 @@ def _print_comparison(compared: Comparison) -> None:
         say(f"  {answer.method:<11}{answer.text.strip()}{_verdict(compared, answer)}")
         first_s = answer.timings.ttft_s
         say(f"  {'':<11}first token after {seconds_text(first_s)}, asked again after {seconds_text(again_s)}")
-    for source in fused.hits:
-        say(f"    from {source_line(source)}")
+    for hit in fused.to_json()["hits"]:
+        say(f"    from {source_line(hit)}")
     say(f"    {fused.usage.cached_tokens} of {fused.usage.prompt_tokens} prompt tokens were not computed again")
 
 

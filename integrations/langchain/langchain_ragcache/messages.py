@@ -25,8 +25,8 @@ ROLES = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant", 
 # Blocks that are no text of the conversation: an answer's calls, which `tool_calls` and `invalid_tool_calls` hold too,
 # and what a model thought before it answered, which chat templates leave out of earlier turns.
 READ_OVER = (
-    "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "reasoning", "reasoning_content", "thinking",
-    "redacted_thinking",
+    "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call", "reasoning", "reasoning_content",
+    "thinking", "redacted_thinking",
 )  # fmt: skip
 
 
@@ -38,6 +38,21 @@ def document_block(document: Document) -> TextContentBlock:
     if document.id is None:
         del block["id"]  # a new one every time: no cache of answers would find its prompt again
     return block
+
+
+def as_text(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
+    """The same with passages as plain text: other services refuse blocks with keys that they do not know."""
+    return [
+        message
+        if isinstance(message.content, str)
+        else message.model_copy(update={"content": [_plain(block) for block in message.content]})
+        for message in messages
+    ]
+
+
+def _plain(block: str | dict[Any, Any]) -> str | dict[Any, Any]:
+    passage = _part(block) if isinstance(block, dict) and block.get("type") == "text" else ""
+    return {"type": "text", "text": f"{passage.text.rstrip()}\n"} if isinstance(passage, rc.Passage) else block
 
 
 def to_engine(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
@@ -72,8 +87,14 @@ def _content(message: BaseMessage) -> str | list[str | rc.Passage]:
         return found
     if isinstance(message.content, str):
         return message.content
-    blocks = [block for block in message.content if isinstance(block, str) or block.get("type") not in READ_OVER]
+    blocks = [block for block in message.content if isinstance(block, str) or _type(block) not in READ_OVER]
     return [block if isinstance(block, str) else _part(block) for block in blocks]
+
+
+def _type(block: Mapping[str, Any]) -> Any:
+    """A provider's own type, where LangChain has none for it."""
+    own = block.get("value")
+    return own.get("type") if block.get("type") == "non_standard" and isinstance(own, Mapping) else block.get("type")
 
 
 def _found(artifact: Any) -> list[str | rc.Passage]:

@@ -49,18 +49,16 @@ class Around:
 class FusedPrompt:
     """Messages of a prompt, with a block for every document in the place of `variable`.
 
-    around:      text around them
-    as_passages: blocks say that they are passages; otherwise they are plain text
+    around: text around them
 
     The prompt is formatted with a mark in that place, made anew each time: nothing that a user writes can be it.
     Raises PromptError: no documents in the input, or no single place for them in the prompt.
     """
 
-    def __init__(self, prompt: BasePromptTemplate[Any], variable: str, around: Around, *, as_passages: bool) -> None:
+    def __init__(self, prompt: BasePromptTemplate[Any], variable: str, around: Around) -> None:
         self.prompt = prompt
         self.variable = variable
         self.around = around
-        self.as_passages = as_passages
 
     def invoke(self, inputs: dict[str, Any], config: RunnableConfig) -> list[BaseMessage]:
         documents, mark = self._documents(inputs), _mark()
@@ -85,14 +83,9 @@ class FusedPrompt:
                 f"the prompt has {places} places for {{{self.variable}}} in the text of its messages; write it once"
             )
         first, *texts = self.around.texts(documents)
-        pairs = zip(map(self._block, documents), texts, strict=True) if documents else ()
+        pairs = zip((dict(document_block(one)) for one in documents), texts, strict=True) if documents else ()
         blocks = [*_block_of(first), *(block for one, text in pairs for block in (one, *_block_of(text)))]
         return [_with_blocks(message, mark, blocks) for message in messages]
-
-    def _block(self, document: Document) -> dict[str, Any]:
-        if self.as_passages:
-            return dict(document_block(document))
-        return {"type": "text", "text": f"{document.page_content.rstrip()}\n"}
 
 
 def _block_of(text: str) -> list[dict[str, Any]]:

@@ -1,0 +1,180 @@
+"""A server over a store says in it where it listens, and `ask` asks it instead of loading models."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from filelock import FileLock, Timeout
+
+from ragcache.engine.options import AnswerOptions
+from ragcache.errors import RagCacheError
+from ragcache.files import atomic_write, write_all
+
+FILE, LOCK = "server.json", "server.lock"
+KEY = "RAGCACHE_API_KEY"
+READY_S = 0.3
+MOST_S = 600.0
+"""Seconds between two pieces of an answer where no limit is given: a server's own limit of a whole one."""
+# Where a server listens on every address, and which of them is asked. The key goes to no other machine.
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1", "127.0.0.1": "127.0.0.1", "::1": "::1", "localhost": "localhost"}
+# Options that OpenAI's API has names for; all others are fields of its extension.
+OF_OPENAI = {
+    "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "reasoning_effort", "chat_template_kwargs",
+}  # fmt: skip
+
+
+class NotServedError(Exception):
+    """No server answers for the store; the text says why."""
+
+
+class Address(NamedTuple):
+    """url: of the server. model: its name there. weights: the name that the model was loaded by"""
+
+    url: str
+    model: str
+    weights: str
+
+
+@contextmanager
+def announced(root: Path, address: Address) -> Iterator[None]:
+    """Say in the store where its server listens while the body runs. A lock is held as long: it ends with the process,
+    however that ends. Where another server has said so, or nothing can be written, nothing is said."""
+    lock = FileLock(root / LOCK)
+    try:
+        lock.acquire(timeout=1)
+        with atomic_write(root / FILE) as file:
+            write_all(file, json.dumps(address._asdict()).encode())
+    except (Timeout, OSError, RagCacheError):
+        lock.release()
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (root / FILE).unlink()
+        lock.release()
+
+
+def find_server(root: Path) -> Address | None:
+    """The server over this store; None where none has said so.
+
+    Raises NotServedError: it is gone without having said so, listens for another machine, or is not ready in time.
+    """
+    try:
+        said = json.loads((root / FILE).read_bytes())
+        address = Address(*(str(said[name]) for name in Address._fields))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NotServedError(f"{root / FILE} cannot be read ({error})") from error
+    try:
+        with FileLock(root / LOCK).acquire(timeout=0):
+            (root / FILE).unlink(missing_ok=True)
+        raise NotServedError(f"the server at {address.url} is gone")
+    except Timeout:
+        pass  # it runs
+    except OSError as error:
+        raise NotServedError(f"{root / LOCK} cannot be read ({error})") from error
+    with _reached(address) as connection:
+        connection.request("GET", "/readyz")
+        if connection.getresponse().status != 200:
+            raise NotServedError(f"the server at {address.url} is not ready")
+    return address
+
+
+def ask_server(
+    address: Address, question: str, options: AnswerOptions, more: Mapping[str, Any], say: Callable[[str, str], None]
+) -> dict[str, Any]:
+    """The answer of a server, as `Answer.to_json` has it; `say` is told its pieces: "content" or "reasoning_content".
+
+    more: further fields of the API's extension. Raises NotServedError where it takes no such question, RagCacheError
+    where it fails in the middle of an answer.
+    """
+    given = {name: value for name, value in {**vars(options), **more}.items() if value not in (None, ())}
+    body = {
+        **{name: value for name, value in given.items() if name in OF_OPENAI},
+        "ragcache": {name: value for name, value in given.items() if name not in OF_OPENAI}
+        | {"retrieve": True, "context": "last"},
+        "model": address.model,
+        "messages": [{"role": "user", "content": question}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    key = os.environ.get(KEY)
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    with _reached(address) as connection:
+        connection.connect()
+        connection.sock.settimeout(more.get("timeout_s") or MOST_S)
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise NotServedError(f"the server at {address.url} refused ({response.status}: {_reason(response)})")
+        try:
+            return _answer(response, say)
+        except (OSError, HTTPException, ValueError, KeyError) as error:
+            raise RagCacheError(f"the server at {address.url} broke off its answer ({error})") from error
+
+
+@contextmanager
+def _reached(address: Address) -> Iterator[HTTPConnection]:
+    where = urlsplit(address.url)
+    host = LOOPBACK.get(where.hostname or "")
+    if host is None:
+        raise NotServedError(f"the server at {address.url} listens on no address of this machine's own")
+    with closing(HTTPConnection(host, where.port, timeout=READY_S)) as connection:
+        try:
+            yield connection
+        except (OSError, HTTPException) as error:
+            raise NotServedError(f"the server at {address.url} does not answer ({error})") from error
+
+
+def _answer(response: HTTPResponse, say: Callable[[str, str], None]) -> dict[str, Any]:
+    pieces: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+    about: dict[str, Any] = {}
+    usage: dict[str, Any] = {}
+    finish = ""
+    for event in _events(response):
+        if "error" in event:
+            raise RagCacheError(str(event["error"]["message"]))
+        about |= event.get("ragcache") or {}
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            finish = choice["finish_reason"] or finish
+            for kind, said in pieces.items():
+                if text := choice["delta"].get(kind):
+                    said.append(text)
+                    say(kind, text)
+    counts = {"prompt_tokens": about["prompt_tokens"], "cached_tokens": about["avoided_tokens"]}
+    counts |= {"completion_tokens": usage["completion_tokens"], "created_tokens": about["created_tokens"]}
+    counts |= {"computed_tokens": about["computed_tokens"]}
+    counts |= {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]}
+    same = {name: about[name] for name in ("timings", "method", "method_reason", "dropped")}
+    text, thoughts = ("".join(said) for said in pieces.values())
+    found = {"text": text, "hits": about["sources"], "usage": counts, **same, "finish_reason": finish}
+    return {**found, "logprobs": None, "tool_calls": [], "reasoning": thoughts}
+
+
+def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
+    """JSON of a stream of events, until its end is said."""
+    for line in response:
+        data = line.decode().strip().removeprefix("data: ")
+        if data == "[DONE]":
+            return
+        if data:
+            yield json.loads(data)
+    raise ValueError("it has no end")
+
+
+def _reason(response: HTTPResponse) -> str:
+    try:
+        return str(json.loads(response.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.reason
