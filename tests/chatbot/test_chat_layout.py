@@ -11,7 +11,7 @@ from playwright.sync_api import Locator, expect
 
 QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 OTHER = "Which product is Mount Birchcombe known for?"
-SIZES = [(1366, 768), (1366, 600), (390, 844)]
+SIZES = [pytest.param((1366, 768), marks=pytest.mark.slow), (1366, 600), (390, 844)]
 
 # The element at a point that is just inside another one's top left corner: nothing else may lie over it.
 TOP = """node => {

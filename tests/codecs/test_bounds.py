@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from blocks import DTYPES
+from covering import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mikv import groups, important_by_hand
@@ -139,9 +140,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", [*FORMULAS, *GRADES])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"), covering([*FORMULAS, *GRADES], DTYPES, SHAPES, together=[(0, 1), (0, 2)])
+)
 def test_every_number_is_within_its_own_groups_bound(name: str, dtype: torch.dtype, shape: str) -> None:
     for num_tokens, widths in ((1, (3, 5)), (70, (24, 130)), (130, (5, 70))):
         check(name, block_of(num_tokens, widths, dtype, num_tokens, SHAPES[shape]))

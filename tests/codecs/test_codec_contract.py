@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from blocks import DTYPES, make_block, make_key
+from covering import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,8 +33,11 @@ def largest_difference(one: KVBlock, other: KVBlock) -> float:
     return max(float((a.double() - b.double()).abs().max()) if a.numel() else 0.0 for a, b in pairs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_tokens", [0, 1, 7, 64])
+@pytest.mark.parametrize(
+    ("codec", "dtype", "num_tokens"),
+    covering(sorted(CODECS), DTYPES, [0, 1, 7, 64], together=[(0, 1), (0, 2)]),
+    indirect=["codec"],
+)
 def test_error_stays_inside_its_bound_and_shape_and_dtype_stay(
     codec: Codec, dtype: torch.dtype, num_tokens: int
 ) -> None:
@@ -86,20 +90,27 @@ def test_raw_keeps_every_bit() -> None:
     assert torch.equal(decoded.keys.view(torch.int32).flatten(), bits)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 63, 64, 65, 300, 600])
+LAYERS = {
+    "narrow": [(2, 6, 8)] * 3,
+    "one head": [(1, 64, 64)],
+    "wide": [(3, 128, 130)] * 2,
+    "layers that differ": [(2, 8, 8), (1, 16, 12), (2, 8, 8)],
+}
+
+
 @pytest.mark.parametrize(
-    "layers",
-    [[(2, 6, 8)] * 3, [(1, 64, 64)], [(3, 128, 130)] * 2, [(2, 8, 8), (1, 16, 12), (2, 8, 8)]],
-    ids=["narrow", "one head", "wide", "layers that differ"],
+    ("codec", "layers", "num_tokens", "dtype"),
+    covering(
+        *(sorted(CODECS), LAYERS, [1, 3, 4, 5, 63, 64, 65, 300, 600], DTYPES),
+        together=[(0, 1), (0, 2), (0, 3), (1, 2)],
+    ),
+    indirect=["codec"],
 )
-def test_expected_bytes_are_those_of_a_block(
-    codec: Codec, layers: list[tuple[int, int, int]], num_tokens: int, dtype: torch.dtype
-) -> None:
+def test_expected_bytes_are_those_of_a_block(codec: Codec, layers: str, num_tokens: int, dtype: torch.dtype) -> None:
     """To the byte where they do not depend on the numbers, else nearly; kvtc: see test_kvtc.py."""
     if codec.needs_basis:
         return
-    shapes = [LayerShape(*layer) for layer in layers]
+    shapes = [LayerShape(*layer) for layer in LAYERS[layers]]
     tensors = codec.encode(example_block(shapes, num_tokens, dtype))
     found = sum(tensor.nbytes for tensor in tensors.values())
     expected = codec.expected_bytes(shapes, num_tokens, dtype.itemsize)
@@ -114,8 +125,14 @@ def test_unknown_codec_names_those_there_are() -> None:
         get_codec("zip")
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 130])
-@pytest.mark.parametrize("dims", [(1, 1), (3, 5), (64, 64), (80, 130)], ids=str)
+@pytest.mark.parametrize(
+    ("codec", "num_tokens", "dims"),
+    covering(
+        *(sorted(CODECS), [1, 2, 63, 64, 65, 130], [(1, 1), (3, 5), (64, 64), (80, 130)]),
+        together=[(0, 1), (0, 2)],
+    ),
+    indirect=["codec"],
+)
 def test_any_number_of_tokens_and_any_width(codec: Codec, num_tokens: int, dims: tuple[int, int]) -> None:
     block = random_block(num_tokens, dims, torch.bfloat16)
     codec = codec.for_trial(block)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from blocks import DTYPES, make_block, make_key, make_masks, make_mixed_block, make_sparse, make_unequal, with_first
+from covering import covering
 
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.codecs.base import example_block
@@ -65,13 +66,19 @@ def test_other_tokens_make_another_block(make) -> None:
     assert not keep(block, same).equal(make(4, num_tokens=6))
 
 
-@pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_tokens", "count"), [(5, 0), (5, 1), (70, 33), (130, 64)])
+@pytest.mark.parametrize(
+    ("codec", "make", "dtype", "held"),
+    covering(
+        *(sorted(CODECS), MAKERS, DTYPES, [(5, 0), (5, 1), (70, 33), (130, 64)]),
+        together=[(0, 1), (0, 2), (0, 3)],
+    ),
+    indirect=["codec"],
+)
 def test_what_is_held_stays_inside_the_bound(
-    codec: Codec, make, dtype: torch.dtype, num_tokens: int, count: int, tmp_path: Path
+    codec: Codec, make, dtype: torch.dtype, held: tuple[int, int], tmp_path: Path
 ) -> None:
     """Law 6, through memory and through a file; a layer that is copied alone is the same."""
+    num_tokens, count = held
     block = make_sparse(make(num_tokens, num_tokens=num_tokens, dtype=dtype), count)
     codec = codec.for_trial(block)
     written = write_block(tmp_path / "block", make_key(1), block, codec)

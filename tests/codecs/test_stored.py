@@ -8,6 +8,7 @@ import pytest
 import torch
 from bases import keep_basis, ready
 from blocks import DTYPES, make_block, make_key, tier_of
+from covering import covering
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
@@ -104,16 +105,15 @@ def test_what_cannot_be_kept_is_in_no_tier(codec: str, tmp_path: Path) -> None:
         assert tier_of(store, KEY) is None
 
 
-@pytest.mark.parametrize("codec", LOSSY)
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [("reposition", {}), ("concat", {}), ("cacheblend", {"ratio": 0.3}), ("cachecraft", {}), ("kvcomm", {}),
-     ("kvshare", {}), ("a3", {}), ("prophet", {}), ("epic", {}), ("samkv", {}), ("infllm", {}), ("ape", {}),
-     ("entropy", {}), ("link", {"link_ids": [[3, 4], [5, 6], [7, 8]]})],
-)  # fmt: skip
-def test_fusing_encoded_blocks_is_fusing_the_decoded(
-    lm: rc.LanguageModel, codec: str, method: str, options: dict[str, object]
-) -> None:
+READERS = [
+    "reposition", "concat", "cacheblend", "cachecraft", "kvcomm", "kvshare", "a3", "prophet", "epic", "samkv", "infllm",
+    "ape", "entropy", "link",
+]  # fmt: skip
+OPTIONS = {"cacheblend": {"ratio": 0.3}, "link": {"link_ids": [[3, 4], [5, 6], [7, 8]]}}
+
+
+@pytest.mark.parametrize(("codec", "method"), covering(LOSSY, READERS))
+def test_fusing_encoded_blocks_is_fusing_the_decoded(lm: rc.LanguageModel, codec: str, method: str) -> None:
     """To the last bit, though each layer is decoded into its place only when it is needed."""
     generator = torch.Generator().manual_seed(0)
     chunks = [torch.randint(250, (count,), generator=generator).tolist() for count in (40, 1, 25)]
@@ -123,8 +123,8 @@ def test_fusing_encoded_blocks_is_fusing_the_decoded(
     coder = ready(get_codec(codec), blocks[0])
     encoded = [coder.decode(coder.encode(block)) for block in blocks]
     decoded = [KVBlock(block.keys, block.values) for block in encoded]
-    one = rc.fuse(lm, prompt, method=method, blocks=encoded, recipe=recipe, **options)
-    other = rc.fuse(lm, prompt, method=method, blocks=decoded, recipe=recipe, **options)
+    one = rc.fuse(lm, prompt, method=method, blocks=encoded, recipe=recipe, **OPTIONS.get(method, {}))
+    other = rc.fuse(lm, prompt, method=method, blocks=decoded, recipe=recipe, **OPTIONS.get(method, {}))
     assert torch.equal(one.next_logits, other.next_logits)
     assert one.kept_tokens == other.kept_tokens
 

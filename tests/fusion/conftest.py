@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, METHOD_FAMILIES, load_tiny
+from families import FAMILIES, FEW_FAMILIES, METHOD_FAMILIES, load_tiny
 
 HERE = Path(__file__).parent
-OTHERS = FAMILIES.keys() - set(METHOD_FAMILIES)
+LAWS = HERE / "test_laws.py"
+MECHANISMS = {"test_link.py", "test_recompute.py", "test_cacheblend.py", "test_snapkv.py", "test_packet.py"}
+"""The ways of reuse that other methods share: own tokens, tokens that run again, what is dropped, rows in front."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """The laws run over all families each time; one method's tests run over those without traits of their own with
-    `scripts/test --all`."""
+    """The laws run over all families each time, a method of each mechanism over those with traits of their own, the
+    others over a few; with `scripts/test --all` each runs over all. A test that names its families runs over these."""
+    families = defaultdict(lambda: defaultdict(list))
     for item in items:
         chosen = getattr(item, "callspec", None)
-        values = chosen.params.values() if chosen and item.path.parent == HERE else ()
-        if item.path.name != "test_laws.py" and any(isinstance(one, str) and one in OTHERS for one in values):
-            item.add_marker(pytest.mark.slow)
+        for one in chosen.params.values() if chosen and item.path.parent == HERE and item.path != LAWS else ():
+            if isinstance(one, str) and one in FAMILIES:
+                families[item.path, item.originalname][one].append(item)
+    for (path, _), found in families.items():
+        every = len(found) < len(METHOD_FAMILIES) or path.name in MECHANISMS
+        kept = METHOD_FAMILIES if every else FEW_FAMILIES
+        for name in found.keys() - set(kept):
+            for item in found[name]:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

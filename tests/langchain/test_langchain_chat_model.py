@@ -501,13 +501,14 @@ async def test_callbacks_see_tokens_and_usage(chat, passages):
 
 def test_traces_name_the_model_and_its_parameters(chat):
     seen = Seen()
-    chat.bind(temperature=0.5, stop=["x"]).invoke(ASKED, {"callbacks": [seen], "metadata": {"user": "u1"}})
+    ends_soon = {"temperature": 0.5, "stop": ["e"]}
+    chat.bind(**ends_soon).invoke(ASKED, {"callbacks": [seen], "metadata": {"user": "u1"}})
     expected = {
         "ls_provider": "ragcache",
         "ls_model_name": "mini",
         "ls_model_type": "chat",
         "ls_temperature": 0.5,
-        "ls_stop": ["x"],
+        "ls_stop": ["e"],
         "user": "u1",
     }
     assert {key: seen.metadata.get(key) for key in expected} == expected

@@ -60,6 +60,7 @@ SAID = {
     "test_bind_runnables_as_tools": [GREETING],
     "test_tool_choice": [MAGIC, '{"input":3}'],
     "test_tool_calling_with_no_arguments": [NOTHING, NOTHING],
+    "test_tool_message_histories_string_content": ["The sum is 3."],
     "test_agent_loop": [WEATHER, "It is sunny."],
     "test_unicode_tool_call_integration": [CUSTOMER % "你好啊集团", CUSTOMER % "こんにちは株式会社"],
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from bases import ready
 from blocks import make_block, make_key, make_mixed_block
+from covering import covering
 
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.kv.block import KVBlock
@@ -51,7 +51,11 @@ ENCODING = {"disk", "behind"}
 
 @pytest.mark.parametrize(
     ("tier_name", "policy", "codec_name"),
-    [case for case in product(TIERS, sorted(POLICIES), sorted(CODECS)) if case[0] in ENCODING or case[2] == "raw"],
+    covering(
+        *(TIERS, sorted(POLICIES), sorted(CODECS)),
+        together=[(0, 1), (0, 2)],
+        where=lambda tier_name, policy, codec_name: tier_name in ENCODING or codec_name == "raw",
+    ),
 )
 def test_the_same_bits_within_the_budget(tier_name: str, policy: str, codec_name: str, tmp_path: Path) -> None:
     rng, root = random.Random(f"{tier_name} {policy} {codec_name}"), tmp_path / "kv"
