@@ -169,7 +169,7 @@ class EncodedBlock(KVBlock):
 
     @property
     def stored(self) -> list[tuple[Stored, list[int]]] | None:
-        found = self._codec.stored(self._parts, self._spec)
+        found = self.codec.stored(self._parts, self._spec)
         return None if found is None else [(found, [*range(self.num_layers)])]
 
     @property
