@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import math
+
 import pytest
-from causal_families import UNBUILT, causal_model
+from causal_families import IMAGE_FAMILIES, UNBUILT, causal_model
+from families import block_diagonal, logits_under, random_prompt
 from model_table import EVERY, outcome, row_of, written
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import ragcache as rc
 from ragcache.models import attention, layerwise
@@ -24,6 +29,36 @@ def test_a_family_is_exact_by_every_recipe_or_refused_as_the_docs_say(family, tm
     found = outcome(family, tmp_path)
     assert family not in EXACT or found.startswith("exact"), found
     assert written()[family] == row_of(family, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", sorted(name for name, what in written().items() if what.startswith("exact")))
+def test_an_exact_family_is_within_the_rounding_of_16_bits(family, dtype, tmp_path):
+    """Twice what plain transformers in that dtype is away from float32, over the same prompts."""
+    causal_model(family).save_pretrained(tmp_path)
+    kind = AutoModelForImageTextToText if family in IMAGE_FAMILIES else AutoModelForCausalLM
+    plain = kind.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").eval()
+    exact, lm = copy.deepcopy(plain).float(), rc.load_lm(tmp_path, dtype=dtype)
+    away = {"plain": 0.0, "behind the prefix": 0.0, "plain, masked": 0.0, "isolated": 0.0}
+    for seed in range(4):
+        prompt = random_prompt(seed, prefix=6, chunks=(7, 13, 4))
+        alone = rc.Prompt(prompt.prefix_ids, prompt.chunk_ids[1:2], prompt.suffix_ids)
+        truth = logits_under(exact, alone.ids)
+        away["plain"] += distance(logits_under(plain, alone.ids), truth)
+        away["behind the prefix"] += distance(rc.fuse(lm, alone, "reposition", recipe="prefix").next_logits, truth)
+        if not lm.shape.states:
+            masked = logits_under(exact, prompt.ids, block_diagonal(prompt))
+            away["plain, masked"] += distance(logits_under(plain, prompt.ids, block_diagonal(prompt)), masked)
+            away["isolated"] += distance(rc.fuse(lm, prompt, "reposition", recipe="isolated").next_logits, masked)
+    if not math.isfinite(away["plain"]):
+        pytest.skip(f"random weights of {family} are too large for {dtype} in plain transformers too")
+    assert away["behind the prefix"] <= 2 * away["plain"]
+    assert away["isolated"] <= 2 * away["plain, masked"]
+
+
+def distance(ours, theirs):
+    return float((ours.float() - theirs).norm() / theirs.norm())
 
 
 def test_the_docs_list_every_family():
