@@ -265,7 +265,8 @@ def logits_under(model: PreTrainedModel, ids: list[int], allowed: Tensor | None 
     """One plain forward of any family's model, under a mask (bool [n, n]) where one is given; last token's logits."""
     mask: Any = None
     if allowed is not None:
-        mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[None, None]
+        hidden = torch.finfo(model.dtype).min
+        mask = torch.zeros(allowed.shape, dtype=model.dtype).masked_fill(~allowed, hidden)[None, None]
         kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
         if kinds and "isinstance(causal_mask_mapping" in inspect.getsource(sys.modules[type(model).__module__]):
             mask = dict.fromkeys(kinds, mask)  # no window is as short as the prompt

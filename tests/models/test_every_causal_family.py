@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import statistics
+from collections import defaultdict
+
 import pytest
-from causal_families import UNBUILT, causal_model
+from causal_families import IMAGE_FAMILIES, UNBUILT, causal_model
+from families import block_diagonal, logits_under, random_prompt
 from model_table import EVERY, outcome, row_of, written
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import ragcache as rc
 from ragcache.models import attention, layerwise
@@ -24,6 +31,41 @@ def test_a_family_is_exact_by_every_recipe_or_refused_as_the_docs_say(family, tm
     found = outcome(family, tmp_path)
     assert family not in EXACT or found.startswith("exact"), found
     assert written()[family] == row_of(family, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", sorted(name for name, what in written().items() if what.startswith("exact")))
+def test_an_exact_family_is_within_the_rounding_of_16_bits(family, dtype, tmp_path):
+    """Twice what plain transformers in that dtype is away from float32, over the same prompts."""
+    causal_model(family).save_pretrained(tmp_path)
+    kind = AutoModelForImageTextToText if family in IMAGE_FAMILIES else AutoModelForCausalLM
+    plain = kind.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").eval()
+    exact, lm = copy.deepcopy(plain).float(), rc.load_lm(tmp_path, dtype=dtype)
+    away = defaultdict(list)
+    for seed in range(4):
+        prompt = random_prompt(seed, prefix=6, chunks=(7, 13, 4))
+        alone = rc.Prompt(prompt.prefix_ids, prompt.chunk_ids[1:2], prompt.suffix_ids)
+        truth = logits_under(exact, alone.ids)
+        away["plain"].append(distance(logits_under(plain, alone.ids), truth))
+        away["behind the prefix"].append(distance(rc.fuse(lm, alone, "reposition", recipe="prefix").next_logits, truth))
+        if not lm.shape.states:
+            masked = logits_under(exact, prompt.ids, block_diagonal(prompt))
+            away["plain, masked"].append(distance(logits_under(plain, prompt.ids, block_diagonal(prompt)), masked))
+            away["isolated"].append(distance(rc.fuse(lm, prompt, "reposition", recipe="isolated").next_logits, masked))
+    if not all(map(math.isfinite, away["plain"])):
+        pytest.skip(f"random weights of {family} are too large for {dtype} in plain transformers too")
+    assert is_within(away["behind the prefix"], away["plain"])
+    assert lm.shape.states or is_within(away["isolated"], away["plain, masked"])
+
+
+def is_within(ours, plain):
+    """By the mean; or by the median, where rounding gave a token of one prompt to another expert."""
+    return any(middle(ours) <= 2 * middle(plain) for middle in (statistics.mean, statistics.median))
+
+
+def distance(ours, theirs):
+    return float((ours.float() - theirs).norm() / theirs.norm())
 
 
 def test_the_docs_list_every_family():
