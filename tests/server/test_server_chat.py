@@ -259,6 +259,18 @@ def test_what_does_not_fit(client):
     assert answer.ragcache["dropped"] == 2
 
 
+def test_old_turns_are_left_out_or_refused(client):
+    pair = [{"role": "user", "content": "b" * 700}, {"role": "assistant", "content": "c" * 700}]
+    messages = [*pair * 5, {"role": "user", "content": "Who?"}]
+    options = {"model": "tiny", "messages": messages, "max_tokens": 4}
+    answer = client.chat.completions.create(**options, extra_body={"ragcache": {"retrieve": False}})
+    assert answer.ragcache["dropped_turns"] in (6, 8)
+    off = {"ragcache": {"retrieve": False, "drop_turns": False}}
+    with pytest.raises(BadRequestError, match="leave out its oldest messages, or pass drop_turns") as caught:
+        client.chat.completions.create(**options, extra_body=off)
+    assert caught.value.code == "context_length_exceeded"
+
+
 def test_a_number_of_tokens_beyond_the_context_is_no_error(client):
     answer = ask(client, "Cats?", max_tokens=2**31 - 1, stop=" ")
     assert answer.choices[0].finish_reason in ("stop", "length")
