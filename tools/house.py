@@ -59,7 +59,7 @@ TWICE: dict[str, int] = {}
 """Names of files of `ragcache/` that occur more than once, and how often."""
 ING: set[str] = set()
 """Files of `ragcache/` whose names end in -ing."""
-CIRCLES = {("ragcache.models.kvzip", "ragcache.models.language_model")}
+CIRCLES: set[tuple[str, ...]] = set()
 """Modules that import each other, directly or through others."""
 TO_ANNEXES: set[str] = set()
 """Imports of an annex in `ragcache/`."""

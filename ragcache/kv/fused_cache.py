@@ -320,7 +320,9 @@ class FusedCache(Cache):  # type: ignore[misc]
     def _ensure(self, layer: int) -> None:
         if self.fill is not None and not self._filled[layer]:
             if self._pool.lane is None or layer >= len(self.lengths):  # a state is made anew, and by the current stream
-                self._fill(self.fill, layer)
+                self._filled[layer] = True
+                self.fill(layer)
+                self._note_placed(layer)
             else:
                 self._fill_beside(self._pool.lane, self.fill)
         if self._arriving and (wait := self._arriving.pop(layer, None)) is not None:
@@ -332,13 +334,13 @@ class FusedCache(Cache):  # type: ignore[misc]
         lane.follow()
         held, buffers = (fill, self._loan), self._buffers
         for layer in [layer for layer in range(len(self.lengths)) if not self._filled[layer]]:
-            self._arriving[layer] = last = lane.run(partial(self._fill, fill, layer), held)
+            self._filled[layer] = True
+            self._arriving[layer] = last = lane.run(partial(fill, layer), held)
+            self._note_placed(layer)
         if buffers is not self._buffers:  # they had to grow: all of them are there with the last one
             self._arriving = dict.fromkeys(self._arriving, last)
 
-    def _fill(self, fill: Callable[[int], None], layer: int) -> None:
-        self._filled[layer] = True
-        fill(layer)
+    def _note_placed(self, layer: int) -> None:
         if layer < len(self.lengths):
             self._placed[layer] = self.lengths[layer]
         else:
