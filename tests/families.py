@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -291,3 +292,9 @@ TYPED_MASKS = {
     "cohere2", "exaone4", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "granite_swa", "mimo_v2_flash", "olmo3",
     "qwen2", "qwen3", "smollm3",
 }  # fmt: skip
+
+
+def method_families(*more: str) -> list[Any]:
+    """All families, of which a commit is tried on METHOD_FAMILIES, and on `more`."""
+    kept = {*METHOD_FAMILIES, *more}
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in sorted(FAMILIES)]

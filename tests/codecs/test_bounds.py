@@ -141,7 +141,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "shape"), covering([*FORMULAS, *GRADES], DTYPES, SHAPES, together=[(0, 1), (0, 2)])
+    ("name", "dtype", "shape"), covering([*FORMULAS, *GRADES], DTYPES, SHAPES, together=[(0, 1), (0, 2)]), ids=str
 )
 def test_every_number_is_within_its_own_groups_bound(name: str, dtype: torch.dtype, shape: str) -> None:
     for num_tokens, widths in ((1, (3, 5)), (70, (24, 130)), (130, (5, 70))):

@@ -37,6 +37,7 @@ def largest_difference(one: KVBlock, other: KVBlock) -> float:
     ("codec", "dtype", "num_tokens"),
     covering(sorted(CODECS), DTYPES, [0, 1, 7, 64], together=[(0, 1), (0, 2)]),
     indirect=["codec"],
+    ids=str,
 )
 def test_error_stays_inside_its_bound_and_shape_and_dtype_stay(
     codec: Codec, dtype: torch.dtype, num_tokens: int
@@ -105,6 +106,7 @@ LAYERS = {
         together=[(0, 1), (0, 2), (0, 3), (1, 2)],
     ),
     indirect=["codec"],
+    ids=str,
 )
 def test_expected_bytes_are_those_of_a_block(codec: Codec, layers: str, num_tokens: int, dtype: torch.dtype) -> None:
     """To the byte where they do not depend on the numbers, else nearly; kvtc: see test_kvtc.py."""
@@ -132,6 +134,7 @@ def test_unknown_codec_names_those_there_are() -> None:
         together=[(0, 1), (0, 2)],
     ),
     indirect=["codec"],
+    ids=str,
 )
 def test_any_number_of_tokens_and_any_width(codec: Codec, num_tokens: int, dims: tuple[int, int]) -> None:
     block = random_block(num_tokens, dims, torch.bfloat16)

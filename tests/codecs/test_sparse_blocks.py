@@ -73,6 +73,7 @@ def test_other_tokens_make_another_block(make) -> None:
         together=[(0, 1), (0, 2), (0, 3)],
     ),
     indirect=["codec"],
+    ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_what_is_held_stays_inside_the_bound(
     codec: Codec, make, dtype: torch.dtype, held: tuple[int, int], tmp_path: Path

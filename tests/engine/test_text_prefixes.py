@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt, save_tiny
+from families import assert_same, block_diagonal, load_tiny, method_families, oracle_logits, random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.engine.prefixes import Prefixes
@@ -21,7 +21,7 @@ class NoDocuments:
         return []
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=method_families("deepseek_v2"))
 def family(request, tmp_path_factory):
     return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 

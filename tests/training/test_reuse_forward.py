@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import reuse_oracle as oracle
 import torch
-from families import FAMILIES, oracle_logits_of, oracle_model, random_prompt, save_tiny
+from families import method_families, oracle_logits_of, oracle_model, random_prompt, save_tiny
 from transformers import AutoConfig
 
 import ragcache as rc
@@ -77,7 +77,7 @@ def oracle_training_logits(model, spec: TrainedTokens):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", method_families())
 def test_training_is_a_plain_forward_under_the_papers_mask(family, tmp_path):
     directory = save_tiny(family, str(tmp_path))
     other = ROW._replace(chunks=ROW.chunks[:2])  # a shorter row in the same batch
