@@ -153,6 +153,13 @@ def build_hybrid(shape: str, dtype: str = "float32", device: str | torch.device 
     return _build(Qwen3_5TextConfig(layer_types=kinds, **no_ids, **sizes), shape, dtype, device, None, seed)
 
 
+def build_config(
+    config: PreTrainedConfig, name: str, dtype: str = "float32", device: str | torch.device = "cpu", seed: int = 0
+) -> Built:
+    """`build` for a configuration of any family that transformers has."""
+    return _build(config, name, dtype, device, None, seed)
+
+
 def _build(
     config: PreTrainedConfig,
     shape: str,
