@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 
 WAIT_S = 60.0
@@ -13,3 +16,10 @@ def until(condition: Callable[[], object], seconds: float = WAIT_S, every_s: flo
     while not condition():
         assert time.monotonic() < end
         time.sleep(every_s)
+
+
+def stacks() -> str:
+    """Where every thread stands."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames().items()
+    return "\n".join(f"{names.get(ident)}\n{''.join(traceback.format_stack(frame)[-6:])}" for ident, frame in frames)

@@ -200,7 +200,7 @@ def print_answer(answer: Mapping[str, Any]) -> None:
         say(f"  [{rank}] {source_line(hit)}")
     if answer["dropped"]:
         say(f"  {answer['dropped']} more passages did not fit the model's context")
-    if answer.get("dropped_turns"):
+    if answer["dropped_turns"]:
         say(f"  the {answer['dropped_turns']} oldest messages did not fit the model's context")
     usage = answer["usage"]
     say(

@@ -156,7 +156,7 @@ def _answer(response: HTTPResponse, say: Callable[[str, str], None]) -> dict[str
     counts |= {"completion_tokens": usage["completion_tokens"], "created_tokens": about["created_tokens"]}
     counts |= {"computed_tokens": about["computed_tokens"]}
     counts |= {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]}
-    same = {name: about[name] for name in ("timings", "method", "method_reason", "dropped")}
+    same = {name: about[name] for name in ("timings", "method", "method_reason", "dropped", "dropped_turns")}
     text, thoughts = ("".join(said) for said in pieces.values())
     found = {"text": text, "hits": about["sources"], "usage": counts, **same, "finish_reason": finish}
     return {**found, "logprobs": None, "tool_calls": [], "reasoning": thoughts}

@@ -14,13 +14,9 @@ def test_a_run_has_a_ratio_and_bytes_of_each_family(tmp_path: Path, monkeypatch:
     for name in ("Qwen3 0.6B", "DeepSeek V2 Lite"):
         kind, sizes = families.FAMILIES[name]
         monkeypatch.setitem(families.FAMILIES, name, (kind, {**sizes, **small}))
-    found = families.main(
-        ["--families", "Qwen3 0.6B,DeepSeek V2 Lite", "--passages", "2", "--tokens", "5", "--rounds", "1"]
-        + ["--out", str(tmp_path)]
-    )
-    assert set(found.ratios) == {
-        f"{name}: reposition / {families.FULL}" for name in ("Qwen3 0.6B", "DeepSeek V2 Lite")
-    }
+    sizes = ["--passages", "2", "--tokens", "5", "--rounds", "1"]
+    found = families.main(["--families", "Qwen3 0.6B,DeepSeek V2 Lite", *sizes, "--out", str(tmp_path)])
+    assert set(found.ratios) == {f"{name}: reposition / {families.FULL}" for name in ("Qwen3 0.6B", "DeepSeek V2 Lite")}
     per_layer = {name.split(":")[0]: value for name, value in found.figures.items()}
     assert per_layer["Qwen3 0.6B"] == 5 * 2 * 8 * 128 * 4  # keys and values of 8 heads, float32
     assert per_layer["DeepSeek V2 Lite"] == 5 * (512 + 64) * 4  # the latent and the rotary key

@@ -6,10 +6,8 @@ import asyncio
 import json
 import os
 import shutil
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from typing import Any
 from fastapi import FastAPI
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
 from starlette.types import Message, Receive, Scope, Send
+from waiting import stacks
 
 import ragcache as rc
 from ragcache.server.app import create_app
@@ -93,13 +92,6 @@ class Site:
     slowed: Slowed
 
 
-def _stacks() -> str:
-    """Where every thread stands."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames().items()
-    return "\n".join(f"{names.get(ident)}\n{''.join(traceback.format_stack(frame)[-6:])}" for ident, frame in frames)
-
-
 @contextmanager
 def serving(kb: rc.RagCache, port: int = 0, **settings: object) -> Iterator[Site]:
     """In a thread of its own, at a free loopback port or at `port`."""
@@ -117,7 +109,7 @@ def serving(kb: rc.RagCache, port: int = 0, **settings: object) -> Iterator[Site
         finally:
             server.drain()
             thread.join(30)
-            assert not thread.is_alive(), _stacks()
+            assert not thread.is_alive(), stacks()
 
 
 @contextmanager

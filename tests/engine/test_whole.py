@@ -21,6 +21,7 @@ TEXTS = {
 SHORT = rc.Sampling(max_tokens=6)
 QUESTION, OTHER = "Where do dogs bark?", "Is the cat happy?"
 NO_TREE = rc.StoreConfig(prefix_bytes=0)
+ALONE = rc.StoreConfig(foreign_cache=0)  # prompts' own KV is not kept on disk beside the whole's
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +69,12 @@ def test_answers_are_those_of_a_plain_pass_over_everything(open_kb, oracle, conf
 
 
 def test_the_kv_outlives_the_process(open_kb, oracle):
-    kb = open_kb()
+    kb = open_kb(store=ALONE)
     kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
     assert ask(kb).usage.created_tokens == prompt_of(kb, QUESTION, TEXTS).context_tokens
     (handle,) = whole_handles(kb)
     kb.close()
-    again = open_kb()
+    again = open_kb(store=ALONE)
     answer = ask(again, OTHER)
     assert answer.text == expected(again, oracle, OTHER)
     assert answer.usage.created_tokens == 0
@@ -84,14 +85,14 @@ def test_the_kv_outlives_the_process(open_kb, oracle):
 
 
 def test_it_is_computed_again_where_its_file_is_damaged(open_kb, oracle):
-    kb = open_kb()
+    kb = open_kb(store=ALONE)
     kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
     ask(kb)
     (handle,) = whole_handles(kb)
     (path,) = kb.store.layout.kv.rglob(f"{handle}*")
     kb.close()
     path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
-    again = open_kb()
+    again = open_kb(store=ALONE)
     answer = ask(again)
     assert (answer.text, answer.usage.created_tokens > 0) == (expected(again, oracle, QUESTION), True)
 

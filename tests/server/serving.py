@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import httpx
 from fastapi import FastAPI
+from waiting import stacks
 
 import ragcache as rc
 from ragcache.server.app import create_app
@@ -63,7 +64,7 @@ def serving(kb: rc.RagCache, settings: ServerSettings | None = None, *, web: boo
         finally:
             server.drain()
             thread.join(60)
-            assert not thread.is_alive()
+            assert not thread.is_alive(), stacks()
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:

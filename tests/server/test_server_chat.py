@@ -110,7 +110,7 @@ def test_the_estimate_of_a_full_prefill_needs_a_full_read(client):
     extension = ask(client, extra_body=body).ragcache
     assert extension["full_prefill_samples"] == 1
     assert 0 < extension["full_prefill_estimate_s"] < 60
-    assert list(extension)[:4] == ["sources", "prompt_tokens", "computed_tokens", "avoided_tokens"]
+    assert list(extension)[:4] == ["sources", "prompt_tokens", "computed_tokens", "created_tokens"]
 
 
 def test_a_stream_is_the_same_answer(client, kb):
