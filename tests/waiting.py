@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
 
 WAIT_S = 60.0
 
@@ -16,6 +21,13 @@ def until(condition: Callable[[], object], seconds: float = WAIT_S, every_s: flo
     while not condition():
         assert time.monotonic() < end
         time.sleep(every_s)
+
+
+def in_own_loop(coroutine: Coroutine[object, object, T]) -> T:
+    """What the coroutine returns, run in a loop of another thread: `asyncio.run` drops this thread's, which
+    pytest-asyncio keeps, unclosed."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 def stacks() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import select
@@ -10,6 +9,7 @@ import signal
 import warnings
 
 import pytest
+from waiting import in_own_loop
 
 import ragcache as rc
 from ragcache.retrieval.embedder import QUESTION as QUESTIONS_RANK
@@ -50,7 +50,7 @@ async def first(stream):
 
 
 def of_a_coroutine(call):
-    return lambda kb: asyncio.run(call(kb))
+    return lambda kb: in_own_loop(call(kb))
 
 
 CALLS = {
@@ -107,7 +107,7 @@ def asked(tmp_path_factory, lm):
     with rc.RagCache.open(tmp_path_factory.mktemp("forks") / "kb", model=lm, embedder=BagOfWords()) as kb:
         kb.ingest(rc.Document(name, f"The {name} bark at night.") for name in ("cats", "dogs"))
         kb.ask(QUESTION, sampling=SHORT)
-        asyncio.run(kb.aask(QUESTION, sampling=SHORT))
+        in_own_loop(kb.aask(QUESTION, sampling=SHORT))
         yield kb
 
 

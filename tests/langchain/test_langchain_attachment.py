@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from langchain_classic_double import stuff_chain
 from langchain_core.documents import Document
@@ -12,6 +10,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from tiny_model import save_tiny_llama
+from waiting import in_own_loop
 
 import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheDocumentTransformer
@@ -93,7 +92,7 @@ def test_an_attached_store_is_theirs(kb, theirs):
     assert scored[0][0].metadata["ragcache_handle"] == names[scored[0][0].id]
     assert [score for _, score in scored] == [score for _, score in theirs.similarity_search_with_score("ferry", k=2)]
     assert mine.as_retriever().invoke("mill")[0].metadata["ragcache_handle"]
-    assert asyncio.run(mine.asimilarity_search("ferry", k=1))[0].metadata["ragcache_handle"]
+    assert in_own_loop(mine.asimilarity_search("ferry", k=1))[0].metadata["ragcache_handle"]
     assert "ragcache_handle" not in theirs.similarity_search("ferry", k=1)[0].metadata
 
 
@@ -104,7 +103,7 @@ def test_what_is_added_and_deleted_reaches_the_kv(kb, theirs, asynchronous):
 
     def call(name, *args, **options):
         if asynchronous:
-            return asyncio.run(getattr(mine, f"a{name}")(*args, **options))
+            return in_own_loop(getattr(mine, f"a{name}")(*args, **options))
         return getattr(mine, name)(*args, **options)
 
     assert call("add_documents", documents[:2]) == ["light", "ferry"]
@@ -156,7 +155,7 @@ def test_a_retriever_of_their_own_is_learnt_from(kb):
     assert kept(kb) == set()
     found = mine.invoke("ferry")
     assert kept(kb) == set(TEXTS)
-    assert [one.metadata["ragcache_handle"] for one in asyncio.run(mine.ainvoke("ferry"))] == [
+    assert [one.metadata["ragcache_handle"] for one in in_own_loop(mine.ainvoke("ferry"))] == [
         one.metadata["ragcache_handle"] for one in found
     ]
     assert [one.metadata for one in theirs.found] == [{}] * 3
@@ -175,7 +174,7 @@ def test_a_transformer_stands_in_pipelines_and_chains(kb, theirs):
     named = step.transform_documents([*documents, Document(page_content=" ")])
     assert [one.metadata.get("ragcache_handle") for one in named[:3]] == [handle(kb, text) for text in TEXTS.values()]
     assert named[3].metadata == {}
-    assert asyncio.run(step.atransform_documents(documents)) == named[:3]
+    assert in_own_loop(step.atransform_documents(documents)) == named[:3]
     chain = theirs.as_retriever() | step
     assert chain.invoke("ferry")[0].metadata["ragcache_handle"]
 

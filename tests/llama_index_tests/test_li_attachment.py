@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from li_texts import SHORT
 from llama_index.core import VectorStoreIndex
@@ -15,6 +13,7 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import Document, MetadataMode, NodeWithScore, TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
 from tiny_model import save_tiny_llama
+from waiting import in_own_loop
 
 import ragcache as rc
 from llama_index.ingestion.ragcache import RagCachePrecompute
@@ -120,8 +119,8 @@ def test_an_attached_vector_store(kb, asynchronous):
         node.embedding = [1.0, 0.0]
     texts = [read(node, MetadataMode.NONE) for node in nodes]
     if asynchronous:
-        asyncio.run(mine.async_add(nodes))
-        asyncio.run(mine.adelete("light"))
+        in_own_loop(mine.async_add(nodes))
+        in_own_loop(mine.adelete("light"))
     else:
         mine.add(nodes)
         mine.delete("light")
@@ -147,7 +146,7 @@ def test_a_retriever_of_their_own_is_learnt_from(kb, recorder, asynchronous):
     mine = rc.attach(Fixed(nodes), kb)
     assert isinstance(mine, Fixed)
     engine = RetrieverQueryEngine.from_args(mine, llm=RagCacheLLM(kb, **SHORT))
-    response = asyncio.run(engine.aquery(QUESTION)) if asynchronous else engine.query(QUESTION)
+    response = in_own_loop(engine.aquery(QUESTION)) if asynchronous else engine.query(QUESTION)
     assert [one.score for one in response.source_nodes] == [0.5] * 3
     assert share(kb, recorder, nodes) >= 0.95
     assert all("ragcache_handle" not in node.metadata for node in nodes)
@@ -166,7 +165,7 @@ def test_a_step_of_a_pipeline(kb, mode):
         assert handle is None
     assert node.embedding is None
     assert "ragcache_handle" not in read(node, MetadataMode.EMBED)
-    assert asyncio.run(step.acall([node]))[0].metadata == node.metadata
+    assert in_own_loop(step.acall([node]))[0].metadata == node.metadata
     assert kb.info().chunks == 0
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import pickle
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
     VectorStoreQueryMode,
 )
+from waiting import in_own_loop
 
 import ragcache as rc
 from llama_index.embeddings.ragcache import RagCacheEmbedding
@@ -389,7 +389,7 @@ def test_a_second_writer_is_told_to_wait(store, nodes, open_kb):
         with pytest.raises(StoreBusyError):
             store.add(nodes)
         with pytest.raises(StoreBusyError):
-            asyncio.run(store.async_add(nodes))
+            in_own_loop(store.async_add(nodes))
     store.add(nodes)
     assert ids(RagCacheVectorStore(other).get_nodes(["cats"])) == ["cats"]
 
