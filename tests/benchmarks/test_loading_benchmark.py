@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 from benchmarks.loading import PLACES, POLICIES, Bucket, main
 
@@ -21,8 +22,8 @@ def test_it_measures_every_policy_on_every_disk(tmp_path):
 
 def test_a_bucket_gives_no_more_than_its_rate(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("benchmarks.loading.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("benchmarks.loading.time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
+    monkeypatch.setattr("benchmarks.loading.time", clock)
     bucket = Bucket(100.0)
     for _ in range(5):
         bucket.take(50)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import reuse_oracle as oracle
@@ -314,7 +315,7 @@ def test_a_run_of_so_many_minutes_ends_with_an_adapter_and_a_rate_that_has_falle
     """The clock moves by 10 s at each step."""
     options = replace(options, steps=1000, minutes=2, **way)
     now, begun = [0.0], []
-    monkeypatch.setattr("ragcache_train.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ragcache_train.progress.time", SimpleNamespace(monotonic=lambda: now[0]))  # no other clock
     monkeypatch.setattr(
         "ragcache_train.trainer.ReuseTrainer.compute_loss", slowed(ReuseTrainer.compute_loss, now, begun)
     )
