@@ -63,8 +63,9 @@ class Placer:
             self._kernel = place_kernel(lm, self._blocks)
         width = widest if self._kernel is None else 0
         self._scratch = torch.empty(width, dtype=lm.dtype, device=lm.device)
-        for layer in range(len(self._lengths)):  # now: layers may be placed on a stream of their own
-            self._angles.of(layer)
+        if lm.pool.lane is not None:  # now, by the current stream: others read the tables that this fills
+            for layer in range(len(self._lengths)):
+                self._angles.of(layer)
 
     def place(self, cache: FusedCache, layer: int) -> None:
         if not self._blocks:
