@@ -21,9 +21,9 @@ from transformers import DynamicCache
 
 from benchmarks import plain
 from benchmarks.environment import environment
-from benchmarks.options import add_places, settings_from
+from benchmarks.options import add_places, measure_and_report, settings_from
 from benchmarks.reading import random_prompt, truncate
-from benchmarks.report import Goal, Result, show, write
+from benchmarks.report import Goal, Result
 from benchmarks.shapes import SHAPES, Built, build
 from benchmarks.timing import Ratio, Timing, Variant, alternate, ratio
 from ragcache.fusion.fuse import fuse
@@ -143,12 +143,7 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
 def main(arguments: Sequence[str] | None = None) -> Result:
     arguments = sys.argv[1:] if arguments is None else arguments
     settings, given = parse(arguments)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    result = measure(settings, arguments)
-    write(result, given.out)
-    show(result)
-    return result
+    return measure_and_report(measure, settings, settings.threads, given.out, arguments)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ import torch
 
 from benchmarks import plain
 from benchmarks.environment import environment
-from benchmarks.options import add_numbers, add_places, settings_from
+from benchmarks.options import add_numbers, add_places, measure_and_report, settings_from
 from benchmarks.reading import random_prompt
-from benchmarks.report import Goal, Result, show, write
+from benchmarks.report import Goal, Result
 from benchmarks.shapes import HYBRID_SHAPES, build_hybrid
 from benchmarks.timing import Variant, alternate, ratio, summarise
 from ragcache.codecs import get_codec
@@ -98,12 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     add_places(parser, None)
     given = parser.parse_args(arguments)
     settings = settings_from(given, Settings)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    result = measure(settings, arguments)
-    write(result, given.out)
-    show(result)
-    return result
+    return measure_and_report(measure, settings, settings.threads, given.out, arguments)
 
 
 if __name__ == "__main__":

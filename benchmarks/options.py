@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.report import RESULTS
+import torch
+
+from benchmarks.report import RESULTS, Result, show, write
 
 S = TypeVar("S")
 
@@ -29,3 +31,15 @@ def settings_from(given: argparse.Namespace, settings: type[S]) -> S:
     """The fields of a settings dataclass, out of parsed arguments of the same names."""
     names = settings.__dataclass_fields__  # type: ignore[attr-defined]
     return settings(**{name: getattr(given, name) for name in names})
+
+
+def measure_and_report(
+    measure: Callable[[S, Sequence[str]], Result], settings: S, threads: int, out: Path, given: Sequence[str]
+) -> Result:
+    """Measure with so many threads (0: as torch chooses), write the result to `out` and show it. given: arguments"""
+    if threads:
+        torch.set_num_threads(threads)
+    result = measure(settings, given)
+    write(result, out)
+    show(result)
+    return result

@@ -94,7 +94,7 @@ class Bench:
         drop_page_cache(self._root)
 
     def _open_store(self) -> KVStore:
-        """As the engine opens it: a memory tier that is page-locked where the model is on a GPU."""
+        """Opens the store as the engine does: its memory tier is page-locked where the model is on a GPU."""
         store = fresh_kv_store(self._root, self._budget)
         store.use_device(self.lm.device)
         return store

@@ -18,8 +18,8 @@ from functools import partial
 import torch
 
 from benchmarks.environment import environment
-from benchmarks.options import add_numbers, add_places, settings_from
-from benchmarks.report import Goal, Result, show, write
+from benchmarks.options import add_numbers, add_places, measure_and_report, settings_from
+from benchmarks.report import Goal, Result
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Timing, Variant, alternate, ratio, summarise
 from ragcache.codecs import get_codec
@@ -136,12 +136,7 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
 def main(arguments: Sequence[str] | None = None) -> Result:
     arguments = sys.argv[1:] if arguments is None else arguments
     settings, given = parse(arguments)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    result = measure(settings, arguments)
-    write(result, given.out)
-    show(result)
-    return result
+    return measure_and_report(measure, settings, settings.threads, given.out, arguments)
 
 
 if __name__ == "__main__":

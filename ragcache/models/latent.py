@@ -58,7 +58,7 @@ class Absorbed(NamedTuple):
         return torch.cat([query[..., :width] @ self.keys, query[..., width:]], dim=-1)
 
     def held(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Of as many numbers as keys, so that one kernel takes both; `output` leaves the rotary part out."""
+        """Gives values as wide as keys, so that one kernel takes both; `output` leaves the rotary part out."""
         both = torch.cat([pair[1], pair[0]], dim=-1)
         return both, both
 

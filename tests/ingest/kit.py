@@ -57,7 +57,7 @@ class CountingEncoder(ModelEncoder):
 
 
 def chunker_of(tokenizer: object, max_tokens: int = 256, **more: int) -> Chunker:
-    """With a least size that suits short chunks."""
+    """Makes a chunker whose least size suits short chunks."""
     return Chunker(tokenizer, ChunkerConfig(max_tokens, **{"min_tokens": min(32, max_tokens // 4), **more}))
 
 

@@ -100,8 +100,8 @@ def parts_of(lm):
 
 @pytest.mark.parametrize(("rows", "made"), [(1, 0), (10, 0), (11, 1)])
 def test_few_rows_attend_to_latents_and_many_to_keys_that_are_made_of_them(model, rows, made):
-    """Of latents of 16 and heads of 6 + 8 and 10, making keys and values takes 16 * (6 + 10) products a token and head;
-    wider keys take each row 2 * (16 + 8) - (6 + 8 + 10) more. 10 rows are as many as pay."""
+    """For latents of 16 and heads of 6 + 8 and 10, making keys and values takes 16 * (6 + 10) products a token and
+    head; wider keys take each row 2 * (16 + 8) - (6 + 8 + 10) more. 10 rows are as many as pay."""
     lm, oracle = model
     context, ids = ids_of(40, 7), ids_of(rows, 8)
     cache = lm.new_cache(60, base=None)
