@@ -1,5 +1,5 @@
 """What packages add through entry points: methods, codecs, remotes, indexes, commands, engines, workers, adapters,
-compressors.
+compressors, routes of the server.
 
 A package registers an object under a name in one of the groups below; it is imported at its first use. The annexes that
 ship beside `ragcache` in the same wheel do the same, so nothing in here names one of them.
@@ -24,6 +24,7 @@ ENGINES = "ragcache.engines"
 WORKERS = "ragcache.workers"
 ADAPTERS = "ragcache.adapters"
 COMPRESSORS = "ragcache.compressors"
+ROUTES = "ragcache.routes"
 
 T = TypeVar("T")
 

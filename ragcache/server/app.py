@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ragcache import RagCache, __version__
+from ragcache.plugins import ROUTES, Registry
 from ragcache.server import chat, completions, document_routes, embeddings, rerank, responses
 from ragcache.server.auth import Guard
 from ragcache.server.chat_types import ChatCompletionChunk, ChatRequest, CompletionRequest, TokenizeRequest
@@ -29,6 +30,7 @@ from ragcache.server.wire import ErrorBody
 
 PARTS = (chat, completions, responses, embeddings, rerank, document_routes)
 ROUTERS = (*(part.router for part in PARTS), models_router, store_router, operation_router)
+ADDED: Registry[APIRouter] = Registry(ROUTES)
 DESCRIPTION = "OpenAI's API over a ragcache store: passages are retrieved, and their precomputed KV is reused."
 
 
@@ -61,13 +63,15 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
         redirect_slashes=False,
     )
     app.state.service = service
-    for router in ROUTERS:
+    added = [ADDED[name] for name in ADDED]
+    for router in (*ROUTERS, *added):
         app.include_router(router)
-    app.state.routes = [*app.routes, *(route for router in ROUTERS for route in router.routes)]
+    app.state.routes = [*app.routes, *(route for router in (*ROUTERS, *added) for route in router.routes)]
     if web:
         mount_page(app, page_directory())
     add_handlers(app)
-    protected = ("/v1", "/tokenize", *(() if settings.open_metrics else ("/metrics",)))
+    theirs = (getattr(route, "path", "/").partition("{")[0] for router in added for route in router.routes)
+    protected = ("/v1", "/tokenize", *theirs, *(() if settings.open_metrics else ("/metrics",)))
     describe(app, protected if settings.api_keys else ())
     # The last one added is the first to see a request.
     app.add_middleware(SizeLimit, settings.max_body_bytes, settings.max_upload_bytes, document_routes.PATH)
