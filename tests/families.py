@@ -227,6 +227,51 @@ def block_diagonal(prompt: rc.Prompt) -> Tensor:
     return (same | from_suffix) & torch.ones(len(owner), len(owner), dtype=torch.bool).tril()
 
 
+def figure_2(parts: Sequence[tuple[str, Sequence[int]]]) -> tuple[list[int], Tensor]:
+    """The mask of KVLink's figure 2: the ids and bool [n, n], built token by token.
+
+    parts: (kind, ids) in order; a "chunk" sees itself alone, anything else all that comes before it
+    """
+    ids: list[int] = []
+    kinds: list[tuple[str, int]] = []
+    for number, (kind, tokens) in enumerate(parts):
+        ids += tokens
+        kinds += [(kind, number)] * len(tokens)
+    n = len(ids)
+    allowed = torch.zeros(n, n, dtype=torch.bool)
+    for row in range(n):
+        for column in range(row + 1):
+            allowed[row, column] = kinds[row][0] != "chunk" or kinds[row] == kinds[column]
+    return ids, allowed
+
+
+def linked(
+    prompt: rc.Prompt, links: Sequence[Sequence[int]], before: Sequence[int] = (), behind: Sequence[int] = ()
+) -> tuple[list[int], Tensor]:
+    """Ids and mask of a prompt with link tokens behind each passage."""
+    parts = [("prefix", [*prompt.prefix_ids, *before])]
+    for chunk, link in zip(prompt.chunk_ids, links, strict=True):
+        parts += [("chunk", list(chunk)), ("link", list(link))]
+    return figure_2([*parts, ("suffix", [*behind, *prompt.suffix_ids])])
+
+
+def layout(prompt: rc.Prompt, answer: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of parallel encoding, what sees what, and which keys are chunks', with answer tokens at the end."""
+    start, longest = len(prompt.prefix_ids), max(len(chunk) for chunk in prompt.chunk_ids)
+    positions = [*range(start)]
+    for chunk in prompt.chunk_ids:
+        positions += range(start, start + len(chunk))
+    behind = len(prompt.suffix_ids) + len(answer)
+    positions += range(start + longest, start + longest + behind)
+    n = len(positions)
+    allowed = torch.ones(n, n, dtype=torch.bool).tril()
+    allowed[: prompt.num_tokens, : prompt.num_tokens] = block_diagonal(prompt)
+    allowed[:, :start] = torch.ones(n, n, dtype=torch.bool).tril()[:, :start]
+    index = torch.arange(n)
+    of_chunks = (index >= start) & (index < prompt.context_tokens)
+    return torch.tensor(positions), allowed, of_chunks
+
+
 def masks_of(model: PreTrainedModel, allowed: Tensor, positions: Sequence[int] | None = None) -> Any:
     """`allowed` (bool [n, n]) as the additive mask, or the masks by layer type, that the family's forward takes.
 
@@ -262,8 +307,11 @@ def oracle_logits_of(
         return model(input_ids=torch.tensor([ids]), position_ids=at, attention_mask=mask).logits[0, -1]
 
 
-def logits_under(model: PreTrainedModel, ids: list[int], allowed: Tensor | None = None) -> Tensor:
-    """One plain forward of any family's model, under a mask (bool [n, n]) where one is given; last token's logits."""
+def logits_under(
+    model: PreTrainedModel, ids: list[int], allowed: Tensor | None = None, positions: Tensor | None = None
+) -> Tensor:
+    """One plain forward of any family's model, under a mask (bool [n, n]) and at positions where they are given; last
+    token's logits."""
     mask: Any = None
     if allowed is not None:
         hidden = torch.finfo(model.dtype).min
@@ -272,7 +320,7 @@ def logits_under(model: PreTrainedModel, ids: list[int], allowed: Tensor | None 
         if kinds and "isinstance(causal_mask_mapping" in inspect.getsource(sys.modules[type(model).__module__]):
             mask = dict.fromkeys(kinds, mask)  # no window is as short as the prompt
     with torch.no_grad():
-        at = torch.arange(len(ids))[None]
+        at = (torch.arange(len(ids)) if positions is None else positions)[None]
         return model(input_ids=torch.tensor([ids]), position_ids=at, attention_mask=mask).logits[0, -1].float()
 
 

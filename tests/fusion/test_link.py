@@ -9,6 +9,8 @@ from families import (
     SMALL,
     VOCAB,
     assert_same,
+    figure_2,
+    linked,
     load_tiny,
     oracle_logits_of,
     oracle_model,
@@ -45,28 +47,6 @@ def trained(request, tmp_path_factory):
     config.ragcache = TRAINED.section()
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return rc.load_lm(directory), oracle_model(str(directory))
-
-
-def figure_2(parts):
-    """parts: (kind, ids) in order; a "chunk" sees itself alone, anything else all that comes before it. Returns the ids
-    and bool [n, n], built token by token."""
-    ids, kinds = [], []
-    for number, (kind, tokens) in enumerate(parts):
-        ids += tokens
-        kinds += [(kind, number)] * len(tokens)
-    n = len(ids)
-    allowed = torch.zeros(n, n, dtype=torch.bool)
-    for row in range(n):
-        for column in range(row + 1):
-            allowed[row, column] = kinds[row][0] != "chunk" or kinds[row] == kinds[column]
-    return ids, allowed
-
-
-def linked(prompt, links, before=(), behind=()):
-    parts = [("prefix", [*prompt.prefix_ids, *before])]
-    for chunk, link in zip(prompt.chunk_ids, links, strict=True):
-        parts += [("chunk", list(chunk)), ("link", list(link))]
-    return figure_2([*parts, ("suffix", [*behind, *prompt.suffix_ids])])
 
 
 def oracle_of(model, prompt, links, **more):

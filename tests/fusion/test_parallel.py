@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from families import METHOD_FAMILIES, block_diagonal, random_prompt, save_tiny
+from families import METHOD_FAMILIES, layout, random_prompt, save_tiny
 from formula_oracle import Plan, formula_model, planned_logits, softmax
 
 import ragcache as rc
@@ -24,23 +24,6 @@ def family(request, tmp_path_factory):
 def assert_same(ours, theirs):
     scale = theirs.abs().max()
     torch.testing.assert_close(ours / scale, theirs / scale, atol=3e-5, rtol=0)
-
-
-def layout(prompt, answer=()):
-    """Positions of parallel encoding, what sees what, and which keys are chunks', with answer tokens at the end."""
-    start, longest = len(prompt.prefix_ids), max(len(chunk) for chunk in prompt.chunk_ids)
-    positions = [*range(start)]
-    for chunk in prompt.chunk_ids:
-        positions += range(start, start + len(chunk))
-    behind = len(prompt.suffix_ids) + len(answer)
-    positions += range(start + longest, start + longest + behind)
-    n = len(positions)
-    allowed = torch.ones(n, n, dtype=torch.bool).tril()
-    allowed[: prompt.num_tokens, : prompt.num_tokens] = block_diagonal(prompt)
-    allowed[:, :start] = torch.ones(n, n, dtype=torch.bool).tril()[:, :start]
-    index = torch.arange(n)
-    of_chunks = (index >= start) & (index < prompt.context_tokens)
-    return torch.tensor(positions), allowed, of_chunks
 
 
 def merged(scores, visible, sinks, *, of_chunks, context_tokens, temperature, scale):

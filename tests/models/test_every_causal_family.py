@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import pytest
 from causal_families import IMAGE_FAMILIES, UNBUILT, causal_model
-from families import block_diagonal, logits_under, random_prompt
+from families import assert_same, block_diagonal, layout, linked, logits_under, random_prompt
 from model_table import EVERY, outcome, row_of, written
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -57,6 +57,32 @@ def test_an_exact_family_is_within_the_rounding_of_16_bits(family, dtype, tmp_pa
         pytest.skip(f"random weights of {family} are too large for {dtype} in plain transformers too")
     assert is_within(away["behind the prefix"], away["plain"])
     assert lm.shape.states or is_within(away["isolated"], away["plain, masked"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(name for name, what in written().items() if what.startswith("exact")))
+def test_an_exact_family_keeps_the_laws_of_methods_or_refuses_them(family, tmp_path):
+    """Laws 3 to 5; what a recurrent state cannot take part in is refused by name."""
+    causal_model(family).save_pretrained(tmp_path)
+    kind = AutoModelForImageTextToText if family in IMAGE_FAMILIES else AutoModelForCausalLM
+    plain, lm = kind.from_pretrained(tmp_path, attn_implementation="eager").float().eval(), rc.load_lm(tmp_path)
+    prompt, links = random_prompt(5, prefix=6, chunks=(7, 13, 4)), [[101, 102], [], [7]]
+    shifted, overlapping, _ = layout(prompt)
+    laws = {
+        "cacheblend": [({"ratio": 1.0}, (prompt.ids,)), ({"ratio": 0.0}, (prompt.ids, block_diagonal(prompt)))],
+        "link": [
+            ({"link_ids": links}, linked(prompt, links)),
+            ({"link_tokens": 0}, (prompt.ids, block_diagonal(prompt))),
+        ],
+        "ape": [({"temperature": 1, "scale": 1}, (prompt.ids, overlapping, shifted))],
+    }
+    for method, cases in laws.items():
+        for options, forward in cases:
+            if lm.shape.states:
+                with pytest.raises(rc.RagCacheError, match=method):
+                    rc.fuse(lm, prompt, method, **options)
+            else:
+                assert_same(rc.fuse(lm, prompt, method, **options).next_logits, logits_under(plain, *forward))
 
 
 def is_within(ours, plain):
