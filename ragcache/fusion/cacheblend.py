@@ -50,6 +50,10 @@ class CacheBlend(RecomputeMethod):
         if not isinstance(self.gradual, bool):
             raise ConfigError(f"gradual is {self.gradual!r}; choose True or False")
 
+    @property
+    def keeps_context(self) -> bool:
+        return True
+
     def candidates(self, context: Context) -> Tensor:
         slots = context.chunk_slots()
         some = any(self._counts(context)[CHECK_LAYER:]) or self._edges(context).numel()

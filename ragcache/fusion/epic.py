@@ -42,5 +42,9 @@ class Epic(RecomputeMethod):
         chunks = (Span(piece.start, piece.end) for piece in layout.passages[1:])
         return [span for chunk in chunks for span in edge_spans(chunk, self.first_tokens, self.last_tokens)]
 
+    @property
+    def keeps_context(self) -> bool:
+        return True
+
     def candidates(self, context: Context) -> Tensor:
         return context.edges(self.first_tokens, self.last_tokens)

@@ -221,7 +221,8 @@ class FusionMethod:
     @property
     def keeps_context(self) -> bool:
         """Whether it can read several groups of passages with text between them, as a conversation has them: every
-        token at its global position, blocks as they are, all other tokens over everything before them."""
+        token at its global position, blocks as they are or with tokens of theirs run again, text over everything before
+        it."""
         return False
 
     def keeps_context_with(self, lm: ModelCard) -> bool:
@@ -286,7 +287,7 @@ class FusionMethod:
                 f"ask for fewer (k={limit})"
             )
         if prompt.label_ids and not self.keeps_context_with(lm):
-            others = "full" if lm.is_recurrent else "reposition, link or full"
+            others = "full" if lm.is_recurrent else "reposition, cacheblend, epic, link or full"
             raise PromptError(
                 f"text stands between two passages, and method {self.name!r} reads none there; choose "
                 f"{others}, or put it before, behind or into a passage"

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 class Context:
     """Tokens that a recompute method chooses from. Slots number tokens in a cache: prefix, chunks, then all other text.
 
-    prefix_tokens:  tokens of the prefix, whose KV is exact and never runs again
+    prefix_tokens:  tokens whose KV is at hand and never runs again: the prefix; in a conversation, all that was read
     chunk_starts:   slot of each chunk's first token
     chunk_tokens:   tokens of each chunk
+    begins:         whether the first of these chunks is the prompt's first
     chunks:         the blocks, keys before RoPE
     ids, positions: of every token, by slot, int64
     """
@@ -46,6 +47,7 @@ class Context:
     chunks: Sequence[KVBlock]
     ids: Tensor
     positions: Tensor
+    begins: bool = True
 
     @classmethod
     def of(cls, job: Job) -> Context:
@@ -57,7 +59,7 @@ class Context:
         chunk_positions = (position for piece in pieces for position in range(piece.start, piece.end))
         positions = [*range(known), *chunk_positions, *text.positions]
         by_slot = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (ids, positions))
-        return cls(job.lm, known, starts, lengths, job.blocks, *by_slot)
+        return cls(job.lm, known, starts, lengths, job.blocks, *by_slot, begins=pieces == layout.passages)
 
     @property
     def num_tokens(self) -> int:
@@ -73,8 +75,9 @@ class Context:
         return torch.arange(self.num_tokens, self.ids.shape[0], device=self.lm.device)
 
     def edges(self, first_tokens: int, last_tokens: int = 0) -> Tensor:
-        """int64, ascending: slots of the first and the last tokens of each chunk but the first one."""
-        chunks = zip(self.chunk_starts[1:], self.chunk_tokens[1:], strict=True)
+        """int64, ascending: slots of the first and the last tokens of each chunk but the prompt's first one."""
+        rest = slice(int(self.begins), None)
+        chunks = zip(self.chunk_starts[rest], self.chunk_tokens[rest], strict=True)
         found = (edge_spans(Span(start, start + count), first_tokens, last_tokens) for start, count in chunks)
         slots = [slot for spans in found for span in spans for slot in range(*span)]
         return torch.tensor(slots, dtype=torch.int64, device=self.lm.device)

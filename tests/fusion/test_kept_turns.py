@@ -98,6 +98,22 @@ def test_several_turns_are_one_forward(family, count):
     assert_same(fused.next_logits, expected(oracle, spelt_out(TURNS[:count])))
 
 
+@pytest.mark.parametrize("grows", [False, True], ids=["at once", "turn by turn"])
+def test_tokens_that_run_again_do_so_in_every_turn(family, grows):
+    """All of them: full prefill (law 3). By epic all but the first passage's, which keeps its own sinks."""
+    lm, oracle = family
+    tokens = spelt_out(TURNS)
+    laws = {
+        get_method("cacheblend", ratio=1.0): [(id, None) for id, _ in tokens],
+        get_method("epic", first_tokens=100): [(id, owner if owner == 0 else None) for id, owner in tokens],
+    }
+    for method, read_as in laws.items():
+        tree = PrefixCache(lm.shape, 1 << 20)
+        taken = [read(lm, method, TURNS[:count], tree)[:2] for count in ((3, 5, 9) if grows else (9,))]
+        assert_same(taken[-1][0].next_logits, expected(oracle, read_as))
+        assert (taken[-1][1] > 0) == grows
+
+
 def test_link_tokens_stand_in_every_turn(trained):
     lm, oracle = trained
     for count in (3, 5, 9):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from blend_oracle import forward as overridden
 from families import METHOD_FAMILIES, assert_same, load_tiny, oracle_logits_of
 
 import ragcache as rc
@@ -32,15 +33,20 @@ def family(request, tmp_path_factory):
     return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def forward(oracle, *, apart):
-    """One plain forward pass. apart: every passage's tokens see that passage alone"""
+def mask(*, apart):
+    """What sees what. apart: every passage's tokens see that passage alone"""
     owners = [owner for _, owner in TOKENS]
     n = len(TOKENS)
     seen = torch.ones(n, n, dtype=torch.bool).tril()
     if apart:
         alone = [[owners[row] in (None, owners[column]) for column in range(n)] for row in range(n)]
         seen &= torch.tensor(alone)
-    return oracle_logits_of(oracle, [id for id, _ in TOKENS], seen)
+    return seen
+
+
+def forward(oracle, *, apart):
+    """One plain forward pass."""
+    return oracle_logits_of(oracle, [id for id, _ in TOKENS], mask(apart=apart))
 
 
 def test_labels_are_part_of_the_prompt():
@@ -57,6 +63,21 @@ def test_labels_run_with_the_question(family):
     assert_same(fused.next_logits, forward(oracle, apart=True))
     own = sum(map(len, CHUNKS)) + len(PREFIX)
     assert set(fused.computed_tokens) == {len(TOKENS) - own}
+
+
+def test_recompute_methods_run_them_beside_the_tokens_that_they_choose(family):
+    """Law 3 with text between passages, and epic as one forward in which all else is a block's."""
+    lm, oracle = family
+    assert_same(rc.fuse(lm, PROMPT, "cacheblend", ratio=0.0).next_logits, forward(oracle, apart=True))
+    assert_same(rc.fuse(lm, PROMPT, "cacheblend", ratio=1.0).next_logits, forward(oracle, apart=False))
+    owners, n = [owner for _, owner in TOKENS], len(TOKENS)
+    runs = [owner is None or (owner > 0 and owners[row - 2 : row] != [owner] * 2) for row, owner in enumerate(owners)]
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    _, apart, _ = overridden(oracle, PROMPT.ids, mask(apart=True))
+    chosen = [torch.tensor(runs).nonzero()[:, 0]] * lm.shape.num_layers
+    expected = overridden(oracle, PROMPT.ids, causal, apart, chosen)[0]
+    assert_same(rc.fuse(lm, PROMPT, "epic", first_tokens=2).next_logits, expected)
+    assert (expected - forward(oracle, apart=True)).abs().max() > 1e-3 * expected.abs().max()
 
 
 def test_full_prefill_reads_them_in_place(family):
@@ -77,5 +98,5 @@ def test_methods_that_take_passages_side_by_side_refuse_them(tmp_path):
     assert {"reposition", "full"} <= set(READ)
     for name in METHODS:
         if not get_method(name).keeps_context and not get_method(name).needs_training:
-            with pytest.raises(PromptError, match=f"method '{name}' reads none there; choose reposition, link or full"):
+            with pytest.raises(PromptError, match=f"method '{name}' reads none there; choose reposition, cacheblend, epic, link or full"):
                 rc.fuse(lm, PROMPT, name)
