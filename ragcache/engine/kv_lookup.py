@@ -114,7 +114,8 @@ class KVLookup:
 
     def _path(self, asked: Request) -> Path | None:
         method, kept = asked.reading.method, asked.kept
-        if kept is None and (method.reuses_blocks or not method.takes_exact):
+        goes_on = asked.reading.found and asked.reading.evict is None if method.reuses_blocks else method.takes_exact
+        if kept is None and not goes_on:
             return None
         parts = asked.prompt.parts
         if kept is not None:
@@ -137,6 +138,10 @@ class KVLookup:
         else:
             most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
             with self._prefixes.match(method, path, most) as (lease, load_s):
+                if reading.found and (lease is None or lease.num_tokens <= len(prompt.prefix_ids)):
+                    with self._prefixes.text(prompt.prefix_ids) as prefix:
+                        yield prefix
+                    return
                 prefix = self._before(asked, lease)
                 yield prefix._replace(load_s=prefix.load_s + load_s)
 

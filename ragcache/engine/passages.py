@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -136,15 +136,13 @@ class PassageFinder:
         """Documents changed."""
         self._is_stale = True
 
-    def cut(self, ids: Sequence[int], breaks: Collection[int], *, parts: bool) -> tuple[PromptEnds, list[Hit]]:
+    def cut(self, ids: Sequence[int], *, parts: bool) -> tuple[PromptEnds, list[Hit]]:
         """The same ids in the same order, around the stored passages among them; no passages where too few are found.
 
-        ids:    a prompt's, as it is read without any passage
-        breaks: ids that stand in no message: of several messages with passages, those of the last one are found
-        parts:  whether a passage may be found without its outermost tokens
+        ids:   a prompt's, as it is read without any passage
+        parts: whether a passage may be found without its outermost tokens
         """
-        found = [run for run in self._runs(ids) if parts or run.chunk.cut_from is None]
-        runs = _in_one_message(found, ids, breaks)
+        runs = [run for run in self._runs(ids) if parts or run.chunk.cut_from is None]
         if _is_little(runs):
             return PromptEnds((), ids), []
         between = [ids[before.end : run.start] for before, run in pairwise(runs)]
@@ -260,13 +258,3 @@ def _run(ids: Sequence[int], found: Found, chunk: Chunk, least: int, most: int) 
     while end < min(most, shift + len(own)) and ids[end] == own[end - shift]:
         end += 1
     return Run(start, chunk.part(start - shift, end - shift)) if start < end else None
-
-
-def _in_one_message(runs: Sequence[Run], ids: Sequence[int], breaks: Collection[int]) -> list[Run]:
-    """The last of these runs, as far back as no break stands between them."""
-    kept = list(runs[-1:])
-    for run in reversed(runs[:-1]):
-        if not set(ids[run.end : kept[0].start]).isdisjoint(breaks):
-            break
-        kept.insert(0, run)
-    return kept

@@ -42,6 +42,8 @@ from ragcache.store.kv_store import KVStore
 from ragcache.store.records import NOT_STORED
 
 log = logging.getLogger(__name__)
+# Parts of passages that an element tells apart: above 34 bits for a token, and whether a passage begins with it.
+PARTS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,15 @@ class Path:
     @property
     def passages(self) -> list[tuple[Segment, Hit]]:
         return list(zip(self.layout.passages, self.hits, strict=True))
+
+    @property
+    def elements(self) -> list[int]:
+        """Those of the layout; the first of a part of a passage says which one, as KV depends on what stood before."""
+        elements = self.layout.elements
+        for piece, hit in self.passages:
+            if self.layout.separate and hit.chunk.cut_from is not None:
+                elements[piece.start] += hash(hit.chunk.cut_from) % PARTS << 34
+        return elements
 
     @property
     def owned(self) -> list[Owned]:
@@ -150,7 +161,7 @@ class Prefixes:
         if not self._tree.budget_bytes:
             yield None, 0.0
             return
-        namespace, elements = self._namespace(method), path.layout.elements
+        namespace, elements = self._namespace(method), path.elements
         load_s = self._bring(namespace, elements[:most], self._owned(path, elements))
         with self._tree.match(namespace, elements) as lease:
             lease.cut(path.layout.usable(min(lease.num_tokens, most)))
@@ -167,7 +178,7 @@ class Prefixes:
         """
         if not self._tree.budget_bytes or len(set(fused.cache.lengths)) > 1:
             return
-        elements = [*path.layout.elements, *answer_ids][: fused.cache.get_seq_length()]
+        elements = [*path.elements, *answer_ids][: fused.cache.get_seq_length()]
         self._keep(self._namespace(method), elements, fused.cache, self._owned(path, elements), path.drops)
 
     def _keep(

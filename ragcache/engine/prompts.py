@@ -177,8 +177,8 @@ class Prompts:
         method = reading.method
         if not method.keeps_context:
             raise ConfigError(
-                f"method {method.name!r} cannot keep the context of earlier turns; choose full, reposition or link, or "
-                'leave out context="keep"',
+                f"method {method.name!r} cannot keep the context of earlier turns; choose full, reposition, "
+                'cacheblend, epic or link, or leave out context="keep"',
                 "context",
             )
         if method.reuses_blocks and self.lm.is_recurrent:

@@ -36,7 +36,7 @@ from ragcache.fusion.snapkv import SnapKV
 from ragcache.models.hub import BUNDLED
 from ragcache.models.sampler import Sampling
 from ragcache.models.thoughts import TEMPLATE_OPTIONS, template_variables, thinking_of
-from ragcache.prompt import PromptEnds, Shown, control_tokens, encode_text
+from ragcache.prompt import PromptEnds, Shown, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team
 
@@ -93,7 +93,7 @@ class Questions:
         self.drop_deleted()
         ends, given = completion_ends(self._parts.card.tokenizer, parts)
         texts = [parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)]
-        ends, inline = self._with_found(ends, given, texts if given else ["".join(texts)], reading)
+        ends, inline, reading = self._with_found(ends, given, texts if given else ["".join(texts)], reading)
         return self._read(lambda _: (ends, 0), lambda: inline, reading)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Iterator[Event]:
@@ -122,7 +122,7 @@ class Questions:
                 reading,
                 drops=drops,
             )
-            written, inline = self._with_found(whole, given, conversation.given_text, reading)
+            written, inline, reading = self._with_found(whole, given, conversation.given_text, reading)
             return self._read(lambda _: (written, dropped), lambda: inline, reading)
         self._look(conversation.given_text, reading)
         if context == "keep":
@@ -222,20 +222,19 @@ class Questions:
 
     def _with_found(
         self, ends: PromptEnds, given: list[Given], texts: Sequence[str], reading: RequestOptions
-    ) -> tuple[PromptEnds, Sequence[Given]]:
+    ) -> tuple[PromptEnds, Sequence[Given], RequestOptions]:
         """A prompt around the passages that it gives as such; where it gives none, around the stored ones that its text
         quotes: its ids are the same, whatever is found.
 
         texts: what the caller wrote, without passages given as such
         """
-        card, found = self._parts.card, list[Hit]()
-        breaks, recipe = control_tokens(card.tokenizer).keys(), self._parts.reader.prompts.names.recipe
+        card, found, recipe = self._parts.card, list[Hit](), self._parts.reader.prompts.names.recipe
         parts = recipe.keeps_all and not recipe.neighbours and recipe.markers is None  # of a block that is as read
         if not given and self._reuses_text(reading) and len(ends.suffix_ids) <= card.max_positions:
-            ends, found = self.finder.cut(ends.suffix_ids, breaks, parts=parts)
+            ends, found = self.finder.cut(ends.suffix_ids, parts=parts)
         if not found:
             self._look(texts, reading)
-        return ends, found or given
+        return ends, found or given, replace(reading, found=bool(found))
 
     def _look(self, texts: Sequence[str], reading: RequestOptions) -> None:
         """Say so, once, where stored passages come as text to a method that would have used their KV."""

@@ -117,8 +117,8 @@ def test_text_between_passages_is_read_where_it_stands(kb, oracle):
 
 def test_text_between_passages_is_refused_where_it_cannot_be_read(kb):
     parts = [rc.Passage(CATS), "between", rc.Passage(DOGS), "Who?"]
-    with pytest.raises(PromptError, match="method 'epic' reads none there; choose reposition, link or full"):
-        kb.chat([user(*parts)], method="epic")
+    with pytest.raises(PromptError, match="method 'a3' reads none there; choose reposition, cacheblend"):
+        kb.chat([user(*parts)], method="a3")
     with pytest.raises(PromptError, match="'between' stands between two passages, which context=\"keep\""):
         kb.chat([user(*parts)], context="keep")
 

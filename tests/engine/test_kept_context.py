@@ -242,7 +242,7 @@ def test_what_cannot_be_kept_is_refused(kb, open_kb, tmp_path, monkeypatch):
         kb.chat(turns, context="forever")
     with pytest.raises(ConfigError, match="takes passages in the messages"):
         kb.chat(turns, passages=[rc.Passage("x")], context="keep")
-    with pytest.raises(ConfigError, match=r"'a3' cannot keep.*choose full, reposition or link"):
+    with pytest.raises(ConfigError, match=r"'a3' cannot keep.*choose full, reposition, cacheblend, epic or link"):
         kb.chat(turns, k=1, method="a3", context="keep")
     with pytest.raises(ConfigError, match="exclude each other"):
         kb.chat(turns, k=1, evict=5, context="keep")

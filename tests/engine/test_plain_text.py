@@ -16,6 +16,7 @@ from ragcache.engine import local_engine
 from ragcache.engine import passages as plain_text
 from ragcache.engine.request import Clock
 from ragcache.errors import ContextTooLongError
+from ragcache.fusion import get_method
 from ragcache.fusion.fuse import fuse
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.retrieval.fake import BagOfWords
@@ -40,10 +41,10 @@ def pasted(kb) -> str:
 def calls(kb, text):
     """Calls that cannot use the KV of passages in their text."""
     yield lambda: kb.chat([{"role": "user", "content": ["Read:", text]}], k=1, sampling=ONE)
-    yield lambda: kb.chat([{"role": "user", "content": text}], method="epic", sampling=ONE)
-    yield lambda: kb.complete(text, method="epic", sampling=ONE)
+    yield lambda: kb.chat([{"role": "user", "content": text}], method="a3", sampling=ONE)
+    yield lambda: kb.complete(text, method="a3", sampling=ONE)
     yield lambda: kb.complete([rc.Passage("Other."), text], sampling=ONE)
-    yield lambda: kb.complete(["Read:", text], method="epic", sampling=ONE)
+    yield lambda: kb.complete(["Read:", text], method="a3", sampling=ONE)
     yield lambda: kb.ask(text, k=1, sampling=ONE)
 
 
@@ -141,20 +142,30 @@ def test_the_last_token_of_a_prompt_runs_though_it_is_a_passages(kb, read, model
     assert answer.text == continued(model_directory, read[0], places(read[0], answer.hits), count=1)
 
 
-def test_of_several_messages_those_of_the_last_are_found(tmp_path, open_kb):
-    """Where the template divides messages by control tokens; earlier ones are a text whose KV the next turn finds."""
-    template = "{% for m in messages %}{{ m['content'] }}<|eos|>{% endfor %}"
-    lm = rc.load_lm(save_tiny_llama(tmp_path / "lm", chat_template=template))
-    with open_kb(model=lm, method="reposition") as kb:
+TURNED = "{% for m in messages %}{{ m['content'] }}<|eos|>{% endfor %}"  # a control token between messages
+
+
+@pytest.mark.parametrize(
+    ("method", "alone"),
+    [("reposition", 5), (get_method("epic", first_tokens=100), 1), (get_method("cacheblend", ratio=1.0), 0)],
+)
+def test_a_conversation_goes_on_behind_the_passages_that_its_messages_quote(tmp_path, open_kb, method, alone):
+    """alone: passages, of five, that plain transformers reads by themselves to answer the same"""
+    directory = save_tiny_llama(tmp_path / "lm", chat_template=TURNED)
+    with open_kb(model=rc.load_lm(directory), method=method) as kb, pytest.MonkeyPatch.context() as patch:
         kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
         first, second, third, fourth = kb.retrieve(QUESTION, k=4)
-        turns = [
-            {"role": "user", "content": f"{first.chunk.text}{second.chunk.text}{third.chunk.text}Why?"},
-            {"role": "assistant", "content": fourth.chunk.text * 3},
-            {"role": "user", "content": f"{fourth.chunk.text}\n{second.chunk.text}{third.chunk.text}And who?"},
+        read = reads(kb, patch)
+        messages = [{"role": "user", "content": f"{first.chunk.text}\n{second.chunk.text}{third.chunk.text}Why?"}]
+        begun = kb.chat(messages, sampling=rc.Sampling(max_tokens=8))
+        messages += [
+            {"role": "assistant", "content": begun.text},
+            {"role": "user", "content": f"{fourth.chunk.text}\n{second.chunk.text}And who?"},
         ]
-        found = kb.chat(turns, sampling=ONE).hits
-        assert [hit.chunk.id for hit in found] == [hit.chunk.id for hit in (fourth, second, third)]
+        further = kb.chat(messages, sampling=rc.Sampling(max_tokens=8))
+    assert [hit.chunk.id for hit in further.hits] == [one.chunk.id for one in (first, second, third, fourth, second)]
+    assert further.usage.cached_tokens >= begun.usage.prompt_tokens + begun.usage.completion_tokens - 1
+    assert further.text == continued(directory, read[-1], places(read[-1], further.hits)[:alone])
 
 
 def test_methods_that_add_tokens_read_text_as_text(tmp_path, open_kb, said):
@@ -255,16 +266,16 @@ def test_a_passage_behind_other_first_tokens_is_found_behind_them(bpe_kb):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_engine, "fuse", lambda *given, **named: blocks.append(given[3]) or fuse(*given, **named))
         ids = [*own[5:7], *own[2:], *own[:1]]
-        ends, hits = bpe_kb._questions.finder.cut(ids, (), parts=True)
+        ends, hits = bpe_kb._questions.finder.cut(ids, parts=True)
         assert [one.chunk.token_ids for one in hits] == [own[2:]]
         assert [*ends.prefix_ids, *hits[0].chunk.token_ids, *ends.suffix_ids] == ids
         reading = bpe_kb._questions._reading({"sampling": ONE})
         list(bpe_kb._reader.stream(ends, hits, reading, Clock(0.0)))
     (whole,) = bpe_kb._parts.names.encode([own])
-    assert torch.equal(blocks[0][0].keys, whole.keys[:, :, 2:])
-    assert torch.equal(blocks[0][0].values, whole.values[:, :, 2:])
-    assert bpe_kb._questions.finder.cut([*own[5:8], *own[3:], 1], (), parts=True)[1] == []
-    assert bpe_kb._questions.finder.cut(ids, (), parts=False)[1] == []
+    torch.testing.assert_close(blocks[0][0].keys, whole.keys[:, :, 2:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(blocks[0][0].values, whole.values[:, :, 2:], atol=1e-5, rtol=1e-5)
+    assert bpe_kb._questions.finder.cut([*own[5:8], *own[3:], 1], parts=True)[1] == []
+    assert bpe_kb._questions.finder.cut(ids, parts=False)[1] == []
 
 
 def test_a_changed_passage_is_text(kb):

@@ -98,5 +98,8 @@ def test_methods_that_take_passages_side_by_side_refuse_them(tmp_path):
     assert {"reposition", "full"} <= set(READ)
     for name in METHODS:
         if not get_method(name).keeps_context and not get_method(name).needs_training:
-            with pytest.raises(PromptError, match=f"method '{name}' reads none there; choose reposition, cacheblend, epic, link or full"):
+            with pytest.raises(
+                PromptError,
+                match=f"method '{name}' reads none there; choose reposition, cacheblend, epic, link or full",
+            ):
                 rc.fuse(lm, PROMPT, name)

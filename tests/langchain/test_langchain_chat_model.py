@@ -300,8 +300,8 @@ def test_a_method_that_reads_no_text_between_passages_refuses_it(chat):
     passage = create_text_block("one", ragcache={})
     parts = [HumanMessage([passage, "and", passage, ASKED])]
     assert chat.invoke(parts, max_tokens=8).usage_metadata["input_token_details"]["cache_read"] > 0
-    with pytest.raises(PromptError, match="method 'epic' reads none there"):
-        chat.invoke(parts, method="epic")
+    with pytest.raises(PromptError, match="method 'a3' reads none there"):
+        chat.invoke(parts, method="a3")
 
 
 def test_unknown_options_are_refused(chat):
