@@ -58,8 +58,9 @@ class Context:
         ids = [*layout.ids[:known], *(id for piece in pieces for id in piece.ids), *text.ids]
         chunk_positions = (position for piece in pieces for position in range(piece.start, piece.end))
         positions = [*range(known), *chunk_positions, *text.positions]
-        by_slot = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (ids, positions))
-        return cls(job.lm, known, starts, lengths, job.blocks, *by_slot, begins=pieces == layout.passages)
+        all_ids, places = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (ids, positions))
+        begins = pieces == layout.passages
+        return cls(job.lm, known, starts, lengths, job.blocks, all_ids, places, begins)
 
     @property
     def num_tokens(self) -> int:
