@@ -1,10 +1,11 @@
 """How much of its passages' KV a prompt finds, whoever built it: python -m benchmarks.reuse
 
-For each way to ask, the share of the passages' tokens that did not run: at the first question, at the same one again,
-at another one over the same passages in another order, and at that after closing and opening the store. Then
-conversations: the tokens that ran beside the new turn's own, at most over all turns from the second on, in one process
-and with the store closed between the turns. Then the look-up alone, over 100,000 passages. The passages are sections of
-this repository's documentation.
+For each way to ask, the share of the passages' tokens that were read from KV: at the first question, at the same one
+again, at another one over the same passages in another order, and at that after closing and opening the store. What
+asks are LangChain's, LlamaIndex's and OpenAI's own objects, and ragcache's. `cacheblend` runs a part of what it reads
+once more. Then conversations: the tokens that ran beside the new turn's own, at most over all turns from the second on,
+in one process and with the store closed between the turns. Then the look-up alone, over 100,000 passages. The passages
+are sections of this repository's documentation.
 """
 
 from __future__ import annotations
@@ -18,17 +19,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from langchain_core.documents import Document
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnablePassthrough
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
+from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
+from llama_index.core.schema import NodeWithScore, TextNode
+from openai import OpenAI
+from starlette.testclient import TestClient
 
 import ragcache as rc
+from langchain_ragcache import ChatRagCache, create_fused_documents_chain
+from llama_index.llms.ragcache import RagCacheLLM
 from ragcache.engine.content_index import ContentIndex
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
 from ragcache.retrieval.fake import BagOfWords
+from ragcache.server.app import create_app
 
 SYSTEM = "Answer from the context, in one sentence.\n\n"
 QUESTIONS = ("How is a block kept on disk?", "What may be deleted?")
 ONE = rc.Sampling(max_tokens=1)
-Ask = Callable[[rc.RagCache, Sequence[str], str], rc.Answer]
+Ask = Callable[[rc.RagCache, Sequence[str], str], dict[str, Any]]
+"""Returns the answer as JSON: `usage.cached_tokens`, and `hits`, each with its tokens and where its KV came from."""
 Keep = Callable[[rc.RagCache, Sequence[str]], object]
 
 
@@ -44,31 +59,71 @@ def sections(count: int, characters: int) -> list[str]:
     return found[:count]
 
 
-def stuffed(kb: rc.RagCache, passages: Sequence[str], question: str) -> rc.Answer:
+STUFFED = ChatPromptTemplate.from_messages([("system", SYSTEM + "{context}"), ("human", "{input}")])
+
+
+def stuffed(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
     """LangChain's stuff chain: passages joined by empty lines in the system message."""
-    content = SYSTEM + "\n\n".join(passages)
-    return kb.chat([{"role": "system", "content": content}, {"role": "user", "content": question}], sampling=ONE)
+    chain = STUFFED | ChatRagCache(kb=kb, max_tokens=1)
+    return _of_message(chain.invoke({"context": "\n\n".join(passages), "input": question}))
 
 
-def tool_result(kb: rc.RagCache, passages: Sequence[str], question: str) -> rc.Answer:
-    """Passages under labels in a user message, as agents and LlamaIndex's synthesizers write them."""
-    labelled = "\n\n".join(f"[{rank}] file_path: docs/a.md\n\n{text}" for rank, text in enumerate(passages, 1))
-    return kb.chat([{"role": "user", "content": f"{labelled}\n\nQuestion: {question}"}], sampling=ONE)
+def fused(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
+    """The fused chain: each document a part of the message."""
+    chain = create_fused_documents_chain(
+        ChatRagCache(kb=kb, max_tokens=1), STUFFED, output_parser=RunnablePassthrough()
+    )
+    return _of_message(chain.invoke({"context": [Document(text) for text in passages], "input": question}))
 
 
-def fused(kb: rc.RagCache, passages: Sequence[str], question: str) -> rc.Answer:
-    """The fused chain: each passage a part of the message."""
-    return kb.chat([{"role": "user", "content": [*map(rc.Passage, passages), question]}], sampling=ONE)
+def _of_message(message: Any) -> dict[str, Any]:
+    cached = message.usage_metadata["input_token_details"]["cache_read"]
+    return {"usage": {"cached_tokens": cached}, "hits": message.response_metadata["sources"]}
 
 
-def retrieved(kb: rc.RagCache, passages: Sequence[str], question: str) -> rc.Answer:
-    hits = [rc.Passage(id=text[:20]) for text in passages]
-    return kb.ask(question, hits=hits, sampling=ONE)
+class LastAnswer(BaseEventHandler):  # type: ignore[misc]
+    """What the model said at the end of LlamaIndex's last call, as `RagCacheLLM` puts it into `raw`."""
+
+    raw: dict[str, Any] = {}
+
+    def handle(self, event: Any, **_: Any) -> None:
+        if isinstance(event, LLMChatEndEvent | LLMCompletionEndEvent) and event.response is not None:
+            self.raw = dict(event.response.raw)
 
 
-def raw(kb: rc.RagCache, passages: Sequence[str], question: str) -> rc.Answer:
+HEARD = LastAnswer()
+get_dispatcher().add_event_handler(HEARD)
+
+
+def compact(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
+    """LlamaIndex's stock synthesizer over nodes of the user's own index, each under its file's name."""
+    nodes = [NodeWithScore(node=TextNode(text=text, metadata={"file_path": "docs/a.md"})) for text in passages]
+    llm = RagCacheLLM(kb, max_tokens=1)
+    get_response_synthesizer(llm=llm, response_mode=ResponseMode.COMPACT).synthesize(question, nodes)
+    return HEARD.raw
+
+
+def served(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
+    """OpenAI's client against the server, passages under labels in a user message, as agents' tools return them."""
+    labelled = "\n\n".join(f"[{rank}] {text}" for rank, text in enumerate(passages, 1))
+    with TestClient(create_app(kb)) as http:
+        client = OpenAI(base_url="http://testserver/v1", api_key="none", http_client=http)
+        found = client.chat.completions.create(
+            model=client.models.list().data[1].id,  # NAME:plain, without retrieval
+            messages=[{"role": "user", "content": f"{labelled}\n\nQuestion: {question}"}],
+            max_tokens=1,
+        ).model_dump()
+    return {"usage": found["usage"]["prompt_tokens_details"], "hits": found["ragcache"]["sources"]}
+
+
+def retrieved(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
+    """ragcache's own question over its own passages."""
+    return kb.ask(question, hits=[rc.Passage(id=text[:20]) for text in passages], sampling=ONE).to_json()
+
+
+def raw(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
     """A prompt without a chat template, as completion clients write it."""
-    return kb.complete("\n\n".join([SYSTEM, *passages, f"Question: {question}\nAnswer:"]), sampling=ONE)
+    return kb.complete("\n\n".join([SYSTEM, *passages, f"Question: {question}\nAnswer:"]), sampling=ONE).to_json()
 
 
 def stored(kb: rc.RagCache, passages: Sequence[str]) -> None:
@@ -80,12 +135,12 @@ def precomputed(kb: rc.RagCache, passages: Sequence[str]) -> None:
     kb.precompute(passages)
 
 
-def share(kb: rc.RagCache, answer: rc.Answer, passages: Sequence[str]) -> float:
-    """Share of the passages' tokens that did not run."""
+def share(kb: rc.RagCache, answer: dict[str, Any], passages: Sequence[str]) -> float:
+    """Share of the passages' tokens that were read from KV."""
     tokens = sum(kb.count_tokens(text) for text in passages)
-    if not answer.hits:  # none was found: what is cached is a prefix
-        return min(1.0, answer.usage.cached_tokens / tokens)
-    reused = sum(hit.chunk.num_tokens for hit in answer.hits if hit.kv not in ("computed", "unused"))
+    if not answer["hits"]:  # none was found: what is cached is a prefix
+        return min(1.0, answer["usage"]["cached_tokens"] / tokens)
+    reused = sum(hit["tokens"] for hit in answer["hits"] if hit["kv"] not in ("computed", "unused"))
     return min(1.0, reused / tokens)
 
 
@@ -94,8 +149,8 @@ def row(
     passages: Sequence[str],
     ask: Ask,
     keep: Keep | None,
-    before: Ask | None = None,
-    method: str | None = "reposition",
+    before: Ask | None,
+    method: str | None,
 ) -> list[float]:
     """Shares of one way to ask. before: what had been asked in that store, by another way"""
     with tempfile.TemporaryDirectory() as root:
@@ -181,30 +236,24 @@ def main() -> None:
     chosen = parser.parse_args()
     lm, passages = rc.load_lm(chosen.model), sections(chosen.passages, chosen.characters)
     ways: list[tuple[str, Ask, Keep | None, Ask | None]] = [
-        ("stuff chain, documents nowhere", stuffed, None, None),
-        ("fused chain, documents nowhere", fused, None, None),
-        ("stuff chain, after a fused one", stuffed, None, fused),
-        ("stuff chain, documents precomputed", stuffed, precomputed, None),
-        ("labelled text, documents precomputed", tool_result, precomputed, None),
-        ("stuff chain, documents also in ragcache", stuffed, stored, None),
-        ("labelled text, documents also in ragcache", tool_result, stored, None),
-        ("fused chain, documents in ragcache", fused, stored, None),
+        ("LangChain's stuff chain, documents nowhere", stuffed, None, None),
+        ("its fused chain, documents nowhere", fused, None, None),
+        ("its stuff chain, after a fused one", stuffed, None, fused),
+        ("its stuff chain, documents precomputed", stuffed, precomputed, None),
+        ("its stuff chain, documents also in ragcache", stuffed, stored, None),
+        ("its fused chain, documents in ragcache", fused, stored, None),
+        ("LlamaIndex's compact synthesizer, documents precomputed", compact, precomputed, None),
+        ("the same, documents also in ragcache", compact, stored, None),
+        ("OpenAI's client, documents precomputed", served, precomputed, None),
+        ("a raw prompt, documents precomputed", raw, precomputed, None),
         ("ragcache's own passages", retrieved, stored, None),
     ]
-    exact: list[tuple[str, Ask, Keep | None]] = [
-        ("stuff chain", stuffed, None),
-        ("labelled text, as LlamaIndex and agents write it", tool_result, None),
-        ("fused chain", fused, None),
-        ("a raw prompt", raw, None),
-        ("ragcache's own passages", retrieved, stored),
-    ]
-    print(f"Passages of {[lm_tokens(lm, text) for text in passages]} tokens, {lm.name.rpartition('/')[2]}, CPU.\n")
-    print("| | 1st | again | other question, other order | after opening again |\n|---|---|---|---|---|")
+    print(f"Passages of {[lm_tokens(lm, text) for text in passages]} tokens, {chosen.model}, CPU.\n")
+    print("| | method | 1st | again | other question, other order | after opening again |\n|---|---|---|---|---|---|")
     for name, ask, keep, before in ways:
-        print(f"| {name} | " + " | ".join(f"{one:.1%}" for one in row(lm, passages, ask, keep, before)) + " |")
-    for name, ask, keep in exact:
-        shares = row(lm, passages, ask, keep, None, None)
-        print(f"| {name}, method by default | " + " | ".join(f"{one:.1%}" for one in shares) + " |")
+        for method in (None, "reposition"):
+            shares = " | ".join(f"{one:.0%}" for one in row(lm, passages, ask, keep, before, method))
+            print(f"| {name} | {method or 'by default'} | {shares} |", flush=True)
     print(
         "\n| conversation | prompt at the end | most tokens run beside the turn's own | cached | the same, closed | |"
     )
