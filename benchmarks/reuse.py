@@ -16,18 +16,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
-from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index_instrumentation import get_dispatcher
 from openai import OpenAI
+from pydantic import Field
 from starlette.testclient import TestClient
 
 import ragcache as rc
@@ -71,7 +72,7 @@ def stuffed(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str
 def fused(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
     """The fused chain: each document a part of the message."""
     chain = create_fused_documents_chain(
-        ChatRagCache(kb=kb, max_tokens=1), STUFFED, output_parser=RunnablePassthrough()
+        ChatRagCache(kb=kb, max_tokens=1), STUFFED, output_parser=cast("Any", RunnablePassthrough())
     )
     return _of_message(chain.invoke({"context": [Document(text) for text in passages], "input": question}))
 
@@ -81,14 +82,14 @@ def _of_message(message: Any) -> dict[str, Any]:
     return {"usage": {"cached_tokens": cached}, "hits": message.response_metadata["sources"]}
 
 
-class LastAnswer(BaseEventHandler):  # type: ignore[misc]
+class LastAnswer(BaseEventHandler):
     """What the model said at the end of LlamaIndex's last call, as `RagCacheLLM` puts it into `raw`."""
 
-    raw: dict[str, Any] = {}
+    raw: dict[str, Any] = Field(default_factory=dict)
 
     def handle(self, event: Any, **_: Any) -> None:
         if isinstance(event, LLMChatEndEvent | LLMCompletionEndEvent) and event.response is not None:
-            self.raw = dict(event.response.raw)
+            self.raw = dict(event.response.raw or {})
 
 
 HEARD = LastAnswer()
@@ -137,10 +138,10 @@ def precomputed(kb: rc.RagCache, passages: Sequence[str]) -> None:
 
 def share(kb: rc.RagCache, answer: dict[str, Any], passages: Sequence[str]) -> float:
     """Share of the passages' tokens that were read from KV."""
-    tokens = sum(kb.count_tokens(text) for text in passages)
+    tokens = float(sum(kb.count_tokens(text) for text in passages))
     if not answer["hits"]:  # none was found: what is cached is a prefix
-        return min(1.0, answer["usage"]["cached_tokens"] / tokens)
-    reused = sum(hit["tokens"] for hit in answer["hits"] if hit["kv"] not in ("computed", "unused"))
+        return min(1.0, float(answer["usage"]["cached_tokens"]) / tokens)
+    reused: int = sum(hit["tokens"] for hit in answer["hits"] if hit["kv"] not in ("computed", "unused"))
     return min(1.0, reused / tokens)
 
 
