@@ -143,6 +143,13 @@ def test_ask_passes_eviction_on(store):
     assert got["text"] == expected.text != plain.text
 
 
+def test_ask_refuses_a_method_that_contradicts_exact(store):
+    command = ("ask", "Cat?", "--store", store, "--max-tokens", "2", "--exact", "--json")
+    refused = invoke(*command, "--method", "epic")
+    assert (refused.exit_code, "method 'epic' is approximate" in refused.stderr) == (2, True)
+    assert json_of(invoke(*command, "--method", "full"))["method"] == "full"
+
+
 def test_ask_reads_the_whole_store(store):
     command = ("ask", "Cat?", "--store", store, "--max-tokens", "2", "--whole", "--json")
     first, second = (json.loads(invoke(*command).stdout) for _ in range(2))  # each opens the store anew
@@ -343,7 +350,7 @@ def test_ingest_sync_follows_the_folder_and_a_dry_run_says_so_first(store, folde
     again = json_of(invoke(*arguments, "--json"))
     assert (again["moved"], again["removed"], again["computed_tokens"]) == ([], [], 0)
     gone = invoke("ingest", tmp_path / "nowhere", "--store", store, "--sync")
-    assert (gone.exit_code, "nothing was changed" in gone.stderr) == (1, True)
+    assert (gone.exit_code, "nothing was changed" in gone.stderr) == (2, True)
 
 
 def test_list_and_delete_by_source_and_id(store, folder, monkeypatch):

@@ -182,7 +182,7 @@ def test_sources_that_come_back_as_text_are_read_from_their_kv(client, caplog):
         assert [source["text"] for source in answer.ragcache["sources"]] == [source["text"] for source in sources]
         assert answer.usage.prompt_tokens_details.cached_tokens > len(pasted) // 2
         for _ in range(2):
-            assert again(method="epic").ragcache["sources"] == []
+            assert again(method="a3").ragcache["sources"] == []
     said = [record.getMessage() for record in caplog.records if "plain text" in record.getMessage()]
     assert ["4 stored passages" in text and "ragcache.documents" in text for text in said] == [True]
 

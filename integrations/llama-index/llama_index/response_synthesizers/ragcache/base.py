@@ -19,7 +19,7 @@ import ragcache as rc
 from llama_index.llms.ragcache import FusedPrompt, RagCacheLLM
 from llama_index.llms.ragcache.segments import as_passage
 from llama_index.response_synthesizers.ragcache.template import as_raw_prompt, check_template, fused_messages
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, PromptError
 
 
 class _Chat(NamedTuple):
@@ -91,7 +91,8 @@ class FusedSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        """response_kwargs: values of the template's other variables"""
+        """response_kwargs: values of the template's other variables. Raises PromptError for what is no node."""
+        check_nodes(nodes)
         return super().synthesize(query, nodes, additional_source_nodes, fused_nodes=list(nodes), **response_kwargs)
 
     async def asynthesize(
@@ -101,6 +102,7 @@ class FusedSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
+        check_nodes(nodes)
         return await super().asynthesize(
             query, nodes, additional_source_nodes, fused_nodes=list(nodes), **response_kwargs
         )
@@ -147,6 +149,16 @@ class FusedSynthesizer(BaseSynthesizer):
         if len(messages) == 1 and not self._model.metadata.is_chat_model:
             return as_raw_prompt(messages[0], system)
         return _Chat(_with_system(system, messages), [])
+
+
+def check_nodes(nodes: Iterable[object]) -> None:
+    """Raises PromptError for what a retriever returned and is no node."""
+    for rank, one in enumerate(nodes):
+        if not isinstance(one, NodeWithScore):
+            raise PromptError(
+                f"the retriever gave a {type(one).__name__} in place of a node, as number {rank}; have it return "
+                "NodeWithScore(node=TextNode(text=...))"
+            )
 
 
 def _with_system(text: str | None, messages: list[ChatMessage]) -> list[ChatMessage]:
