@@ -1,6 +1,6 @@
 """A real corpus through the default retriever: recall, ingestion speed, bytes per token.
 
-    python -m benchmarks.corpus_report CORPUS.jsonl.gz QUESTIONS.jsonl.gz [--model mini]
+    python -m benchmarks.corpus_report CORPUS.jsonl.gz QUESTIONS.jsonl.gz [--model mini] [--embedder contriever]
 
 CORPUS:    JSON lines with id, title, text, source; every row is ingested as one document
 QUESTIONS: JSON lines with question and meta.gold_ids, the rows that answer it
@@ -53,6 +53,7 @@ class Settings:
 
     kv: "eager" computes KV blocks; "lazy" leaves them out, for recall alone
     limit: corpus rows to take, 0 for all
+    embedder: "minilm", "contriever", directory or hub id
     """
 
     model: str = "mini"
@@ -62,6 +63,7 @@ class Settings:
     chunk_tokens: int = 256
     kv: str = "eager"
     limit: int = 0
+    embedder: str = "minilm"
     threads: int = 0
 
 
@@ -140,9 +142,12 @@ def measure(
         "kv_bytes_per_token": stored / report.tokens,
         "ingestion_seconds": {name: round(value, 3) for name, value in asdict(report.seconds).items()},
     }
+    default = Settings()
     name = f"corpus-{corpus.name.partition('.')[0]}-{settings.shape or Path(settings.model).name}"
     if settings.kv != "eager":  # without figures of KV it must not replace a result that has them
         name += f"-{settings.kv}"
+    if settings.embedder != default.embedder:
+        name += f"-{Path(settings.embedder).name}"
     timings = {f"retrieve: {search}": Timing.of(seconds) for search, (_, seconds) in asked.items()}
     return Result(name, settings, hardware, timings, {}, figures, [])
 
@@ -175,6 +180,7 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     model.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--dtype", choices=DTYPES, default=default.dtype)
     parser.add_argument("--device", default=default.device)
+    parser.add_argument("--embedder", default=default.embedder)
     parser.add_argument("--kv", choices=("eager", "lazy"), default=default.kv)
     add_numbers(parser, default, ("chunk_tokens", "limit", "threads"))
     add_places(parser, "where the store is written; needs room for the KV blocks")
@@ -189,7 +195,7 @@ def main(arguments: Sequence[str] | None = None, embedder: Callable[[], Embedder
     if settings.threads:
         torch.set_num_threads(settings.threads)
     with tempfile.TemporaryDirectory(dir=given.workdir) as workdir:
-        made = embedder() if embedder else load_embedder("minilm", settings.device)
+        made = embedder() if embedder else load_embedder(settings.embedder, settings.device)
         result = measure(settings, given.corpus, given.questions, made, Path(workdir), arguments)
     write(result, given.out)
     show(result)
