@@ -10,6 +10,7 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 from serving import TEXTS, Served, events, serving
 
 import ragcache as rc
+from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.settings import ServerSettings
 
 QUESTION = "Where does the cat sit?"
@@ -353,6 +354,21 @@ def test_a_conversation_keeps_its_context_where_it_is_asked_to(client, kb):
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
     with pytest.raises(BadRequestError, match="takes passages in the messages"):
         ask(client, extra_body={"ragcache": {"context": "keep", "documents": [{"text": TEXTS["cats"]}]}})
+
+
+def test_a_plain_chat_goes_on_after_the_server_was_started_again(tmp_path, lm):
+    """From KV on disk; its second turn runs its own words alone."""
+    plain = {"ragcache": {"retrieve": False}, "max_tokens": 8}
+    turns, answers = [{"role": "user", "content": "Name a town on a river, and say why it lies there."}], []
+    for more in ("Why?", ""):
+        with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=BagOfWords()) as kb, serving(kb) as served:
+            body = {"model": served.service.chat_model, "messages": turns, **plain}
+            answers.append(served.http.post("/v1/chat/completions", json=body).json())
+        said = answers[-1]["choices"][0]["message"]["content"]
+        turns = [*turns, {"role": "assistant", "content": said}, {"role": "user", "content": more}]
+    first, second = (answer["usage"] for answer in answers)
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] >= first["prompt_tokens"] - len("\nAnswer:")
 
 
 def test_a_plain_chat_goes_on_from_its_history(client):
