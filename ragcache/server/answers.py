@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from ragcache import Answer, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
@@ -196,6 +197,30 @@ def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "computed_tokens": usage.computed_tokens,
         "created_tokens": usage.created_tokens,
+def citations(answer: Answer) -> list[dict[str, JsonValue]]:
+    """The documents that an answer was read from, as the Responses API cites them: pages by their URL, others as files.
+
+    Nothing says which words rest on which document, so that each is cited for the whole text.
+    """
+    found: dict[str, dict[str, JsonValue]] = {}
+    end = len(answer.text)
+    for chunk in [hit.chunk for hit in answer.hits if end]:
+        title = chunk.title or PurePath(chunk.source).name or chunk.document_id
+        if chunk.source.startswith(("http://", "https://")):
+            page = {"url": chunk.source, "title": title, "start_index": 0, "end_index": end}
+            found.setdefault(chunk.source, {"type": "url_citation", **page})
+        elif chunk.document_id:
+            file = {"file_id": chunk.document_id, "filename": PurePath(chunk.source).name or title, "index": end}
+            found.setdefault(chunk.document_id, {"type": "file_citation", **file})
+    return list(found.values())
+
+
+def chat_citations(answer: Answer) -> list[JsonValue]:
+    """The same as chat completions cite them, which know no files."""
+    found = [one for one in citations(answer) if one["type"] == "url_citation"]
+    return [{"type": kind, kind: page} for page in found if (kind := str(page.pop("type")))]
+
+
         "avoided_tokens": usage.cached_tokens,
         "method": answer.method,
         "method_reason": answer.method_reason,

@@ -16,7 +16,16 @@ from starlette.responses import Response
 
 from ragcache import Answer, Done, Reasoning, Sources, Token, ToolCall
 from ragcache.engine.answer import Event
-from ragcache.server.answers import chat_logprobs, costs_of, dearest, each_of, engine_call, sources_of, usage_of
+from ragcache.server.answers import (
+    chat_citations,
+    chat_logprobs,
+    costs_of,
+    dearest,
+    each_of,
+    engine_call,
+    sources_of,
+    usage_of,
+)
 from ragcache.server.body import read_json, request_body
 from ragcache.server.chat_types import (
     AnswerMessage,
@@ -136,10 +145,10 @@ class Writer:
     def choice(self, index: int, answer: Answer) -> Choice:
         calls = [MessageCall(**call.to_json()) for call in answer.tool_calls]
         content = answer.text or (None if calls else "")
-        more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        more: dict[str, Any] = {"annotations": chat_citations(answer), **({"tool_calls": calls} if calls else {})}
         if answer.reasoning:
             more["reasoning_content"] = answer.reasoning
-        message = AnswerMessage(role="assistant", content=content, refusal=None, annotations=[], **more)
+        message = AnswerMessage(role="assistant", content=content, refusal=None, **more)
         logprobs = None if answer.logprobs is None else chat_logprobs(answer.logprobs)
         return Choice(index=index, message=message, logprobs=logprobs, finish_reason=self.reason(answer))
 
@@ -158,6 +167,8 @@ class Writer:
             self.calls[index] += 1
         reason = self.reason(one.answer) if isinstance(one, Done) else None
         return ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
+        elif isinstance(one, Done) and (cited := chat_citations(one.answer)):
+            delta = Delta(annotations=cited)
 
     def reason(self, answer: Answer) -> Literal["stop", "length", "tool_calls"]:
         if answer.finish_reason == "tool_calls":

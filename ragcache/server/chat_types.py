@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import (
@@ -466,6 +466,7 @@ class Delta(AnswerModel):
     refusal: None = None
 
 
+    annotations: list[JsonValue] = Field(default_factory=list, description="With the finish reason: the pages cited")
 class ChunkChoice(AnswerModel):
     index: int
     delta: Delta

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from ragcache import Answer, Done, Sampling, Sources, Token
 from ragcache.engine.answer import Event
 from ragcache.models.thoughts import Effort
-from ragcache.server.answers import engine_call, sources_of
+from ragcache.server.answers import citations, engine_call, sources_of
 from ragcache.server.body import read_json, request_body
 from ragcache.server.chat import Writer, respond
 from ragcache.server.chat_types import (
@@ -155,7 +155,7 @@ class ResponsesRequest(Ignored):
 class OutputText(AnswerModel):
     type: Literal["output_text"]
     text: str
-    annotations: list[JsonValue]
+    annotations: list[dict[str, JsonValue]]
     logprobs: list[JsonValue]
 
 
@@ -225,6 +225,8 @@ class ResponseEvent(AnswerModel):
     text: str | None = None
     logprobs: list[JsonValue] = Field(default_factory=list)
     code: str | None = None
+    annotation: dict[str, JsonValue] | None = None
+    annotation_index: int | None = None
     message: str | None = None
     param: str | None = None
 
@@ -276,9 +278,13 @@ class ResponseWriter(Writer):
             if isinstance(one, Token) and one.text:
                 yield self.say("response.output_text.delta", **self._place(), delta=one.text, logprobs=[])
             elif isinstance(one, Done):
-                whole, text = self.whole(one.answer), one.answer.text
-                yield self.say("response.output_text.done", **self._place(), text=text, logprobs=[])
-                yield self.say("response.content_part.done", **self._place(), part=_part(text))
+                whole = self.whole(one.answer)
+                part = whole.output[0].content[0]
+                for rank, cited in enumerate(part.annotations):
+                    place = {**self._place(), "annotation_index": rank}
+                    yield self.say("response.output_text.annotation.added", **place, annotation=cited)
+                yield self.say("response.output_text.done", **self._place(), text=part.text, logprobs=[])
+                yield self.say("response.content_part.done", **self._place(), part=part)
                 yield self.say("response.output_item.done", output_index=0, item=whole.output[0])
                 yield self.say(f"response.{whole.status}", response=whole)
 
@@ -293,7 +299,9 @@ class ResponseWriter(Writer):
     def whole(self, answer: Answer) -> ResponseObject:
         status: Status = "completed" if answer.finish_reason == "stop" else "incomplete"
         costs = ChatExtension(sources=sources_of(answer.hits), **self.costs(answer))
-        return self.response(status, [self.message(status, [_part(answer.text)])], _usage(answer), costs)
+        return self.response(
+            status, [self.message(status, [_part(answer.text, citations(answer))])], _usage(answer), costs
+        )
 
     def response(
         self, status: Status, output: list[OutputMessage], usage: ResponseUsage | None, costs: ChatExtension
@@ -326,8 +334,8 @@ class ResponseWriter(Writer):
         return {"item_id": self.item, "output_index": 0, "content_index": 0}
 
 
-def _part(text: str) -> OutputText:
-    return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
+def _part(text: str, cited: Sequence[dict[str, JsonValue]] = ()) -> OutputText:
+    return OutputText(type="output_text", text=text, annotations=list(cited), logprobs=[])
 
 
 def _usage(answer: Answer) -> ResponseUsage:

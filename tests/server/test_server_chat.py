@@ -7,6 +7,8 @@ import json
 import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai.types.chat.chat_completion_message import Annotation
+from openai.types.responses import ResponseOutputText, ResponseOutputTextAnnotationAddedEvent
 from serving import TEXTS, Served, events, serving
 
 import ragcache as rc
@@ -157,6 +159,44 @@ def test_documents_of_the_request_stand_in_for_retrieval(client, kb):
     answer = ask(client, extra_body={"ragcache": {"documents": documents}})
     assert answer.choices[0].message.content == expected(kb, passages=passages).text
     assert [source["text"] for source in answer.ragcache["sources"]] == [TEXTS["dogs"], TEXTS["cats"]]
+
+
+CITED = [
+    rc.Document("page", "The cat sits on a mat.", title="On cats", source="https://example.org/cats"),
+    rc.Document("page-2", "The cat sits on a mat, again.", title="On cats", source="https://example.org/cats"),
+    rc.Document("notes", "The cat sits on a chair.", source="kept/notes.md"),
+]
+
+
+def test_sources_are_cited_as_openais_own_types_read_them(client, kb):
+    """A page once, however many of its passages were read; a file where the API knows files; strictly parsed."""
+    kb.ingest(CITED)
+    told = {"ragcache": {"k": 3, "filter": {"document_id": {"$in": ["page", "page-2", "notes"]}}}}
+    message = ask(client, extra_body=told).choices[0].message
+    length = len(message.content)
+    page = {"url": "https://example.org/cats", "title": "On cats", "start_index": 0, "end_index": length}
+    assert [Annotation.model_validate(one.to_dict(), strict=True).to_dict() for one in message.annotations] == [
+        {"type": "url_citation", "url_citation": page}
+    ]
+    *parts, end = ask(client, extra_body=told, stream=True)
+    assert not any(hasattr(part.choices[0].delta, "annotations") for part in parts)
+    assert (end.choices[0].finish_reason, end.choices[0].delta.annotations) == (
+        "length", [one.to_dict() for one in message.annotations],
+    )  # fmt: skip
+    file = {"type": "file_citation", "file_id": "notes", "filename": "notes.md", "index": length}
+    asked = {"model": "tiny", "input": QUESTION, "max_output_tokens": 12, "extra_body": told}
+    [part] = client.responses.create(**asked).output[0].content
+    right = [{"type": "url_citation", **page}, file]
+    assert sorted((one.to_dict() for one in part.annotations), key=lambda one: one["type"], reverse=True) == right
+    ResponseOutputText.model_validate(part.to_dict(), strict=True)
+    events = list(client.responses.create(**asked, stream=True))
+    added = [one for one in events if one.type == "response.output_text.annotation.added"]
+    assert [one.annotation.to_dict() for one in added] == [one.to_dict() for one in part.annotations]
+    assert [one.annotation_index for one in added] == [0, 1]
+    for one in added:
+        ResponseOutputTextAnnotationAddedEvent.model_validate(one.to_dict(), strict=True)
+    assert events[-1].response.output[0].content[0].annotations == part.annotations
+    assert ask(client, extra_body={"ragcache": {"retrieve": False}}).choices[0].message.annotations == []
 
 
 def test_a_plain_chat(client, kb):

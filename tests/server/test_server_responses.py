@@ -82,6 +82,7 @@ def test_a_stream_brings_the_same_answer_event_by_event(client):
         "in_progress",
         "output_item.added",
         "content_part.added",
+        *["output_text.annotation.added"] * len(whole.output[0].content[0].annotations),
         "output_text.done",
         "content_part.done",
         "output_item.done",
