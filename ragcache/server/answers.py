@@ -8,6 +8,8 @@ from itertools import accumulate
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from pydantic import JsonValue
+
 from ragcache import Answer, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
 from ragcache.engine.answer import TokenLogprob, source_to_json
 from ragcache.engine.options import AnswerDefaults, names
@@ -163,15 +165,20 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def usage_of(answers: Sequence[Answer]) -> ChatUsage:
-    """All answers over one prompt, which counts once: as that one read it that computed most of it."""
-    usage = dearest(answers).usage
+def usage_of(answers: Sequence[Answer], prompts: int = 1) -> ChatUsage:
+    """Answers over as many prompts, in their order. Each prompt counts once: as that answer read it that computed most
+    of it."""
+    each = len(answers) // prompts
+    read = [dearest(answers[start : start + each]).usage for start in range(0, len(answers), each)]
+    prompt_tokens = sum(usage.prompt_tokens for usage in read)
     completion_tokens = sum(answer.usage.completion_tokens for answer in answers)
     return ChatUsage(
-        prompt_tokens=usage.prompt_tokens,
+        prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
-        total_tokens=usage.prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens, audio_tokens=0),
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=sum(usage.cached_tokens for usage in read), audio_tokens=0
+        ),
         completion_tokens_details=CompletionTokensDetails(
             reasoning_tokens=sum(answer.usage.reasoning_tokens for answer in answers),
             audio_tokens=0,
@@ -190,13 +197,6 @@ def sources_of(hits: Sequence[Source]) -> list[SourceItem]:
     return [SourceItem(**source_to_json(hit)) for hit in hits]
 
 
-def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
-    """Fields of the extension that are known at the end."""
-    usage = answer.usage
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "computed_tokens": usage.computed_tokens,
-        "created_tokens": usage.created_tokens,
 def citations(answer: Answer) -> list[dict[str, JsonValue]]:
     """The documents that an answer was read from, as the Responses API cites them: pages by their URL, others as files.
 
@@ -221,6 +221,13 @@ def chat_citations(answer: Answer) -> list[JsonValue]:
     return [{"type": kind, kind: page} for page in found if (kind := str(page.pop("type")))]
 
 
+def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
+    """Fields of the extension that are known at the end."""
+    usage = answer.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "computed_tokens": usage.computed_tokens,
+        "created_tokens": usage.created_tokens,
         "avoided_tokens": usage.cached_tokens,
         "method": answer.method,
         "method_reason": answer.method_reason,
@@ -248,8 +255,10 @@ def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> TextLogpro
     texts = [token.text for token in tokens]
     return TextLogprobs(
         tokens=texts,
-        token_logprobs=[_number(token) for token in tokens],
-        top_logprobs=[{near.text: _number(near) for near in (*token.top, token)} for token in tokens],
+        token_logprobs=[_number(token) if token.is_scored else None for token in tokens],
+        top_logprobs=[
+            {near.text: _number(near) for near in (*token.top, token)} if token.is_scored else None for token in tokens
+        ],
         text_offset=list(accumulate(map(len, texts), initial=offset))[: len(texts)],
     )
 

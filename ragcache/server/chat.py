@@ -54,7 +54,7 @@ DONE = b"data: [DONE]\n\n"
     "/v1/chat/completions",
     summary="Answer the last user message, from the store or from given documents",
     responses={
-        200: streamed(ChatCompletion, "The answer; with stream: true, events whose data are ChatCompletionChunk"),
+        200: streamed(ChatCompletion, "The answer; with stream: true, events", ChatCompletionChunk),
         **errors(400, 404, 409, 413, 415, 503, 504),
     },
     openapi_extra=request_body(json=ChatRequest),
@@ -121,6 +121,7 @@ class Writer:
     """Writes the answers to one request in OpenAI's shapes: all objects carry the same id, time, model, fingerprint.
 
     names_tool: whether the request names the function to call: such an answer ends as any other does
+    prompts: how many the answers are over
     calls: of each answer so far
     """
 
@@ -130,6 +131,7 @@ class Writer:
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     names_tool: bool = False
+    prompts: int = 1
     calls: Counter[int] = field(default_factory=Counter)
 
     def completion(self, answers: Sequence[Answer]) -> AnswerModel:
@@ -165,10 +167,10 @@ class Writer:
         elif isinstance(one, ToolCall):
             delta = Delta(tool_calls=[DeltaCall(index=self.calls[index], **one.to_json())])
             self.calls[index] += 1
-        reason = self.reason(one.answer) if isinstance(one, Done) else None
-        return ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
         elif isinstance(one, Done) and (cited := chat_citations(one.answer)):
             delta = Delta(annotations=cited)
+        reason = self.reason(one.answer) if isinstance(one, Done) else None
+        return ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
 
     def reason(self, answer: Answer) -> Literal["stop", "length", "tool_calls"]:
         if answer.finish_reason == "tool_calls":
@@ -181,15 +183,15 @@ class Writer:
         first = first if isinstance(first, Sources) else Sources([])
         found = ChatExtension(sources=sources_of(first.hits))
         yield _event(self.event([self.piece(0, first)], ragcache=found, **more))
-        answers: list[Answer] = []
+        answers: dict[int, Answer] = {}
         async for index, one in merged(works):
             costs = {}
             if isinstance(one, Done):
-                answers.append(one.answer)
+                answers[index] = one.answer
                 costs = {"ragcache": ChatExtension(**self.costs(one.answer))}
             yield _event(self.event([self.piece(index, one)], **costs, **more))
         if usage:
-            yield _event(self.event([], usage=usage_of(answers)))
+            yield _event(self.event([], usage=usage_of([answers[rank] for rank in sorted(answers)], self.prompts)))
         yield DONE
 
     def failed(self, error: Exception) -> bytes:

@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import (
     BeforeValidator,
+    Discriminator,
     Field,
     JsonValue,
     StringConstraints,
+    Tag,
     ValidationInfo,
     create_model,
     field_validator,
@@ -36,8 +38,8 @@ MAX_ANSWERS = 128
 
 # Features that change an answer and that this server does not have: refused by name unless they ask for nothing.
 UNSUPPORTED = {
-    "audio", "background", "best_of", "echo", "function_call", "functions", "include", "modalities", "moderation",
-    "suffix", "tool_choice", "tools", "truncation", "verbosity", "web_search_options",
+    "audio", "background", "best_of", "context_management", "function_call", "functions", "include", "modalities",
+    "moderation", "suffix", "tool_choice", "tools", "truncation", "verbosity", "web_search_options",
 }  # fmt: skip
 
 # Parts of messages that hold what a model thought.
@@ -222,6 +224,7 @@ class Ignored(RequestModel):
     store: bool | None = None
     service_tier: Text | None = None
     prompt_cache_key: Text | None = None
+    prompt_cache_options: JsonObject | None = None
     prompt_cache_retention: Text | None = None
     safety_identifier: Text | None = None
 
@@ -284,7 +287,6 @@ class ChatRequest(SampledRequest, TemplateFields, Ignored):
 
     # Accepted, and of no consequence here.
     prediction: JsonObject | None = None
-    prompt_cache_options: JsonObject | None = None
 
     # Accepted only where they ask for nothing.
     functions: Nothing | None = None
@@ -464,9 +466,9 @@ class Delta(AnswerModel):
     reasoning_content: str = ""
     tool_calls: list[DeltaCall] = Field(default_factory=list)
     refusal: None = None
-
-
     annotations: list[JsonValue] = Field(default_factory=list, description="With the finish reason: the pages cited")
+
+
 class ChunkChoice(AnswerModel):
     index: int
     delta: Delta
@@ -487,24 +489,64 @@ class ChatCompletionChunk(AnswerModel):
     ragcache: ChatExtension = ChatExtension()
 
 
-PromptText = Annotated[Text, Field(min_length=1)]
+MAX_INPUTS = 2048
+Input = Annotated[Text, Field(min_length=1)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+def _form(given: Any) -> str:
+    """Which of the four forms was meant: the errors are then about that one."""
+    first = given[0] if isinstance(given, list) and given else None
+    if isinstance(first, list):
+        return "IdLists"
+    if isinstance(given, list):
+        return "Ids" if isinstance(first, int) else "Texts"
+    return "Text"
+
+
+Inputs = Annotated[
+    Annotated[Input, Tag("Text")]
+    | Annotated[list[Input], Field(min_length=1, max_length=MAX_INPUTS), Tag("Texts")]
+    | Annotated[Ids, Tag("Ids")]
+    | Annotated[list[Ids], Field(max_length=MAX_INPUTS), Tag("IdLists")],
+    Discriminator(_form),
+]
+
+
+def listed(given: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+    """Each input: a text, or token ids."""
+    if isinstance(given, str):
+        return [given]
+    ids = [one for one in given if isinstance(one, int)]
+    return [ids] if ids else [one for one in given if not isinstance(one, int)]
 
 
 class CompletionRequest(SampledRequest):
-    """OpenAI's request: a raw prompt, read as it stands. Nothing is retrieved, and no template is put around it."""
+    """OpenAI's request: raw prompts, read as they stand. Nothing is retrieved, and no template is put around them.
 
-    prompt: PromptText | Annotated[list[PromptText], Field(min_length=1, max_length=1)]
+    echo: the prompt stands before the answer, and with logprobs its tokens' do too; max_tokens 0 then asks for no more
+    """
+
+    prompt: Inputs
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    echo: bool | None = None
     logprobs: LikeliestCount | None = None
     ragcache: ReadFields | None = None
 
     # Accepted only where they ask for nothing.
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    echo: Literal[False] | None = None
     suffix: None = None
 
+    @field_validator("prompt")
+    @classmethod
+    def _is_not_too_many(cls, prompt: Inputs, given: ValidationInfo) -> Inputs:
+        if len(listed(prompt)) * (given.data.get("n") or 1) > MAX_ANSWERS:
+            raise ValueError(f"prompts times n are more than {MAX_ANSWERS} answers; send fewer at once")
+        return prompt
+
     @property
-    def text(self) -> str:
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+    def prompts(self) -> list[str | list[int]]:
+        return listed(self.prompt)
 
     @property
     def likeliest(self) -> int | None:
@@ -520,8 +562,8 @@ class TextLogprobs(AnswerModel):
     """Lists of one length: a token of the answer each."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None] = Field(description="null for a prompt's first token")
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int] = Field(description="Where the token's text begins in the answer's")
 
 

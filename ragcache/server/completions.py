@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 import uuid
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragcache import Answer, Done, Token
-from ragcache.engine.answer import Event
+from ragcache import Answer, Done, RagCache, Sources, Timings, Token, Usage
+from ragcache.engine.admission import Size, kv_bytes
+from ragcache.engine.answer import Event, TokenLogprob
+from ragcache.engine.conversation import completion_ends
+from ragcache.engine.output import token_logprob
+from ragcache.errors import ConfigError
+from ragcache.models.deadline import LIMIT
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.sampler import TokenScores, token_scores
 from ragcache.server.answers import dearest, each_of, read_options, text_logprobs, usage_of
 from ragcache.server.body import read_json, request_body
 from ragcache.server.chat import Writer, reason_of, respond
@@ -31,13 +40,15 @@ from ragcache.server.service import Service, service_of
 from ragcache.server.wire import AnswerModel
 
 router = APIRouter(tags=["answers"])
+# Tokens of a prompt whose logits are held at once: 40 MB for a vocabulary of 150,000.
+PIECE = 64
 
 
 @router.post(
     "/v1/completions",
     summary="Continue a raw prompt, as it stands",
     responses={
-        200: streamed(TextCompletion, "The text; with stream: true, events whose data are TextCompletion"),
+        200: streamed(TextCompletion, "The text; with stream: true, events", TextCompletion),
         **errors(400, 404, 413, 415, 503, 504),
     },
     openapi_extra=request_body(json=CompletionRequest),
@@ -46,9 +57,78 @@ async def create_completion(request: Request) -> Response:
     service = service_of(request)
     asked = await read_json(request, CompletionRequest)
     service.retrieves(asked.model)
-    options = read_options(asked, service.settings.answers, service.kb.lm.max_positions)
-    events = [service.kb.astream_completion(asked.text, **one) for one in each_of(options, asked.n)]
-    return await respond(TextWriter(service, request, asked.model), asked, events, asked.extension.timeout_s)
+    answers = not (asked.echo and asked.max_tokens == 0)
+    told = asked if answers else asked.model_copy(update={"max_tokens": 1})
+    options = read_options(told, service.settings.answers, service.kb.lm.max_positions)
+    events: list[AsyncIterator[Event]] = []
+    for prompt, one in product(asked.prompts, each_of(options, asked.n)):
+        answer = service.kb.astream_completion(prompt, **one) if answers else None
+        events.append(_echoed(service, prompt, asked.logprobs, answer) if asked.echo else answer)
+    writer = TextWriter(service, request, asked.model, prompts=len(asked.prompts))
+    return await respond(writer, asked, events, asked.extension.timeout_s)
+
+
+async def _echoed(
+    service: Service, prompt: str | list[int], logprobs: int | None, events: AsyncIterator[Event] | None
+) -> AsyncGenerator[Event, None]:
+    """An answer's events with the prompt in front of its text; events: None for the prompt alone."""
+    tokens = await service.limited(score, service.kb, prompt, logprobs)
+    text = prompt if isinstance(prompt, str) else "".join(token.text for token in tokens)
+    scored = tuple(tokens) if logprobs is not None else ()
+    async with aclosing(events or _unanswered(len(tokens), logprobs)) as open_events:  # type: ignore[type-var]
+        async for one in open_events:
+            if isinstance(one, Done):
+                both = None if one.answer.logprobs is None else (*scored, *one.answer.logprobs)
+                one = Done(replace(one.answer, text=text + one.answer.text, logprobs=both))
+            yield one
+            if isinstance(one, Sources):
+                yield Token(text, scored)
+
+
+async def _unanswered(tokens: int, logprobs: int | None) -> AsyncGenerator[Event, None]:
+    """The events of an answer without a token, to a prompt of so many."""
+    yield Sources([])
+    usage, scores = Usage(tokens, 0, 0, computed_tokens=tokens), None if logprobs is None else ()
+    yield Done(Answer("", [], Timings(*[0.0] * 8), usage, "full", finish_reason="length", logprobs=scores))
+
+
+def score(kb: RagCache, prompt: str | list[int], logprobs: int | None) -> list[TokenLogprob]:
+    """The tokens of a raw prompt, each with its log-probability behind those before it (all NaN where none are asked
+    for): by a pass of the whole prompt, which reads nothing that is stored.
+
+    Raises what reading a prompt raises, and CancelledError by `LIMIT`.
+    """
+    lm = kb.lm
+    ids = list(completion_ends(lm.tokenizer, prompt)[0].suffix_ids)
+    lm.check_ids(ids, "the prompt")
+    scores = [TokenScores(math.nan, ())] * len(ids)
+    if logprobs is not None:
+        scores[1:] = _scores(kb, ids, logprobs)
+    found = [token_logprob(lm, ids[max(0, rank - 1) : rank], id, scores[rank]) for rank, id in enumerate(ids)]
+    bos = str(lm.tokenizer.bos_token or "")
+    if isinstance(prompt, str) and found[0].text == bos and not prompt.startswith(bos):  # no part of the text
+        found[0] = replace(found[0], text="")
+    return found
+
+
+def _scores(kb: RagCache, ids: Sequence[int], logprobs: int) -> Iterator[TokenScores]:
+    """Of the second token and those behind it."""
+    lm = kb.lm
+    if not isinstance(lm, LanguageModel):
+        raise ConfigError("logprobs of a prompt (echo) need the model in this process; leave one of them out", "echo")
+    size = Size(len(ids), kv_bytes(lm, len(ids)))
+    claim = kb.admission.reserve(lambda: size, LIMIT.get())
+    cache = lm.new_cache(len(ids))
+    try:
+        for start in range(0, len(ids), PIECE):
+            piece = ids[start : start + PIECE]
+            logits = lm.run(piece, start, cache, num_logits=len(piece))
+            for row, following in zip(logits, ids[start + 1 : start + 1 + PIECE], strict=False):
+                yield token_scores(row, following, logprobs)
+    finally:
+        cache.release()
+        kb.admission.end(claim)
+        kb.admission.release(claim.num_bytes)
 
 
 @dataclass
@@ -69,7 +149,7 @@ class TextWriter(Writer):
             for index, answer in enumerate(answers)
         ]
         costs = ChatExtension(**self.costs(dearest(answers)))
-        return self.event(choices, usage=usage_of(answers), ragcache=costs)
+        return self.event(choices, usage=usage_of(answers, self.prompts), ragcache=costs)
 
     def piece(self, index: int, one: Event) -> TextChoice:
         added = one if isinstance(one, Token) else Token("")

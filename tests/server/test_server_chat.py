@@ -347,6 +347,18 @@ def test_models(served: Served, client):
     assert served.http.get("/v1/models/gpt-4").json()["error"]["code"] == "model_not_found"
 
 
+def test_a_model_may_have_an_owner(serve, kb):
+    served = serve(model_name="acme/tiny-1")
+    with OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+        listed = {model.id: model.max_model_len for model in client.models.list()}
+        assert listed == {"acme/tiny-1": 4096, "acme/tiny-1:plain": 4096, "bag-of-words": None}
+        assert client.models.retrieve("acme/tiny-1").id == "acme/tiny-1"
+        messages = [{"role": "user", "content": QUESTION}]
+        assert client.chat.completions.create(model="acme/tiny-1", messages=messages, max_tokens=1).choices
+    assert served.http.get("/v1/models/acme/tiny-1:plain").json()["id"] == "acme/tiny-1:plain"
+    assert served.http.get("/v1/models/acme").status_code == 404
+
+
 def test_the_bundled_model_answers(mini: Served):
     with OpenAI(base_url=mini.base_url, api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(
@@ -387,18 +399,6 @@ def test_a_conversation_keeps_its_context_where_it_is_asked_to(client, kb):
     turns = [{"role": "user", "content": QUESTION}]
     first = ask(client, messages=turns, **keep)
     turns += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "Why?"}]
-def test_a_model_may_have_an_owner(serve, kb):
-    served = serve(model_name="acme/tiny-1")
-    with OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
-        listed = {model.id: model.max_model_len for model in client.models.list()}
-        assert listed == {"acme/tiny-1": 4096, "acme/tiny-1:plain": 4096, "bag-of-words": None}
-        assert client.models.retrieve("acme/tiny-1").id == "acme/tiny-1"
-        messages = [{"role": "user", "content": QUESTION}]
-        assert client.chat.completions.create(model="acme/tiny-1", messages=messages, max_tokens=1).choices
-    assert served.http.get("/v1/models/acme/tiny-1:plain").json()["id"] == "acme/tiny-1:plain"
-    assert served.http.get("/v1/models/acme").status_code == 404
-
-
     second = ask(client, messages=turns, **keep)
     assert second.choices[0].message.content == kb.chat(turns, k=2, context="keep", sampling=rc.Sampling(12)).text
     assert second.usage.prompt_tokens > first.usage.prompt_tokens + first.usage.completion_tokens
