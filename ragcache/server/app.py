@@ -8,21 +8,14 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 
 from ragcache import RagCache, __version__
 from ragcache.plugins import ROUTES, Registry
 from ragcache.server import chat, completions, document_routes, embeddings, rerank, responses
 from ragcache.server.auth import Guard
-from ragcache.server.chat_types import ChatCompletionChunk, ChatRequest, CompletionRequest, TokenizeRequest
-from ragcache.server.document_routes import AddDocuments, UploadProgress
-from ragcache.server.embeddings import EmbeddingRequest
 from ragcache.server.http_errors import STATUS_MEANINGS, add_handlers
 from ragcache.server.limits import SizeLimit
 from ragcache.server.observe import Observe
-from ragcache.server.rerank import RerankRequest, SearchRequest
-from ragcache.server.responses import ResponseEvent, ResponsesRequest
 from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
 from ragcache.server.status import models_router, mount_page, operation_router, page_directory, store_router
@@ -81,11 +74,6 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
 
 
 RETRY_LATER = ("409", "503")
-# Bodies that routes read themselves, and the data of events: FastAPI does not see them.
-MODELS: tuple[type[BaseModel], ...] = (
-    ChatRequest, ChatCompletionChunk, CompletionRequest, ResponsesRequest, ResponseEvent, TokenizeRequest,
-    SearchRequest, EmbeddingRequest, RerankRequest, AddDocuments, UploadProgress,
-)  # fmt: skip
 
 
 def describe(app: FastAPI, locked: tuple[str, ...]) -> None:
@@ -105,10 +93,7 @@ def _document(app: FastAPI, locked: tuple[str, ...]) -> dict[str, Any]:
     )
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
-    _, found = models_json_schema(
-        [(model, "validation") for model in MODELS], ref_template="#/components/schemas/{model}"
-    )
-    schemas.update(found["$defs"])
+    schemas.update(_definitions(document["paths"]))
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own answer to bad input, which is not ours
         schemas.pop(name, None)
     if locked:
@@ -117,6 +102,13 @@ def _document(app: FastAPI, locked: tuple[str, ...]) -> dict[str, Any]:
         for operation in operations.values():
             _complete(operation, locked=path.startswith(locked))
     return document
+
+
+def _definitions(node: Any) -> dict[str, Any]:
+    """Take out the definitions that `schema_of` put into schemas of bodies and events."""
+    parts = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    found = node.pop("$defs", {}) if isinstance(node, dict) else {}
+    return found | {name: schema for part in parts for name, schema in _definitions(part).items()}
 
 
 def _complete(operation: dict[str, Any], *, locked: bool) -> None:

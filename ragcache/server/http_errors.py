@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -158,8 +159,6 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", "invalid_json")
     if kind == "missing":
         return ApiError(400, f"'{param}' is missing", "missing_required_parameter", param)
-    if kind == "extra_forbidden":
-        return ApiError(400, f"'{param}' is unknown here; check its name or leave it out", "unknown_parameter", param)
     within = len(place) > 1 and place[0] in ("tools", "tool_choice")  # chat reads them, other routes take none
     if place and place[0] in UNSUPPORTED and not within:
         return ApiError(
@@ -232,11 +231,6 @@ STATUS_MEANINGS = {
     507: "The store's device is full",
 }
 EVERYWHERE = (403, 500)
-EVENT = {
-    "type": "object",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["data"],
-}
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -245,6 +239,15 @@ def errors(*statuses: int) -> Responses:
     return {status: {"model": ErrorBody, "description": STATUS_MEANINGS[status]} for status in (*statuses, *EVERYWHERE)}
 
 
-def streamed(model: type[BaseModel], description: str) -> dict[str, Any]:
-    """A success that is JSON or, where it was asked for, a stream of events: the schema is one event's."""
-    return {"model": model, "description": description, "content": {EVENT_STREAM: {"schema": EVENT}}}
+def streamed(model: type[BaseModel], description: str, data: type[BaseModel]) -> dict[str, Any]:
+    """A success that is JSON or, where it was asked for, a stream of events: the schema is one event's, with `data`."""
+    text = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of(data)}
+    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": text}, "required": ["data"]}
+    return {"model": model, "description": description, "content": {EVENT_STREAM: {"schema": event}}}
+
+
+def schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """A reference to its JSON schema, with the definitions, which /openapi.json puts in their place."""
+    place = "#/components/schemas/{model}"
+    _, definitions = models_json_schema([(model, "validation")], ref_template=place)
+    return {"$ref": place.format(model=model.__name__), **definitions}

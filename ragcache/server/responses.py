@@ -108,7 +108,9 @@ class ResponsesRequest(Ignored):
 
     # Accepted only where they ask for nothing.
     background: Literal[False] | None = None
+    context_management: Nothing | None = None
     include: Nothing | None = None
+    moderation: None = None
     prompt: None = None
     tools: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -223,10 +225,10 @@ class ResponseEvent(AnswerModel):
     content_index: int | None = None
     delta: str | None = None
     text: str | None = None
-    logprobs: list[JsonValue] = Field(default_factory=list)
-    code: str | None = None
     annotation: dict[str, JsonValue] | None = None
     annotation_index: int | None = None
+    logprobs: list[JsonValue] = Field(default_factory=list)
+    code: str | None = None
     message: str | None = None
     param: str | None = None
 
@@ -239,7 +241,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
     "/v1/responses",
     summary="Answer the last user message, in the shapes of OpenAI's newer API",
     responses={
-        200: streamed(ResponseObject, "The answer; with stream: true, events whose data are ResponseEvent"),
+        200: streamed(ResponseObject, "The answer; with stream: true, events", ResponseEvent),
         **errors(400, 404, 409, 413, 415, 503, 504),
     },
     openapi_extra=request_body(json=ResponsesRequest),

@@ -42,6 +42,7 @@ class ServerSettings:
         Literal["on", "off"],
         Option("--retrieve", "off: answer without passages unless a request asks for them."),
     ] = "on"
+    strict: Annotated[bool, Option("--strict", "Refuse unknown fields of requests, instead of ignoring them.")] = False
     open_metrics: Annotated[bool, Option("--open-metrics", "Let /metrics be read without an API key.")] = False
     allowed_hosts: Sequence[str] = ()
     model_name: Annotated[

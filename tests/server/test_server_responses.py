@@ -117,7 +117,8 @@ def test_a_schema_is_the_chats(kb):
         ({"input": "word " * 5000}, "input", "takes 4096"),
         ({"max_output_tokens": 0}, "max_output_tokens", ""),
         ({"extra_body": {"ragcache": {"method": "telepathy"}}}, "ragcache.method", "choose one of"),
-        ({"extra_body": {"max_tokens": 3}}, "max_tokens", "unknown"),
+        ({"extra_body": {"moderation": {"model": "x"}}}, "moderation", "not supported"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management", "not supported"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
