@@ -205,20 +205,21 @@ def citations(answer: Answer) -> list[dict[str, JsonValue]]:
     found: dict[str, dict[str, JsonValue]] = {}
     end = len(answer.text)
     for chunk in [hit.chunk for hit in answer.hits if end]:
-        title = chunk.title or PurePath(chunk.source).name or chunk.document_id
+        name = PurePath(chunk.source).name
+        title = chunk.title or name or chunk.document_id
         if chunk.source.startswith(("http://", "https://")):
-            page = {"url": chunk.source, "title": title, "start_index": 0, "end_index": end}
+            page = dict[str, JsonValue](url=chunk.source, title=title, start_index=0, end_index=end)
             found.setdefault(chunk.source, {"type": "url_citation", **page})
         elif chunk.document_id:
-            file = {"file_id": chunk.document_id, "filename": PurePath(chunk.source).name or title, "index": end}
+            file = dict[str, JsonValue](file_id=chunk.document_id, filename=name or title, index=end)
             found.setdefault(chunk.document_id, {"type": "file_citation", **file})
     return list(found.values())
 
 
 def chat_citations(answer: Answer) -> list[JsonValue]:
     """The same as chat completions cite them, which know no files."""
-    found = [one for one in citations(answer) if one["type"] == "url_citation"]
-    return [{"type": kind, kind: page} for page in found if (kind := str(page.pop("type")))]
+    pages = [one for one in citations(answer) if one.pop("type") == "url_citation"]
+    return [{"type": "url_citation", "url_citation": page} for page in pages]
 
 
 def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from ragcache.server.observe import Observe
 from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
 from ragcache.server.status import models_router, mount_page, operation_router, page_directory, store_router
-from ragcache.server.wire import ErrorBody
 
 PARTS = (chat, completions, responses, embeddings, rerank, document_routes)
 ROUTERS = (*(part.router for part in PARTS), models_router, store_router, operation_router)
@@ -59,6 +58,8 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     added = [ADDED[name] for name in ADDED]
     for router in (*ROUTERS, *added):
         app.include_router(router)
+    forms = {f"{router.prefix}/": getattr(router, "error_body", None) for router in added}
+    app.state.error_forms = {start: form for start, form in forms.items() if form is not None}
     app.state.routes = [*app.routes, *(route for router in (*ROUTERS, *added) for route in router.routes)]
     if web:
         mount_page(app, page_directory())
@@ -116,8 +117,7 @@ def _complete(operation: dict[str, Any], *, locked: bool) -> None:
     responses.pop("422", None)
     if locked:
         operation["security"] = [{"bearer": []}]
-        schema = {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}
-        responses["401"] = {"description": STATUS_MEANINGS[401], "content": {"application/json": {"schema": schema}}}
+        responses["401"] = {**responses["500"], "description": STATUS_MEANINGS[401]}  # the form is the same
     for status, response in responses.items():
         headers = response.setdefault("headers", {})
         headers["X-Request-ID"] = {"description": "Names the request in the log", "schema": {"type": "string"}}

@@ -29,9 +29,9 @@ async def read_json(request: Request, model: type[Model], *, also: str = "") -> 
     """The body as the model says. pydantic's own parser reads the bytes: it refuses what is no UTF-8, half a surrogate
     pair, or nested without end, before anything is built.
 
-    also: another content type that the route takes, for the message
+    also: another content type that the route takes, for the message; "*/*": the body is JSON, whatever its type
     """
-    if content_type(request) != JSON:
+    if content_type(request) != JSON and also != "*/*":
         wanted = f"{JSON} or {also}" if also else JSON
         raise ApiError(415, f"send the body as Content-Type: {wanted}", "unsupported_media_type")
     body = await request.body()

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -84,7 +84,7 @@ async def respond(
     try:
         first = await unless_gone(request, anext(works[0]))
         if asked.stream:
-            return EventStream(writer.chunks(first, works, usage=asked.wants_usage), writer.failed, cancel)
+            return writer.stream(writer.chunks(first, works, usage=asked.wants_usage), writer.failed, cancel)
         found = await unless_gone(request, _answers(works))
     except BaseException:
         cancel()
@@ -125,6 +125,7 @@ class Writer:
     calls: of each answer so far
     """
 
+    stream: ClassVar[type[EventStream]] = EventStream
     service: Service
     request: Request
     model: str

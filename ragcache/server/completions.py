@@ -57,25 +57,27 @@ async def create_completion(request: Request) -> Response:
     service = service_of(request)
     asked = await read_json(request, CompletionRequest)
     service.retrieves(asked.model)
-    answers = not (asked.echo and asked.max_tokens == 0)
-    told = asked if answers else asked.model_copy(update={"max_tokens": 1})
+    scored = asked.echo and asked.max_tokens == 0  # no answer, but options are checked all the same
+    told = asked.model_copy(update={"max_tokens": 1}) if scored else asked
     options = read_options(told, service.settings.answers, service.kb.lm.max_positions)
     events: list[AsyncIterator[Event]] = []
     for prompt, one in product(asked.prompts, each_of(options, asked.n)):
-        answer = service.kb.astream_completion(prompt, **one) if answers else None
-        events.append(_echoed(service, prompt, asked.logprobs, answer) if asked.echo else answer)
+        answer = service.kb.astream_completion(prompt, **one)
+        events.append(_echoed(service, prompt, asked, answer) if asked.echo else answer)
     writer = TextWriter(service, request, asked.model, prompts=len(asked.prompts))
     return await respond(writer, asked, events, asked.extension.timeout_s)
 
 
 async def _echoed(
-    service: Service, prompt: str | list[int], logprobs: int | None, events: AsyncIterator[Event] | None
+    service: Service, prompt: str | list[int], asked: CompletionRequest, events: AsyncIterator[Event]
 ) -> AsyncGenerator[Event, None]:
-    """An answer's events with the prompt in front of its text; events: None for the prompt alone."""
+    """An answer's events with the prompt in front of its text; with max_tokens 0 the prompt alone."""
+    logprobs = asked.logprobs
     tokens = await service.limited(score, service.kb, prompt, logprobs)
     text = prompt if isinstance(prompt, str) else "".join(token.text for token in tokens)
     scored = tuple(tokens) if logprobs is not None else ()
-    async with aclosing(events or _unanswered(len(tokens), logprobs)) as open_events:  # type: ignore[type-var]
+    events = _unanswered(len(tokens), logprobs) if asked.max_tokens == 0 else events
+    async with aclosing(events) as open_events:  # type: ignore[type-var]
         async for one in open_events:
             if isinstance(one, Done):
                 both = None if one.answer.logprobs is None else (*scored, *one.answer.logprobs)

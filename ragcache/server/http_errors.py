@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from ragcache import errors as engine
 from ragcache.server.chat_types import UNSUPPORTED
@@ -49,8 +50,11 @@ class ApiError(HTTPException):
         message = printable(str(self.detail))
         return ErrorBody(error=ErrorDetail(message=message, type=self.type, param=self.param, code=self.code))
 
-    def response(self) -> Response:
-        return Response(self.body().to_json(), self.status_code, self.headers, "application/json")
+    def response(self, scope: Scope) -> Response:
+        """In the form of the package that the path belongs to, or OpenAI's."""
+        forms, path = scope["app"].state.error_forms, scope["path"]
+        form = next((form for start, form in forms.items() if path.startswith(start)), ApiError.body)
+        return Response(form(self).to_json(), self.status_code, self.headers, "application/json")
 
 
 class ClientGoneError(Exception):
@@ -194,11 +198,11 @@ def add_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 405:
             error.headers = {"Allow": ", ".join(_methods_at(request))}
-        return request.app.state.service.told(error, request).response()  # type: ignore[no-any-return]
+        return request.app.state.service.told(error, request).response(request.scope)  # type: ignore[no-any-return]
 
     async def invalid(request: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else ()
-        return from_validation(problems).response() if problems else await answer(request, error)
+        return await answer(request, from_validation(problems) if problems else error)
 
     async def gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)

@@ -90,7 +90,7 @@ class SizeLimit:
         most = self.max_upload_bytes if scope["path"] == self.upload_path else self.max_body_bytes
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > most:
-            await _too_large(most).response()(scope, receive, send)
+            await _too_large(most).response(scope)(scope, receive, send)
             return
         await self.app(scope, _counted(receive, most), send)
 

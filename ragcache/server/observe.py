@@ -81,7 +81,7 @@ class Observe:
         except Exception as error:
             write_failure(error, request_id=request_id)
             if not status:
-                await as_api_error(error).response()(scope, receive, answer)
+                await as_api_error(error).response(scope)(scope, receive, answer)
         finally:
             self._done(scope, request_id, status or CLIENT_GONE, time.perf_counter() - started)
 

@@ -152,10 +152,9 @@ async def get_model(request: Request, id: str) -> Response:
 
 
 def _models(service: Service) -> list[ModelItem]:
-    kb, longest = service.kb, service.kb.lm.max_positions
-    known = {service.chat_model: longest, service.plain_model: longest}
-    known[service.embedding_model] = getattr(kb.embedder, "max_tokens", None)
-    known |= {service.reranking_model: getattr(kb.retriever.reranker, "max_tokens", None)}
+    longest, embedded = service.kb.lm.max_positions, getattr(service.kb.embedder, "max_tokens", None)
+    known: dict[str | None, int | None] = {service.chat_model: longest, service.plain_model: longest}
+    known |= {service.embedding_model: embedded, service.reranking_model: None}
     return [
         ModelItem(id=name, object="model", created=service.created, owned_by="ragcache", max_model_len=tokens)
         for name, tokens in known.items()

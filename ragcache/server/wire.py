@@ -108,10 +108,12 @@ class EventStream(StreamingResponse):
     closed: called when the response is over, however it ended, even where it never began
     """
 
+    media_type = EVENT_STREAM
+
     def __init__(
         self, events: AsyncIterator[bytes], failed: Callable[[Exception], bytes], closed: Callable[[], None]
     ) -> None:
-        super().__init__(_ended(events, failed), headers=HEADERS, media_type=EVENT_STREAM)
+        super().__init__(_ended(events, failed), headers=HEADERS)
         self._closed = closed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
