@@ -62,6 +62,7 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
         "ragcache_chatbot",
         "ragcache_demo",
         "ragcache_eval",
+        "ragcache_ollama",
         "ragcache_papers",
         "ragcache_plan",
         "ragcache_postgres",

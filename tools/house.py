@@ -47,6 +47,7 @@ ROOMS = {
     "extras/train/ragcache_train": Room(2_729, 21, 2_390, 12),
     "extras/plan/ragcache_plan": Room(1_623, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(2_860, 21, 1_280, 10),
+    "integrations/ollama/ragcache_ollama": Room(720, 3, 720, 3),
     "integrations/postgres/ragcache_postgres": Room(275, 2, 270, 2),
     "integrations/ray/ragcache_ray": Room(536, 3, 529, 3),
     "integrations/remote/ragcache_remote": Room(360, 3, 348, 3),

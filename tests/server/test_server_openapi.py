@@ -38,6 +38,14 @@ OPERATIONS = {
     ("delete", "/v1/documents/{id}"): (POSITIVE,),
     ("get", "/v1/store"): (POSITIVE,),
     ("get", "/v1/methods"): (POSITIVE,),
+    ("post", "/api/chat"): (POSITIVE, NEGATIVE),
+    ("post", "/api/generate"): (POSITIVE, NEGATIVE),
+    ("post", "/api/embed"): (POSITIVE, NEGATIVE),
+    ("post", "/api/embeddings"): (POSITIVE, NEGATIVE),
+    ("post", "/api/show"): (POSITIVE, NEGATIVE),
+    ("get", "/api/tags"): (POSITIVE,),
+    ("get", "/api/ps"): (POSITIVE,),
+    ("get", "/api/version"): (POSITIVE,),
     ("get", "/healthz"): (POSITIVE,),
     ("get", "/readyz"): (POSITIVE,),
     ("get", "/metrics"): (POSITIVE,),
@@ -64,7 +72,8 @@ def api(app):
 def named_right(case):
     """No model goes by a made-up name."""
     if isinstance(case.body, dict) and "model" in case.body:
-        case.body = {**case.body, "model": "bag-of-words" if case.path == "/v1/embeddings" else "tiny"}
+        embeds = "/embed" in case.path
+        case.body = {**case.body, "model": "bag-of-words" if embeds else "tiny"}
     return case
 
 
