@@ -89,10 +89,6 @@ class TokenLogprob:
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
 
-    @property
-    def is_scored(self) -> bool:
-        return self.logprob == self.logprob
-
 
 @dataclass(frozen=True)
 class Answer:

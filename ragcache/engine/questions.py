@@ -92,7 +92,6 @@ class Questions:
         reading = self._reading(options)
         self.drop_deleted()
         ends, given = completion_ends(self._parts.card.tokenizer, parts)
-        self._parts.card.check_ids(ends.suffix_ids, "the prompt")
         texts = [parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)]
         ends, inline = self._with_found(ends, given, texts if given else ["".join(texts)], reading)
         return self._read(lambda _: (ends, 0), lambda: inline, reading)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from ragcache.server.chat_types import (
     ChatRequest,
     ChatUsage,
     ChoiceLogprobs,
-    CompletionRequest,
     CompletionTokensDetails,
     Extension,
     GivenDocument,
@@ -30,11 +28,11 @@ from ragcache.server.chat_types import (
     PromptTokensDetails,
     ReadFields,
     RetrieveFields,
+    SampledRequest,
     SchemaFormat,
     ScoredToken,
     SourceItem,
     TemplateFields,
-    TextLogprobs,
 )
 
 # Sampling has OpenAI's fields; a client that hangs up cancels; the time limit bounds the wait for a slot too, so that
@@ -95,7 +93,7 @@ def _tools(request: ChatRequest) -> dict[str, Any]:
     }
 
 
-def sampling(request: ChatRequest | CompletionRequest, defaults: AnswerDefaults, max_positions: int) -> Sampling:
+def sampling(request: SampledRequest, defaults: AnswerDefaults, max_positions: int) -> Sampling:
     """Raises ConfigError."""
     stop = _first(request.stop, defaults.stop)
     top_k = _first(request.top_k, request.extension.top_k, defaults.top_k)
@@ -145,7 +143,7 @@ def retrieval(asked: RetrieveFields, defaults: AnswerDefaults) -> dict[str, Any]
     return {"k": _first(asked.k, defaults.k), **_given(names(RetrieveOptions), asked, defaults)}
 
 
-def read_options(request: CompletionRequest, defaults: AnswerDefaults, max_positions: int) -> dict[str, Any]:
+def read_options(request: SampledRequest, defaults: AnswerDefaults, max_positions: int) -> dict[str, Any]:
     """Arguments of `RagCache.stream_completion`; see `engine_call`."""
     return {"sampling": sampling(request, defaults, max_positions), **_given(READ, request.extension, defaults)}
 
@@ -251,23 +249,10 @@ def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
     return ChoiceLogprobs(content=content, refusal=None)
 
 
-def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> TextLogprobs:
-    """offset: where the first token's text begins. The chosen token is among the likeliest, wherever it ranks."""
-    texts = [token.text for token in tokens]
-    return TextLogprobs(
-        tokens=texts,
-        token_logprobs=[_number(token) if token.is_scored else None for token in tokens],
-        top_logprobs=[
-            {near.text: _number(near) for near in (*token.top, token)} if token.is_scored else None for token in tokens
-        ],
-        text_offset=list(accumulate(map(len, texts), initial=offset))[: len(texts)],
-    )
-
-
 def _likely(token: TokenLogprob) -> LikelyToken:
     whole = None if "\ufffd" in token.text else list(token.text.encode())
-    return LikelyToken(token=token.text, logprob=_number(token), bytes=whole)
+    return LikelyToken(token=token.text, logprob=number_of(token), bytes=whole)
 
 
-def _number(token: TokenLogprob) -> float:
+def number_of(token: TokenLogprob) -> float:
     return max(token.logprob, LEAST)

@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 
 from ragcache import RagCache, __version__
 from ragcache.plugins import ROUTES, Registry
-from ragcache.server import chat, completions, document_routes, embeddings, rerank, responses
+from ragcache.server import chat, document_routes, embeddings, rerank, responses
 from ragcache.server.auth import Guard
 from ragcache.server.http_errors import STATUS_MEANINGS, add_handlers
 from ragcache.server.limits import SizeLimit
@@ -20,9 +20,10 @@ from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
 from ragcache.server.status import models_router, mount_page, operation_router, page_directory, store_router
 
-PARTS = (chat, completions, responses, embeddings, rerank, document_routes)
+PARTS = (chat, responses, embeddings, rerank, document_routes)
 ROUTERS = (*(part.router for part in PARTS), models_router, store_router, operation_router)
 ADDED: Registry[APIRouter] = Registry(ROUTES)
+"""Routes of packages. A router's attribute `error_body`, where it has one, makes the errors below its prefix."""
 DESCRIPTION = "OpenAI's API over a ragcache store: passages are retrieved, and their precomputed KV is reused."
 
 
@@ -65,7 +66,7 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
         mount_page(app, page_directory())
     add_handlers(app)
     theirs = (getattr(route, "path", "/").partition("{")[0] for router in added for route in router.routes)
-    protected = ("/v1", "/tokenize", *theirs, *(() if settings.open_metrics else ("/metrics",)))
+    protected = ("/v1", *theirs, *(() if settings.open_metrics else ("/metrics",)))
     describe(app, protected if settings.api_keys else ())
     # The last one added is the first to see a request.
     app.add_middleware(SizeLimit, settings.max_body_bytes, settings.max_upload_bytes, document_routes.PATH)

@@ -1,17 +1,15 @@
-"""Bodies of POST /v1/chat/completions, /v1/completions and /tokenize, and their answers."""
+"""Bodies of POST /v1/chat/completions, and its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import (
     BeforeValidator,
-    Discriminator,
     Field,
     JsonValue,
     StringConstraints,
-    Tag,
     ValidationInfo,
     create_model,
     field_validator,
@@ -253,6 +251,8 @@ class SampledRequest(RequestModel):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: among all tokens")] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
 
+    ragcache: ReadFields | None = None
+
     # Accepted, and of no consequence here.
     user: Text | None = None
 
@@ -266,6 +266,15 @@ class SampledRequest(RequestModel):
     @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def likeliest(self) -> int | None:
+        """`Sampling.logprobs`."""
+        raise NotImplementedError
+
+    @property
+    def extension(self) -> ReadFields:
+        return self.ragcache or ReadFields()
 
 
 class ChatRequest(SampledRequest, TemplateFields, Ignored):
@@ -316,7 +325,6 @@ class ChatRequest(SampledRequest, TemplateFields, Ignored):
 
     @property
     def likeliest(self) -> int | None:
-        """`Sampling.logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -487,126 +495,3 @@ class ChatCompletionChunk(AnswerModel):
     choices: list[ChunkChoice]
     usage: ChatUsage | None = None
     ragcache: ChatExtension = ChatExtension()
-
-
-MAX_INPUTS = 2048
-Input = Annotated[Text, Field(min_length=1)]
-Ids = Annotated[list[TokenId], Field(min_length=1)]
-
-
-def _form(given: Any) -> str:
-    """Which of the four forms was meant: the errors are then about that one."""
-    first = given[0] if isinstance(given, list) and given else None
-    if isinstance(first, list):
-        return "IdLists"
-    if isinstance(given, list):
-        return "Ids" if isinstance(first, int) else "Texts"
-    return "Text"
-
-
-Inputs = Annotated[
-    Annotated[Input, Tag("Text")]
-    | Annotated[list[Input], Field(min_length=1, max_length=MAX_INPUTS), Tag("Texts")]
-    | Annotated[Ids, Tag("Ids")]
-    | Annotated[list[Ids], Field(max_length=MAX_INPUTS), Tag("IdLists")],
-    Discriminator(_form),
-]
-
-
-def listed(given: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
-    """Each input: a text, or token ids."""
-    if isinstance(given, str):
-        return [given]
-    ids = [one for one in given if isinstance(one, int)]
-    return [ids] if ids else [one for one in given if not isinstance(one, int)]
-
-
-class CompletionRequest(SampledRequest):
-    """OpenAI's request: raw prompts, read as they stand. Nothing is retrieved, and no template is put around them.
-
-    echo: the prompt stands before the answer, and with logprobs its tokens' do too; max_tokens 0 then asks for no more
-    """
-
-    prompt: Inputs
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    echo: bool | None = None
-    logprobs: LikeliestCount | None = None
-    ragcache: ReadFields | None = None
-
-    # Accepted only where they ask for nothing.
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    suffix: None = None
-
-    @field_validator("prompt")
-    @classmethod
-    def _is_not_too_many(cls, prompt: Inputs, given: ValidationInfo) -> Inputs:
-        if len(listed(prompt)) * (given.data.get("n") or 1) > MAX_ANSWERS:
-            raise ValueError(f"prompts times n are more than {MAX_ANSWERS} answers; send fewer at once")
-        return prompt
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        return listed(self.prompt)
-
-    @property
-    def likeliest(self) -> int | None:
-        """`Sampling.logprobs`."""
-        return self.logprobs
-
-    @property
-    def extension(self) -> ReadFields:
-        return self.ragcache or ReadFields()
-
-
-class TextLogprobs(AnswerModel):
-    """Lists of one length: a token of the answer each."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None] = Field(description="null for a prompt's first token")
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int] = Field(description="Where the token's text begins in the answer's")
-
-
-class TextChoice(AnswerModel):
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-
-
-class TextCompletion(AnswerModel):
-    """An answer, or one event of a stream of them."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[TextChoice]
-    usage: ChatUsage | None = None
-    ragcache: ChatExtension = ChatExtension()
-
-
-class TokenizeRequest(RequestModel):
-    """vLLM's request; llama.cpp calls the prompt `content`, and adds no special tokens if not told to."""
-
-    model: Name | None = None
-    prompt: Text | None = None
-    content: Text | None = None
-    add_special_tokens: bool | None = Field(default=None, description="If absent: for a prompt, not for content")
-
-    @model_validator(mode="after")
-    def _says_one_thing(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.content is None):
-            raise ValueError("give a prompt, or content as llama.cpp calls it")
-        return self
-
-    @property
-    def text(self) -> str:
-        return self.prompt or self.content or ""
-
-
-class TokenList(AnswerModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,11 +17,42 @@ from ragcache.errors import ConfigError, blaming
 from ragcache.models.deadline import LIMIT
 from ragcache.retrieval.embedder import BoundedEmbedder, Embedder, NestedEmbedder, TokenEmbedder
 from ragcache.server.body import JSON, read_json, request_body
-from ragcache.server.chat_types import Inputs, listed
+from ragcache.server.chat_types import TokenId
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.observe import note
 from ragcache.server.service import Service, service_of
 from ragcache.server.wire import AnswerModel, Name, RequestModel, Text
+
+MAX_INPUTS = 2048
+Input = Annotated[Text, Field(min_length=1)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+def _form(given: Any) -> str:
+    """Which of the four forms was meant: the errors are then about that one."""
+    first = given[0] if isinstance(given, list) and given else None
+    if isinstance(first, list):
+        return "IdLists"
+    if isinstance(given, list):
+        return "Ids" if isinstance(first, int) else "Texts"
+    return "Text"
+
+
+Inputs = Annotated[
+    Annotated[Input, Tag("Text")]
+    | Annotated[list[Input], Field(min_length=1, max_length=MAX_INPUTS), Tag("Texts")]
+    | Annotated[Ids, Tag("Ids")]
+    | Annotated[list[Ids], Field(max_length=MAX_INPUTS), Tag("IdLists")],
+    Discriminator(_form),
+]
+
+
+def listed(given: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+    """Each input: a text, or token ids."""
+    if isinstance(given, str):
+        return [given]
+    ids = [one for one in given if isinstance(one, int)]
+    return [ids] if ids else [one for one in given if not isinstance(one, int)]
 
 
 class EmbeddingRequest(RequestModel):

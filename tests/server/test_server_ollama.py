@@ -259,7 +259,7 @@ WRONG = [
     ("generate", {"model": "tiny", "prompt": "x", "suffix": "y"}, 400, "suffix"),
     ("generate", {"model": "tiny", "prompt": "x", "template": "y"}, 400, "template"),
     ("generate", {"model": "tiny", "prompt": "x", "context": [1]}, 400, "context"),
-    ("generate", {"model": "tiny", "prompt": "x", "raw": True, "format": "json"}, 400, "does not go with raw"),
+    ("generate", {"model": "tiny", "prompt": "x", "raw": True, "system": "y"}, 400, "does not go with raw"),
     ("embed", {"model": "tiny", "input": "x"}, 404, "bag-of-words"),
     ("embed", {"model": "bag-of-words", "input": 3}, 400, "input"),
     ("embed", {"model": "bag-of-words"}, 400, "'input' is missing"),

@@ -104,6 +104,8 @@ def test_each_prompt_of_a_list_is_answered(served, kb):
         assert found.usage.prompt_tokens == sum(answers[0].usage.prompt_tokens for answers in each)
         assert found.usage.completion_tokens == 24
     assert client.completions.create(model="tiny", prompt=ids[0], max_tokens=6).usage.prompt_tokens == len(ids[0])
+    whole = kb.complete(PROMPT, sampling=rc.Sampling(6))
+    assert kb.complete([tokenizer.bos_token_id, *ids[0]], sampling=rc.Sampling(6)).text == whole.text
     *parts, last = client.completions.create(
         model="tiny", prompt=ids, stream=True, stream_options={"include_usage": True}, **told
     )

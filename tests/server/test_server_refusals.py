@@ -14,9 +14,10 @@ from serving import Served, serving
 
 import ragcache as rc
 from ragcache.retrieval.fake import BagOfWords
-from ragcache.server.chat_types import ChatRequest, CompletionRequest
+from ragcache.server.chat_types import ChatRequest
 from ragcache.server.embeddings import EmbeddingRequest
 from ragcache.server.responses import ResponsesRequest
+from ragcache_completions.bodies import CompletionRequest
 
 CHAT, EMBED, DOCUMENTS = "/v1/chat/completions", "/v1/embeddings", "/v1/documents"
 USER = [{"role": "user", "content": "Cats?"}]
@@ -171,6 +172,7 @@ UNKNOWN = [
     ("/v1/responses", {"model": "tiny", "input": "Cats?", "max_output_tokens": 1}, "max_tokens"),
     (EMBED, {"model": "bag-of-words", "input": "x"}, "dimension"),
     ("/v1/search", {"query": "cats"}, "top_k"),
+    ("/v1/search", {"query": "cats"}, "filters"),
     ("/tokenize", {"prompt": "cats"}, "text"),
     (DOCUMENTS, {"documents": [{"id": "cats", "text": "x"}]}, "documents[0].colour"),
 ]

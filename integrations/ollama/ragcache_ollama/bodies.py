@@ -9,13 +9,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field, JsonValue, ValidationError
 
 from ragcache.server.chat_types import (
-    MAX_INPUTS,
     MAX_TOOLS,
     Called,
     CalledFunction,
     ChatExtension,
     ChatRequest,
-    CompletionRequest,
     Extension,
     JsonFormat,
     JsonSchema,
@@ -23,13 +21,13 @@ from ragcache.server.chat_types import (
     Message,
     Nothing,
     Penalty,
-    ReadFields,
     SchemaFormat,
     ScoredToken,
     SeedInt,
     StopText,
     Tool,
 )
+from ragcache.server.embeddings import MAX_INPUTS
 from ragcache.server.http_errors import ApiError, from_validation
 from ragcache.server.wire import AnswerModel, JsonObject, LooseModel, Name, RequestModel, Text
 
@@ -210,21 +208,6 @@ class GenerateRequest(AnswerRequest):
     template: Literal[""] | None = None
     images: Nothing | None = None
     context: Nothing | None = None
-
-    def as_completion(self, model: str) -> CompletionRequest:
-        """A raw prompt in OpenAI's form. Raises ApiError."""
-        if name := next((name for name in ("system", "format", "think") if getattr(self, name)), None):
-            raise ApiError(400, f"{name!r} does not go with raw; leave one of them out", "invalid_value", name)
-        given = self.ragcache.model_dump(include=set(ReadFields.model_fields)) if self.ragcache else {}
-        return checked(
-            CompletionRequest,
-            model=model,
-            prompt=self.prompt,
-            stream=self.streams,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            ragcache=ReadFields(**given),
-            **(self.options or Options()).sampling(),
-        )
 
 
 class EmbedRequest(RequestModel):

@@ -129,12 +129,15 @@ async def generate(request: Request) -> Response:
     asked = await body_of(request, GenerateRequest)
     if not asked.prompt:
         return loaded(request, asked, response="")
+    turn = Message(role="user", content=asked.prompt)
     if not asked.raw:
         system = [Message(role="system", content=asked.system)] if asked.system else []
-        return await answer(request, asked, [*system, Message(role="user", content=asked.prompt)], PromptWriter)
+        return await answer(request, asked, [*system, turn], PromptWriter)
+    if name := next((name for name in ("system", "think") if getattr(asked, name)), None):
+        raise ApiError(400, f"{name!r} does not go with raw; leave one of them out", "invalid_value", name)
     service = service_of(request)
     service.retrieves(served_name(service, asked.model))
-    told = asked.as_completion(asked.model)
+    told = asked.as_chat(asked.model, [turn], (), thinks=False)
     options = read_options(told, service.settings.answers, service.kb.lm.max_positions)
     events = service.kb.astream_completion(asked.prompt, **options)
     return await respond(PromptWriter(service, request, asked.model), told, [events], told.extension.timeout_s)
@@ -354,7 +357,7 @@ def entries(service: Service) -> list[ModelEntry]:
             model=name if ":" in name else name + LATEST,
             modified_at=started(service),
             size=0 if name == service.embedding_model else weight_bytes(service),
-            digest=digest,
+            digest="" if name == service.embedding_model else digest,
             details=details(service, embeds=name == service.embedding_model),
         )
         for name in (service.chat_model, service.plain_model, service.embedding_model)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 from fastapi import APIRouter
@@ -24,20 +24,22 @@ from ragcache.errors import ConfigError
 from ragcache.models.deadline import LIMIT
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.sampler import TokenScores, token_scores
-from ragcache.server.answers import dearest, each_of, read_options, text_logprobs, usage_of
+from ragcache.runtime import team_ends
+from ragcache.server.answers import dearest, each_of, number_of, read_options, usage_of
 from ragcache.server.body import read_json, request_body
 from ragcache.server.chat import Writer, reason_of, respond
-from ragcache.server.chat_types import (
-    ChatExtension,
-    CompletionRequest,
-    TextChoice,
-    TextCompletion,
-    TokenizeRequest,
-    TokenList,
-)
+from ragcache.server.chat_types import ChatExtension
 from ragcache.server.http_errors import errors, streamed
 from ragcache.server.service import Service, service_of
 from ragcache.server.wire import AnswerModel
+from ragcache_completions.bodies import (
+    CompletionRequest,
+    TextChoice,
+    TextCompletion,
+    TextLogprobs,
+    TokenizeRequest,
+    TokenList,
+)
 
 router = APIRouter(tags=["answers"])
 # Tokens of a prompt whose logits are held at once: 40 MB for a vocabulary of 150,000.
@@ -94,6 +96,7 @@ async def _unanswered(tokens: int, logprobs: int | None) -> AsyncGenerator[Event
     yield Done(Answer("", [], Timings(*[0.0] * 8), usage, "full", finish_reason="length", logprobs=scores))
 
 
+@team_ends()
 def score(kb: RagCache, prompt: str | list[int], logprobs: int | None) -> list[TokenLogprob]:
     """The tokens of a raw prompt, each with its log-probability behind those before it (all NaN where none are asked
     for): by a pass of the whole prompt, which reads nothing that is stored.
@@ -162,6 +165,20 @@ class TextWriter(Writer):
 
     def event(self, choices: list[Any], **more: Any) -> AnswerModel:
         return TextCompletion(object="text_completion", choices=choices, **more, **self.common())
+
+
+def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> TextLogprobs:
+    """offset: where the first token's text begins. The chosen token is among the likeliest, wherever it ranks."""
+    texts = [token.text for token in tokens]
+    return TextLogprobs(
+        tokens=texts,
+        token_logprobs=[None if math.isnan(token.logprob) else number_of(token) for token in tokens],
+        top_logprobs=[
+            None if math.isnan(token.logprob) else {near.text: number_of(near) for near in (*token.top, token)}
+            for token in tokens
+        ],
+        text_offset=list(accumulate(map(len, texts), initial=offset))[: len(texts)],
+    )
 
 
 @router.post(
