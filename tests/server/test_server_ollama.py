@@ -17,6 +17,7 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.retrieval.fake import BagOfWords
+from ragcache_ollama.bodies import Turn, messages_of
 
 QUESTION = "Where does the cat sit?"
 ASKED = [{"role": "user", "content": QUESTION}]
@@ -103,7 +104,14 @@ def test_lines_and_sources_are_json(served, kb):
     ]  # fmt: skip
 
 
-def test_options_are_the_engines(client, kb):
+def test_options_are_the_engines(client, kb, monkeypatch):
+    asked, chat = [], kb.astream_chat
+
+    def record(messages, **options):
+        asked.append(options["sampling"])
+        return chat(messages, **options)
+
+    monkeypatch.setattr(kb, "astream_chat", record)
     given = {"temperature": 1.0, "seed": 5, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "repeat_penalty": 1.1}
     given |= {"presence_penalty": 0.1, "frequency_penalty": 0.2, "num_ctx": 4096, "num_gpu": 1}
     sampling = rc.Sampling(
@@ -111,6 +119,7 @@ def test_options_are_the_engines(client, kb):
     )
     right = kb.chat(ASKED, k=5, sampling=sampling).text
     assert client.chat("tiny", ASKED, options={**SHORT, **given}).message.content == right
+    assert asked == [sampling]
     stop = right[3:5]
     assert (
         client.chat("tiny", ASKED, options={**SHORT, **given, "stop": [stop]}).message.content == right.split(stop)[0]
@@ -168,6 +177,16 @@ def test_tools_are_called_and_their_results_go_back(agent, converse, monkeypatch
     meant.append({"role": "tool", "tool_call_id": "x", "content": "It rises in the hills."})
     right = kb.chat(meant, tools=[SEARCH], sampling=rc.Sampling(300))
     assert (sent.message.content, sent.prompt_eval_count) == ("A river.", right.usage.prompt_tokens)
+
+
+def test_a_result_belongs_to_the_first_call_of_its_function_that_has_none():
+    called = [{"function": {"name": name}} for name in ("search", "clock", "search")]
+    found = [{"role": "tool", "tool_name": name} for name in ("clock", "search", "search")]
+    turns = [*ASKED, {"role": "assistant", "tool_calls": called}, *found]
+    _, calls, *results = messages_of([Turn.model_validate(turn) for turn in turns])
+    ids = [call.id for call in calls.tool_calls]
+    assert [result.tool_call_id for result in results] == [ids[1], ids[0], ids[2]]
+    assert len(set(ids)) == 3
 
 
 def test_tools_may_be_functions(agent, converse, monkeypatch):
@@ -333,6 +352,9 @@ def test_a_client_that_hangs_up_frees_its_slot(serve, connect):
     with pytest.raises(httpx.ReadTimeout):
         impatient.chat("tiny", ASKED, options={"num_predict": 4000})
     wait_for(lambda: served.service.slots.in_use == 0)
+    assert 'ragcache_tokens_total{kind="completion"}' not in served.http.get("/metrics").text  # none came to its end
+    client.chat("tiny", ASKED, options=SHORT)
+    assert 'ragcache_tokens_total{kind="completion"} 8.0' in served.http.get("/metrics").text
 
 
 async def test_the_async_client(served, kb):
