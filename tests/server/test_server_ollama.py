@@ -130,6 +130,13 @@ def test_options_are_the_engines(client, kb, monkeypatch):
     assert {len(one.top_logprobs) for one in likely.logprobs} == {2}
 
 
+@pytest.mark.parametrize("longest", [-2, -1, 0])
+def test_an_answer_without_a_limit_ends_by_itself(agent, connect, monkeypatch, longest):
+    script(monkeypatch, agent.service.kb.lm, "A river.")
+    found = connect(agent).chat(agent.service.chat_model, ASKED, options={"num_predict": longest})
+    assert (found.message.content, found.done_reason) == ("A river.", "stop")
+
+
 def test_unknown_fields_are_named(served):
     body = {"model": "tiny", "messages": ASKED, "stream": False, "options": {**SHORT, "mirostat": 1}}
     assert served.http.post("/api/chat", json=body).headers["X-Ragcache-Warning"].endswith(": options.mirostat")

@@ -35,8 +35,8 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class Options(RequestModel):
-    """num_predict: the longest answer, in tokens; below 0: until it ends. The last line is about loading a model, which
-    is loaded already."""
+    """num_predict: the longest answer, in tokens; 0 and below: until it ends. The last lines are about loading a model,
+    which is loaded already."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -67,7 +67,7 @@ class Options(RequestModel):
     def sampling(self) -> dict[str, Any]:
         """By OpenAI's and vLLM's names. A top_p of 0 leaves the likeliest token alone, as 1e-6 does."""
         same = ("temperature", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
-        longest = None if self.num_predict is None or self.num_predict < 0 else self.num_predict
+        longest = self.num_predict if self.num_predict and self.num_predict > 0 else None
         top_p = None if self.top_p is None else max(self.top_p, 1e-6)
         own = {"max_tokens": longest, "repetition_penalty": self.repeat_penalty, "top_p": top_p}
         return {name: getattr(self, name) for name in same} | own

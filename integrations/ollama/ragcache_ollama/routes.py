@@ -383,7 +383,7 @@ def details(service: Service, *, embeds: bool) -> Details:
     family = EMBEDDER if embeds else str(lm.config.model_type)
     return Details(
         parent_model="",
-        format="safetensors",
+        format="",
         family=family,
         families=[family],
         parameter_size="" if embeds else f"{parameters(service) / 1e6:.0f}M",
