@@ -63,6 +63,7 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
         "ragcache_completions",
         "ragcache_demo",
         "ragcache_eval",
+        "ragcache_mcp",
         "ragcache_ollama",
         "ragcache_papers",
         "ragcache_plan",

@@ -48,6 +48,7 @@ ROOMS = {
     "extras/plan/ragcache_plan": Room(1_623, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(2_860, 21, 1_280, 10),
     "integrations/completions/ragcache_completions": Room(310, 3, 300, 3),
+    "integrations/mcp/ragcache_mcp": Room(320, 4, 320, 4),
     "integrations/ollama/ragcache_ollama": Room(735, 3, 725, 3),
     "integrations/postgres/ragcache_postgres": Room(275, 2, 270, 2),
     "integrations/ray/ragcache_ray": Room(536, 3, 529, 3),
