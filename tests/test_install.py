@@ -65,6 +65,7 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
         "ragcache_eval",
         "ragcache_mcp",
         "ragcache_ollama",
+        "ragcache_openai",
         "ragcache_papers",
         "ragcache_plan",
         "ragcache_postgres",

@@ -38,8 +38,8 @@ ROOMS = {
     "ragcache/store": Room(5_864, 28, 5_559, 30),
     "ragcache/retrieval": Room(1_457, 8, 1_776, 9),
     "ragcache/ingest": Room(3_352, 20, 3_348, 21),
-    "ragcache/engine": Room(8_230, 35, 5_518, 26),
-    "ragcache/server": Room(3_975, 21, 3_950, 20),
+    "ragcache/engine": Room(8_240, 35, 5_518, 26),
+    "ragcache/server": Room(3_632, 20, 3_620, 20),
     "ragcache/cli": Room(1_674, 9, 1_448, 8),
     # Annexes.
     "extras/demo/ragcache_demo": Room(315, 2, 310, 2),
@@ -50,6 +50,7 @@ ROOMS = {
     "integrations/completions/ragcache_completions": Room(310, 3, 300, 3),
     "integrations/mcp/ragcache_mcp": Room(320, 4, 320, 4),
     "integrations/ollama/ragcache_ollama": Room(735, 3, 725, 3),
+    "integrations/openai/ragcache_openai": Room(2_340, 11, 2_340, 11),
     "integrations/postgres/ragcache_postgres": Room(275, 2, 270, 2),
     "integrations/ray/ragcache_ray": Room(536, 3, 529, 3),
     "integrations/remote/ragcache_remote": Room(360, 3, 348, 3),

@@ -45,7 +45,7 @@ from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
-from ragcache.ingest.pipeline import IngestConfig, Input
+from ragcache.ingest.pipeline import IngestConfig, Ingestor, Input
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.worker import WORKERS, WorkersConfig
@@ -160,6 +160,11 @@ class RagCache(Library, AsyncTwins):
     @property
     def retriever(self) -> Retriever:
         return self._parts.retriever
+
+    @property
+    def ingestor(self) -> Ingestor:
+        """Reads, cuts and stores documents."""
+        return self._parts.ingestor
 
     @property
     def embedder(self) -> Embedder:

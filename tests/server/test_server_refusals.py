@@ -16,8 +16,8 @@ import ragcache as rc
 from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.chat_types import ChatRequest
 from ragcache.server.embeddings import EmbeddingRequest
-from ragcache.server.responses import ResponsesRequest
 from ragcache_completions.bodies import CompletionRequest
+from ragcache_openai.responses import ResponsesRequest
 
 CHAT, EMBED, DOCUMENTS = "/v1/chat/completions", "/v1/embeddings", "/v1/documents"
 USER = [{"role": "user", "content": "Cats?"}]

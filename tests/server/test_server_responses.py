@@ -10,7 +10,7 @@ from serving import Served, serving
 
 import ragcache as rc
 from ragcache.retrieval.fake import BagOfWords
-from ragcache.server.responses import ResponsesRequest
+from ragcache_openai.responses import ResponsesRequest
 
 QUESTION = "Where does the cat sit?"
 SHORT = rc.Sampling(8)
@@ -106,8 +106,8 @@ def test_a_schema_is_the_chats(kb):
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation as 'input'"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "not supported"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "there is no previous response 'resp_1'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "file_search"),
         ({"reasoning": {"effort": "high"}}, "reasoning", "does not have it think"),
         ({"background": True}, "background", "not supported"),
         ({"input": []}, "input", ""),
