@@ -60,8 +60,12 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
     assert {name.split(".")[0] for name in found} == {
         "ragcache",
         "ragcache_chatbot",
+        "ragcache_completions",
         "ragcache_demo",
         "ragcache_eval",
+        "ragcache_mcp",
+        "ragcache_ollama",
+        "ragcache_openai",
         "ragcache_papers",
         "ragcache_plan",
         "ragcache_postgres",

@@ -137,7 +137,9 @@ class AsyncTwins:
         """Cancelling the task stops the work."""
         return await self._threads.call_cancellable(self._own("chat"), messages, **options)
 
-    async def acomplete(self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]) -> Answer:
+    async def acomplete(
+        self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[ReadOptions]
+    ) -> Answer:
         """Cancelling the task stops the work."""
         return await self._threads.call_cancellable(self._own("complete"), parts, **options)
 
@@ -152,7 +154,7 @@ class AsyncTwins:
         return self._threads.iterate(self._own("stream_chat"), messages, **options)
 
     def astream_completion(
-        self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]
+        self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[ReadOptions]
     ) -> AsyncIterator[Event]:
         """Closing the iterator stops the work."""
         return self._threads.iterate(self._own("stream_completion"), parts, **options)

@@ -80,6 +80,7 @@ class TokenLogprob:
     """The log-probability of a token, by the model alone: before temperature, cuts, penalties and forms.
 
     text: what the token adds to the text; bytes of no whole character are shown as U+FFFD
+    logprob: NaN for a prompt's first token, which nothing stands before
     top:  the likeliest tokens in its place, the likeliest first; of them `top` is empty
     """
 

@@ -271,8 +271,12 @@ def _written(tokenizer: PreTrainedTokenizerBase, role: str, text: str) -> str:
     return text if role == "assistant" else as_text(tokenizer, text)
 
 
-def completion_ends(tokenizer: PreTrainedTokenizerBase, parts: str | Sequence[Part]) -> tuple[PromptEnds, list[Given]]:
-    """Ends around the passages of a raw prompt, and these passages. Raises PromptError."""
+def completion_ends(
+    tokenizer: PreTrainedTokenizerBase, parts: str | Sequence[Part | int]
+) -> tuple[PromptEnds, list[Given]]:
+    """Ends around the passages of a raw prompt, and these passages. Token ids stay as they are. Raises PromptError."""
+    if parts and not isinstance(parts, str) and (ids := [part for part in parts if type(part) is int]) == list(parts):
+        return PromptEnds((), ids), []
     turn = _turn(0, {"role": "user", "content": parts})
     if not turn.text.strip():
         raise PromptError("the prompt is empty; write something")

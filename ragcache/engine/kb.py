@@ -45,7 +45,7 @@ from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
-from ragcache.ingest.pipeline import IngestConfig, Input
+from ragcache.ingest.pipeline import IngestConfig, Ingestor, Input
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.worker import WORKERS, WorkersConfig
@@ -160,6 +160,11 @@ class RagCache(Library, AsyncTwins):
     @property
     def retriever(self) -> Retriever:
         return self._parts.retriever
+
+    @property
+    def ingestor(self) -> Ingestor:
+        """Reads, cuts and stores documents."""
+        return self._parts.ingestor
 
     @property
     def embedder(self) -> Embedder:
@@ -396,14 +401,15 @@ class RagCache(Library, AsyncTwins):
         self._check(options, ChatOptions)
         return self._questions.chat(messages, options)
 
-    def complete(self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]) -> Answer:
+    def complete(self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[ReadOptions]) -> Answer:
         """Continue a raw prompt. Options as for `stream_completion`; the same events, collected."""
         return answer_of(deque(self.stream_completion(parts, **options), maxlen=1))
 
     def stream_completion(
-        self, parts: str | Sequence[str | Hit | Passage], **options: Unpack[ReadOptions]
+        self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[ReadOptions]
     ) -> Iterator[Event]:
-        """Continue raw text, passages where they stand in it; no chat template. Errors as for `stream`."""
+        """Continue raw text, passages where they stand in it, or token ids, without a chat template. Raises what
+        `stream` raises."""
         self._check(options, ReadOptions)
         return self._questions.complete(parts, options)
 

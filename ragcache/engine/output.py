@@ -84,9 +84,7 @@ class OutputProcessor:
         before = self.ids[-1:]
         self.ids.append(token)
         if len(self.scores) >= len(self.ids):
-            scores = self.scores[len(self.ids) - 1]
-            top = tuple(TokenLogprob(id, _text(card, before, id), logprob) for id, logprob in scores.top)
-            self.logprobs.append(TokenLogprob(token, _text(card, before, token), scores.logprob, top))
+            self.logprobs.append(token_logprob(card, before, token, self.scores[len(self.ids) - 1]))
 
     def events(self, piece: str, *, last: bool = False) -> Iterator[Event]:
         """The events of a piece of text, which adds to the answer. Log-probabilities go with the next text."""
@@ -112,6 +110,12 @@ class OutputProcessor:
         left = tuple(self.logprobs[self.sent :])
         self.sent = len(self.logprobs)
         return left
+
+
+def token_logprob(card: ModelCard, before: list[int], token: int, scores: TokenScores) -> TokenLogprob:
+    """before: the token in front of it, or none"""
+    top = tuple(TokenLogprob(id, _text(card, before, id), logprob) for id, logprob in scores.top)
+    return TokenLogprob(token, _text(card, before, token), scores.logprob, top)
 
 
 def _text(card: ModelCard, before: list[int], token: int) -> str:

@@ -88,7 +88,7 @@ class Questions:
 
         return self._read(lambda _: (ends(), 0), find, reading)
 
-    def complete(self, parts: str | Sequence[str | Hit | Passage], options: ReadOptions) -> Iterator[Event]:
+    def complete(self, parts: str | Sequence[str | Hit | Passage | int], options: ReadOptions) -> Iterator[Event]:
         reading = self._reading(options)
         self.drop_deleted()
         ends, given = completion_ends(self._parts.card.tokenizer, parts)

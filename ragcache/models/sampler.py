@@ -80,7 +80,7 @@ class Sampling:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1", "max_tokens")
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:
@@ -219,7 +219,7 @@ class Sampler:
         if self._penalties is not None:
             self._penalties.accept(token)
         if self._scores is not None and self._logprobs is not None:
-            self._scores.append(_scores(logits, token, self._logprobs))
+            self._scores.append(token_scores(logits, token, self._logprobs))
         return token
 
     def _allowed(self, logits: Tensor) -> Tensor:
@@ -236,7 +236,8 @@ class Sampler:
         return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
 
 
-def _scores(logits: Tensor, token: int, count: int) -> TokenScores:
+def token_scores(logits: Tensor, token: int, count: int) -> TokenScores:
+    """logits: float32 [vocab_size], behind which the token stands. count: likeliest tokens to name beside it"""
     logprobs = logits.log_softmax(-1)
     best = logprobs.topk(min(count, len(logprobs)))
     return TokenScores(float(logprobs[token]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))

@@ -212,9 +212,10 @@ class Retriever:
         return self.reranker
 
     def _refuse_unknown_fields(self, where: Filter) -> None:
-        """A filter that nothing passes because of a misspelt field should not look like an empty store."""
-        unknown, known = self.documents.unknown_fields(where)
-        shown = [name for name in known if not name.startswith("_")]  # the others are some framework's own
+        """A filter that nothing passes because of a misspelt field should not look like an empty store. Fields that
+        begin with _ are some framework's own, which names them whether any passage has them or not."""
+        found = self.documents.unknown_fields(where)
+        unknown, shown = ([name for name in names if not name.startswith("_")] for names in found)
         if unknown and len(self.index):
             raise FilterError(
                 f"no passage has metadata field {' or '.join(map(repr, unknown))}, so none passes the filter; "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate
+from pathlib import PurePath
 from typing import Any, NamedTuple
+
+from pydantic import JsonValue
 
 from ragcache import Answer, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
 from ragcache.engine.answer import TokenLogprob, source_to_json
@@ -14,7 +16,6 @@ from ragcache.server.chat_types import (
     ChatRequest,
     ChatUsage,
     ChoiceLogprobs,
-    CompletionRequest,
     CompletionTokensDetails,
     Extension,
     GivenDocument,
@@ -27,11 +28,11 @@ from ragcache.server.chat_types import (
     PromptTokensDetails,
     ReadFields,
     RetrieveFields,
+    SampledRequest,
     SchemaFormat,
     ScoredToken,
     SourceItem,
     TemplateFields,
-    TextLogprobs,
 )
 
 # Sampling has OpenAI's fields; a client that hangs up cancels; the time limit bounds the wait for a slot too, so that
@@ -92,7 +93,7 @@ def _tools(request: ChatRequest) -> dict[str, Any]:
     }
 
 
-def sampling(request: ChatRequest | CompletionRequest, defaults: AnswerDefaults, max_positions: int) -> Sampling:
+def sampling(request: SampledRequest, defaults: AnswerDefaults, max_positions: int) -> Sampling:
     """Raises ConfigError."""
     stop = _first(request.stop, defaults.stop)
     top_k = _first(request.top_k, request.extension.top_k, defaults.top_k)
@@ -142,7 +143,7 @@ def retrieval(asked: RetrieveFields, defaults: AnswerDefaults) -> dict[str, Any]
     return {"k": _first(asked.k, defaults.k), **_given(names(RetrieveOptions), asked, defaults)}
 
 
-def read_options(request: CompletionRequest, defaults: AnswerDefaults, max_positions: int) -> dict[str, Any]:
+def read_options(request: SampledRequest, defaults: AnswerDefaults, max_positions: int) -> dict[str, Any]:
     """Arguments of `RagCache.stream_completion`; see `engine_call`."""
     return {"sampling": sampling(request, defaults, max_positions), **_given(READ, request.extension, defaults)}
 
@@ -162,15 +163,20 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def usage_of(answers: Sequence[Answer]) -> ChatUsage:
-    """All answers over one prompt, which counts once: as that one read it that computed most of it."""
-    usage = dearest(answers).usage
+def usage_of(answers: Sequence[Answer], prompts: int = 1) -> ChatUsage:
+    """Answers over as many prompts, in their order. Each prompt counts once: as that answer read it that computed most
+    of it."""
+    each = len(answers) // prompts
+    read = [dearest(answers[start : start + each]).usage for start in range(0, len(answers), each)]
+    prompt_tokens = sum(usage.prompt_tokens for usage in read)
     completion_tokens = sum(answer.usage.completion_tokens for answer in answers)
     return ChatUsage(
-        prompt_tokens=usage.prompt_tokens,
+        prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
-        total_tokens=usage.prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens, audio_tokens=0),
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=sum(usage.cached_tokens for usage in read), audio_tokens=0
+        ),
         completion_tokens_details=CompletionTokensDetails(
             reasoning_tokens=sum(answer.usage.reasoning_tokens for answer in answers),
             audio_tokens=0,
@@ -187,6 +193,31 @@ def dearest(answers: Sequence[Answer]) -> Answer:
 
 def sources_of(hits: Sequence[Source]) -> list[SourceItem]:
     return [SourceItem(**source_to_json(hit)) for hit in hits]
+
+
+def citations(answer: Answer) -> list[dict[str, JsonValue]]:
+    """The documents that an answer was read from, as the Responses API cites them: pages by their URL, others as files.
+
+    Nothing says which words rest on which document, so that each is cited for the whole text.
+    """
+    found: dict[str, dict[str, JsonValue]] = {}
+    end = len(answer.text)
+    for chunk in [hit.chunk for hit in answer.hits if end]:
+        name = PurePath(chunk.source).name
+        title = chunk.title or name or chunk.document_id
+        if chunk.source.startswith(("http://", "https://")):
+            page = dict[str, JsonValue](url=chunk.source, title=title, start_index=0, end_index=end)
+            found.setdefault(chunk.source, {"type": "url_citation", **page})
+        elif chunk.document_id:
+            file = dict[str, JsonValue](file_id=chunk.document_id, filename=name or title, index=end)
+            found.setdefault(chunk.document_id, {"type": "file_citation", **file})
+    return list(found.values())
+
+
+def chat_citations(answer: Answer) -> list[JsonValue]:
+    """The same as chat completions cite them, which know no files."""
+    pages = [one for one in citations(answer) if one.pop("type") == "url_citation"]
+    return [{"type": "url_citation", "url_citation": page} for page in pages]
 
 
 def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
@@ -218,21 +249,10 @@ def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
     return ChoiceLogprobs(content=content, refusal=None)
 
 
-def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> TextLogprobs:
-    """offset: where the first token's text begins. The chosen token is among the likeliest, wherever it ranks."""
-    texts = [token.text for token in tokens]
-    return TextLogprobs(
-        tokens=texts,
-        token_logprobs=[_number(token) for token in tokens],
-        top_logprobs=[{near.text: _number(near) for near in (*token.top, token)} for token in tokens],
-        text_offset=list(accumulate(map(len, texts), initial=offset))[: len(texts)],
-    )
-
-
 def _likely(token: TokenLogprob) -> LikelyToken:
     whole = None if "\ufffd" in token.text else list(token.text.encode())
-    return LikelyToken(token=token.text, logprob=_number(token), bytes=whole)
+    return LikelyToken(token=token.text, logprob=number_of(token), bytes=whole)
 
 
-def _number(token: TokenLogprob) -> float:
+def number_of(token: TokenLogprob) -> float:
     return max(token.logprob, LEAST)

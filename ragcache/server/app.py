@@ -8,29 +8,22 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 
 from ragcache import RagCache, __version__
 from ragcache.plugins import ROUTES, Registry
-from ragcache.server import chat, completions, document_routes, embeddings, rerank, responses
+from ragcache.server import chat, document_routes, embeddings, rerank
 from ragcache.server.auth import Guard
-from ragcache.server.chat_types import ChatCompletionChunk, ChatRequest, CompletionRequest, TokenizeRequest
-from ragcache.server.document_routes import AddDocuments, UploadProgress
-from ragcache.server.embeddings import EmbeddingRequest
 from ragcache.server.http_errors import STATUS_MEANINGS, add_handlers
 from ragcache.server.limits import SizeLimit
 from ragcache.server.observe import Observe
-from ragcache.server.rerank import RerankRequest, SearchRequest
-from ragcache.server.responses import ResponseEvent, ResponsesRequest
 from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
 from ragcache.server.status import models_router, mount_page, operation_router, page_directory, store_router
-from ragcache.server.wire import ErrorBody
 
-PARTS = (chat, completions, responses, embeddings, rerank, document_routes)
+PARTS = (chat, embeddings, rerank, document_routes)
 ROUTERS = (*(part.router for part in PARTS), models_router, store_router, operation_router)
 ADDED: Registry[APIRouter] = Registry(ROUTES)
+"""Routes of packages. A router's attribute `error_body`, where it has one, makes the errors below its prefix."""
 DESCRIPTION = "OpenAI's API over a ragcache store: passages are retrieved, and their precomputed KV is reused."
 
 
@@ -66,12 +59,14 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     added = [ADDED[name] for name in ADDED]
     for router in (*ROUTERS, *added):
         app.include_router(router)
+    forms = {f"{router.prefix}/": getattr(router, "error_body", None) for router in added}
+    app.state.error_forms = {start: form for start, form in forms.items() if form is not None}
     app.state.routes = [*app.routes, *(route for router in (*ROUTERS, *added) for route in router.routes)]
     if web:
         mount_page(app, page_directory())
     add_handlers(app)
     theirs = (getattr(route, "path", "/").partition("{")[0] for router in added for route in router.routes)
-    protected = ("/v1", "/tokenize", *theirs, *(() if settings.open_metrics else ("/metrics",)))
+    protected = ("/v1", *theirs, *(() if settings.open_metrics else ("/metrics",)))
     describe(app, protected if settings.api_keys else ())
     # The last one added is the first to see a request.
     app.add_middleware(SizeLimit, settings.max_body_bytes, settings.max_upload_bytes, document_routes.PATH)
@@ -81,11 +76,6 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
 
 
 RETRY_LATER = ("409", "503")
-# Bodies that routes read themselves, and the data of events: FastAPI does not see them.
-MODELS: tuple[type[BaseModel], ...] = (
-    ChatRequest, ChatCompletionChunk, CompletionRequest, ResponsesRequest, ResponseEvent, TokenizeRequest,
-    SearchRequest, EmbeddingRequest, RerankRequest, AddDocuments, UploadProgress,
-)  # fmt: skip
 
 
 def describe(app: FastAPI, locked: tuple[str, ...]) -> None:
@@ -105,10 +95,7 @@ def _document(app: FastAPI, locked: tuple[str, ...]) -> dict[str, Any]:
     )
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
-    _, found = models_json_schema(
-        [(model, "validation") for model in MODELS], ref_template="#/components/schemas/{model}"
-    )
-    schemas.update(found["$defs"])
+    schemas.update(_definitions(document["paths"]))
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own answer to bad input, which is not ours
         schemas.pop(name, None)
     if locked:
@@ -119,13 +106,19 @@ def _document(app: FastAPI, locked: tuple[str, ...]) -> dict[str, Any]:
     return document
 
 
+def _definitions(node: Any) -> dict[str, Any]:
+    """Take out the definitions that `schema_of` put into schemas of bodies and events."""
+    parts = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    found = node.pop("$defs", {}) if isinstance(node, dict) else {}
+    return found | {name: schema for part in parts for name, schema in _definitions(part).items()}
+
+
 def _complete(operation: dict[str, Any], *, locked: bool) -> None:
     responses = operation["responses"]
     responses.pop("422", None)
     if locked:
         operation["security"] = [{"bearer": []}]
-        schema = {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}
-        responses["401"] = {"description": STATUS_MEANINGS[401], "content": {"application/json": {"schema": schema}}}
+        responses["401"] = {**responses["500"], "description": STATUS_MEANINGS[401]}  # the form is the same
     for status, response in responses.items():
         headers = response.setdefault("headers", {})
         headers["X-Request-ID"] = {"description": "Names the request in the log", "schema": {"type": "string"}}

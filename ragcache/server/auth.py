@@ -80,7 +80,7 @@ class Guard:
         if problem is None:
             await self.app(scope, receive, send)
         else:
-            await problem.response()(scope, receive, send)
+            await problem.response(scope)(scope, receive, send)
 
     def _problem(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

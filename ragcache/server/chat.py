@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -16,7 +16,16 @@ from starlette.responses import Response
 
 from ragcache import Answer, Done, Reasoning, Sources, Token, ToolCall
 from ragcache.engine.answer import Event
-from ragcache.server.answers import chat_logprobs, costs_of, dearest, each_of, engine_call, sources_of, usage_of
+from ragcache.server.answers import (
+    chat_citations,
+    chat_logprobs,
+    costs_of,
+    dearest,
+    each_of,
+    engine_call,
+    sources_of,
+    usage_of,
+)
 from ragcache.server.body import read_json, request_body
 from ragcache.server.chat_types import (
     AnswerMessage,
@@ -45,7 +54,7 @@ DONE = b"data: [DONE]\n\n"
     "/v1/chat/completions",
     summary="Answer the last user message, from the store or from given documents",
     responses={
-        200: streamed(ChatCompletion, "The answer; with stream: true, events whose data are ChatCompletionChunk"),
+        200: streamed(ChatCompletion, "The answer; with stream: true, events", ChatCompletionChunk),
         **errors(400, 404, 409, 413, 415, 503, 504),
     },
     openapi_extra=request_body(json=ChatRequest),
@@ -75,7 +84,7 @@ async def respond(
     try:
         first = await unless_gone(request, anext(works[0]))
         if asked.stream:
-            return EventStream(writer.chunks(first, works, usage=asked.wants_usage), writer.failed, cancel)
+            return writer.stream(writer.chunks(first, works, usage=asked.wants_usage), writer.failed, cancel)
         found = await unless_gone(request, _answers(works))
     except BaseException:
         cancel()
@@ -112,15 +121,18 @@ class Writer:
     """Writes the answers to one request in OpenAI's shapes: all objects carry the same id, time, model, fingerprint.
 
     names_tool: whether the request names the function to call: such an answer ends as any other does
+    prompts: how many the answers are over
     calls: of each answer so far
     """
 
+    stream: ClassVar[type[EventStream]] = EventStream
     service: Service
     request: Request
     model: str
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     names_tool: bool = False
+    prompts: int = 1
     calls: Counter[int] = field(default_factory=Counter)
 
     def completion(self, answers: Sequence[Answer]) -> AnswerModel:
@@ -136,10 +148,10 @@ class Writer:
     def choice(self, index: int, answer: Answer) -> Choice:
         calls = [MessageCall(**call.to_json()) for call in answer.tool_calls]
         content = answer.text or (None if calls else "")
-        more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        more: dict[str, Any] = {"annotations": chat_citations(answer), **({"tool_calls": calls} if calls else {})}
         if answer.reasoning:
             more["reasoning_content"] = answer.reasoning
-        message = AnswerMessage(role="assistant", content=content, refusal=None, annotations=[], **more)
+        message = AnswerMessage(role="assistant", content=content, refusal=None, **more)
         logprobs = None if answer.logprobs is None else chat_logprobs(answer.logprobs)
         return Choice(index=index, message=message, logprobs=logprobs, finish_reason=self.reason(answer))
 
@@ -156,6 +168,8 @@ class Writer:
         elif isinstance(one, ToolCall):
             delta = Delta(tool_calls=[DeltaCall(index=self.calls[index], **one.to_json())])
             self.calls[index] += 1
+        elif isinstance(one, Done) and (cited := chat_citations(one.answer)):
+            delta = Delta(annotations=cited)
         reason = self.reason(one.answer) if isinstance(one, Done) else None
         return ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
 
@@ -170,15 +184,15 @@ class Writer:
         first = first if isinstance(first, Sources) else Sources([])
         found = ChatExtension(sources=sources_of(first.hits))
         yield _event(self.event([self.piece(0, first)], ragcache=found, **more))
-        answers: list[Answer] = []
+        answers: dict[int, Answer] = {}
         async for index, one in merged(works):
             costs = {}
             if isinstance(one, Done):
-                answers.append(one.answer)
+                answers[index] = one.answer
                 costs = {"ragcache": ChatExtension(**self.costs(one.answer))}
             yield _event(self.event([self.piece(index, one)], **costs, **more))
         if usage:
-            yield _event(self.event([], usage=usage_of(answers)))
+            yield _event(self.event([], usage=usage_of([answers[rank] for rank in sorted(answers)], self.prompts)))
         yield DONE
 
     def failed(self, error: Exception) -> bytes:

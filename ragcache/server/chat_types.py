@@ -1,4 +1,4 @@
-"""Bodies of POST /v1/chat/completions, /v1/completions and /tokenize, and their answers."""
+"""Bodies of POST /v1/chat/completions, and its answers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ MAX_ANSWERS = 128
 
 # Features that change an answer and that this server does not have: refused by name unless they ask for nothing.
 UNSUPPORTED = {
-    "audio", "background", "best_of", "echo", "function_call", "functions", "include", "modalities", "moderation",
-    "suffix", "tool_choice", "tools", "truncation", "verbosity", "web_search_options",
+    "audio", "background", "best_of", "context_management", "function_call", "functions", "include", "modalities",
+    "moderation", "suffix", "tool_choice", "tools", "truncation", "verbosity", "web_search_options",
 }  # fmt: skip
 
 # Parts of messages that hold what a model thought.
@@ -222,6 +222,7 @@ class Ignored(RequestModel):
     store: bool | None = None
     service_tier: Text | None = None
     prompt_cache_key: Text | None = None
+    prompt_cache_options: JsonObject | None = None
     prompt_cache_retention: Text | None = None
     safety_identifier: Text | None = None
 
@@ -250,6 +251,8 @@ class SampledRequest(RequestModel):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: among all tokens")] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
 
+    ragcache: ReadFields | None = None
+
     # Accepted, and of no consequence here.
     user: Text | None = None
 
@@ -263,6 +266,15 @@ class SampledRequest(RequestModel):
     @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def likeliest(self) -> int | None:
+        """`Sampling.logprobs`."""
+        raise NotImplementedError
+
+    @property
+    def extension(self) -> ReadFields:
+        return self.ragcache or ReadFields()
 
 
 class ChatRequest(SampledRequest, TemplateFields, Ignored):
@@ -284,7 +296,6 @@ class ChatRequest(SampledRequest, TemplateFields, Ignored):
 
     # Accepted, and of no consequence here.
     prediction: JsonObject | None = None
-    prompt_cache_options: JsonObject | None = None
 
     # Accepted only where they ask for nothing.
     functions: Nothing | None = None
@@ -314,7 +325,6 @@ class ChatRequest(SampledRequest, TemplateFields, Ignored):
 
     @property
     def likeliest(self) -> int | None:
-        """`Sampling.logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -464,6 +474,7 @@ class Delta(AnswerModel):
     reasoning_content: str = ""
     tool_calls: list[DeltaCall] = Field(default_factory=list)
     refusal: None = None
+    annotations: list[JsonValue] = Field(default_factory=list, description="With the finish reason: the pages cited")
 
 
 class ChunkChoice(AnswerModel):
@@ -484,86 +495,3 @@ class ChatCompletionChunk(AnswerModel):
     choices: list[ChunkChoice]
     usage: ChatUsage | None = None
     ragcache: ChatExtension = ChatExtension()
-
-
-PromptText = Annotated[Text, Field(min_length=1)]
-
-
-class CompletionRequest(SampledRequest):
-    """OpenAI's request: a raw prompt, read as it stands. Nothing is retrieved, and no template is put around it."""
-
-    prompt: PromptText | Annotated[list[PromptText], Field(min_length=1, max_length=1)]
-    logprobs: LikeliestCount | None = None
-    ragcache: ReadFields | None = None
-
-    # Accepted only where they ask for nothing.
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    echo: Literal[False] | None = None
-    suffix: None = None
-
-    @property
-    def text(self) -> str:
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
-
-    @property
-    def likeliest(self) -> int | None:
-        """`Sampling.logprobs`."""
-        return self.logprobs
-
-    @property
-    def extension(self) -> ReadFields:
-        return self.ragcache or ReadFields()
-
-
-class TextLogprobs(AnswerModel):
-    """Lists of one length: a token of the answer each."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int] = Field(description="Where the token's text begins in the answer's")
-
-
-class TextChoice(AnswerModel):
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-
-
-class TextCompletion(AnswerModel):
-    """An answer, or one event of a stream of them."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[TextChoice]
-    usage: ChatUsage | None = None
-    ragcache: ChatExtension = ChatExtension()
-
-
-class TokenizeRequest(RequestModel):
-    """vLLM's request; llama.cpp calls the prompt `content`, and adds no special tokens if not told to."""
-
-    model: Name | None = None
-    prompt: Text | None = None
-    content: Text | None = None
-    add_special_tokens: bool | None = Field(default=None, description="If absent: for a prompt, not for content")
-
-    @model_validator(mode="after")
-    def _says_one_thing(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.content is None):
-            raise ValueError("give a prompt, or content as llama.cpp calls it")
-        return self
-
-    @property
-    def text(self) -> str:
-        return self.prompt or self.content or ""
-
-
-class TokenList(AnswerModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]

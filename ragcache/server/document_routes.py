@@ -193,7 +193,7 @@ FORM = {
         "(UploadProgress), then `done` (AddReport) or `error` (ErrorBody)."
     ),
     responses={
-        200: streamed(AddReport, "What was stored, and what was not, with the reason"),
+        200: streamed(AddReport, "What was stored, and what was not, with the reason", UploadProgress),
         **errors(400, 409, 413, 415, 503, 507),
     },
     openapi_extra=request_body(json=AddDocuments, multipart=FORM),

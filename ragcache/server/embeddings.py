@@ -47,6 +47,14 @@ Inputs = Annotated[
 ]
 
 
+def listed(given: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+    """Each input: a text, or token ids."""
+    if isinstance(given, str):
+        return [given]
+    ids = [one for one in given if isinstance(one, int)]
+    return [ids] if ids else [one for one in given if not isinstance(one, int)]
+
+
 class EmbeddingRequest(RequestModel):
     """OpenAI's request. Token ids are those of this embedder's own tokenizer."""
 
@@ -61,12 +69,7 @@ class EmbeddingRequest(RequestModel):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """Each input: a text, or token ids."""
-        if isinstance(self.input, str):
-            return [self.input]
-        if isinstance(self.input[0], int):
-            return [[id for id in self.input if isinstance(id, int)]]
-        return [one for one in self.input if not isinstance(one, int)]
+        return listed(self.input)
 
 
 class Embedding(AnswerModel):
@@ -100,13 +103,19 @@ Vectors = NDArray[np.float32]
     openapi_extra=request_body(json=EmbeddingRequest),
 )
 async def create_embeddings(request: Request) -> Response:
-    service = service_of(request)
     asked = await read_json(request, EmbeddingRequest)
+    vectors, tokens = await embed(request, asked)
+    return Response(await service_of(request).in_thread(_answer, asked, vectors, tokens), media_type=JSON)
+
+
+async def embed(request: Request, asked: EmbeddingRequest) -> tuple[Vectors, int]:
+    """Vectors [len(inputs), dimensions], and how many tokens were read. Raises ApiError."""
+    service = service_of(request)
     service.check_model(asked.model, service.embedding_model)
     _check_dimensions(service.kb.embedder, asked)
     vectors, tokens = await service.compute(request, _vectors, service, asked)
     note(request, texts=len(asked.inputs), tokens=tokens)
-    return Response(await service.in_thread(_answer, asked, vectors, tokens), media_type=JSON)
+    return vectors, tokens
 
 
 def _check_dimensions(embedder: Embedder, asked: EmbeddingRequest) -> None:
@@ -123,9 +132,8 @@ def _check_dimensions(embedder: Embedder, asked: EmbeddingRequest) -> None:
 
 
 def _vectors(service: Service, asked: EmbeddingRequest) -> tuple[Vectors, int]:
-    """Vectors [len(inputs), dimensions], and how many tokens were read.
-
-    Raises ApiError (400) for a text that the embedder would not read to its end, CancelledError by `LIMIT`.
+    """See `embed`. Raises ApiError (400) for a text that the embedder would not read to its end, CancelledError by
+    `LIMIT`.
     """
     embedder = service.kb.embedder
     texts = [one if isinstance(one, str) else _text(embedder, one) for one in asked.inputs]

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from ragcache import errors as engine
 from ragcache.server.chat_types import UNSUPPORTED
@@ -48,8 +50,11 @@ class ApiError(HTTPException):
         message = printable(str(self.detail))
         return ErrorBody(error=ErrorDetail(message=message, type=self.type, param=self.param, code=self.code))
 
-    def response(self) -> Response:
-        return Response(self.body().to_json(), self.status_code, self.headers, "application/json")
+    def response(self, scope: Scope) -> Response:
+        """In the form of the package that the path belongs to, or OpenAI's."""
+        forms, path = scope["app"].state.error_forms, scope["path"]
+        form = next((form for start, form in forms.items() if path.startswith(start)), ApiError.body)
+        return Response(form(self).to_json(), self.status_code, self.headers, "application/json")
 
 
 class ClientGoneError(Exception):
@@ -158,8 +163,6 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", "invalid_json")
     if kind == "missing":
         return ApiError(400, f"'{param}' is missing", "missing_required_parameter", param)
-    if kind == "extra_forbidden":
-        return ApiError(400, f"'{param}' is unknown here; check its name or leave it out", "unknown_parameter", param)
     within = len(place) > 1 and place[0] in ("tools", "tool_choice")  # chat reads them, other routes take none
     if place and place[0] in UNSUPPORTED and not within:
         return ApiError(
@@ -195,11 +198,11 @@ def add_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 405:
             error.headers = {"Allow": ", ".join(_methods_at(request))}
-        return request.app.state.service.told(error, request).response()  # type: ignore[no-any-return]
+        return request.app.state.service.told(error, request).response(request.scope)  # type: ignore[no-any-return]
 
     async def invalid(request: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else ()
-        return from_validation(problems).response() if problems else await answer(request, error)
+        return await answer(request, from_validation(problems) if problems else error)
 
     async def gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
@@ -232,11 +235,6 @@ STATUS_MEANINGS = {
     507: "The store's device is full",
 }
 EVERYWHERE = (403, 500)
-EVENT = {
-    "type": "object",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["data"],
-}
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -245,6 +243,15 @@ def errors(*statuses: int) -> Responses:
     return {status: {"model": ErrorBody, "description": STATUS_MEANINGS[status]} for status in (*statuses, *EVERYWHERE)}
 
 
-def streamed(model: type[BaseModel], description: str) -> dict[str, Any]:
-    """A success that is JSON or, where it was asked for, a stream of events: the schema is one event's."""
-    return {"model": model, "description": description, "content": {EVENT_STREAM: {"schema": EVENT}}}
+def streamed(model: type[BaseModel], description: str, data: type[BaseModel]) -> dict[str, Any]:
+    """A success that is JSON or, where it was asked for, a stream of events: the schema is one event's, with `data`."""
+    text = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of(data)}
+    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": text}, "required": ["data"]}
+    return {"model": model, "description": description, "content": {EVENT_STREAM: {"schema": event}}}
+
+
+def schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """A reference to its JSON schema, with the definitions, which /openapi.json puts in their place."""
+    place = "#/components/schemas/{model}"
+    _, definitions = models_json_schema([(model, "validation")], ref_template=place)
+    return {"$ref": place.format(model=model.__name__), **definitions}

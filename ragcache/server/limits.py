@@ -87,10 +87,12 @@ class SizeLimit:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        most = self.max_upload_bytes if scope["path"] == self.upload_path else self.max_body_bytes
-        length = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = dict(scope["headers"])
+        is_upload = scope["path"] == self.upload_path or headers.get(b"content-type", b"").startswith(b"multipart/")
+        most = self.max_upload_bytes if is_upload else self.max_body_bytes
+        length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > most:
-            await _too_large(most).response()(scope, receive, send)
+            await _too_large(most).response(scope)(scope, receive, send)
             return
         await self.app(scope, _counted(receive, most), send)
 

@@ -16,10 +16,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragcache.server.http_errors import CLIENT_GONE, HUNG_UP, as_api_error
+from ragcache.server.http_errors import CLIENT_GONE, HUNG_UP, as_api_error, printable
 from ragcache.server.metrics import Metrics
 
 REQUEST_ID = "X-Request-ID"
+WARNING = "X-Ragcache-Warning"
 SECURITY = {
     "Content-Security-Policy": "default-src 'self'",
     "X-Content-Type-Options": "nosniff",
@@ -35,6 +36,11 @@ ARRIVED = "ragcache.arrived"
 def note(request: Request, **fields: Any) -> None:
     """Add fields to the request's line in the log."""
     request.scope.setdefault(FIELDS, {}).update(fields)
+
+
+def warn(request: Request, message: str) -> None:
+    """Send a warning with the answer, in a header: printable ASCII."""
+    request.scope[WARNING] = printable(message.encode("unicode_escape").decode("ascii"))
 
 
 def waited_s(request: Request) -> float:
@@ -65,7 +71,7 @@ class Observe:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID] = request_id
-                headers.update(SECURITY)
+                headers.update(SECURITY | ({WARNING: scope[WARNING]} if WARNING in scope else {}))
             await send(message)
 
         try:
@@ -75,7 +81,7 @@ class Observe:
         except Exception as error:
             write_failure(error, request_id=request_id)
             if not status:
-                await as_api_error(error).response()(scope, receive, answer)
+                await as_api_error(error).response(scope)(scope, receive, answer)
         finally:
             self._done(scope, request_id, status or CLIENT_GONE, time.perf_counter() - started)
 

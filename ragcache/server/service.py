@@ -125,20 +125,24 @@ class Service:
         Raises ApiError (503) when the server is to stop.
         """
         most, done = self.settings.timeout_s, self._working.discard
-        work = self._begin(RunningTask(self._limited(function, *args), self.embedding_slots.hold(), most, done))
+        work = self._begin(RunningTask(self._alone(function, *args), self.embedding_slots.hold(), most, done))
         try:
             return await unless_gone(request, work.last())
         finally:
             work.cancel()
 
-    async def _limited(self, function: Callable[..., T], *args: Any) -> AsyncGenerator[T, None]:
+    async def _alone(self, function: Callable[..., T], *args: Any) -> AsyncGenerator[T, None]:
+        yield await self.limited(function, *args)
+
+    async def limited(self, function: Callable[..., T], *args: Any) -> T:
+        """`in_thread`, where `LIMIT` tells the function that it is cancelled."""
         gone = threading.Event()
 
         def run() -> T:
             with limited(Limit(gone)):
                 return function(*args)
 
-        yield await self.in_thread(run, cancelled=gone)
+        return await self.in_thread(run, cancelled=gone)
 
     def answer(self, items: AsyncGenerator[T, None], timeout_s: float | None = None) -> RunningTask[T]:
         """Work on a question, in a slot, for at most the server's time or the question's own.

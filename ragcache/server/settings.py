@@ -42,6 +42,10 @@ class ServerSettings:
         Literal["on", "off"],
         Option("--retrieve", "off: answer without passages unless a request asks for them."),
     ] = "on"
+    keep_responses: Annotated[
+        int, Option("--keep-responses", "Answers of /v1/responses that are kept for each API key, the newest; 0: none.")
+    ] = 1000
+    strict: Annotated[bool, Option("--strict", "Refuse unknown fields of requests, instead of ignoring them.")] = False
     open_metrics: Annotated[bool, Option("--open-metrics", "Let /metrics be read without an API key.")] = False
     allowed_hosts: Sequence[str] = ()
     model_name: Annotated[
@@ -51,7 +55,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         least: dict[str, float] = {"slots": 1, "max_queue": 0, "write_wait_s": 0, "drain_s": 0, "figures_s": 0}
-        least |= {"max_body_bytes": 1024, "max_upload_bytes": 1024, "max_upload_files": 1}
+        least |= {"max_body_bytes": 1024, "max_upload_bytes": 1024, "max_upload_files": 1, "keep_responses": 0}
         for name, bound in least.items():
             check_least(name, getattr(self, name), bound)
         from ragcache.engine.aio import THREADS

@@ -47,6 +47,7 @@ class ModelItem(AnswerModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    max_model_len: int | None = Field(description="Tokens that it reads at once, as vLLM names it; null: not known")
 
 
 class ModelList(AnswerModel):
@@ -151,10 +152,12 @@ async def get_model(request: Request, id: str) -> Response:
 
 
 def _models(service: Service) -> list[ModelItem]:
-    known = (service.chat_model, service.plain_model, service.embedding_model, service.reranking_model)
+    longest, embedded = service.kb.lm.max_positions, getattr(service.kb.embedder, "max_tokens", None)
+    known: dict[str | None, int | None] = {service.chat_model: longest, service.plain_model: longest}
+    known |= {service.embedding_model: embedded, service.reranking_model: None}
     return [
-        ModelItem(id=name, object="model", created=service.created, owned_by="ragcache")
-        for name in known
+        ModelItem(id=name, object="model", created=service.created, owned_by="ragcache", max_model_len=tokens)
+        for name, tokens in known.items()
         if name is not None
     ]
 

@@ -15,9 +15,9 @@ INT64 = 2**63
 
 
 class RequestModel(BaseModel):
-    """Strict: a string is no number, and a name that is not known is refused, not overlooked."""
+    """Strict: a string is no number. Unknown names are taken here, for `read_json` to name and drop, or refuse."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class LooseModel(BaseModel):
@@ -108,10 +108,12 @@ class EventStream(StreamingResponse):
     closed: called when the response is over, however it ended, even where it never began
     """
 
+    media_type = EVENT_STREAM
+
     def __init__(
         self, events: AsyncIterator[bytes], failed: Callable[[Exception], bytes], closed: Callable[[], None]
     ) -> None:
-        super().__init__(_ended(events, failed), headers=HEADERS, media_type=EVENT_STREAM)
+        super().__init__(_ended(events, failed), headers=HEADERS)
         self._closed = closed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

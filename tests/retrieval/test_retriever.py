@@ -243,6 +243,7 @@ def test_a_filter_that_nothing_passes_for_a_misspelt_field_says_so(retriever, do
     with pytest.raises(FilterError, match=r"no passage has metadata field 'twon'.*have: number, town"):
         retriever.retrieve("river", filter={"$or": [{"twon": "Osby"}, {"$not": {"number": {"$gte": 0}}}]})
     assert retriever.retrieve("river", filter={"town": "Nowhere"}) == []
+    assert retriever.retrieve("river", filter={"_collection": "rivers"}) == []  # a framework's own
     assert len(retriever.retrieve("river", filter={"twon": {"$exists": False}})) == 5
     documents.delete_documents([f"d{n}" for n in range(len(TEXTS))])
     assert retriever.retrieve("river", filter={"twon": "Osby"}) == []

@@ -7,6 +7,8 @@ import json
 import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai.types.chat.chat_completion_message import Annotation
+from openai.types.responses import ResponseOutputText, ResponseOutputTextAnnotationAddedEvent
 from serving import TEXTS, Served, events, serving
 
 import ragcache as rc
@@ -160,6 +162,44 @@ def test_documents_of_the_request_stand_in_for_retrieval(client, kb):
     assert [source["text"] for source in answer.ragcache["sources"]] == [TEXTS["dogs"], TEXTS["cats"]]
 
 
+CITED = [
+    rc.Document("page", "The cat sits on a mat.", title="On cats", source="https://example.org/cats"),
+    rc.Document("page-2", "The cat sits on a mat, again.", title="On cats", source="https://example.org/cats"),
+    rc.Document("notes", "The cat sits on a chair.", source="kept/notes.md"),
+]
+
+
+def test_sources_are_cited_as_openais_own_types_read_them(client, kb):
+    """A page once, however many of its passages were read; a file where the API knows files; strictly parsed."""
+    kb.ingest(CITED)
+    told = {"ragcache": {"k": 3, "filter": {"document_id": {"$in": ["page", "page-2", "notes"]}}}}
+    message = ask(client, extra_body=told).choices[0].message
+    length = len(message.content)
+    page = {"url": "https://example.org/cats", "title": "On cats", "start_index": 0, "end_index": length}
+    assert [Annotation.model_validate(one.to_dict(), strict=True).to_dict() for one in message.annotations] == [
+        {"type": "url_citation", "url_citation": page}
+    ]
+    *parts, end = ask(client, extra_body=told, stream=True)
+    assert not any(hasattr(part.choices[0].delta, "annotations") for part in parts)
+    assert (end.choices[0].finish_reason, end.choices[0].delta.annotations) == (
+        "length", [one.to_dict() for one in message.annotations],
+    )  # fmt: skip
+    file = {"type": "file_citation", "file_id": "notes", "filename": "notes.md", "index": length}
+    asked = {"model": "tiny", "input": QUESTION, "max_output_tokens": 12, "extra_body": told}
+    [part] = client.responses.create(**asked).output[0].content
+    right = [{"type": "url_citation", **page}, file]
+    assert sorted((one.to_dict() for one in part.annotations), key=lambda one: one["type"], reverse=True) == right
+    ResponseOutputText.model_validate(part.to_dict(), strict=True)
+    events = list(client.responses.create(**asked, stream=True))
+    added = [one for one in events if one.type == "response.output_text.annotation.added"]
+    assert [one.annotation.to_dict() for one in added] == [one.to_dict() for one in part.annotations]
+    assert [one.annotation_index for one in added] == [0, 1]
+    for one in added:
+        ResponseOutputTextAnnotationAddedEvent.model_validate(one.to_dict(), strict=True)
+    assert events[-1].response.output[0].content[0].annotations == part.annotations
+    assert ask(client, extra_body={"ragcache": {"retrieve": False}}).choices[0].message.annotations == []
+
+
 def test_a_plain_chat(client, kb):
     answer = ask(client, extra_body={"ragcache": {"retrieve": False}})
     assert answer.ragcache["sources"] == []
@@ -306,6 +346,18 @@ def test_models(served: Served, client):
     assert [model.id for model in client.models.list()] == ["tiny", "tiny:plain", "bag-of-words"]
     assert client.models.retrieve("tiny").object == "model"
     assert served.http.get("/v1/models/gpt-4").json()["error"]["code"] == "model_not_found"
+
+
+def test_a_model_may_have_an_owner(serve, kb):
+    served = serve(model_name="acme/tiny-1")
+    with OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+        listed = {model.id: model.max_model_len for model in client.models.list()}
+        assert listed == {"acme/tiny-1": 4096, "acme/tiny-1:plain": 4096, "bag-of-words": None}
+        assert client.models.retrieve("acme/tiny-1").id == "acme/tiny-1"
+        messages = [{"role": "user", "content": QUESTION}]
+        assert client.chat.completions.create(model="acme/tiny-1", messages=messages, max_tokens=1).choices
+    assert served.http.get("/v1/models/acme/tiny-1:plain").json()["id"] == "acme/tiny-1:plain"
+    assert served.http.get("/v1/models/acme").status_code == 404
 
 
 def test_the_bundled_model_answers(mini: Served):

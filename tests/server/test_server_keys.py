@@ -162,7 +162,9 @@ def test_the_key_is_declared(serve):
     assert document["components"]["securitySchemes"] == {"bearer": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            assert ("security" in operation) == (path.startswith("/v1") or path in ("/tokenize", "/metrics")), path
+            assert ("security" in operation) == (
+                path.startswith(("/v1", "/api/")) or path in ("/tokenize", "/metrics")
+            ), path
             assert ("401" in operation["responses"]) == ("security" in operation)
     document = httpx.get(f"{without.url}/openapi.json", trust_env=False).json()
     assert "securitySchemes" not in document["components"]

@@ -7,6 +7,7 @@ import json
 import jsonschema
 import openai
 import pytest
+import torch
 from serving import events
 
 import ragcache as rc
@@ -65,19 +66,88 @@ def test_the_openai_client_reads_it(served, kb):
     ("fields", "param"),
     [
         ({"n": 0}, "n"),
-        ({"echo": True}, "echo"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
-        ({"prompt": [1, 2]}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"ragcache": {"k": 3}}, "ragcache.k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [" "]}, "prompt"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": [1, "a"]}, "prompt[1]"),
+        ({"prompt": [1, -1]}, "prompt[1]"),
+        ({"prompt": [99999]}, "prompt"),
+        ({"prompt": [[1], [99999]], "echo": True, "logprobs": 1}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(served, fields, param):
     response = completed(served, **fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith(param)
+
+
+def test_each_prompt_of_a_list_is_answered(served, kb):
+    """Choices of the first prompt come first, as OpenAI and vLLM number them; each prompt is counted."""
+    client = openai.OpenAI(base_url=served.base_url, api_key="none")
+    tokenizer = kb.lm.tokenizer
+    texts = [PROMPT, "The cat"]
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    told = {"max_tokens": 6, "n": 2, "temperature": 1.0, "seed": 7}
+    for prompts in (texts, ids):
+        found = client.completions.create(model="tiny", prompt=prompts, **told)
+        each = [[kb.complete(one, sampling=rc.Sampling(6, 1.0, seed=7 + rank)) for rank in (0, 1)] for one in prompts]
+        assert [(choice.index, choice.text) for choice in found.choices] == list(
+            enumerate(answer.text for answers in each for answer in answers)
+        )
+        assert found.usage.prompt_tokens == sum(answers[0].usage.prompt_tokens for answers in each)
+        assert found.usage.completion_tokens == 24
+    assert client.completions.create(model="tiny", prompt=ids[0], max_tokens=6).usage.prompt_tokens == len(ids[0])
+    whole = kb.complete(PROMPT, sampling=rc.Sampling(6))
+    assert kb.complete([tokenizer.bos_token_id, *ids[0]], sampling=rc.Sampling(6)).text == whole.text
+    *parts, last = client.completions.create(
+        model="tiny", prompt=ids, stream=True, stream_options={"include_usage": True}, **told
+    )
+    streamed = ["".join(part.choices[0].text for part in parts if part.choices[0].index == rank) for rank in range(4)]
+    assert (streamed, last.usage.prompt_tokens) == ([one.text for one in found.choices], found.usage.prompt_tokens)
+
+
+def logprobs_of(lm, ids: list[int]) -> list[float]:
+    """Of the second token and those behind it, by transformers alone."""
+    with torch.inference_mode():
+        rows = lm.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    return [float(row[id]) for row, id in zip(rows, ids[1:], strict=False)]
+
+
+@pytest.mark.parametrize("text", [PROMPT, "Dogs bark. " * 20])
+def test_an_echo_scores_the_prompts_tokens(served, kb, text):
+    """Longer than one piece, too. A BOS that the tokenizer added is scored and no part of the text."""
+    client = openai.OpenAI(base_url=served.base_url, api_key="none")
+    ids = [kb.lm.tokenizer.bos_token_id, *kb.lm.tokenizer.encode(text, add_special_tokens=False)]
+    whole = kb.complete(text, sampling=rc.Sampling(max_tokens=3, logprobs=0))
+    right = [*logprobs_of(kb.lm, ids), *(token.logprob for token in whole.logprobs)]
+    asked = {"model": "tiny", "prompt": text, "max_tokens": 3, "echo": True, "logprobs": 2}
+    [choice] = client.completions.create(**asked).choices
+    assert choice.text == text + whole.text
+    assert choice.logprobs.token_logprobs[0] is None
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(right, abs=1e-3)
+    assert choice.logprobs.text_offset == [0, *range(len(choice.text))]
+    assert "".join(choice.logprobs.tokens[: len(ids)]) == text
+    assert {len(top) for top in choice.logprobs.top_logprobs[1:]} <= {1, 2, 3}
+    parts = [part.choices[0] for part in client.completions.create(**asked, stream=True)]
+    assert "".join(part.text for part in parts) == choice.text
+    scores = [one for part in parts if part.logprobs for one in part.logprobs.token_logprobs]
+    assert scores[1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-3)
+    [alone] = client.completions.create(**{**asked, "max_tokens": 0}).choices
+    assert (alone.text, alone.finish_reason) == (text, "length")
+    assert alone.logprobs.token_logprobs == choice.logprobs.token_logprobs[: len(ids)]
+    [given] = client.completions.create(**{**asked, "prompt": ids, "max_tokens": 0}).choices
+    assert given.logprobs.token_logprobs == alone.logprobs.token_logprobs
+    plain = client.completions.create(**{**asked, "logprobs": None})
+    assert (plain.choices[0].text, plain.choices[0].logprobs) == (choice.text, None)
+    assert plain.usage.prompt_tokens == len(ids)
+    assert kb.admission.reserved_bytes == 0
 
 
 def test_an_unknown_model_and_a_prompt_that_does_not_fit(served):

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import httpx
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
+from openai.types import chat, completion_create_params, embedding_create_params, responses
 from serving import Served, serving
 
 import ragcache as rc
 from ragcache.retrieval.fake import BagOfWords
+from ragcache.server.chat_types import ChatRequest
+from ragcache.server.embeddings import EmbeddingRequest
+from ragcache_completions.bodies import CompletionRequest
+from ragcache_openai.responses import ResponsesRequest
 
 CHAT, EMBED, DOCUMENTS = "/v1/chat/completions", "/v1/embeddings", "/v1/documents"
 USER = [{"role": "user", "content": "Cats?"}]
@@ -59,8 +65,6 @@ def error_of(response: httpx.Response) -> dict:
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "invalid_value"),
         ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
-        ({"temprature": 1}, "temprature", "unknown_parameter"),
-        ({"ragcache": {"kk": 1}}, "ragcache.kk", "unknown_parameter"),
         ({"messages": None}, "messages", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
@@ -151,7 +155,6 @@ def test_token_ids_are_refused_with_the_way_out(open_server: Served):
         ({"documents": [{"id": "a", "text": "x", "metadata": []}]}, "documents[0].metadata"),
         ({"documents": [{"id": "a", "text": "x", "metadata": {"n": 10**400}}]}, "documents[0].metadata"),
         ({"documents": [{"id": "a", "text": "x", "metadata": {"n": {"a\0": 1}}}]}, "documents[0].metadata"),
-        ({"documents": [{"id": "a", "text": "x", "colour": 1}]}, "documents[0].colour"),
         ({}, "documents"),
     ],
 )
@@ -159,6 +162,60 @@ def test_documents_are_refused(open_server: Served, fields, param):
     response = open_server.http.post(DOCUMENTS, json=fields)
     assert response.status_code == 400, response.text
     assert error_of(response)["param"] == param
+
+
+UNKNOWN = [
+    (CHAT, {"model": "tiny", "messages": USER, "max_tokens": 1}, "temprature"),
+    (CHAT, {"model": "tiny", "messages": USER, "max_tokens": 1, "ragcache": {}}, "ragcache.kk"),
+    (CHAT, {"model": "tiny", "messages": USER, "n": 1, "response_format": {"type": "text"}}, "response_format.y"),
+    ("/v1/completions", {"model": "tiny", "prompt": "Cats", "max_tokens": 1, "ragcache": {}}, "ragcache.k"),
+    ("/v1/responses", {"model": "tiny", "input": "Cats?", "max_output_tokens": 1}, "max_tokens"),
+    (EMBED, {"model": "bag-of-words", "input": "x"}, "dimension"),
+    ("/v1/search", {"query": "cats"}, "top_k"),
+    ("/v1/search", {"query": "cats"}, "filters"),
+    ("/tokenize", {"prompt": "cats"}, "text"),
+    (DOCUMENTS, {"documents": [{"id": "cats", "text": "x"}]}, "documents[0].colour"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "place"), UNKNOWN)
+def test_unknown_fields_are_ignored_with_one_warning_unless_the_server_is_strict(
+    open_server: Served, monkeypatch, path, body, place
+):
+    def ask(**more: object) -> httpx.Response:
+        wrong = json.loads(json.dumps(body))
+        inner = wrong
+        for step in place.replace("[0]", ".0").split(".")[:-1]:
+            inner = inner[int(step) if isinstance(inner, list) else step]
+        inner[place.rpartition(".")[2]] = 1
+        return open_server.http.post(path, json={**wrong, **more})
+
+    found = ask()
+    assert (found.status_code, found.headers.get_list("X-Ragcache-Warning")) == (
+        200, [f"unknown fields ignored: {place}"],
+    )  # fmt: skip
+    assert "X-Ragcache-Warning" not in open_server.http.post(path, json=body).headers
+    named = ask(**{"fou\r\n\u00e9": 1})
+    assert r"fou\r\n\xe9" in named.headers["X-Ragcache-Warning"]
+    monkeypatch.setattr(open_server.service, "settings", replace(open_server.service.settings, strict=True))
+    error = error_of(ask())
+    assert (error["param"], error["code"]) == (place, "unknown_parameter")
+    assert open_server.http.post(path, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        (chat.completion_create_params.CompletionCreateParamsBase, ChatRequest),
+        (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
+        (responses.response_create_params.ResponseCreateParamsBase, ResponsesRequest),
+        (embedding_create_params.EmbeddingCreateParams, EmbeddingRequest),
+    ],
+)
+def test_what_changes_an_answer_is_known(given, ours):
+    """Unknown fields are ignored, so that whatever OpenAI's API has and an answer depends on has to be known here."""
+    of_no_consequence = {"access_programs", "background_options", "image", "max_tool_calls"}
+    assert set(given.__annotations__) - set(ours.model_fields) <= of_no_consequence
 
 
 @pytest.mark.parametrize("path", [CHAT, EMBED, DOCUMENTS])
@@ -279,7 +336,9 @@ def test_the_official_client_understands_refusals(open_server: Served):
 
 
 def test_messages_are_short_whatever_comes(open_server: Served):
-    response = open_server.chat("Cats?", **{"x" * 100_000: 1})
+    response = open_server.chat("Cats?", **{"x" * 100_000: 1}, n=0)
     assert len(response.content) < 3000
+    response = open_server.chat("Cats?", **{"x" * 100_000: 1}, max_tokens=1)
+    assert len(response.headers["X-Ragcache-Warning"]) < 1100
     response = open_server.http.post(CHAT, json={"model": "m" * 1000, "messages": USER})
     assert len(response.content) < 3000

@@ -69,7 +69,6 @@ def test_the_reranker_is_among_the_models(http):
         ({"documents": [{"title": "some"}]}, 400, "documents[0].text"),
         ({"query": ""}, 400, "query"),
         ({"top_n": 0}, 400, "top_n"),
-        ({"top_k": 2}, 400, "top_k"),
     ],
 )
 def test_a_bad_request_is_refused_by_name(http, fields, status, param):

@@ -10,7 +10,7 @@ from serving import Served, serving
 
 import ragcache as rc
 from ragcache.retrieval.fake import BagOfWords
-from ragcache.server.responses import ResponsesRequest
+from ragcache_openai.responses import ResponsesRequest
 
 QUESTION = "Where does the cat sit?"
 SHORT = rc.Sampling(8)
@@ -82,6 +82,7 @@ def test_a_stream_brings_the_same_answer_event_by_event(client):
         "in_progress",
         "output_item.added",
         "content_part.added",
+        *["output_text.annotation.added"] * len(whole.output[0].content[0].annotations),
         "output_text.done",
         "content_part.done",
         "output_item.done",
@@ -105,8 +106,8 @@ def test_a_schema_is_the_chats(kb):
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation as 'input'"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "not supported"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "there is no previous response 'resp_1'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "file_search"),
         ({"reasoning": {"effort": "high"}}, "reasoning", "does not have it think"),
         ({"background": True}, "background", "not supported"),
         ({"input": []}, "input", ""),
@@ -116,7 +117,8 @@ def test_a_schema_is_the_chats(kb):
         ({"input": "word " * 5000}, "input", "takes 4096"),
         ({"max_output_tokens": 0}, "max_output_tokens", ""),
         ({"extra_body": {"ragcache": {"method": "telepathy"}}}, "ragcache.method", "choose one of"),
-        ({"extra_body": {"max_tokens": 3}}, "max_tokens", "unknown"),
+        ({"extra_body": {"moderation": {"model": "x"}}}, "moderation", "not supported"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management", "not supported"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -65,6 +65,12 @@ def test_calls_are_apart_from_the_text(agent, ask, monkeypatch):
     assert ask().choices[0].message.content is None
 
 
+def test_unknown_fields_of_a_tool_reach_no_template(agent, ask, monkeypatch):
+    script(monkeypatch, agent.service.kb.lm, CALL, CALL)
+    coloured = [{**SEARCH, "function": {**SEARCH["function"], "colour": "red"}}, CLOCK]
+    assert ask(tools=coloured).usage.prompt_tokens == ask().usage.prompt_tokens
+
+
 def test_calls_are_streamed_by_index(agent, ask, monkeypatch):
     script(monkeypatch, agent.service.kb.lm, f"I look.\n{CALL}\n{CLOCK_CALL}")
     chunks = [chunk.choices[0] for chunk in ask(stream=True)]

@@ -1,0 +1,1 @@
+"""Raw prompts on ragcache's server: OpenAI's older API, and token ids."""

@@ -1,0 +1,97 @@
+"""Bodies of /v1/completions and /tokenize, and their answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from ragcache.server.chat_types import MAX_ANSWERS, ChatExtension, ChatUsage, LikeliestCount, SampledRequest
+from ragcache.server.embeddings import Inputs, listed
+from ragcache.server.wire import AnswerModel, Name, RequestModel, Text
+
+
+class CompletionRequest(SampledRequest):
+    """OpenAI's request: raw prompts, read as they stand. Nothing is retrieved, and no template is put around them.
+
+    echo: the prompt stands before the answer, and with logprobs its tokens' do too; max_tokens 0 then asks for no more
+    """
+
+    prompt: Inputs
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    echo: bool | None = None
+    logprobs: LikeliestCount | None = None
+
+    # Accepted only where they ask for nothing.
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    suffix: None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_not_too_many(cls, prompt: Inputs, given: ValidationInfo) -> Inputs:
+        if len(listed(prompt)) * (given.data.get("n") or 1) > MAX_ANSWERS:
+            raise ValueError(f"prompts times n are more than {MAX_ANSWERS} answers; send fewer at once")
+        return prompt
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        return listed(self.prompt)
+
+    @property
+    def likeliest(self) -> int | None:
+        """`Sampling.logprobs`."""
+        return self.logprobs
+
+
+class TextLogprobs(AnswerModel):
+    """Lists of one length: a token of the answer each."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None] = Field(description="null for a prompt's first token")
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int] = Field(description="Where the token's text begins in the answer's")
+
+
+class TextChoice(AnswerModel):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class TextCompletion(AnswerModel):
+    """An answer, or one event of a stream of them."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: ChatUsage | None = None
+    ragcache: ChatExtension = ChatExtension()
+
+
+class TokenizeRequest(RequestModel):
+    """vLLM's request; llama.cpp calls the prompt `content`, and adds no special tokens if not told to."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    content: Text | None = None
+    add_special_tokens: bool | None = Field(default=None, description="If absent: for a prompt, not for content")
+
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.content is None):
+            raise ValueError("give a prompt, or content as llama.cpp calls it")
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.prompt or self.content or ""
+
+
+class TokenList(AnswerModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]

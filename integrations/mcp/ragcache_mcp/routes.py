@@ -1,0 +1,63 @@
+"""/mcp of `ragcache serve`: the same tools over streamable HTTP, behind the server's keys, limits and slots."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ragcache.server.service import Service
+
+PATH = "/mcp"
+
+
+@asynccontextmanager
+async def _running(app: FastAPI) -> AsyncIterator[None]:
+    from mcp.server.transport_security import TransportSecuritySettings
+
+    from ragcache_mcp.tools import Tools, build
+
+    service: Service = app.state.service
+    settings = service.settings
+    tools = Tools(
+        service.kb,
+        settings.answers.call_options(),
+        service.slots.hold,
+        service.writers.hold,
+        tell=lambda error: str(service.told(error, Request({"type": "http"})).detail),
+        timeout_s=settings.timeout_s,
+        write_wait_s=settings.write_wait_s,
+    )
+    server = build(tools, writes=not service.kb.config.read_only)
+    # Each call stands for itself: no session is kept, and a client that hangs up ends its own.
+    checked = TransportSecuritySettings(enable_dns_rebinding_protection=False)  # by the server, as for every route
+    server.streamable_http_app(stateless_http=True, transport_security=checked)
+    async with server.session_manager.run():
+        app.state.mcp = server.session_manager
+        yield
+
+
+class _Endpoint:
+    """The application at PATH. The server has checked key, host and size already."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await scope["app"].state.mcp.handle_request(scope, receive, send)
+
+
+def _router() -> APIRouter:
+    """Without routes where the extra is absent: a server without it has no such path."""
+    if importlib.util.find_spec("mcp") is None:
+        return APIRouter()
+    router = APIRouter(lifespan=_running)
+    endpoint: Any = _Endpoint()
+    router.routes.append(Route(PATH, endpoint, include_in_schema=False))
+    return router
+
+
+router = _router()

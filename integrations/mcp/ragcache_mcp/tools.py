@@ -1,0 +1,197 @@
+"""The tools that an MCP client calls: search, ask, add, delete."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import ToolAnnotations
+from pydantic import BaseModel, Field, StringConstraints
+from starlette.exceptions import HTTPException
+
+from ragcache import Document, Hit, RagCache, Source, __version__
+from ragcache.engine.options import retrieval
+from ragcache.errors import RagCacheError
+
+MOST_K = 1000
+MOST_DOCUMENTS = 1000
+WRITE_WAIT_S = 30.0
+INSTRUCTIONS = (
+    "A library of documents. `search` finds passages, `ask` answers from them with a local model that has read them, "
+    "`add` stores texts, `delete` removes them. Cite the `source` of what you use."
+)
+
+Hold = Callable[[], AbstractAsyncContextManager[None]]
+Text = Annotated[str, StringConstraints(min_length=1)]
+Question = Annotated[Text, Field(description="In plain words; a whole question finds more than a few key words")]
+PassageCount = Annotated[
+    int, Field(ge=1, le=MOST_K, description="Passages at most; the server's own number if left out")
+]
+MetadataFilter = Annotated[
+    dict[str, Any],
+    Field(
+        description='Only documents whose metadata pass: {"year": {"$gte": 2020}}. Operators: $eq $ne $gt $gte $lt '
+        "$lte $in $nin $exists $contains $glob, and $and, $or, $not around filters"
+    ),
+]
+TokenCount = Annotated[int, Field(ge=1, description="Longest answer, in tokens; the server's own length if left out")]
+
+
+class Passage(BaseModel):
+    """score: inner product of question and passage"""
+
+    text: str
+    title: str
+    source: str
+    document_id: str
+    score: float
+
+
+class Found(BaseModel):
+    passages: list[Passage]
+
+
+class Answered(BaseModel):
+    """is_cut: the answer reached its longest length"""
+
+    answer: str
+    sources: list[Passage]
+    is_cut: bool
+
+
+class NewDocument(BaseModel):
+    id: Annotated[Text, Field(description="Adding the same id again replaces the document")]
+    text: Annotated[Text, Field(description="Plain text or Markdown")]
+    title: str = ""
+    source: Annotated[str, Field(description="Where it is from, for people: a path or a URL")] = ""
+    metadata: Annotated[dict[str, Any], Field(description="For filters")] = {}
+
+
+class Failed(BaseModel):
+    source: str
+    error: str
+
+
+class Added(BaseModel):
+    added: list[str]
+    updated: list[str]
+    unchanged: list[str]
+    failed: list[Failed]
+
+
+class Deleted(BaseModel):
+    """unknown: ids that no document had"""
+
+    deleted: list[str]
+    unknown: list[str]
+
+
+@dataclass
+class Tools:
+    """What the tools do.
+
+    options:   of a question that does not say otherwise, as for `RagCache.ask`
+    asking:    holds a place among the questions, changing: among the changes of documents
+    tell:      the text of an error
+    timeout_s: of one question, waiting included
+    """
+
+    kb: RagCache
+    options: Mapping[str, Any]
+    asking: Hold
+    changing: Hold
+    tell: Callable[[Exception], str] = str
+    timeout_s: float = 600.0
+    write_wait_s: float = WRITE_WAIT_S
+
+    async def search(
+        self, query: Question, k: PassageCount | None = None, filter: MetadataFilter | None = None
+    ) -> Found:
+        """Find the passages of the library that fit a question best, without an answer."""
+        async with self._told(), asyncio.timeout(self.timeout_s), self.asking():
+            options = self._options(k, filter)
+            hits = await self.kb.aretrieve(query, options["k"], **retrieval(options))
+        return Found(passages=[_passage(hit) for hit in hits])
+
+    async def ask(
+        self,
+        question: Question,
+        k: PassageCount | None = None,
+        filter: MetadataFilter | None = None,
+        max_tokens: TokenCount | None = None,
+    ) -> Answered:
+        """Answer a question from the library. The answer is a local model's; `sources` are what it read."""
+        options = self._options(k, filter)
+        if max_tokens is not None:
+            options["sampling"] = replace(options["sampling"], max_tokens=max_tokens)
+        async with self._told(), asyncio.timeout(self.timeout_s), self.asking():
+            answer = await self.kb.aask(question, **options)
+        sources = [_passage(hit) for hit in answer.hits]
+        return Answered(answer=answer.text, sources=sources, is_cut=answer.finish_reason == "length")
+
+    async def add(
+        self, documents: Annotated[list[NewDocument], Field(min_length=1, max_length=MOST_DOCUMENTS)]
+    ) -> Added:
+        """Store texts. A document whose id is there already is replaced. What cannot be stored is in `failed`."""
+        given = [Document(one.id, one.text, one.metadata, one.title, one.source) for one in documents]
+        async with self._told(), self.changing():
+            report = await self.kb.aingest(given, timeout_s=self.write_wait_s)
+        failed = [Failed(source=one.source, error=str(one.error)) for one in report.failed]
+        return Added(added=report.added, updated=report.updated, unchanged=report.unchanged, failed=failed)
+
+    async def delete(self, ids: Annotated[list[Text], Field(min_length=1, max_length=MOST_DOCUMENTS)]) -> Deleted:
+        """Delete documents by id, with all that was computed from them. It cannot be undone."""
+        async with self._told(), self.changing():
+            deleted = await self.kb.adelete(ids, timeout_s=self.write_wait_s)
+        return Deleted(deleted=deleted, unknown=[id for id in ids if id not in deleted])
+
+    def _options(self, k: int | None, filter: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The server's own filter holds beside the caller's."""
+        both = [one for one in (self.options.get("filter"), filter) if one]
+        given = {"k": k or self.options["k"], "filter": {"$and": both} if len(both) > 1 else next(iter(both), None)}
+        return {**self.options, **given}
+
+    @asynccontextmanager
+    async def _told(self) -> AsyncIterator[None]:
+        """An error that a caller can do something about is told to it; others end in the log."""
+        try:
+            yield
+        except TimeoutError as error:
+            way_out = "ask for fewer passages or a shorter answer, or again when the server has less to do"
+            raise ToolError(f"no answer within {self.timeout_s:g} s; {way_out}") from error
+        except (RagCacheError, HTTPException) as error:
+            raise ToolError(self.tell(error)) from error
+
+
+def build(tools: Tools, *, writes: bool = True) -> MCPServer[Any]:
+    """writes: offer `add` and `delete` too"""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    server: MCPServer[Any] = MCPServer("ragcache", version=__version__, instructions=INSTRUCTIONS, subscriptions=False)
+    root.handlers[:] = handlers  # the program's logging is not the package's to set up
+    root.setLevel(level)
+    for name, hints in _hints(writes):
+        server.add_tool(getattr(tools, name), annotations=hints, structured_output=True)
+    return server
+
+
+def _hints(writes: bool) -> Iterator[tuple[str, ToolAnnotations]]:
+    reads = {"read_only_hint": True, "idempotent_hint": True, "open_world_hint": False}
+    yield "search", ToolAnnotations(title="Search the library", **reads)
+    yield "ask", ToolAnnotations(title="Ask the library", **reads)
+    if writes:
+        changes = {"read_only_hint": False, "idempotent_hint": True, "open_world_hint": False}
+        yield "add", ToolAnnotations(title="Add to the library", destructive_hint=True, **changes)
+        yield "delete", ToolAnnotations(title="Delete from the library", destructive_hint=True, **changes)
+
+
+def _passage(hit: Hit | Source) -> Passage:
+    chunk = hit.chunk
+    where = {"title": chunk.title, "source": chunk.source, "document_id": chunk.document_id}
+    return Passage(text=chunk.text, score=float(hit.score), **where)

@@ -1,0 +1,1 @@
+"""Ollama's HTTP API on ragcache's server: its clients get answers from the store's documents."""

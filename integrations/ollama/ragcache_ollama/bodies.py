@@ -1,0 +1,333 @@
+"""Bodies of Ollama's API, and their answers. Fields of no consequence are accepted; unknown ones draw a warning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field, JsonValue, ValidationError
+
+from ragcache.server.chat_types import (
+    MAX_TOOLS,
+    Called,
+    CalledFunction,
+    ChatExtension,
+    ChatRequest,
+    Extension,
+    JsonFormat,
+    JsonSchema,
+    LikeliestCount,
+    Message,
+    Nothing,
+    Penalty,
+    SchemaFormat,
+    ScoredToken,
+    SeedInt,
+    StopText,
+    Tool,
+)
+from ragcache.server.embeddings import MAX_INPUTS
+from ragcache.server.http_errors import ApiError, from_validation
+from ragcache.server.wire import AnswerModel, JsonObject, LooseModel, Name, RequestModel, Text
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class Options(RequestModel):
+    """num_predict: the longest answer, in tokens; 0 and below: until it ends. The last lines are about loading a model,
+    which is loaded already."""
+
+    num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: SeedInt | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+    num_ctx: JsonValue = None
+    num_batch: JsonValue = None
+    num_gpu: JsonValue = None
+    main_gpu: JsonValue = None
+    num_thread: JsonValue = None
+    num_keep: JsonValue = None
+    numa: JsonValue = None
+    low_vram: JsonValue = None
+    f16_kv: JsonValue = None
+    logits_all: JsonValue = None
+    vocab_only: JsonValue = None
+    use_mmap: JsonValue = None
+    use_mlock: JsonValue = None
+    embedding_only: JsonValue = None
+
+    def sampling(self) -> dict[str, Any]:
+        """By OpenAI's and vLLM's names. A top_p of 0 leaves the likeliest token alone, as 1e-6 does."""
+        same = ("temperature", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+        longest = self.num_predict if self.num_predict and self.num_predict > 0 else None
+        top_p = None if self.top_p is None else max(self.top_p, 1e-6)
+        own = {"max_tokens": longest, "repetition_penalty": self.repeat_penalty, "top_p": top_p}
+        return {name: getattr(self, name) for name in same} | own
+
+
+class AnswerRequest(RequestModel):
+    """What both ways to ask have.
+
+    think: whether, or how much, the model thinks before it answers
+    format: "json", or a schema that the answer holds to
+    ragcache: as in the server's own API
+    """
+
+    model: Name
+    stream: bool | None = None
+    format: Literal["", "json"] | JsonObject | None = None
+    options: Options | None = None
+    keep_alive: JsonValue = None
+    think: bool | Literal["", "low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: LikeliestCount | None = None
+    ragcache: Extension | None = None
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+    def as_chat(self, model: str, messages: Sequence[Message], tools: Sequence[Tool], *, thinks: bool) -> ChatRequest:
+        """The same in OpenAI's form. thinks: whether the model can think. Raises ApiError."""
+        if self.think and not thinks:
+            raise ApiError(400, f"{self.model!r} does not support thinking; leave think out", "invalid_value", "think")
+        extension = self.ragcache or Extension()
+        if isinstance(self.think, bool) and thinks:
+            extension = extension.model_copy(update={"enable_thinking": self.think})
+        likely = {"logprobs": True, "top_logprobs": self.top_logprobs or 0} if self.logprobs else {}
+        return checked(
+            ChatRequest,
+            model=model,
+            messages=list(messages),
+            tools=list(tools) or None,
+            stream=self.streams,
+            response_format=self._format(),
+            reasoning_effort=self.think if isinstance(self.think, str) and self.think else None,
+            ragcache=extension,
+            **likely,
+            **(self.options or Options()).sampling(),
+        )
+
+    def _format(self) -> JsonFormat | SchemaFormat | None:
+        if not self.format:
+            return None
+        if self.format == "json":
+            return JsonFormat(type="json_object")
+        schema = JsonSchema.model_validate({"name": "format", "schema": self.format})
+        return SchemaFormat(type="json_schema", json_schema=schema)
+
+
+def checked(model: type[Body], /, **fields: Any) -> Body:
+    """A body made from another one's fields. Raises ApiError (400)."""
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False, include_input=False, include_context=False)) from error
+
+
+class Function(LooseModel):
+    name: Text
+    arguments: JsonObject = Field(default_factory=dict)
+
+
+class Call(LooseModel):
+    id: Name | None = None
+    function: Function
+
+
+class Turn(LooseModel):
+    """A message. tool_name, tool_call_id: of the call whose result a message of role `tool` holds"""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text | None = None
+    images: Nothing | None = None
+    tool_calls: list[Call] | None = None
+    tool_name: Text | None = None
+    tool_call_id: Text | None = None
+
+
+class OllamaTool(Tool):
+    type: Literal["function"] = "function"
+
+
+class OllamaChatRequest(AnswerRequest):
+    messages: Annotated[list[Turn], Field(max_length=10_000)] = Field(default_factory=list)
+    tools: Annotated[list[OllamaTool], Field(max_length=MAX_TOOLS)] | None = None
+
+
+def messages_of(turns: Sequence[Turn]) -> list[Message]:
+    """The same in OpenAI's form, where a result names its call: here the first one of its function that has none yet.
+
+    Raises ApiError.
+    """
+    found: list[Message] = []
+    waiting: list[Called] = []
+    for rank, turn in enumerate(turns):
+        calls = [
+            Called(id=call.id or f"call_{rank}_{number}", function=_written(call.function))
+            for number, call in enumerate(turn.tool_calls or ())
+        ]
+        waiting += calls
+        more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if turn.role == "tool":
+            answered = next((call for call in waiting if _answers(turn, call)), None)
+            if answered is None:
+                place = f"messages[{rank}]"
+                message = f"{place} answers no call; send the assistant's tool_calls, too"
+                raise ApiError(400, message, "invalid_value", place)
+            waiting.remove(answered)
+            more["tool_call_id"] = answered.id
+        found.append(checked(Message, role=turn.role, content=turn.content or "", **more))
+    return found
+
+
+def _written(function: Function) -> CalledFunction:
+    return CalledFunction(name=function.name, arguments=json.dumps(function.arguments))
+
+
+def _answers(turn: Turn, call: Called) -> bool:
+    return turn.tool_call_id == call.id if turn.tool_call_id else turn.tool_name in (None, "", call.function.name)
+
+
+class GenerateRequest(AnswerRequest):
+    """raw: the prompt as it stands, without template and passages. The last four may stand where they ask nothing."""
+
+    prompt: Text | None = None
+    system: Text | None = None
+    raw: bool | None = None
+
+    suffix: Literal[""] | None = None
+    template: Literal[""] | None = None
+    images: Nothing | None = None
+    context: Nothing | None = None
+
+
+class EmbedRequest(RequestModel):
+    """truncate: whether the beginning of a text that is too long is read; else it is refused"""
+
+    model: Name
+    input: Text | Annotated[list[Text], Field(max_length=MAX_INPUTS)]
+    truncate: bool | None = None
+    dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    options: Options | None = None
+    keep_alive: JsonValue = None
+
+
+class EmbeddingsRequest(RequestModel):
+    """The older way, for one text."""
+
+    model: Name
+    prompt: Text | None = None
+    options: Options | None = None
+    keep_alive: JsonValue = None
+
+
+class ShowRequest(RequestModel):
+    """name: what older clients call the model"""
+
+    model: Name | None = None
+    name: Name | None = None
+    verbose: bool | None = None
+
+
+class OllamaError(AnswerModel):
+    error: str = Field(description="What is wrong and how to get out of it")
+
+
+class AnswerFunction(AnswerModel):
+    name: str
+    arguments: dict[str, JsonValue]
+
+
+class AnswerCall(AnswerModel):
+    id: str
+    function: AnswerFunction
+
+
+class AnswerTurn(AnswerModel):
+    role: Literal["assistant"]
+    content: str
+    thinking: str = ""
+    tool_calls: list[AnswerCall] = Field(default_factory=list)
+
+
+class Part(AnswerModel):
+    """An answer, or one line of its stream. Chats have `message`, prompts `response` and `thinking`. The last line has
+    what is counted: tokens, and times in nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool
+    message: AnswerTurn | None = None
+    response: str = ""
+    thinking: str = ""
+    logprobs: list[ScoredToken] = Field(default_factory=list)
+    done_reason: Literal["stop", "length", "load", "unload"] = "stop"
+    total_duration: int = 0
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+    prompt_eval_duration: int = 0
+    eval_count: int = 0
+    eval_duration: int = 0
+    ragcache: ChatExtension = ChatExtension()
+
+
+class Embeddings(AnswerModel):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OneEmbedding(AnswerModel):
+    embedding: list[float]
+
+
+class Details(AnswerModel):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class ModelEntry(AnswerModel):
+    """size: bytes of the weights in memory; 0 where that is not known. The last three are those of a loaded model."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: Details
+    expires_at: str = ""
+    size_vram: int = 0
+    context_length: int = 0
+
+
+class ModelEntries(AnswerModel):
+    models: list[ModelEntry]
+
+
+class Shown(AnswerModel):
+    modelfile: str
+    parameters: str
+    template: str
+    details: Details
+    model_info: dict[str, JsonValue]
+    capabilities: list[str]
+    modified_at: str
+
+
+class Version(AnswerModel):
+    version: str

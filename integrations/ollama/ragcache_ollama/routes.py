@@ -1,0 +1,391 @@
+"""/api: Ollama's routes for answers, embeddings and models, with its lines of JSON and its errors."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import chain
+from typing import Any, Literal, TypeVar
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ragcache import Answer, Done, Reasoning, Token, ToolCall
+from ragcache.engine.answer import Event
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.thoughts import thinking_of
+from ragcache.server.answers import chat_logprobs, engine_call, read_options, sources_of
+from ragcache.server.body import read_json, request_body
+from ragcache.server.chat import Writer, respond
+from ragcache.server.chat_types import ChatExtension, Message
+from ragcache.server.embeddings import EmbeddingRequest, embed
+from ragcache.server.http_errors import EVERYWHERE, STATUS_MEANINGS, ApiError, Responses, schema_of
+from ragcache.server.service import RunningTask, Service, merged, service_of
+from ragcache.server.wire import AnswerModel, EventStream, RequestModel
+from ragcache_ollama.bodies import (
+    AnswerCall,
+    AnswerFunction,
+    AnswerRequest,
+    AnswerTurn,
+    Details,
+    Embeddings,
+    EmbeddingsRequest,
+    EmbedRequest,
+    GenerateRequest,
+    ModelEntries,
+    ModelEntry,
+    OllamaChatRequest,
+    OllamaError,
+    OneEmbedding,
+    Part,
+    Shown,
+    ShowRequest,
+    Version,
+    checked,
+    messages_of,
+)
+
+API_VERSION = "0.12.11"
+"""The version of Ollama whose API this is: clients ask for it to learn what they may send."""
+NEVER = "9999-12-31T23:59:59Z"
+NDJSON = "application/x-ndjson"
+NS = 1_000_000_000
+LATEST = ":latest"
+EMBEDDER = "embedder"
+"""The family of an embedding model, whose architecture nobody here asks for."""
+Body = TypeVar("Body", bound=RequestModel)
+
+
+class OllamaRouter(APIRouter):
+    """Tells errors as Ollama does."""
+
+    @staticmethod
+    def error_body(problem: ApiError) -> OllamaError:
+        return OllamaError(error=problem.body().error.message)
+
+
+router = OllamaRouter(prefix="/api", tags=["ollama"])
+
+
+def failures(*statuses: int) -> Responses:
+    return {
+        status: {"model": OllamaError, "description": STATUS_MEANINGS[status]} for status in (*statuses, *EVERYWHERE)
+    }
+
+
+def lines(model: type[BaseModel], description: str) -> dict[str, Any]:
+    """A success that is JSON, or lines of it."""
+    return {"model": model, "description": description, "content": {NDJSON: {"schema": schema_of(model)}}}
+
+
+async def body_of(request: Request, model: type[Body]) -> Body:
+    """Ollama reads JSON whatever its content type says; its own documentation sends it with curl's."""
+    return await read_json(request, model, also="*/*")
+
+
+def served_name(service: Service, asked: str) -> str:
+    """The server's name of a model: Ollama's have a tag, `:latest` where nobody says another."""
+    names = (service.chat_model, service.plain_model, service.embedding_model)
+    return asked if asked in names else asked.removesuffix(LATEST)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+# Answers
+
+ANSWERED: Responses = {
+    200: lines(Part, "The answer; in lines, unless stream is false"),
+    **failures(400, 404, 409, 413, 503, 504),
+}
+
+
+@router.post(
+    "/chat",
+    summary="Answer the last user message",
+    responses=ANSWERED,
+    openapi_extra=request_body(json=OllamaChatRequest),
+)
+async def chat(request: Request) -> Response:
+    asked = await body_of(request, OllamaChatRequest)
+    if not asked.messages:
+        return loaded(request, asked, message=AnswerTurn(role="assistant", content=""))
+    return await answer(request, asked, messages_of(asked.messages), ChatWriter)
+
+
+@router.post(
+    "/generate",
+    summary="Answer a prompt",
+    responses=ANSWERED,
+    openapi_extra=request_body(json=GenerateRequest),
+)
+async def generate(request: Request) -> Response:
+    asked = await body_of(request, GenerateRequest)
+    if not asked.prompt:
+        return loaded(request, asked, response="")
+    turn = Message(role="user", content=asked.prompt)
+    if not asked.raw:
+        system = [Message(role="system", content=asked.system)] if asked.system else []
+        return await answer(request, asked, [*system, turn], PromptWriter)
+    if name := next((name for name in ("system", "think") if getattr(asked, name)), None):
+        raise ApiError(400, f"{name!r} does not go with raw; leave one of them out", "invalid_value", name)
+    service = service_of(request)
+    service.retrieves(served_name(service, asked.model))
+    told = asked.as_chat(asked.model, [turn], (), thinks=False)
+    options = read_options(told, service.settings.answers, service.kb.lm.max_positions)
+    events = service.kb.astream_completion(asked.prompt, **options)
+    return await respond(PromptWriter(service, request, asked.model), told, [events], told.extension.timeout_s)
+
+
+async def answer(
+    request: Request, asked: AnswerRequest, messages: Sequence[Message], writer: type[OllamaWriter]
+) -> Response:
+    service = service_of(request)
+    name = served_name(service, asked.model)
+    retrieves, lm = service.retrieves(name), service.kb.lm
+    tools = asked.tools or () if isinstance(asked, OllamaChatRequest) else ()
+    told = asked.as_chat(name, messages, tools, thinks=thinking_of(lm.tokenizer) is not None)
+    call = engine_call(told, service.settings.answers, lm.max_positions, retrieves=retrieves)
+    events = service.kb.astream_chat(call.messages, **call.options)
+    return await respond(writer(service, request, asked.model), told, [events], told.extension.timeout_s)
+
+
+def loaded(request: Request, asked: AnswerRequest, **empty: Any) -> Response:
+    """Ollama loads a model, or unloads it, for a request without a prompt. This one is loaded."""
+    service = service_of(request)
+    service.retrieves(served_name(service, asked.model))
+    reason: Literal["load", "unload"] = "unload" if asked.keep_alive in (0, "0") else "load"
+    return Part(model=asked.model, created_at=now(), done=True, done_reason=reason, **empty).to_response()
+
+
+class Lines(EventStream):
+    media_type = NDJSON
+
+
+@dataclass
+class OllamaWriter(Writer):
+    """Writes one answer in Ollama's shapes."""
+
+    stream = Lines
+
+    def said(self, text: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+        """The fields that hold a piece of an answer."""
+        raise NotImplementedError
+
+    def completion(self, answers: Sequence[Answer]) -> AnswerModel:
+        (one,) = answers
+        scores = {} if one.logprobs is None else {"logprobs": chat_logprobs(one.logprobs).content}
+        return self.part(**self.said(one.text, one.reasoning, one.tool_calls), **scores, **self.end(one))
+
+    async def chunks(self, first: Event, works: Sequence[RunningTask[Event]], *, usage: bool) -> AsyncIterator[bytes]:
+        """The stream."""
+        async for _, one in merged(works):
+            if isinstance(one, Done):
+                yield _line(self.part(**self.said(""), **self.end(one.answer)))
+            elif isinstance(one, Token):
+                scores = {"logprobs": chat_logprobs(one.logprobs).content} if one.logprobs else {}
+                yield _line(self.part(**self.said(one.text), **scores, done=False))
+            elif isinstance(one, Reasoning):
+                yield _line(self.part(**self.said("", one.text), done=False))
+            elif isinstance(one, ToolCall):
+                yield _line(self.part(**self.said("", calls=[one]), done=False))
+
+    def failed(self, error: Exception) -> bytes:
+        return _line(OllamaRouter.error_body(self.problem(error)))
+
+    def part(self, **fields: Any) -> Part:
+        return Part(model=self.model, created_at=now(), **fields)
+
+    def end(self, answer: Answer) -> dict[str, Any]:
+        """The fields of the last line."""
+        times, usage = answer.timings, answer.usage
+        return {
+            "done": True,
+            "done_reason": "length" if answer.finish_reason == "length" else "stop",
+            "total_duration": int(times.total_s * NS),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": int(max(0.0, times.ttft_s - times.queue_s) * NS),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": int(max(0.0, times.total_s - times.ttft_s) * NS),
+            "ragcache": ChatExtension(sources=sources_of(answer.hits), **self.costs(answer)),
+        }
+
+
+@dataclass
+class ChatWriter(OllamaWriter):
+    def said(self, text: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+        more: dict[str, Any] = {"thinking": thinking} if thinking else {}
+        if calls:
+            more["tool_calls"] = [AnswerCall(id=call.id, function=_called(call)) for call in calls]
+        return {"message": AnswerTurn(role="assistant", content=text, **more)}
+
+
+@dataclass
+class PromptWriter(OllamaWriter):
+    def said(self, text: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+        return {"response": text, **({"thinking": thinking} if thinking else {})}
+
+
+def _called(call: ToolCall) -> AnswerFunction:
+    """Arguments are an object: of what is none, the text stands in one."""
+    arguments = json.loads(call.arguments) if call.error is None else {"arguments": call.arguments}
+    return AnswerFunction(name=call.name, arguments=arguments)
+
+
+def _line(part: AnswerModel) -> bytes:
+    return f"{part.to_json()}\n".encode()
+
+
+# Embeddings
+
+
+@router.post(
+    "/embed",
+    summary="Embed texts",
+    responses={200: {"model": Embeddings}, **failures(400, 404, 413, 503, 504)},
+    openapi_extra=request_body(json=EmbedRequest),
+)
+async def embed_texts(request: Request) -> Response:
+    asked, started = await body_of(request, EmbedRequest), time.perf_counter()
+    texts = [asked.input] if isinstance(asked.input, str) else asked.input
+    vectors, tokens = await embedded(request, asked.model, [text for text in texts if text], asked)
+    return Embeddings(
+        model=asked.model,
+        embeddings=vectors,
+        total_duration=int((time.perf_counter() - started) * NS),
+        load_duration=0,
+        prompt_eval_count=tokens,
+    ).to_response()
+
+
+@router.post(
+    "/embeddings",
+    summary="Embed one text, the older way",
+    responses={200: {"model": OneEmbedding}, **failures(400, 404, 413, 503, 504)},
+    openapi_extra=request_body(json=EmbeddingsRequest),
+)
+async def embed_text(request: Request) -> Response:
+    asked = await body_of(request, EmbeddingsRequest)
+    vectors, _ = await embedded(request, asked.model, [asked.prompt] if asked.prompt else [])
+    return OneEmbedding(embedding=list(chain(*vectors))).to_response()
+
+
+async def embedded(
+    request: Request, model: str, texts: Sequence[str], asked: EmbedRequest | None = None
+) -> tuple[list[list[float]], int]:
+    """Vectors of texts, and how many tokens were read. Raises ApiError."""
+    service = service_of(request)
+    name = served_name(service, model)
+    if not texts:  # Ollama loads the model
+        service.check_model(name, service.embedding_model)
+        return [], 0
+    dimensions, truncate = (asked.dimensions, asked.truncate) if asked else (None, None)
+    told = checked(
+        EmbeddingRequest, model=name, input=list(texts), dimensions=dimensions, truncate=truncate is not False
+    )
+    vectors, tokens = await embed(request, told)
+    return await service.in_thread(vectors.tolist), tokens
+
+
+# Models
+
+
+@router.get("/tags", summary="The models", responses={200: {"model": ModelEntries}, **failures()})
+async def list_models(request: Request) -> Response:
+    return ModelEntries(models=entries(service_of(request))).to_response()
+
+
+@router.get("/ps", summary="The models that are loaded: all", responses={200: {"model": ModelEntries}, **failures()})
+async def list_loaded(request: Request) -> Response:
+    service = service_of(request)
+    longest = service.kb.lm.max_positions
+    more = {"expires_at": NEVER, "size_vram": weight_bytes(service), "context_length": longest}
+    return ModelEntries(models=[one.model_copy(update=more) for one in entries(service)]).to_response()
+
+
+@router.post(
+    "/show",
+    summary="One model",
+    responses={200: {"model": Shown}, **failures(400, 404, 413)},
+    openapi_extra=request_body(json=ShowRequest),
+)
+async def show_model(request: Request) -> Response:
+    service, asked = service_of(request), await body_of(request, ShowRequest)
+    given = asked.model or asked.name
+    if given is None:
+        raise ApiError(400, "'model' is missing", "missing_required_parameter", "model")
+    name, lm = served_name(service, given), service.kb.lm
+    embeds = name == service.embedding_model
+    if not embeds:
+        service.retrieves(name)
+    template = str(lm.tokenizer.chat_template or "")
+    capabilities = ["completion", "tools" if "tools" in template else "", thinking_of(lm.tokenizer) and "thinking"]
+    family = str(lm.config.model_type)
+    about: dict[str, Any] = {"general.architecture": family}
+    if embeds:
+        about = {"general.architecture": EMBEDDER, f"{EMBEDDER}.embedding_length": service.kb.embedder.dimension}
+    else:
+        about |= {"general.parameter_count": parameters(service), f"{family}.context_length": lm.max_positions}
+    return Shown(
+        modelfile="",
+        parameters="",
+        template="" if embeds else template,
+        details=details(service, embeds=embeds),
+        model_info=about,
+        capabilities=["embedding"] if embeds else [one for one in capabilities if one],
+        modified_at=started(service),
+    ).to_response()
+
+
+@router.get("/version", summary="The version of Ollama's API", responses={200: {"model": Version}, **failures()})
+async def version() -> Response:
+    return Version(version=API_VERSION).to_response()
+
+
+def entries(service: Service) -> list[ModelEntry]:
+    digest = service.kb.lm.fingerprint
+    return [
+        ModelEntry(
+            name=name if ":" in name else name + LATEST,
+            model=name if ":" in name else name + LATEST,
+            modified_at=started(service),
+            size=0 if name == service.embedding_model else weight_bytes(service),
+            digest="" if name == service.embedding_model else digest,
+            details=details(service, embeds=name == service.embedding_model),
+        )
+        for name in (service.chat_model, service.plain_model, service.embedding_model)
+    ]
+
+
+def started(service: Service) -> str:
+    return datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
+
+
+def weight_bytes(service: Service) -> int:
+    lm = service.kb.lm
+    return sum(one.nbytes for one in lm.model.parameters()) if isinstance(lm, LanguageModel) else 0
+
+
+def parameters(service: Service) -> int:
+    lm = service.kb.lm
+    return sum(one.numel() for one in lm.model.parameters()) if isinstance(lm, LanguageModel) else 0
+
+
+def details(service: Service, *, embeds: bool) -> Details:
+    lm = service.kb.lm
+    family = EMBEDDER if embeds else str(lm.config.model_type)
+    return Details(
+        parent_model="",
+        format="",
+        family=family,
+        families=[family],
+        parameter_size="" if embeds else f"{parameters(service) / 1e6:.0f}M",
+        quantization_level="" if embeds else str(getattr(lm, "dtype", "")).removeprefix("torch."),
+    )

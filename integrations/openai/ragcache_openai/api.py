@@ -1,0 +1,115 @@
+"""What all of these routes share: whose an object is, lists in pages, names for what is absent."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import FastAPI, Query
+from pydantic import Field, JsonValue, StringConstraints
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ragcache.server.http_errors import ApiError
+from ragcache.server.service import Service, service_of
+from ragcache.server.wire import AnswerModel, Text
+from ragcache_openai.records import Record, Records
+
+T = TypeVar("T")
+MOST_PAIRS = 16
+Key = Annotated[Text, StringConstraints(min_length=1, max_length=64)]
+ShortText = Annotated[Text, StringConstraints(max_length=512)]
+Metadata = Annotated[dict[Key, ShortText], Field(max_length=MOST_PAIRS)]
+Id = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
+Order = Literal["asc", "desc"]
+Limit = Annotated[int, Query(ge=1, le=100)]
+After = Annotated[str | None, Query(max_length=256, description="List what stands behind this object")]
+Before = Annotated[str | None, Query(max_length=256, description="List what stands before this object")]
+
+
+class Deleted(AnswerModel):
+    id: str
+    object: str
+    deleted: Literal[True]
+
+
+class ListOf(AnswerModel):
+    """A page of a list. In the next request `after` is `last_id`."""
+
+    object: Literal["list"]
+    data: list[dict[str, JsonValue]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+@dataclass
+class Kept:
+    """What the routes work with. work: says that there is something to index"""
+
+    records: Records
+    work: asyncio.Event
+
+
+def kept_of(app: FastAPI) -> Kept:
+    """The application's, made at the first use."""
+    if not hasattr(app.state, "openai"):
+        app.state.openai = Kept(Records(app.state.service.kb.store.documents.database), asyncio.Event())
+    kept: Kept = app.state.openai
+    return kept
+
+
+@dataclass
+class Caller:
+    """One request's way to the records: those of its API key alone."""
+
+    service: Service
+    records: Records
+    owner: str
+
+    async def read(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """A look into the database, off the event loop."""
+        return await self.service.in_thread(lambda: function(*args, **options))
+
+    async def find(self, kind: str, id: str, name: str, param: str | None = None, status: int = 404) -> Record:
+        """Raises ApiError (404) for an object that is not there, or another key's."""
+        record = await self.read(self.records.get, kind, self.owner, id)
+        if record is None:
+            raise absent(name, id, param, status)
+        return record
+
+    async def among(self, kind: str, ids: Sequence[str], name: str, param: str) -> list[Record]:
+        """Raises ApiError (404) for the first of them that is not there, or another key's."""
+        read = await self.read(self.records.among, ids)
+        found = {one.id: one for one in read if (one.kind, one.owner) == (kind, self.owner)}
+        for id in ids:
+            if id not in found:
+                raise absent(name, id, param)
+        return list(found.values())
+
+    async def list(self, kind: str, shown: Callable[[Record], dict[str, Any]], **wanted: Any) -> Response:
+        """wanted: as for `Records.page`, with `order` in place of newest_first"""
+        newest_first = wanted.pop("order") == "desc"
+
+        def read() -> tuple[list[dict[str, Any]], bool]:
+            page = self.records.page(kind, self.owner, newest_first=newest_first, **wanted)
+            return [shown(one) for one in page.records], page.has_more
+
+        data, has_more = await self.read(read)
+        ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        return ListOf(object="list", data=data, first_id=ends[0], last_id=ends[1], has_more=has_more).to_response()
+
+
+def caller_of(request: Request) -> Caller:
+    service = service_of(request)
+    key = request.headers.get("authorization", "").partition(" ")[2].strip() if service.settings.api_keys else ""
+    owner = hashlib.sha256(key.encode("latin-1")).hexdigest()[:32] if key else ""
+    return Caller(service, kept_of(request.app).records, owner)
+
+
+def absent(name: str, id: str, param: str | None = None, status: int = 404) -> ApiError:
+    code = f"{name.replace(' ', '_')}_not_found"
+    return ApiError(status, f"there is no {name} {id!r}, or it is not yours; it may have been deleted", code, param)

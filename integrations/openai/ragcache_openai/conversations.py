@@ -1,0 +1,221 @@
+"""/v1/conversations: conversations that the server keeps, searches and exports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from ragcache.server.body import read_json, request_body
+from ragcache.server.http_errors import ApiError, errors
+from ragcache.server.wire import AnswerModel, RequestModel
+from ragcache_openai.api import After, Caller, Deleted, Limit, ListOf, Metadata, Order, absent, caller_of
+from ragcache_openai.items import CONVERSATION, ITEM, InputItem, check_room, kept_items, records_of
+from ragcache_openai.records import Record, new_id
+
+PATH = "/v1/conversations"
+MOST_AT_ONCE = 20
+MOST_WORDS = 32
+PAGE = 100
+
+NewItems = Annotated[list[InputItem], Field(max_length=MOST_AT_ONCE)]
+
+
+class NewConversation(RequestModel):
+    items: NewItems | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationChange(RequestModel):
+    metadata: Metadata
+
+
+class AddedItems(RequestModel):
+    items: Annotated[NewItems, Field(min_length=1)]
+
+
+class Conversation(AnswerModel):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+router = APIRouter(tags=["conversations"])
+
+
+@router.post(
+    PATH,
+    summary="Begin a conversation",
+    responses={200: {"model": Conversation}, **errors(400, 413, 415, 507)},
+    openapi_extra=request_body(json=NewConversation),
+)
+async def create_conversation(request: Request) -> Response:
+    caller, asked = caller_of(request), await read_json(request, NewConversation)
+    made = Record(new_id("conv_"), CONVERSATION, caller.owner, {"metadata": asked.metadata or {}})
+    items = records_of(caller, made.id, kept_items(asked.items or ()))
+    return _shown((await caller.read(caller.records.add, [made, *items]))[0]).to_response()
+
+
+@router.get(PATH, summary="The conversations of this key", responses={200: {"model": ListOf}, **errors(400)})
+async def list_conversations(
+    request: Request, limit: Limit = 20, order: Order = "desc", after: After = None
+) -> Response:
+    bounds = {"limit": limit, "order": order, "after": after}
+    return await caller_of(request).list(CONVERSATION, lambda one: _shown(one).model_dump(), **bounds)
+
+
+@router.get(
+    PATH + "/search",
+    summary="Items that hold all of these words, the newest first, each with its conversation's id",
+    responses={200: {"model": ListOf}, **errors(400)},
+)
+async def search_items(
+    request: Request,
+    query: Annotated[str, Query(min_length=1, max_length=1000)],
+    limit: Limit = 20,
+    order: Order = "desc",
+    after: After = None,
+) -> Response:
+    words = query.casefold().split()
+    if not 1 <= len(words) <= MOST_WORDS:
+        raise ApiError(400, f"search for 1 to {MOST_WORDS} words", "invalid_value", "query")
+    bounds = {"limit": limit, "order": order, "after": after, "words": words, "any_parent": True}
+    return await caller_of(request).list(ITEM, lambda item: {**item.body, "conversation_id": item.parent}, **bounds)
+
+
+@router.get(PATH + "/{id}", summary="One conversation", responses={200: {"model": Conversation}, **errors(404)})
+async def get_conversation(request: Request, id: str) -> Response:
+    return _shown(await find_conversation(caller_of(request), id)).to_response()
+
+
+@router.post(
+    PATH + "/{id}",
+    summary="Change a conversation's metadata",
+    responses={200: {"model": Conversation}, **errors(400, 404, 413, 415)},
+    openapi_extra=request_body(json=ConversationChange),
+)
+async def change_conversation(request: Request, id: str) -> Response:
+    caller, asked = caller_of(request), await read_json(request, ConversationChange)
+    found = await find_conversation(caller, id)
+    body = {"metadata": asked.metadata}
+    await caller.read(caller.records.change, found.id, body)
+    return _shown(found._replace(body=body)).to_response()
+
+
+@router.delete(
+    PATH + "/{id}", summary="Delete a conversation and its items", responses={200: {"model": Deleted}, **errors(404)}
+)
+async def delete_conversation(request: Request, id: str) -> Response:
+    caller = caller_of(request)
+    await find_conversation(caller, id)
+    await caller.read(caller.records.delete, [id])
+    return Deleted(id=id, object="conversation.deleted", deleted=True).to_response()
+
+
+@router.get(
+    PATH + "/{id}/export",
+    summary="A conversation with all of its items, the oldest first, as a JSON file",
+    responses={200: {"content": {"application/json": {}}}, **errors(404)},
+)
+async def export_conversation(request: Request, id: str) -> Response:
+    caller = caller_of(request)
+    found = await find_conversation(caller, id)
+    headers = {"Content-Disposition": f'attachment; filename="{found.id}.json"'}
+    return StreamingResponse(_export(caller, found), headers=headers, media_type="application/json")
+
+
+async def _export(caller: Caller, conversation: Record) -> AsyncIterator[str]:
+    head = json.dumps(_shown(conversation).model_dump(), ensure_ascii=False)
+    yield f'{head[:-1]}, "items": ['
+    after, comma, more = None, "", True
+    while more:
+        bounds = {"parent": conversation.id, "limit": PAGE, "newest_first": False, "after": after}
+        records, more = await caller.read(caller.records.page, ITEM, caller.owner, **bounds)
+        for item in records:
+            yield comma + json.dumps(item.body, ensure_ascii=False)
+            comma, after = ",\n", item.id
+    yield "]}\n"
+
+
+# Items
+
+
+@router.post(
+    PATH + "/{id}/items",
+    summary="Add messages to a conversation",
+    responses={200: {"model": ListOf}, **errors(400, 404, 413, 415, 507)},
+    openapi_extra=request_body(json=AddedItems),
+)
+async def create_items(request: Request, id: str) -> Response:
+    caller, asked = caller_of(request), await read_json(request, AddedItems)
+    await find_conversation(caller, id)
+    items = kept_items(asked.items)
+    await append(caller, id, items, "items")
+    ends = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return ListOf(object="list", data=items, first_id=ends[0], last_id=ends[1], has_more=False).to_response()
+
+
+@router.get(
+    PATH + "/{id}/items", summary="The items of a conversation", responses={200: {"model": ListOf}, **errors(400, 404)}
+)
+async def list_items(
+    request: Request, id: str, limit: Limit = 20, order: Order = "desc", after: After = None
+) -> Response:
+    caller = caller_of(request)
+    await find_conversation(caller, id)
+    return await caller.list(ITEM, lambda item: item.body, parent=id, limit=limit, order=order, after=after)
+
+
+@router.get(
+    PATH + "/{id}/items/{item_id}",
+    summary="One item",
+    responses={200: {"content": {"application/json": {}}}, **errors(404)},
+)
+async def get_item(request: Request, id: str, item_id: str) -> Response:
+    item = await _find_item(caller_of(request), id, item_id)
+    return Response(json.dumps(item.body), media_type="application/json")
+
+
+@router.delete(
+    PATH + "/{id}/items/{item_id}", summary="Delete an item", responses={200: {"model": Conversation}, **errors(404)}
+)
+async def delete_item(request: Request, id: str, item_id: str) -> Response:
+    caller = caller_of(request)
+    await _find_item(caller, id, item_id)
+    await caller.read(caller.records.delete, [item_id])
+    return _shown(await find_conversation(caller, id)).to_response()
+
+
+async def find_conversation(caller: Caller, id: str, param: str = "conversation_id") -> Record:
+    return await caller.find(CONVERSATION, id, "conversation", param)
+
+
+async def _find_item(caller: Caller, conversation: str, id: str) -> Record:
+    await find_conversation(caller, conversation)
+    item = await caller.find(ITEM, id, "item", "item_id")
+    if item.parent != conversation:
+        raise absent("item", id, "item_id")
+    return item
+
+
+async def append(caller: Caller, conversation: str, items: Sequence[dict[str, Any]], param: str) -> None:
+    """Put items behind those of a conversation. Raises ApiError (400) where it has no room for them."""
+    records = records_of(caller, conversation, items)
+    count, letters = await caller.read(caller.records.length, conversation)
+    check_room(count + len(records), letters + sum(len(one.text) for one in records), param)
+    await caller.read(caller.records.add, records)
+
+
+def _shown(conversation: Record) -> Conversation:
+    return Conversation(
+        id=conversation.id,
+        object="conversation",
+        created_at=int(conversation.created_at),
+        metadata=conversation.body["metadata"],
+    )

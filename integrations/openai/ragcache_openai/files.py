@@ -1,0 +1,114 @@
+"""/v1/files: files as they were sent, to be attached to vector stores."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from starlette.concurrency import iterate_in_threadpool
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from ragcache.server.body import MULTIPART, content_type, request_body
+from ragcache.server.http_errors import ApiError, errors
+from ragcache.server.uploads import plain_name
+from ragcache.server.wire import AnswerModel
+from ragcache_openai.api import After, Caller, Deleted, Limit, ListOf, Order, caller_of
+from ragcache_openai.records import Record, new_id
+from ragcache_openai.search import ATTACHED, FILE, FILE_FIELD
+from ragcache_openai.vector_stores import delete_indexed
+
+PATH = "/v1/files"
+PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
+FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": list(PURPOSES)}},
+}
+
+
+class FileObject(AnswerModel):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+
+
+router = APIRouter(tags=["files"])
+
+
+@router.post(
+    PATH,
+    summary="Keep a file; what it is good for shows when it is attached to a vector store",
+    responses={200: {"model": FileObject}, **errors(400, 403, 409, 413, 415, 507)},
+    openapi_extra=request_body(multipart=FORM),
+)
+async def create_file(request: Request) -> Response:
+    caller = caller_of(request)
+    if content_type(request) != MULTIPART:
+        raise ApiError(415, f"send the file as Content-Type: {MULTIPART}", "unsupported_media_type")
+    async with request.form(max_files=1, max_fields=8) as form:
+        upload, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(upload, UploadFile) or not upload.filename:
+            raise ApiError(400, "the form has no file in the field 'file'", "missing_required_parameter", "file")
+        if purpose not in PURPOSES:
+            raise ApiError(400, f"'purpose' is one of {', '.join(PURPOSES)}", "invalid_value", "purpose")
+        if not upload.size:
+            raise ApiError(400, "the file is empty; send one with text in it", "empty_file", "file")
+        body = {"bytes": upload.size, "filename": plain_name(upload.filename), "purpose": purpose}
+        file = Record(new_id("file-"), FILE, caller.owner, body, state=purpose)
+        [kept] = await caller.read(caller.records.add, [file], upload.file)
+    return FileObject(**shown(kept)).to_response()
+
+
+@router.get(PATH, summary="The files of this key", responses={200: {"model": ListOf}, **errors(400)})
+async def list_files(
+    request: Request, limit: Limit = 100, order: Order = "desc", after: After = None, purpose: str | None = None
+) -> Response:
+    return await caller_of(request).list(FILE, shown, limit=limit, order=order, after=after, state=purpose)
+
+
+@router.get(PATH + "/{id}", summary="One file", responses={200: {"model": FileObject}, **errors(404)})
+async def get_file(request: Request, id: str) -> Response:
+    return FileObject(**shown(await _find(caller_of(request), id))).to_response()
+
+
+@router.get(
+    PATH + "/{id}/content",
+    summary="The bytes of a file",
+    responses={200: {"content": {"application/octet-stream": {}}}, **errors(404)},
+)
+async def get_content(request: Request, id: str) -> Response:
+    caller = caller_of(request)
+    file = await _find(caller, id)
+    content: Iterator[bytes] = caller.records.content(file)
+    parts: AsyncIterator[bytes] = iterate_in_threadpool(content)
+    headers = {"Content-Length": str(file.body["bytes"]), "Content-Disposition": "attachment"}
+    return StreamingResponse(parts, headers=headers, media_type="application/octet-stream")
+
+
+@router.delete(
+    PATH + "/{id}",
+    summary="Delete a file, from all vector stores too",
+    responses={200: {"model": Deleted}, **errors(404, 409, 503, 507)},
+)
+async def delete_file(request: Request, id: str) -> Response:
+    caller = caller_of(request)
+    file = await _find(caller, id)
+    attached = await caller.read(caller.records.ending, ATTACHED, caller.owner, f"/{file.id}")
+    await delete_indexed(caller, {FILE_FIELD: file.id} if attached else None, [file.id, *(one.id for one in attached)])
+    return Deleted(id=file.id, object="file", deleted=True).to_response()
+
+
+async def _find(caller: Caller, id: str) -> Record:
+    return await caller.find(FILE, id, "file", "file_id")
+
+
+def shown(file: Record) -> dict[str, Any]:
+    named = {name: file.body[name] for name in ("bytes", "filename", "purpose")}
+    return {"id": file.id, "object": "file", "created_at": int(file.created_at), **named, "status": "processed"}

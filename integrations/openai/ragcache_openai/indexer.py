@@ -1,0 +1,153 @@
+"""Files of vector stores become documents of the store, one after the other, in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, replace
+from tempfile import SpooledTemporaryFile
+from typing import BinaryIO, cast
+
+from ragcache import Document, IngestReport
+from ragcache.errors import IngestError, ReaderError, StoreBusyError
+from ragcache.ingest.readers import SourceFile
+from ragcache.ingest.sandbox import IsolatedReader
+from ragcache.models.deadline import Limit, limited
+from ragcache.server import observe as logs
+from ragcache.server.document_routes import add_documents
+from ragcache.server.http_errors import ApiError
+from ragcache.server.service import Service
+from ragcache.server.uploads import Upload
+from ragcache_openai.records import PIECE, Record, Records
+from ragcache_openai.search import ATTACHED, ATTRIBUTE, FILE
+from ragcache_openai.vector_stores import CANCELLED, DONE, FAILED, WAITING, inside
+
+PAUSE_S = 1.0
+MOST_MESSAGE = 500
+
+
+@dataclass
+class Indexer:
+    """Works on the files that wait, the oldest first, whichever server over the store took them: one that was killed
+    loses nothing, and what two of them do twice is the same.
+
+    work: set where there may be more to do
+    """
+
+    service: Service
+    records: Records
+    work: asyncio.Event
+
+    def __post_init__(self) -> None:
+        self.reader = IsolatedReader(self.service.kb.ingestor.config.reading)
+
+    async def run(self) -> None:
+        """Until it is cancelled, or the server is to stop."""
+        while not self.service.draining:
+            self.work.clear()
+            try:
+                waiting = await self.service.in_thread(self.records.of_state, ATTACHED, WAITING, 1)
+                if waiting:
+                    await self._index(waiting[0])
+                else:
+                    await self.work.wait()
+            except Exception as error:  # the database cannot be read or written now, say: what waits stays
+                logs.write_failure(error)
+                await asyncio.sleep(PAUSE_S)
+
+    def close(self) -> None:
+        self.reader.close()
+
+    async def _index(self, file: Record) -> None:
+        """Index a file, or say why not; a store that is busy or a server that stops leave it waiting."""
+        failure: Exception | None
+        try:
+            documents = await self._documents(file)
+            report = await self.service.add(self._store(file, documents)).last()
+            failure = None if report is None else _failure(report)
+        except StoreBusyError:
+            await asyncio.sleep(PAUSE_S)
+            return
+        except ApiError:  # the server is to stop
+            return
+        except Exception as error:
+            if not isinstance(error, IngestError):
+                logs.write_failure(error)
+            failure = error
+        body, state = (file.body, DONE) if failure is None else ({**file.body, "error": _told(failure)}, FAILED)
+        # One that was changed meanwhile waits still.
+        current = await self.service.in_thread(self.records.settle, file, body, state)
+        if current is None or current.state == CANCELLED:
+            await self._forget(file)
+
+    async def _forget(self, file: Record) -> None:
+        """Delete the documents of a file that was taken out while it was indexed."""
+
+        async def work() -> AsyncGenerator[None, None]:
+            await self.service.kb.adelete(filter=inside(file), timeout_s=self.service.settings.write_wait_s)
+            yield
+
+        while True:
+            try:
+                return await self.service.change(work()).last()
+            except StoreBusyError:
+                await asyncio.sleep(PAUSE_S)
+
+    async def _documents(self, file: Record) -> list[Document]:
+        """Raises IngestError."""
+        left = threading.Event()
+        return await self.service.in_thread(self._read, file, left, cancelled=left)
+
+    def _read(self, file: Record, left: threading.Event) -> list[Document]:
+        named, original = inside(file), self.records.get(FILE, file.owner, file.body["file_id"])
+        if original is None:
+            raise ReaderError(file.body["filename"], "the file was deleted")
+        with ExitStack() as stack:
+            stack.enter_context(limited(Limit(left)))
+            copy = stack.enter_context(SpooledTemporaryFile(PIECE))
+            for piece in self.records.content(original):
+                copy.write(piece)
+            copy.seek(0)
+            upload = Upload(file.body["filename"], cast(BinaryIO, copy))
+            files, failures = stack.enter_context(self.service.uploads.holding([upload]))
+            found = [record for one in files for record in self.reader.read(SourceFile(one.path, file.id, one.source))]
+        failed = [*(one.error for one in failures), *(one for one in found if isinstance(one, ReaderError))]
+        documents = [one for one in found if isinstance(one, Document)]
+        if not documents:
+            raise failed[0] if failed else ReaderError(file.body["filename"], "there is no text in it")
+        attributes = {ATTRIBUTE + key: value for key, value in file.body["attributes"].items()}
+        return [
+            replace(
+                one,
+                id=file.id if len(documents) == 1 else f"{file.id}/{rank:06}",
+                source=file.body["filename"],
+                metadata={**one.metadata, **attributes, **named},
+            )
+            for rank, one in enumerate(documents)
+        ]
+
+    async def _store(self, file: Record, documents: Sequence[Document]) -> AsyncGenerator[IngestReport | None, None]:
+        """The report; None for a file that does not wait any more."""
+        current = await self.service.in_thread(self.records.get, ATTACHED, file.owner, file.id)
+        if current is None or current.state != WAITING:
+            yield None
+            return
+        async with aclosing(add_documents(self.service, documents, split=True)) as adding:
+            async for said in adding:
+                if isinstance(said, IngestReport):
+                    yield said
+
+
+def _failure(report: IngestReport) -> Exception | None:
+    """Why nothing of a file could be stored."""
+    stored = report.added or report.updated or report.unchanged
+    return None if stored or not report.failed else report.failed[0].error
+
+
+def _told(error: Exception) -> dict[str, str]:
+    """As `last_error`. An error of the server's own tells no more than that it is one."""
+    if isinstance(error, IngestError):
+        return {"code": "invalid_file", "message": str(error)[:MOST_MESSAGE]}
+    return {"code": "server_error", "message": "the server failed; its log says more. Attach the file again"}

@@ -1,0 +1,100 @@
+"""Items: the messages that make up a conversation, as they come in, are kept, and are read by the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from ragcache.server.chat_types import Message, TextPart
+from ragcache.server.http_errors import ApiError
+from ragcache.server.wire import LooseModel, Text
+from ragcache_openai.api import Caller
+from ragcache_openai.records import Record, new_id
+
+ITEM, CONVERSATION, RESPONSE = "item", "conversation", "response"
+"""Kinds of records."""
+MOST_ITEMS = 10_000
+MOST_LETTERS = 16 << 20
+"""Of one conversation."""
+PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text", "assistant": "output_text"}
+
+
+class InputPart(LooseModel):
+    """A part of a message. Only text can be read; parts of answers come back as they were given out."""
+
+    type: Literal["input_text", "output_text"]
+    text: Text
+
+
+class InputMessage(LooseModel):
+    """A turn; an answer may be sent back as it came."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[InputPart]
+
+    def as_message(self) -> Message:
+        if isinstance(self.content, str):
+            return Message(role=self.role, content=self.content)
+        return Message(role=self.role, content=[TextPart(type="text", text=part.text) for part in self.content])
+
+    def as_item(self) -> dict[str, Any]:
+        """As it is kept and given out: with an id, and its content in parts."""
+        if isinstance(self.content, str):
+            parts: list[dict[str, Any]] = [{"type": PARTS[self.role], "text": self.content}]
+        else:
+            parts = [part.model_dump() for part in self.content]
+        for part in parts:
+            if part["type"] == "output_text":
+                part.setdefault("annotations", [])
+        given = (self.model_extra or {}).get("status")
+        status = given if given in ("completed", "incomplete") else "completed"
+        return {"id": new_id("msg_"), "type": "message", "role": self.role, "status": status, "content": parts}
+
+
+class PassedOver(LooseModel):
+    """What a model thought, or looked up, sent back with its answer. It is read over."""
+
+    type: Literal["reasoning", "file_search_call"]
+
+
+InputItem = InputMessage | PassedOver
+InputItems = Annotated[list[InputItem], Field(min_length=1, max_length=MOST_ITEMS)]
+_kept: TypeAdapter[InputItem] = TypeAdapter(InputItem)
+
+
+def kept_items(given: Iterable[InputItem]) -> list[dict[str, Any]]:
+    return [one.as_item() for one in given if isinstance(one, InputMessage)]
+
+
+def messages_of(items: Iterable[dict[str, Any]]) -> list[Message]:
+    """Kept items as the model reads them."""
+    read = (_kept.validate_python(item) for item in items)
+    return [one.as_message() for one in read if isinstance(one, InputMessage)]
+
+
+def text_of(item: dict[str, Any]) -> str:
+    parts = item.get("content") or ()
+    return "\n".join(str(part.get("text", "")) for part in parts)
+
+
+def records_of(caller: Caller, conversation: str, items: Sequence[dict[str, Any]]) -> list[Record]:
+    """Items as records of a conversation."""
+    return [
+        Record(item["id"], ITEM, caller.owner, dict(item), conversation, text=text_of(item).casefold())
+        for item in items
+    ]
+
+
+def check_room(count: int, letters: int, param: str) -> None:
+    """Raises ApiError (400) for a conversation that has grown too long."""
+    if count > MOST_ITEMS or letters > MOST_LETTERS:
+        raise ApiError(
+            400,
+            f"the conversation has {count:,} items and {letters:,} letters, and {MOST_ITEMS:,} and {MOST_LETTERS:,} "
+            "are kept; begin another one, or delete items",
+            "conversation_too_long",
+            param,
+        )

@@ -1,0 +1,273 @@
+"""What the API keeps, in the store's database: objects by id, each of one API key, and files' bytes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO, NamedTuple
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    ColumnElement,
+    Connection,
+    Double,
+    ForeignKey,
+    Integer,
+    LargeBinary,
+    MetaData,
+    RowMapping,
+    Table,
+    Text,
+    and_,
+    delete,
+    func,
+    insert,
+    inspect,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+
+from ragcache.store.database import Database
+
+PIECE = 1 << 20
+AT_ONCE = 500
+"""Bytes of a file in one row, and rows that one statement names."""
+
+_metadata = MetaData()
+_Text = Text().with_variant(Text(collation="C"), "postgresql")
+
+objects = Table(
+    "ragcache_openai_objects",
+    _metadata,
+    # In the order of their making; what lists go by.
+    Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    Column("id", _Text, nullable=False, unique=True),
+    Column("kind", _Text, nullable=False),
+    Column("owner", _Text, nullable=False, index=True),
+    Column("parent", _Text, nullable=False, index=True),  # the vector store of a file in it, an item's conversation; ""
+    Column("state", _Text, nullable=False, index=True),
+    Column("created_at", Double, nullable=False),
+    Column("body", JSON().with_variant(JSONB(), "postgresql"), nullable=False),
+    Column("text", _Text, nullable=False),  # to be searched, in lower case
+    sqlite_autoincrement=True,  # a number is never given out twice: pages go on from one
+)
+pieces = Table(
+    "ragcache_openai_pieces",
+    _metadata,
+    Column("file", BigInteger, ForeignKey(objects.c.number, ondelete="CASCADE"), primary_key=True, autoincrement=False),
+    Column("place", Integer, primary_key=True, autoincrement=False),
+    Column("bytes", LargeBinary, nullable=False),
+)
+
+
+class Record(NamedTuple):
+    """An object that is kept. body: what it says, as JSON"""
+
+    id: str
+    kind: str
+    owner: str
+    body: dict[str, Any]
+    parent: str = ""
+    state: str = ""
+    text: str = ""
+    created_at: float = 0.0
+    number: int = 0
+
+
+class Page(NamedTuple):
+    """A part of a list, and whether more follow."""
+
+    records: list[Record]
+    has_more: bool
+
+
+class Records:
+    """Safe to call from several threads and processes. The tables are made at the first change: a store that nobody
+    keeps anything in has none."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+        self._made = False
+
+    @property
+    def read_only(self) -> bool:
+        return self._db.read_only
+
+    def add(self, records: Sequence[Record], content: BinaryIO | None = None) -> list[Record]:
+        """Keep new objects, all of them or none; one that has the id of another takes its place.
+
+        content: bytes of the only one of them, a file. Raises StoreReadOnlyError, StoreBusyError, StoreFullError.
+        """
+        now = time.time()
+        with self._writing() as connection:
+            _delete(connection, objects.c.id.in_([one.id for one in records]))
+            for one in records:
+                row = {**one._asdict(), "created_at": one.created_at or now}
+                del row["number"]
+                connection.execute(insert(objects).values(row))
+            if content is not None:
+                number = connection.scalar(select(objects.c.number).where(objects.c.id == records[0].id))
+                for place, piece in enumerate(iter(lambda: content.read(PIECE), b"")):
+                    connection.execute(insert(pieces).values(file=number, place=place, bytes=piece))
+        return self.among([one.id for one in records])
+
+    def get(self, kind: str, owner: str, id: str) -> Record | None:
+        found = self.among([id])
+        return next((one for one in found if (one.kind, one.owner) == (kind, owner)), None)
+
+    def among(self, ids: Sequence[str]) -> list[Record]:
+        """Those of these ids that are there, in the order of their making."""
+        found: list[Record] = []
+        for start in range(0, len(ids), AT_ONCE):
+            found += self._select(objects.c.id.in_(ids[start : start + AT_ONCE]))
+        return found
+
+    def of_state(self, kind: str, state: str, limit: int) -> list[Record]:
+        """The oldest objects in this state, whoever owns them."""
+        return self._select(objects.c.kind == kind, objects.c.state == state, limit=limit)
+
+    def page(
+        self,
+        kind: str,
+        owner: str,
+        *,
+        parent: str = "",
+        limit: int,
+        newest_first: bool,
+        after: str | None = None,
+        before: str | None = None,
+        state: str | None = None,
+        ids: Sequence[str] | None = None,
+        words: Sequence[str] = (),
+        any_parent: bool = False,
+    ) -> Page:
+        """Objects of a kind in the order of their making, from behind `after`, up to `before`. An id that is not there
+        bounds nothing.
+
+        words: in lower case, all of which their text holds
+        """
+        wanted = [objects.c.kind == kind, objects.c.owner == owner]
+        wanted += [] if any_parent else [objects.c.parent == parent]
+        wanted += [] if state is None else [objects.c.state == state]
+        wanted += [] if ids is None else [objects.c.id.in_(ids)]
+        wanted += [objects.c.text.contains(word, autoescape=True) for word in words]
+        for id, behind in ((after, True), (before, False)):
+            if id is not None:
+                bound = select(objects.c.number).where(objects.c.id == id).scalar_subquery()
+                rises = behind != newest_first
+                wanted.append(or_(bound.is_(None), objects.c.number > bound if rises else objects.c.number < bound))
+        # What stands right before an object is read backwards from it.
+        backwards = before is not None and after is None
+        found = self._select(and_(*wanted), limit=limit + 1, newest_first=newest_first != backwards)
+        page = found[:limit]
+        return Page(page[::-1] if backwards else page, len(found) > limit)
+
+    def states(self, kind: str, parent: str, ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
+        """How many files below `parent` are in which state, and the bytes of these."""
+        size = func.coalesce(func.sum(objects.c.body["bytes"].as_integer()), 0)
+        query = select(objects.c.state, func.count(), size).where(objects.c.kind == kind, objects.c.parent == parent)
+        query = query if ids is None else query.where(objects.c.id.in_(ids))
+        with self._reading() as connection:
+            rows = [] if connection is None else connection.execute(query.group_by(objects.c.state)).all()
+            return {state: (count, int(total)) for state, count, total in rows}
+
+    def length(self, parent: str) -> tuple[int, int]:
+        """How many objects are below `parent`, and the letters of their texts."""
+        query = select(func.count(), func.coalesce(func.sum(func.length(objects.c.text)), 0))
+        with self._reading() as connection:
+            if connection is None:
+                return 0, 0
+            count, letters = connection.execute(query.where(objects.c.parent == parent)).one()
+            return int(count), int(letters)
+
+    def change(self, id: str, body: Mapping[str, Any] | None = None, state: str | None = None) -> bool:
+        """Replace a body or a state; whether the object is still there."""
+        values = {name: value for name, value in (("body", body), ("state", state)) if value is not None}
+        with self._writing() as connection:
+            return bool(connection.execute(update(objects).where(objects.c.id == id).values(values)).rowcount)
+
+    def settle(self, known: Record, body: Mapping[str, Any], state: str) -> Record | None:
+        """Replace body and state where the object is as it is known; the object as it is now, None where it is gone."""
+        with self._writing() as connection:
+            row = connection.execute(select(objects).where(objects.c.number == known.number)).mappings().one_or_none()
+            current = None if row is None else _record(row)
+            if current != known:
+                return current
+            settled = known._replace(body=dict(body), state=state)
+            values = {"body": settled.body, "state": state}
+            connection.execute(update(objects).where(objects.c.number == known.number).values(values))
+            return settled
+
+    def delete(self, ids: Iterable[str]) -> None:
+        """Delete objects, and what is below them."""
+        wanted = list(ids)
+        with self._writing() as connection:
+            for start in range(0, len(wanted), AT_ONCE):
+                part = wanted[start : start + AT_ONCE]
+                _delete(connection, or_(objects.c.id.in_(part), objects.c.parent.in_(part)))
+
+    def keep_newest(self, kind: str, owner: str, most: int) -> None:
+        """Delete the owner's oldest objects of a kind beyond so many."""
+        mine = and_(objects.c.kind == kind, objects.c.owner == owner)
+        last = select(objects.c.number).where(mine).order_by(objects.c.number.desc()).offset(most).limit(1)
+        with self._writing() as connection:
+            if (number := connection.scalar(last)) is not None:
+                _delete(connection, and_(mine, objects.c.number <= number))
+
+    def ending(self, kind: str, owner: str, end: str) -> list[Record]:
+        """Objects whose ids end so."""
+        mine = and_(objects.c.kind == kind, objects.c.owner == owner)
+        return self._select(mine, objects.c.id.endswith(end, autoescape=True))
+
+    def content(self, record: Record) -> Iterator[bytes]:
+        """The bytes of a file, piece by piece."""
+        for place in range(-(-int(record.body["bytes"]) // PIECE)):
+            query = select(pieces.c.bytes).where(pieces.c.file == record.number, pieces.c.place == place)
+            with self._reading() as connection:
+                piece = None if connection is None else connection.scalar(query)
+            if piece is None:  # it was deleted meanwhile
+                return
+            yield piece
+
+    def _select(
+        self, *wanted: ColumnElement[bool], limit: int | None = None, newest_first: bool = False
+    ) -> list[Record]:
+        order = objects.c.number.desc() if newest_first else objects.c.number
+        with self._reading() as connection:
+            if connection is None:
+                return []
+            rows = connection.execute(select(objects).where(*wanted).order_by(order).limit(limit)).mappings()
+            return [_record(row) for row in rows]
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection | None]:
+        """None where nothing was ever kept."""
+        with self._db.read() as connection:
+            self._made = self._made or inspect(connection).has_table(objects.name)
+            yield connection if self._made else None
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        with self._db.write() as connection:
+            if not self._made:
+                _metadata.create_all(connection)
+            yield connection
+        self._made = True
+
+
+def _delete(connection: Connection, wanted: ColumnElement[bool]) -> None:
+    connection.execute(delete(objects).where(wanted))
+
+
+def _record(row: RowMapping) -> Record:
+    return Record(**{name: row[name] for name in Record._fields})
+
+
+def new_id(beginning: str) -> str:
+    return f"{beginning}{uuid.uuid4().hex}"

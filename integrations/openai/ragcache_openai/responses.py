@@ -1,0 +1,573 @@
+"""/v1/responses: a chat in the shapes of OpenAI's newer API, which goes on from what the server keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field, JsonValue, field_validator, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ragcache import Answer, Done, Sampling, Source, Sources, Token
+from ragcache.engine.answer import Event
+from ragcache.errors import RagCacheError
+from ragcache.models.thoughts import Effort
+from ragcache.server import observe as logs
+from ragcache.server.answers import citations, engine_call, sources_of
+from ragcache.server.body import read_json, request_body
+from ragcache.server.chat import Writer, respond
+from ragcache.server.chat_types import (
+    ChatExtension,
+    ChatRequest,
+    Extension,
+    Ignored,
+    JsonFormat,
+    JsonSchema,
+    Message,
+    Nothing,
+    PlainFormat,
+    SchemaFormat,
+    StreamOptions,
+    TokenCount,
+)
+from ragcache.server.http_errors import ApiError, errors, streamed
+from ragcache.server.service import RunningTask, merged
+from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text, event
+from ragcache_openai.api import After, Caller, Deleted, Id, Limit, ListOf, Order, absent, caller_of
+from ragcache_openai.conversations import append, find_conversation
+from ragcache_openai.items import (
+    ITEM,
+    MOST_ITEMS,
+    RESPONSE,
+    InputItem,
+    InputItems,
+    InputMessage,
+    check_room,
+    kept_items,
+    messages_of,
+    text_of,
+)
+from ragcache_openai.records import Record, new_id
+from ragcache_openai.search import FILE_FIELD, FileSearchTool, check_stores, shown_hits, where
+
+
+class FlatSchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+    def as_format(self) -> SchemaFormat:
+        schema = JsonSchema(name=self.name, schema=self.schema_)
+        return SchemaFormat(type="json_schema", json_schema=schema)
+
+
+class TextOptions(RequestModel):
+    format: Annotated[PlainFormat | JsonFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: None = None
+
+
+class ReasoningField(LooseModel):
+    """effort: how much the model thinks. What it thought is not given out, so that there is nothing to summarise."""
+
+    effort: Effort | None = None
+
+
+class ConversationRef(RequestModel):
+    id: Id
+
+
+class FileSearchChoice(RequestModel):
+    type: Literal["file_search"]
+
+
+class ResponsesRequest(Ignored):
+    """OpenAI's newer request for an answer.
+
+    tools: file_search alone; the server searches the vector stores for the last user message, and the model reads what
+    is found
+    """
+
+    model: Name
+    input: Annotated[Text, Field(min_length=1)] | InputItems
+    instructions: Text | None = None
+    max_output_tokens: TokenCount | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    text: TextOptions | None = None
+    ragcache: Extension | None = None
+    reasoning: ReasoningField | None = None
+    previous_response_id: Id | None = None
+    conversation: Id | ConversationRef | None = None
+    tools: Annotated[list[FileSearchTool], Field(max_length=1)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FileSearchChoice | None = None
+    include: list[Literal["file_search_call.results"]] | None = None
+
+    parallel_tool_calls: bool | None = None  # accepted, and of no consequence here
+
+    # Accepted only where they ask for nothing.
+    background: Literal[False] | None = None
+    context_management: Nothing | None = None
+    moderation: None = None
+    prompt: None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    truncation: Literal["disabled"] | None = None
+
+    @field_validator("input")
+    @classmethod
+    def _says_something(cls, given: str | list[InputItem]) -> str | list[InputItem]:
+        if not any(isinstance(one, str | InputMessage) for one in given):
+            raise ValueError("it holds no message")
+        return given
+
+    @model_validator(mode="after")
+    def _goes_on_from_one(self) -> ResponsesRequest:
+        if self.previous_response_id is not None and self.conversation is not None:
+            raise ValueError("give previous_response_id or conversation: an answer goes on from one of the two")
+        return self
+
+    @property
+    def extension(self) -> Extension:
+        return self.ragcache or Extension()
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The input as it is kept."""
+        if isinstance(self.input, str):
+            return kept_items([InputMessage(role="user", content=self.input)])
+        return kept_items(self.input)
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationRef) else self.conversation
+
+    @property
+    def search(self) -> FileSearchTool | None:
+        return self.tools[0] if self.tools and self.tool_choice != "none" else None
+
+    @property
+    def wants_results(self) -> bool:
+        return bool(self.include)
+
+    def as_chat(self, history: Sequence[dict[str, Any]] = ()) -> ChatRequest:
+        """The same question as a chat. history: kept items before the input"""
+        told = [Message(role="system", content=self.instructions)] if self.instructions else []
+        form = self.text.format if self.text is not None else None
+        return ChatRequest(
+            model=self.model,
+            messages=[*told, *messages_of([*history, *self.items])],
+            max_completion_tokens=self.max_output_tokens,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stream=self.stream,
+            response_format=form.as_format() if isinstance(form, FlatSchemaFormat) else form,
+            ragcache=self._searching(),
+        )
+
+    def _searching(self) -> Extension | None:
+        """The extension with what file search adds to it."""
+        if self.search is None:
+            return self.ragcache
+        found = where(self.search.vector_store_ids, self.search.filters, "tools[0].filters")
+        own = self.extension.filter
+        given: dict[str, Any] = {"filter": {"$and": [own, found]} if own else found, "retrieve": True}
+        if self.search.max_num_results is not None:
+            given["k"] = self.search.max_num_results
+        if self.search.ranking_options is not None:
+            given |= self.search.ranking_options.options()
+        searching: Extension = self.extension.model_copy(update=given)
+        return searching
+
+
+class OutputText(AnswerModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[dict[str, JsonValue]]
+    logprobs: list[JsonValue]
+
+
+class OutputMessage(AnswerModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class FileSearchResult(AnswerModel):
+    file_id: str
+    filename: str
+    score: float
+    attributes: dict[str, str | bool | int | float]
+    text: str
+
+
+class FileSearchCall(AnswerModel):
+    """What was searched for. results: where `include` asks for them"""
+
+    id: str
+    type: Literal["file_search_call"]
+    status: Literal["in_progress", "completed"]
+    queries: list[str]
+    results: list[FileSearchResult] | None
+
+
+class ConversationName(AnswerModel):
+    id: str
+
+
+class InputTokensDetails(AnswerModel):
+    cached_tokens: int
+
+
+class OutputTokensDetails(AnswerModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(AnswerModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(AnswerModel):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(AnswerModel):
+    """An answer. status: incomplete for one that reached its longest length"""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    output: list[FileSearchCall | OutputMessage]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    conversation: ConversationName | None
+    store: bool
+    temperature: float
+    top_p: float
+    tool_choice: str | dict[str, JsonValue]
+    tools: list[dict[str, JsonValue]]
+    metadata: dict[str, Any]
+    usage: ResponseUsage | None
+    ragcache: ChatExtension = ChatExtension()
+
+
+class ResponseEvent(AnswerModel):
+    """One event of a stream; its type says which of the fields it has."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | None = None
+    item: FileSearchCall | OutputMessage | None = None
+    part: OutputText | None = None
+    item_id: str | None = None
+    output_index: int | None = None
+    content_index: int | None = None
+    delta: str | None = None
+    text: str | None = None
+    annotation: dict[str, JsonValue] | None = None
+    annotation_index: int | None = None
+    logprobs: list[JsonValue] = Field(default_factory=list)
+    code: str | None = None
+    message: str | None = None
+    param: str | None = None
+
+
+router = APIRouter(tags=["answers"])
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+@router.post(
+    "/v1/responses",
+    summary="Answer the last user message, in the shapes of OpenAI's newer API",
+    responses={
+        200: streamed(ResponseObject, "The answer; with stream: true, events", ResponseEvent),
+        **errors(400, 404, 409, 413, 415, 503, 504),
+    },
+    openapi_extra=request_body(json=ResponsesRequest),
+)
+async def create_response(request: Request) -> Response:
+    caller = caller_of(request)
+    service = caller.service
+    asked = await read_json(request, ResponsesRequest)
+    retrieves, history = service.retrieves(asked.model), await history_of(caller, asked)
+    if asked.search is not None:
+        await check_stores(caller, asked.search.vector_store_ids, "tools[0].vector_store_ids")
+    check_room(len(history) + len(asked.items) + 1, 0, "input")
+    chat = asked.as_chat(history)
+    call = engine_call(chat, service.settings.answers, service.kb.lm.max_positions, retrieves=retrieves)
+    writer = ResponseWriter(
+        service, request, asked.model, asked=asked, sampling=call.options["sampling"], caller=caller
+    )
+    events = service.kb.astream_chat(call.messages, **call.options)
+    return await respond(writer, chat, [_kept(events, writer)], asked.extension.timeout_s)
+
+
+async def _kept(events: AsyncIterator[Event], writer: ResponseWriter) -> AsyncIterator[Event]:
+    """The same events. What was found, and the whole answer, are looked up and kept before they are told."""
+    async with aclosing(events) as open_events:  # type: ignore[type-var]
+        async for one in open_events:
+            if isinstance(one, Sources):
+                await writer.look_up(one.hits)
+            elif isinstance(one, Done):
+                await writer.keep(one.answer)
+            yield one
+
+
+async def history_of(caller: Caller, asked: ResponsesRequest) -> list[dict[str, Any]]:
+    """The items that an answer goes on from. Raises ApiError: they are gone or another key's (404; for an earlier
+    answer 400, as OpenAI says it), or too many."""
+    if (conversation := asked.conversation_id) is not None:
+        await find_conversation(caller, conversation, "conversation")
+        check_room(*await caller.read(caller.records.length, conversation), "conversation")
+        bounds = {"parent": conversation, "limit": MOST_ITEMS, "newest_first": False}
+        page = await caller.read(caller.records.page, ITEM, caller.owner, **bounds)
+        return [item.body for item in page.records]
+    if asked.previous_response_id is not None:
+        return await caller.read(_chain, caller, asked.previous_response_id)
+    return []
+
+
+def _chain(caller: Caller, id: str) -> list[dict[str, Any]]:
+    """What was asked and answered up to a kept answer, the oldest first."""
+    found: list[list[dict[str, Any]]] = []
+    param, next_id = "previous_response_id", id
+    count = letters = 0
+    while True:
+        kept = caller.records.get(RESPONSE, caller.owner, next_id)
+        if kept is None:
+            raise absent("previous response", next_id, param, 400)
+        response = kept.body["response"]
+        if response["conversation"] is not None:
+            name = response["conversation"]["id"]
+            message = f"that answer belongs to a conversation; go on with conversation={name!r}"
+            raise ApiError(400, message, "invalid_value", param)
+        found.append([*kept.body["input"], *response["output"]])
+        count, letters = count + len(found[-1]), letters + sum(len(text_of(item)) for item in found[-1])
+        check_room(count, letters, param)
+        if (earlier := response["previous_response_id"]) is None:
+            return [item for part in reversed(found) for item in part]
+        next_id = earlier
+
+
+@router.get(
+    "/v1/responses/{id}", summary="An answer that was kept", responses={200: {"model": ResponseObject}, **errors(404)}
+)
+async def get_response(request: Request, id: str) -> Response:
+    kept = await caller_of(request).find(RESPONSE, id, "response", "response_id")
+    return Response(json.dumps(kept.body["response"]), media_type="application/json")
+
+
+@router.get(
+    "/v1/responses/{id}/input_items",
+    summary="What a kept answer was asked, without what it went on from",
+    responses={200: {"model": ListOf}, **errors(400, 404)},
+)
+async def list_input_items(
+    request: Request, id: str, limit: Limit = 20, order: Order = "desc", after: After = None
+) -> Response:
+    kept = await caller_of(request).find(RESPONSE, id, "response", "response_id")
+    items = kept.body["input"][:: -1 if order == "desc" else 1]
+    start = next((rank + 1 for rank, item in enumerate(items) if item["id"] == after), 0)
+    page, more = items[start : start + limit], len(items) > start + limit
+    ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return ListOf(object="list", data=page, first_id=ends[0], last_id=ends[1], has_more=more).to_response()
+
+
+@router.delete(
+    "/v1/responses/{id}", summary="Delete an answer that was kept", responses={200: {"model": Deleted}, **errors(404)}
+)
+async def delete_response(request: Request, id: str) -> Response:
+    caller = caller_of(request)
+    await caller.find(RESPONSE, id, "response", "response_id")
+    await caller.read(caller.records.delete, [id])
+    return Deleted(id=id, object="response", deleted=True).to_response()
+
+
+@dataclass
+class ResponseWriter(Writer):
+    """Writes one answer in the shapes of OpenAI's newer API.
+
+    item, search_id: of its message, and of its file search
+    numbers: of its events
+    found: what the file search found
+    kept: whether the answer can be gone on from
+    """
+
+    id: str = field(default_factory=lambda: new_id("resp_"))
+    item: str = field(default_factory=lambda: new_id("msg_"))
+    search_id: str = field(default_factory=lambda: new_id("fs_"))
+    numbers: Iterator[int] = field(default_factory=count)
+    found: list[dict[str, Any]] = field(default_factory=list)
+    asked: ResponsesRequest = field(kw_only=True)
+    sampling: Sampling = field(kw_only=True)
+    caller: Caller = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        most = self.service.settings.keep_responses
+        self.kept = self.asked.store is not False and most > 0 and not self.caller.records.read_only
+        self.items = self.asked.items
+
+    async def look_up(self, hits: Sequence[Source]) -> None:
+        """Find the files of what was found, where they are to be shown."""
+        if self.asked.search is not None:
+            self.found = await shown_hits(self.caller, hits)
+
+    async def keep(self, answer: Answer) -> None:
+        """Keep the answer, and add it to its conversation. Where that fails, the answer is told all the same, with
+        store: false."""
+        whole = self.whole(answer)
+        try:
+            if (conversation := self.asked.conversation_id) is not None:
+                output = [item.model_dump(exclude_unset=True) for item in whole.output]
+                await append(self.caller, conversation, [*self.items, *output], "conversation")
+            if self.kept:
+                body = {"response": json.loads(whole.to_json()), "input": self.items}
+                records, kept = self.caller.records, Record(self.id, RESPONSE, self.caller.owner, body)
+                await self.caller.read(records.add, [kept])
+                most = self.service.settings.keep_responses
+                await self.caller.read(records.keep_newest, RESPONSE, self.caller.owner, most)
+        except (RagCacheError, ApiError) as error:
+            logs.write_failure(error)
+            self.kept = False
+
+    def completion(self, answers: Sequence[Answer]) -> AnswerModel:
+        return self.whole(answers[0])
+
+    async def chunks(self, first: Event, works: Sequence[RunningTask[Event]], *, usage: bool) -> AsyncIterator[bytes]:
+        """The stream."""
+        found = ChatExtension(sources=sources_of(first.hits if isinstance(first, Sources) else []))
+        for name in ("response.created", "response.in_progress"):
+            yield self.say(name, response=self.response("in_progress", [], None, found))
+        for searched in self.searches():
+            place = {"output_index": 0, "item_id": searched.id}
+            begun = searched.model_copy(update={"status": "in_progress", "results": None})
+            yield self.say("response.output_item.added", output_index=0, item=begun)
+            for name in ("in_progress", "searching", "completed"):
+                yield self.say(f"response.file_search_call.{name}", **place)
+            yield self.say("response.output_item.done", output_index=0, item=searched)
+        last = len(self.searches())
+        yield self.say("response.output_item.added", output_index=last, item=self.message("in_progress", []))
+        yield self.say("response.content_part.added", **self._place(), part=_part(""))
+        async for _, one in merged(works):
+            if isinstance(one, Token) and one.text:
+                yield self.say("response.output_text.delta", **self._place(), delta=one.text, logprobs=[])
+            elif isinstance(one, Done):
+                whole, message = self.whole(one.answer), self.answered(one.answer)
+                part = message.content[0]
+                for rank, cited in enumerate(part.annotations):
+                    place = {**self._place(), "annotation_index": rank}
+                    yield self.say("response.output_text.annotation.added", **place, annotation=cited)
+                yield self.say("response.output_text.done", **self._place(), text=part.text, logprobs=[])
+                yield self.say("response.content_part.done", **self._place(), part=part)
+                yield self.say("response.output_item.done", output_index=last, item=message)
+                yield self.say(f"response.{whole.status}", response=whole)
+
+    def failed(self, error: Exception) -> bytes:
+        problem = self.problem(error)
+        return self.say("error", code=problem.code, message=problem.body().error.message, param=problem.param)
+
+    def say(self, type: str, **fields: Any) -> bytes:
+        """The next event."""
+        return event(ResponseEvent(type=type, sequence_number=next(self.numbers), **fields).to_json(), type)
+
+    def whole(self, answer: Answer) -> ResponseObject:
+        message = self.answered(answer)
+        costs = ChatExtension(sources=sources_of(answer.hits), **self.costs(answer))
+        return self.response(message.status, [*self.searches(), message], _usage(answer), costs)
+
+    def answered(self, answer: Answer) -> OutputMessage:
+        status: Status = "completed" if answer.finish_reason == "stop" else "incomplete"
+        return self.message(status, [_part(answer.text, _cited(answer))])
+
+    def response(
+        self,
+        status: Status,
+        output: list[FileSearchCall | OutputMessage],
+        usage: ResponseUsage | None,
+        costs: ChatExtension,
+    ) -> ResponseObject:
+        asked = self.asked
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+        choice = asked.tool_choice or ("auto" if tools else "none")
+        conversation = asked.conversation_id
+        return ResponseObject(
+            id=self.id,
+            object="response",
+            created_at=self.created,
+            model=self.model,
+            status=status,
+            error=None,
+            incomplete_details=IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None,
+            instructions=asked.instructions,
+            output=output,
+            parallel_tool_calls=False,
+            previous_response_id=asked.previous_response_id,
+            conversation=None if conversation is None else ConversationName(id=conversation),
+            store=self.kept,
+            temperature=self.sampling.temperature,
+            top_p=1.0 if self.sampling.top_p is None else self.sampling.top_p,
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+            tools=tools,
+            metadata=asked.metadata or {},
+            usage=usage,
+            ragcache=costs,
+        )
+
+    def searches(self) -> list[FileSearchCall]:
+        """The file search, where there was one."""
+        if self.asked.search is None:
+            return []
+        results = [FileSearchResult(**one) for one in self.found] if self.asked.wants_results else None
+        queries = [text_of(item) for item in reversed(self.items) if item["role"] == "user"][:1]
+        made = FileSearchCall(
+            id=self.search_id, type="file_search_call", status="completed", queries=queries, results=results
+        )
+        return [made]
+
+    def message(self, status: Status, content: list[OutputText]) -> OutputMessage:
+        return OutputMessage(id=self.item, type="message", role="assistant", status=status, content=content)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.item, "output_index": len(self.searches()), "content_index": 0}
+
+
+def _part(text: str, cited: Sequence[dict[str, JsonValue]] = ()) -> OutputText:
+    return OutputText(type="output_text", text=text, annotations=list(cited), logprobs=[])
+
+
+def _cited(answer: Answer) -> list[dict[str, JsonValue]]:
+    """Citations; what is a file of a vector store is cited by that file's own id, once."""
+    files = {hit.chunk.document_id: hit.chunk.metadata.get(FILE_FIELD) for hit in answer.hits}
+    found: dict[Any, dict[str, JsonValue]] = {}
+    for one in citations(answer):
+        if one["type"] == "file_citation":
+            one["file_id"] = files.get(str(one["file_id"])) or one["file_id"]
+        found.setdefault(one.get("file_id", one.get("url")), one)
+    return list(found.values())
+
+
+def _usage(answer: Answer) -> ResponseUsage:
+    usage = answer.usage
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens),
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )

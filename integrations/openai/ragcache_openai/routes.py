@@ -1,0 +1,37 @@
+"""The routes of this package, and what runs while they are served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI
+
+from ragcache.server.service import Service
+from ragcache_openai import conversations, files, responses, vector_stores
+from ragcache_openai.api import kept_of
+from ragcache_openai.indexer import Indexer
+
+
+@asynccontextmanager
+async def _running(app: FastAPI) -> AsyncIterator[None]:
+    service: Service = app.state.service
+    kept = kept_of(app)
+    kept.work = asyncio.Event()  # of this loop
+    if kept.records.read_only:
+        yield
+        return
+    indexer = Indexer(service, kept.records, kept.work)
+    running = asyncio.create_task(indexer.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        indexer.close()
+
+
+router = APIRouter(lifespan=_running)
+for part in (responses, conversations, files, vector_stores):
+    router.routes += part.router.routes  # the server guards the paths that it finds here

@@ -1,0 +1,120 @@
+"""File search: OpenAI's filters as the store's, and what is found in vector stores.
+
+A file in a vector store is documents of the store whose metadata name both. So a search in vector stores is a retrieval
+with a filter, and KV of a text is kept once, in however many of them it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ragcache import Hit, Source
+from ragcache.server.http_errors import ApiError
+from ragcache.server.wire import RequestModel, Text
+from ragcache.store.filters import Filter
+from ragcache_openai.api import Caller, Id, Key, ShortText
+from ragcache_openai.records import Record
+
+STORE, FILE, ATTACHED, BATCH = "vector_store", "file", "vector_store.file", "vector_store.files_batch"
+"""Kinds of records."""
+STORE_FIELD, FILE_FIELD, ATTRIBUTE = "_vector_store_id", "_file_id", "_attributes."
+"""Metadata of a document that is a file in a vector store. No other document's has such names."""
+MOST_RESULTS = 50
+MOST_STORES = 100
+DEEPEST = 8
+
+Number = int | float
+Value = ShortText | bool | Number
+
+
+class Comparison(RequestModel):
+    type: Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
+    key: Key
+    value: Value | Annotated[list[ShortText | Number], Field(min_length=1, max_length=1000)]
+
+
+class Compound(RequestModel):
+    type: Literal["and", "or"]
+    filters: Annotated[list[Comparison | Compound], Field(min_length=1, max_length=100)]
+
+
+class HybridSearch(RequestModel):
+    """Both rankings are fused by reciprocal ranks; a weight of 0 leaves one out."""
+
+    embedding_weight: Annotated[float, Field(ge=0)]
+    text_weight: Annotated[float, Field(ge=0)]
+
+
+class RankingOptions(RequestModel):
+    ranker: Text | None = Field(default=None, description="none: leave the server's reranker out")
+    score_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    hybrid_search: HybridSearch | None = None
+
+    def options(self) -> dict[str, Any]:
+        """As the engine's options."""
+        found: dict[str, Any] = {"rerank": False} if self.ranker == "none" else {}
+        if self.score_threshold:
+            found["score_threshold"] = self.score_threshold
+        if (both := self.hybrid_search) is not None:
+            found["search"] = "vector" if not both.text_weight else "hybrid" if both.embedding_weight else "text"
+        return found
+
+
+class FileSearchTool(RequestModel):
+    type: Literal["file_search"]
+    vector_store_ids: Annotated[list[Id], Field(min_length=1, max_length=MOST_STORES)]
+    max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
+    filters: Comparison | Compound | None = None
+    ranking_options: RankingOptions | None = None
+
+
+def where(stores: Sequence[str], filters: Comparison | Compound | None, param: str) -> dict[str, Any]:
+    """The filter of documents in these vector stores whose attributes pass. Raises ApiError (400) naming `param`."""
+    inside = {STORE_FIELD: {"$in": list(stores)}}
+    return inside if filters is None else {"$and": [inside, _translated(filters, param)]}
+
+
+def _translated(filters: Comparison | Compound, param: str, depth: int = 0) -> Filter:
+    if isinstance(filters, Compound):
+        if depth == DEEPEST:
+            raise ApiError(400, f"filters are nested deeper than {DEEPEST}; simplify them", "invalid_filter", param)
+        return {f"${filters.type}": [_translated(one, param, depth + 1) for one in filters.filters]}
+    wants_list = filters.type in ("in", "nin")
+    if isinstance(filters.value, list) != wants_list:
+        wanted = "a list of values" if wants_list else "one value"
+        raise ApiError(400, f"the filter {filters.type!r} of {filters.key!r} takes {wanted}", "invalid_filter", param)
+    if isinstance(filters.value, bool) and filters.type not in ("eq", "ne"):
+        message = f"the filter {filters.type!r} of {filters.key!r} compares numbers or texts, not true and false"
+        raise ApiError(400, message, "invalid_filter", param)
+    return {ATTRIBUTE + filters.key: {f"${filters.type}": filters.value}}
+
+
+async def check_stores(caller: Caller, ids: Sequence[str], param: str) -> None:
+    """Raises ApiError (404) for a vector store that is not there, or another key's."""
+    await caller.among(STORE, ids, "vector store", param)
+
+
+async def shown_hits(caller: Caller, hits: Iterable[Hit | Source]) -> list[dict[str, Any]]:
+    """What was found: the file, its attributes, text and score. Of a file that was detached meanwhile: nothing."""
+    found = [(hit, place) for hit in hits if (place := place_of(hit.chunk.metadata)) is not None]
+    ids = list(dict.fromkeys(place for _, place in found))
+    files: dict[str, Record] = {one.id: one for one in await caller.read(caller.records.among, ids)}
+    return [
+        {
+            "file_id": file.body["file_id"],
+            "filename": file.body["filename"],
+            "score": float(hit.score),
+            "attributes": file.body["attributes"],
+            "text": hit.chunk.text,
+        }
+        for hit, place in found
+        if (file := files.get(place)) is not None
+    ]
+
+
+def place_of(metadata: Any) -> str | None:
+    """Id of the record that says that a document's file is in its vector store."""
+    return f"{metadata[STORE_FIELD]}/{metadata[FILE_FIELD]}" if {STORE_FIELD, FILE_FIELD} <= metadata.keys() else None

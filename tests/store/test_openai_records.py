@@ -1,0 +1,85 @@
+"""What OpenAI's API keeps, in either database."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from ragcache.store.documents import DocumentStore
+from ragcache_openai.records import PIECE, Record, Records
+
+
+@pytest.fixture
+def records(url):
+    with DocumentStore.open(url) as documents:
+        yield Records(documents.database)
+
+
+def items(*names, owner="me", **more):
+    return [Record(name, "item", owner, {"name": name}, text=name, **more) for name in names]
+
+
+def names(page):
+    return [one.id for one in page.records]
+
+
+def test_nothing_is_made_before_something_is_kept(records):
+    assert records.get("item", "me", "a") is None
+    assert records.page("item", "me", limit=1, newest_first=True) == ([], False)
+    assert records.states("item", "") == {}
+    assert records.length("") == (0, 0)
+
+
+def test_pages_go_on_from_what_was_listed(records):
+    records.add(items(*"abcde"))
+    records.add(items("x", owner="you"))
+
+    def page(**bounds):
+        found = records.page("item", "me", limit=2, **bounds)
+        return names(found), found.has_more
+
+    assert page(newest_first=False) == (["a", "b"], True)
+    assert page(newest_first=False, after="d") == (["e"], False)
+    assert page(newest_first=True) == (["e", "d"], True)
+    assert page(newest_first=True, after="b") == (["a"], False)
+    assert page(newest_first=False, before="e") == (["c", "d"], True)
+    assert page(newest_first=True, before="a") == (["c", "b"], True)
+    records.add(items("a"))  # one that is kept again is the newest
+    assert page(newest_first=True) == (["a", "e"], True)
+
+
+def test_words_are_looked_for_as_they_are(records):
+    records.add(items("100% sure", "100 sure", "a_b", "axb"))
+    assert names(records.page("item", "me", limit=9, newest_first=False, words=["0%", "sure"])) == ["100% sure"]
+    assert names(records.page("item", "me", limit=9, newest_first=False, words=["a_b"])) == ["a_b"]
+
+
+def test_a_files_bytes_go_with_it(records):
+    content = bytes(range(256)) * (PIECE // 200)
+    body = {"bytes": len(content)}
+    [file] = records.add([Record("f", "file", "me", body, parent="store", state="done")], io.BytesIO(content))
+    assert b"".join(records.content(file)) == content
+    assert records.states("file", "store") == {"done": (1, len(content))}
+    records.delete(["store"])  # and what is below it
+    assert list(records.content(file)) == []
+
+
+def test_only_what_is_known_is_settled(records):
+    [known] = records.add(items("a", state="waiting"))
+    records.change("a", {"name": "b"})
+    changed = records.settle(known, {"name": "c"}, "done")
+    assert (changed.body, changed.state) == ({"name": "b"}, "waiting")
+    assert records.settle(changed, {"name": "c"}, "done") == records.get("item", "me", "a")
+    assert records.among(["a"])[0].state == "done"
+    records.delete(["a"])
+    assert records.settle(changed, {}, "done") is None
+    assert not records.change("a", {})
+
+
+def test_the_newest_of_each_owner_stay(records):
+    records.add([*items(*"abc"), *items("x", owner="you")])
+    records.keep_newest("item", "me", 2)
+    assert names(records.page("item", "me", limit=9, newest_first=False)) == ["b", "c"]
+    records.keep_newest("item", "me", 2)
+    assert records.get("item", "you", "x") is not None
