@@ -246,7 +246,8 @@ def errors(*statuses: int) -> Responses:
 def streamed(model: type[BaseModel], description: str, data: type[BaseModel]) -> dict[str, Any]:
     """A success that is JSON or, where it was asked for, a stream of events: the schema is one event's, with `data`."""
     text = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of(data)}
-    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": text}, "required": ["data"]}
+    any_of = {"anyOf": [text, {"const": "[DONE]"}]}
+    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": any_of}, "required": ["data"]}
     return {"model": model, "description": description, "content": {EVENT_STREAM: {"schema": event}}}
 
 

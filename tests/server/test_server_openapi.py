@@ -105,10 +105,12 @@ def api(app):
 
 
 def named_right(case):
-    """No model goes by a made-up name."""
+    """No model goes by a made-up name, and no answer comes within a made-up time (5e-324 s: 504)."""
     if isinstance(case.body, dict) and "model" in case.body:
         embeds = "/embed" in case.path
         case.body = {**case.body, "model": "bag-of-words" if embeds else "tiny"}
+        if isinstance(told := case.body.get("ragcache"), dict):
+            case.body["ragcache"] = {name: value for name, value in told.items() if name != "timeout_s"}
     return case
 
 
