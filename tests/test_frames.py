@@ -28,8 +28,8 @@ ENDS = {"scheduler": (Scheduler, "run"), "placer": (Placer, "place"), "store": (
 
 FRAMES = {
     "question to scheduler": 15,  # on the caller's thread; the plan has 8
-    "question to model": 5,  # on the model's thread, from here on; 3
-    "question to placer": 10,  # 6
+    "question to model": 3,  # on the model's thread, from here on; the plan has 3
+    "question to placer": 8,  # 6
     "question to store": 8,  # a block of a question, on the caller's thread; the plan has 6
     "ingestion to model": 11,  # 8
 }

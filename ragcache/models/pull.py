@@ -20,16 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple
 
-import xxhash
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from ragcache.errors import (
-    ConfigError,
-    ModelNotFoundError,
-    first_line,
-    translate_os_errors,
-)
+from ragcache.errors import ConfigError, ModelNotFoundError, first_line, translate_os_errors
+from ragcache.files import file_digest
 from ragcache.models.hub import (
     BUNDLED,
     MANIFEST,
@@ -247,7 +242,7 @@ def convert(gguf: Path, into: Path) -> None:
 
 
 def _write_manifest(place: Path) -> None:
-    files = {path.name: (path.stat().st_size, _digest(path)) for path in sorted(place.iterdir())}
+    files = {path.name: (path.stat().st_size, file_digest(path).hex()) for path in sorted(place.iterdir())}
     (place / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
 
 
@@ -256,12 +251,4 @@ def _is_sound(place: Path) -> bool:
     if not is_whole(place):
         return False
     files = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
-    return all(_digest(place / name) == digest for name, (_, digest) in files.items())
-
-
-def _digest(path: Path) -> str:
-    found = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while part := file.read(16 * CHUNK_BYTES):
-            found.update(part)
-    return found.hexdigest()
+    return all(file_digest(place / name).hex() == digest for name, (_, digest) in files.items())

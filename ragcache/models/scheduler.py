@@ -115,8 +115,8 @@ class Scheduler:
         if run.cache.fill is not None and self._is_busy():
             with working_alone():  # beside the others' pass, not in it: a slow disk must not stop them
                 run.cache.place()
-        if alone is not None:
-            alone = _in_context(alone)
+        if alone is not None:  # with what the calling thread's context variables are now (observers)
+            alone = partial(contextvars.copy_context().run, alone)
         request = QueuedRequest(run, alone, limit=LIMIT.get())
         self._submit(request)
         self._await(request)
@@ -156,7 +156,8 @@ class Scheduler:
                 raise token
             if not isinstance(token, QueuedRequest):
                 return token
-            decoding.widen()
+            if decoding.more is not None:
+                decoding.granted = decoding.position - 1 + decoding.more()
             with self._changed:
                 self._decoding.add(decoding)
             self._submit(token)
@@ -216,8 +217,17 @@ class Scheduler:
         """Run one pass. What it held is let go of before the thread waits: an idle model keeps nobody's cache."""
         members = self._take()
         try:
-            if members:
-                self._execute(members)
+            if members and (alone := members[0].request.alone) is not None:
+                self._finish(members[0].request, alone())
+            elif members:
+                rows = self._forward([member.piece for member in members])
+                for member, logits in zip(members, rows, strict=True):
+                    self._advance(member, logits)
+        except BaseException as error:  # whatever it is, it is the caller's: this thread goes on for the others
+            if len(members) == 1:
+                self._finish(members[0].request, error=error)
+            else:
+                self._one_by_one(members)
         finally:
             self._end(members)
 
@@ -247,7 +257,7 @@ class Scheduler:
             for request in self._running:
                 request.run.cache.hold()
             # Held first, looked at then: the garbage collector may close an abandoned stream at any moment.
-            shares = [(request, count) for request, count in shares if not request.is_abandoned]
+            shares = [(one, count) for one, count in shares if one.sequence is None or not one.sequence.over]
         return [ScheduledRequest(request, ScheduledTokens.next(request.run, count)) for request, count in shares]
 
     def _drop_given_up(self) -> None:
@@ -271,7 +281,7 @@ class Scheduler:
         kept = room // FIRST_SHARE if run.ordered and run.left > room else run.left
         room -= kept
         shares = []
-        for one in sorted(others, key=lambda one: one.is_prompt + (one.run.left > self.pass_tokens)):
+        for one in sorted(others, key=lambda one: (one.run.left > 1) + (one.run.left > self.pass_tokens)):
             count = self._share(one.run, room)
             if count:
                 shares.append((one, count))
@@ -287,21 +297,6 @@ class Scheduler:
         if run.left == 1 or run.left <= room:
             return run.left
         return room if run.ordered and run.left > self.pass_tokens and room >= LEAST_PIECE else 0
-
-    def _execute(self, members: Sequence[ScheduledRequest]) -> None:
-        first = members[0].request
-        try:
-            if first.alone is not None:
-                self._finish(first, first.alone())
-            else:
-                rows = self._forward([member.piece for member in members])
-                for member, logits in zip(members, rows, strict=True):
-                    self._advance(member, logits)
-        except BaseException as error:  # whatever it is, it is the caller's: this thread goes on for the others
-            if len(members) == 1:
-                self._finish(first, error=error)
-            else:
-                self._one_by_one(members)
 
     def _one_by_one(self, members: Sequence[ScheduledRequest]) -> None:
         """After a shared pass failed: only what fails by itself has failed."""
@@ -355,12 +350,6 @@ class Scheduler:
             self._changed.notify_all()
 
 
-def _in_context(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same function, run with what the calling thread's context variables are now (observers)."""
-    context = contextvars.copy_context()
-    return lambda: context.run(function)
-
-
 # Requests that wait for the model and run in its passes: the tokens of callers, and the sequences that are decoded.
 
 
@@ -380,14 +369,6 @@ class QueuedRequest:
     finished: threading.Event = field(default_factory=threading.Event)
     logits: Tensor | None = None
     error: BaseException | None = None
-
-    @property
-    def is_prompt(self) -> bool:
-        return self.run.left > 1
-
-    @property
-    def is_abandoned(self) -> bool:
-        return self.sequence is not None and self.sequence.over
 
     def result(self) -> Tensor:
         if self.error is not None:
@@ -449,10 +430,6 @@ class DecodingSequence:
             return following
         self.tokens.put(following)  # the reader submits it, when it has found room
         return None
-
-    def widen(self) -> None:
-        """Find room for the next tokens. Raises what `more` raises."""
-        self.granted = None if self.more is None else self.position - 1 + self.more()
 
     def end(self, error: BaseException | None) -> None:
         self.over = True
