@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import ragcache as rc
-from ragcache.fusion.placement import Placer
+from ragcache.fusion.method import Placer
 from ragcache.models.scheduler import Scheduler
 from ragcache.retrieval.fake import BagOfWords
 from ragcache.store.kv_store import KVStore
@@ -29,7 +29,7 @@ ENDS = {"scheduler": (Scheduler, "run"), "placer": (Placer, "place"), "store": (
 FRAMES = {
     "question to scheduler": 15,  # on the caller's thread; the plan has 8
     "question to model": 3,  # on the model's thread, from here on; the plan has 3
-    "question to placer": 8,  # 6
+    "question to placer": 7,  # 6
     "question to store": 8,  # a block of a question, on the caller's thread; the plan has 6
     "ingestion to model": 11,  # 8
 }
