@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -68,6 +68,7 @@ class KeptTurn(NamedTuple):
     answer_ids: tuple[int, ...]
 
 
+@dataclass(eq=False, repr=False)
 class ConversationCache:
     """Passages and ids of answers, by the conversation up to each. Holds no text. Thread-safe.
 
@@ -75,11 +76,10 @@ class ConversationCache:
     who can say them and search under that filter could have found the same passages. The oldest are forgotten.
     """
 
-    def __init__(self, documents: DocumentStore, tenant: str) -> None:
-        self._documents = documents
-        self._tenant = tenant
-        self._turns: OrderedDict[str, KeptTurn] = OrderedDict()
-        self._lock = threading.Lock()
+    _documents: DocumentStore
+    _tenant: str
+    _turns: OrderedDict[str, KeptTurn] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def remember(self, key: str, turn: KeptTurn) -> None:
         with self._lock:
@@ -111,23 +111,19 @@ class ConversationCache:
         return keys
 
 
+@dataclass(eq=False, repr=False)
 class ConversationContext:
     """One conversation, as it stands before its next answer."""
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        memory: ConversationCache,
-        tokenizer: PreTrainedTokenizerBase,
-        where: Mapping[str, Any] | None,
-        system: str | None,
-    ) -> None:
-        self._conversation = conversation
-        self._memory = memory
-        self._tokenizer = tokenizer
-        self._turns = [(turn.role, turn.said) for turn in conversation.turns]
-        self._where, self._system = where, system
-        self._keys = memory.keys(self._turns, where, system)
+    _conversation: Conversation
+    _memory: ConversationCache
+    _tokenizer: PreTrainedTokenizerBase
+    _where: Mapping[str, Any] | None
+    _system: str | None
+
+    def __post_init__(self) -> None:
+        self._turns = [(turn.role, turn.said) for turn in self._conversation.turns]
+        self._keys = self._memory.keys(self._turns, self._where, self._system)
 
     def read(
         self, pieces: Sequence[str | Slot | Said], given: Mapping[int, Sequence[Hit]]

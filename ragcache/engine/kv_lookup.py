@@ -42,24 +42,16 @@ class ResolvedKV:
     sources: list[Source]
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class KVLookup:
     """Brings what prompts are read from. Thread-safe."""
 
-    def __init__(
-        self,
-        lm: LanguageModel,
-        encoder: ModelEncoder,
-        documents: DocumentStore,
-        prefixes: Prefixes,
-        whole: WholeStore,
-        loader: BlockLoader,
-    ) -> None:
-        self.lm = lm
-        self.encoder = encoder
-        self._documents = documents
-        self._prefixes = prefixes
-        self._whole = whole
-        self._loader = loader
+    lm: LanguageModel
+    encoder: ModelEncoder
+    _documents: DocumentStore
+    _prefixes: Prefixes
+    _whole: WholeStore
+    _loader: BlockLoader
 
     @contextmanager
     def resolve(self, asked: Request, base: SharedContext | None) -> Iterator[ResolvedKV]:

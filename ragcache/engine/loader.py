@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
 
@@ -133,7 +133,7 @@ class BlockLoader:
         whole = encoder.with_neighbours([chunk.whole for chunk in chunks])
         handles = [encoder.key(chunk.token_ids, chunk.neighbours) for chunk in whole]
         started = time.perf_counter()
-        writer = BlockWriter(self.kv, documents, encoder, passing=passing)
+        writer = BlockWriter(self.kv, documents, encoder, passing)
         question = _Question(self, encoder, writer, dict(zip(handles, whole, strict=True)))
         request, begun = self.kv.ask(handles), {} if ahead is None else ahead.take(handles)
         try:
@@ -300,25 +300,23 @@ class Prefetch:
             read.add_done_callback(lambda _done, held=held: self._loader.release_ahead(held))  # type: ignore[misc]
 
 
+@dataclass(eq=False, repr=False)
 class _Question:
     """The blocks of one question: those that were read, and those that were made.
 
     The asking thread computes; the loader's threads read, and begin the next reads as theirs end.
     """
 
-    def __init__(
-        self, loader: BlockLoader, encoder: ModelEncoder, writer: BlockWriter, chunks: dict[str, Chunk]
-    ) -> None:
-        self._loader = loader
-        self._encoder = encoder
-        self._writer = writer
-        self.chunks = chunks
-        self.read: dict[str, Loaded] = {}
-        self.made: dict[str, KVBlock] = {}
-        self.encode_s = 0.0
-        self._changed = threading.Condition()
-        self._closed = False
-        self._error: BaseException | None = None
+    _loader: BlockLoader
+    _encoder: ModelEncoder
+    _writer: BlockWriter
+    chunks: dict[str, Chunk]
+    read: dict[str, Loaded] = field(default_factory=dict)
+    made: dict[str, KVBlock] = field(default_factory=dict)
+    encode_s: float = 0.0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _closed: bool = False
+    _error: BaseException | None = None
 
     def load_and_compute(self, begun: Mapping[str, Future[Loaded | None]]) -> None:
         """Bring what is not there yet. begun: reads that began earlier"""
@@ -415,19 +413,19 @@ class _Question:
             self._plan.computed()
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockWriter:
     """Keeps what is computed: the store's own chunks with its documents' KV, others apart, within a budget of their
     own, since no deletion would ever find them.
 
-    names:   of the blocks
-    passing: the encoder is not the store's own (another prefix): keep in memory only
+    _names:   of the blocks
+    _passing: the encoder is not the store's own (another prefix): keep in memory only
     """
 
-    def __init__(self, kv_store: KVStore, documents: DocumentStore, names: BlockKeys, *, passing: bool) -> None:
-        self._kv = kv_store
-        self._documents = documents
-        self._names = names
-        self._passing = passing
+    _kv: KVStore
+    _documents: DocumentStore
+    _names: BlockKeys
+    _passing: bool
 
     def write(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
         """The block as it was kept: with a lossy codec the first answer is then like all later ones."""

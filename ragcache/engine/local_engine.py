@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from ragcache import plugins
 from ragcache.engine.admission import MemoryNeed, SharedPrefixes, SharedPrefixRef, Size, kv_bytes, tokens_within
-from ragcache.engine.answer import Answer, Done, Event, Sources, Usage
+from ragcache.engine.answer import Done, Event, Sources, Usage
 from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.kv_lookup import KVLookup, ResolvedKV
 from ragcache.engine.output import OutputProcessor, write
@@ -36,25 +36,19 @@ from ragcache.store.kv_store import KVStore
 WARM_TOKENS = 16
 
 
+@dataclass(eq=False, repr=False)
 class LocalEngine:
     """Answers prompts over hits that are already retrieved, with the model in this process. Thread-safe."""
 
-    def __init__(
-        self,
-        lm: LanguageModel,
-        prompts: Prompts,
-        lookup: KVLookup,
-        prefixes: Prefixes,
-        contexts: SharedPrefixes,
-        estimate: PrefillEstimate,
-    ) -> None:
-        self.lm = lm
-        self.prompts = prompts
-        self.lookup = lookup
-        self.prefixes = prefixes
-        self.contexts = contexts
-        self.estimate = estimate
-        self._eos = eos_token_ids(lm)
+    lm: LanguageModel
+    prompts: Prompts
+    lookup: KVLookup
+    prefixes: Prefixes
+    contexts: SharedPrefixes
+    estimate: PrefillEstimate
+
+    def __post_init__(self) -> None:
+        self._eos = eos_token_ids(self.lm)
         self._scope = Scope()
 
     def check(self, reading: RequestOptions) -> None:
@@ -73,8 +67,9 @@ class LocalEngine:
             reading = self.prompts.settled(ends, hits, reading)
             ends, hits = self.prompts.ordered(ends, hits, reading)
         prompt, dropped = self.prompts.prompt(ends, hits, reading)
-        if kept is None and not prompt.chunk_ids:
-            reading = _as_text(reading)
+        if kept is None and not prompt.chunk_ids and reading.method.reuses_blocks:
+            # In full, on from what earlier prompts have in common with it: no method places, weighs or evicts anything.
+            reading = replace(reading.exactly(NOTHING_TO_REUSE), evict=None)
         asked = Request(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
         need = self._need(prompt, reading)
         # The prefix tree keeps what runs as text, passages included; a placed context of blocks stays where it is.
@@ -162,7 +157,11 @@ class LocalEngine:
             fused.cache.release()
         if asked.kept is not None:
             asked.kept.answered(asked.hits, written.turn, written.said(self.lm))
-        yield Done(_answer(asked, ready, fused, written))
+        created = ready.prefix.created_tokens + loaded.encoded_tokens
+        computed = max(fused.computed_tokens) + fused.encoded_tokens + created
+        cached = max(0, fused.prompt_tokens - computed)
+        usage = Usage(fused.prompt_tokens, cached, len(written.ids), created, computed, written.reasoning_tokens)
+        yield Done(written.answer(asked, ready.sources, usage))
 
     def _decode(
         self, asked: Request, fused: Fused, written: OutputProcessor, seat: SharedPrefixRef, most: int
@@ -200,55 +199,34 @@ class LocalEngine:
 
     def _read(self, asked: Request, ready: ResolvedKV, seat: SharedPrefixRef) -> Fused:
         """Run the prompt over the context of another question where there is one; else others may find this one's."""
-        if not seat.is_shared or ready.base is not None:
-            return self._fuse(asked, ready)
-        with seat.placing(asked.limit) as found:
-            if isinstance(found, SharedContext):
-                return self._fuse(asked, replace(ready, base=found))
-            fused = self._fuse(asked, ready)
-            found(fused.share())
-            return fused
-
-    def _scope_of(self, asked: Request) -> Scope:
-        """What other questions may learn from this one: nothing where somebody's own text stands in its prompt, or a
-        passage was deleted meanwhile."""
-        scope = self._scope  # before the look at what is stored: with any later change a new one begins
-        return scope if asked.reading.method.remembers and self.lookup.is_of_store(asked) else Scope()
-
-    def _fuse(self, asked: Request, ready: ResolvedKV) -> Fused:
-        started = time.perf_counter()
-        prompt, reading, path = asked.prompt, asked.reading, ready.path
+        prompt, reading, path, base = asked.prompt, asked.reading, ready.path, ready.base
         method = reading.method
-        fused = fuse(
-            self.lm,
-            path.parts if path is not None and path.layout.separate else prompt,
-            method,
-            ready.loaded.blocks,
-            recipe=self.lookup.encoder.recipe if method.reuses_blocks else None,
-            reserve_tokens=self.prompts.room_at_first(prompt.num_tokens, reading),
-            evict=reading.evict,
-            exact=ready.prefix.exact if ready.base is None else None,
-            base=ready.base,
-            scope=self._scope_of(asked),
-        )
+        # What other questions may learn from this one: nothing where somebody's own text stands in its prompt, or a
+        # passage was deleted meanwhile. Before the look at what is stored: with any later change a new scope begins.
+        scope = self._scope
+        if not (method.remembers and self.lookup.is_of_store(asked)):
+            scope = Scope()
+        with seat.placing(asked.limit) if seat.is_shared and base is None else nullcontext() as found:
+            started = time.perf_counter()
+            base = found if isinstance(found, SharedContext) else base
+            fused = fuse(
+                self.lm,
+                path.parts if path is not None and path.layout.separate else prompt,
+                method,
+                ready.loaded.blocks,
+                recipe=self.lookup.encoder.recipe if method.reuses_blocks else None,
+                reserve_tokens=self.prompts.room_at_first(prompt.num_tokens, reading),
+                evict=reading.evict,
+                exact=ready.prefix.exact if base is None else None,
+                base=base,
+                scope=scope,
+            )
+            if callable(found):
+                found(fused.share())
         if not method.reuses_blocks and min(fused.computed_tokens) == fused.prompt_tokens:
             self.lm.finish()  # nothing of the prompt was known: the estimate of a full prefill learns from it
             self.estimate.add(fused.prompt_tokens, time.perf_counter() - started)
         return fused
-
-
-def _as_text(reading: RequestOptions) -> RequestOptions:
-    """How a prompt without passages is read: in full, on from what earlier prompts have in common with it, since no
-    method places, weighs or evicts anything there."""
-    return replace(reading.exactly(NOTHING_TO_REUSE), evict=None) if reading.method.reuses_blocks else reading
-
-
-def _answer(asked: Request, ready: ResolvedKV, fused: Fused, written: OutputProcessor) -> Answer:
-    created = ready.prefix.created_tokens + ready.loaded.encoded_tokens
-    computed = max(fused.computed_tokens) + fused.encoded_tokens + created
-    cached = max(0, fused.prompt_tokens - computed)
-    usage = Usage(fused.prompt_tokens, cached, len(written.ids), created, computed, written.reasoning_tokens)
-    return written.answer(asked, ready.sources, usage)
 
 
 # The contract of what computes answers.

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from types import NoneType
@@ -39,6 +39,9 @@ from ragcache.models.thoughts import TEMPLATE_OPTIONS, template_variables, think
 from ragcache.prompt import PromptEnds, Shown, control_tokens, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team
+
+Asked = tuple[PromptEnds, Sequence[Hit], RequestOptions, Clock, Kept | None]
+"""Arguments of `Engine.stream`."""
 
 
 class Questions:
@@ -279,7 +282,8 @@ class Questions:
     ) -> Iterator[Event]:
         """ends_of: the prompt's ends with room for so many tokens of passages, and turns left out for it"""
         parts = self._parts
-        with _timed(reading) as clock:
+
+        def prepare(clock: Clock) -> Asked:
             ends, dropped = ends_of(0)
             parts.reader.prompts.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
             hits = find_passages(find(), parts.store.documents, parts.whole)
@@ -287,8 +291,9 @@ class Questions:
             passages = sum(hit.chunk.num_tokens for hit in hits)
             if passages + _ends_tokens(ends) > parts.reader.prompts.room_before_answer(reading):
                 ends, dropped = ends_of(passages)
-            reading = replace(reading, dropped_turns=dropped)
-            yield from self._answers(ends, hits, reading, clock)
+            return ends, hits, replace(reading, dropped_turns=dropped), clock, None
+
+        return self._answers(prepare, reading.ahead)
 
     def _read_kept(
         self,
@@ -302,7 +307,8 @@ class Questions:
         parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.card.tokenizer
         if reading.choice.gives_way and not reading.method.keeps_context_with(parts.card):
             reading = reading.exactly(f"{reading.method.name} cannot keep the context of earlier turns")
-        with _timed(reading) as clock:
+
+        def prepare(clock: Clock) -> Asked:
             reader.prompts.check_keeps(reading)
             self.drop_deleted()
             talk = ConversationContext(conversation, parts.turns, tokenizer, options.get("filter"), system)
@@ -321,21 +327,26 @@ class Questions:
                 hits = self.retrieve(conversation.question, k, retrieval(options), reading.ahead)
                 if _kept_tokens((earlier, suffix_ids, hits)) > reader.prompts.room_before_answer(reading):
                     (earlier, suffix_ids, _), dropped = fitted(sum(hit.chunk.num_tokens for hit in hits))
-            reading = replace(reading, dropped_turns=dropped)
             clock.retrieve_s = time.perf_counter() - clock.started
             ends, earlier, new = reader.prompts.fit(earlier, suffix_ids, hits, reading)
-            yield from self._answers(ends, new, reading, clock, Kept(earlier, talk.remember))
+            return ends, new, replace(reading, dropped_turns=dropped), clock, Kept(earlier, talk.remember)
 
-    def _answers(
-        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions, clock: Clock, kept: Kept | None = None
-    ) -> Iterator[Event]:
-        """The engine's events, with what is to be said once."""
-        self._mini_notice.look(hits)
-        with closing(self._parts.reader.stream(ends, hits, reading, clock, kept)) as events:
-            for event in events:
-                if isinstance(event, Sources) and event.hits:
-                    self._unchecked_notice.look(reading.choice, event.method)
-                yield event
+        return self._answers(prepare, reading.ahead)
+
+    def _answers(self, prepare: Callable[[Clock], Asked], ahead: Prefetch | None) -> Iterator[Event]:
+        """The engine's events, with what is to be said once. prepare: makes the prompt, once the clock runs"""
+        try:
+            asked = prepare(Clock(time.perf_counter()))
+            self._mini_notice.look(asked[1])
+            with closing(self._parts.reader.stream(*asked)) as events:
+                for event in events:
+                    if isinstance(event, Sources) and event.hits:
+                        self._unchecked_notice.look(asked[2].choice, event.method)
+                    yield event
+        finally:
+            if ahead is not None:
+                ahead.close()
+            end_team()
 
 
 def _ends_tokens(ends: PromptEnds) -> int:
@@ -347,17 +358,6 @@ def _kept_tokens(read: tuple[History, list[int], Sequence[Hit]]) -> int:
     earlier, suffix_ids, hits = read
     texts = sum(len(part) for part in earlier.parts if not isinstance(part[0], Hit))
     return texts + len(suffix_ids) + sum(hit.chunk.num_tokens for hit in hits)
-
-
-@contextmanager
-def _timed(reading: RequestOptions) -> Iterator[Clock]:
-    """A question's clock. Behind it the early reads are over, and the calling thread has no team."""
-    try:
-        yield Clock(time.perf_counter())
-    finally:
-        if reading.ahead is not None:
-            reading.ahead.close()
-        end_team()
 
 
 # Whole answers from streams of events, one at a time or many side by side.
