@@ -42,7 +42,7 @@ class ResolvedKV:
     sources: list[Source]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class KVLookup:
     """Brings what prompts are read from. Thread-safe."""
 

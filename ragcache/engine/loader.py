@@ -413,7 +413,7 @@ class _Question:
             self._plan.computed()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class BlockWriter:
     """Keeps what is computed: the store's own chunks with its documents' KV, others apart, within a budget of their
     own, since no deletion would ever find them.

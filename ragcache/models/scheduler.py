@@ -56,24 +56,24 @@ class PassStats:
     members: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class Scheduler:
     """The queue of one model and the thread that works it off. Thread-safe.
 
-    forward:      runs pieces in one pass and returns each one's last logits
+    _forward:     runs pieces in one pass and returns each one's last logits
     pass_tokens:  most tokens of a pass while others wait, next tokens of decoded sequences aside; a run that cannot be
                   cut may exceed it
     alone_tokens: most tokens of a pass while nobody else is there
     sharing:      False gives every run a pass of its own
     """
 
-    def __init__(
-        self, forward: Callable[[Sequence[ScheduledTokens]], list[Tensor]], pass_tokens: int, alone_tokens: int
-    ) -> None:
-        self.pass_tokens = pass_tokens
-        self.alone_tokens = alone_tokens
-        self.sharing = True
+    _forward: Callable[[Sequence[ScheduledTokens]], list[Tensor]]
+    pass_tokens: int
+    alone_tokens: int
+    sharing: bool = True
+
+    def __post_init__(self) -> None:
         self.home = Home("this model was loaded", "load it")
-        self._forward = forward
         # Re-entrant: the garbage collector may close an abandoned stream within the scheduler's own code.
         self._changed = threading.Condition(threading.RLock())
         self._waiting: list[QueuedRequest] = []

@@ -7,6 +7,7 @@ by sentence-transformers as its own configuration says.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,13 +40,13 @@ class Reranker(Protocol):
         ...
 
 
+@dataclass(eq=False, repr=False)
 class CrossEncoderReranker:
     """A Reranker over sentence-transformers' CrossEncoder. Scores are logits: a sigmoid would make ties of them."""
 
-    def __init__(self, name: str, model: CrossEncoder) -> None:
-        self.name = name
-        self._model = model
-        self._lock = PriorityLock()
+    name: str
+    _model: CrossEncoder
+    _lock: PriorityLock = field(default_factory=PriorityLock)
 
     def scores(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
         """Raises CancelledError and TimedOutError within `limits.limited`, between batches."""

@@ -37,7 +37,8 @@ def open_documents(layout: StoreLayout, url: str | None, *, read_only: bool) -> 
     directory; StoreNotFoundError where the database that has them cannot be reached; and what Database raises.
     """
     named = layout.documents_in()
-    where = layout.database.name if url is None or _is_inside(layout, url) else address(url)
+    inside = url is None or Path(address(url)).resolve() == layout.database.resolve()
+    where = layout.database.name if url is None or inside else address(url)
     if url is None:
         _refuse_absent(layout, named)
     try:
@@ -138,10 +139,6 @@ def _mismatch(layout: StoreLayout, named: str, where: str) -> DatabaseMismatchEr
 
 def _unknown(layout: StoreLayout) -> str:
     return f"has KV of documents that are not in its {layout.database.name}"
-
-
-def _is_inside(layout: StoreLayout, url: str) -> bool:
-    return Path(address(url)).resolve() == layout.database.resolve()
 
 
 def _has_documents(layout: StoreLayout) -> bool:

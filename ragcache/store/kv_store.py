@@ -102,7 +102,7 @@ class KVStore:
         self._complaints = WarnOnce(log)
         self._counts = AccessCounts(None if trace is None else TraceWriter(Path(trace)))
         self._key_locks = KeyLocks()
-        self._demotion = Demotion(self._durable, self._key_locks, read_only=read_only, referenced=referenced)
+        self._demotion = Demotion(self._durable, self._key_locks, read_only, referenced)
         self._tiers = TierStack(self._durable, self._demotion)
         self._tiers.push(MemoryTier(memory_bytes, self._new_policy(), is_pinned=self._pins.__contains__))
         helpers = partial(ThreadPoolExecutor, initializer=work_alone)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Column, RowMapping, Select, func, select
+from sqlalchemy import RowMapping, Select, func, select
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, IngestError
 from ragcache.store.filters import Filter, compile_filter
@@ -179,17 +179,6 @@ def select_chunks() -> Select[Any]:
     return select(*columns, documents.c.source, documents.c.title).join_from(chunks, documents)
 
 
-def select_ids_among(ids: Sequence[str]) -> Select[Any]:
-    """Those of these documents' ids that are there."""
-    return select(documents.c.id).where(documents.c.id.in_(ids))
-
-
-def select_above(vector_id: int, limit: int, column: Column[Any]) -> Select[Any]:
-    """Vector ids and one column of the chunks with higher vector ids, by rising id."""
-    query = select(chunks.c.vector_id, column).where(chunks.c.vector_id > vector_id)
-    return query.order_by(chunks.c.vector_id).limit(limit)
-
-
 def token_id_batch(read: Sequence[RowMapping]) -> list[tuple[int, NDArray[np.int32]]]:
     return [(int(row["vector_id"]), np.frombuffer(row["token_ids"], _TOKEN)) for row in read]
 
@@ -206,10 +195,6 @@ def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
 
 def chunk(row: RowMapping) -> Chunk:
     return Chunk(**{**row, "token_ids": np.frombuffer(row["token_ids"], _TOKEN).tolist()})
-
-
-def document_values(new: NewDocument, now: float) -> dict[str, Any]:
-    return {**vars(new), "updated_at": now}
 
 
 def chunk_values(document: NewDocument, new: NewChunk, ordinal: int, vector_id: int, now: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 from ragcache.errors import ConfigError, SchemaVersionError, StoreUnreachableError
@@ -89,6 +90,7 @@ MARKER = "ragcache.json"
 FORMAT_VERSION = 1
 
 
+@dataclass(eq=False, repr=False)
 class Connection:
     """Lets calls through, unless one has failed a moment ago: nobody waits for a dead service twice.
 
@@ -97,14 +99,14 @@ class Connection:
     read_only: the marker is read, and not made
     """
 
-    def __init__(
-        self, blobs: Blobs, owner: str, *, read_only: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.where = blobs.where
-        self.read_only = read_only
-        self._blobs = blobs
-        self._owner = owner
-        self._clock = clock
+    blobs: Blobs
+    owner: str
+    _: KW_ONLY
+    read_only: bool = False
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.where = self.blobs.where
         self._lock = threading.Lock()
         self._is_ours = False
         self._broken_until = float("-inf")
@@ -116,16 +118,16 @@ class Connection:
         Raises StoreUnreachableError at once for some seconds after a call has; ConfigError when the remote belongs to
         another store; SchemaVersionError.
         """
-        wait_s = self._broken_until - self._clock()
+        wait_s = self._broken_until - self.clock()
         if wait_s > 0:
             raise StoreUnreachableError(
                 f"{self.where}: did not answer a moment ago; it is asked again in {wait_s:.0f} s"
             )
         try:
             self._check_owner()
-            yield self._blobs
+            yield self.blobs
         except StoreUnreachableError:
-            self._broken_until = self._clock() + RETRY_AFTER_S
+            self._broken_until = self.clock() + RETRY_AFTER_S
             raise
 
     def check(self) -> None:
@@ -140,7 +142,7 @@ class Connection:
             log.warning("%s; until it answers, blocks that are not on this machine are computed", error)
 
     def close(self) -> None:
-        self._blobs.close()
+        self.blobs.close()
 
     def _check_owner(self) -> None:
         if self._is_ours:
@@ -148,12 +150,12 @@ class Connection:
         with self._lock:
             if self._is_ours:
                 return
-            mark = json.dumps({"format": FORMAT_VERSION, "owner": self._owner, "made_by": "ragcache"}).encode()
-            found = self._blobs.get(MARKER)
+            mark = json.dumps({"format": FORMAT_VERSION, "owner": self.owner, "made_by": "ragcache"}).encode()
+            found = self.blobs.get(MARKER)
             if found is None and self.read_only:
                 return
-            if found is None and not self._blobs.create(MARKER, mark):
-                found = self._blobs.get(MARKER)
+            if found is None and not self.blobs.create(MARKER, mark):
+                found = self.blobs.get(MARKER)
             if found is not None:
                 self._refuse_other(found)
             self._is_ours = True
@@ -169,7 +171,7 @@ class Connection:
                 f"{self.where}: remote format {version}; this version of ragcache reads up to {FORMAT_VERSION}: use "
                 "the version that made it, or a later one"
             )
-        if owner != self._owner:
+        if owner != self.owner:
             raise ConfigError(
                 f"{self.where}: holds the blocks of another store, and each would delete what only the other one's "
                 "documents refer to; name another prefix, or share that store's database too (PostgreSQL, --database)"

@@ -116,8 +116,10 @@ class DiskBudget:
             self._ledger.touch(key)
             if key in self._leaving:
                 return None
-            if key not in self._ledger and not self._discover(key):
-                return None
+            if key not in self._ledger:
+                if (size := self._files.size(key)) is None:
+                    return None
+                self._ledger.add(self._entry(key, self._files.path(key), size))  # another process has written it
             return self._ledger.lease(key)
 
     def remove(self, key: str) -> None:
@@ -253,13 +255,6 @@ class DiskBudget:
             if file.key is not None and file.key not in self._ledger:
                 self._ledger.add(self._entry(file.key, file.path, file.num_bytes))
         self._indexed = True
-
-    def _discover(self, key: str) -> bool:
-        """Another process may have written it."""
-        size = self._files.size(key)
-        if size is not None:
-            self._ledger.add(self._entry(key, self._files.path(key), size))
-        return size is not None
 
     def _entry(self, key: str, path: Path, num_bytes: int) -> Entry:
         tokens = 0
