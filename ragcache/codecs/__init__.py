@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ragcache import plugins
+from ragcache.codecs.base import Bases as Bases
 from ragcache.codecs.base import Codec as Codec
 from ragcache.codecs.base import RawCodec as RawCodec
-from ragcache.codecs.basis import Bases as Bases
 from ragcache.codecs.bfloat16 import Bfloat16Codec
 from ragcache.codecs.fp8 import Fp8Codec
 from ragcache.codecs.kivi import Int4Codec

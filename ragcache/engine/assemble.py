@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from ragcache.engine.admission import UNKNOWN_BYTES, Admission, SharedPrefixes, default_budget
 from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.history import ConversationCache
-from ragcache.engine.kv_lookup import KVLookup
 from ragcache.engine.loader import BlockLoader
-from ragcache.engine.local_engine import ENGINES, Connection, Engine, LocalEngine
+from ragcache.engine.local_engine import ENGINES, Connection, Engine, KVLookup, LocalEngine
 from ragcache.engine.options import StoreConfig
 from ragcache.engine.prefixes import Prefixes, WholeStore
 from ragcache.engine.probe import open_rates, probe_prefill
